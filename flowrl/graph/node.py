@@ -1,0 +1,112 @@
+"""`Node`: the base class of every role, built-in or the user's own.
+
+A node is a plain class with annotated ports and `async def run(self)`:
+
+    class LengthFilter(Node):
+        samples: In[Scored]
+        kept: Out[Scored]
+
+        async def run(self) -> None:
+            async for sample in self.samples:
+                if sample.response_tokens > 4:
+                    await self.kept.send(sample)
+                else:
+                    self.samples.drop(sample, "too_short", state="filtered")
+
+Instances are built wherever the graph is built (the command line, `flowrl check`, every host), so
+`__init__` only stores settings. Imports of heavy packages and anything costly go into `setup`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, get_args, get_origin, get_type_hints
+
+from flowrl.graph.ports import Call, In, Out, Port, Serve
+
+P = ParamSpec("P")
+R = TypeVar("R")
+PORT_KINDS = (In, Out, Call, Serve)
+
+
+class Context(Protocol):
+    """What the host tells a node about its place in the run. Attached before `setup`."""
+
+    replica: int
+    num_replicas: int
+    run_dir: str
+    seed: int
+    steps: int | None
+    """Steps this run is to make in all, None if the data decide."""
+    cores: tuple[int, ...]
+    gpus: tuple[int, ...]
+    resume_dir: str | None
+    """Checkpoint to load, None for a fresh start."""
+    start_version: int
+    gang_address: str
+    """"host:port" at which the ranks of this gang meet, "" if the node is no gang."""
+    ledger: Any
+    """Ledger events, see flowrl.runtime.books.LedgerClient."""
+
+    async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def metric(self, name: str, value: float) -> None: ...
+    def progress(self, text: str) -> None: ...
+    def busy(self, name: str) -> Any: ...
+
+
+class Node:
+    """A role in the graph. Class attributes give the defaults that `Graph.add` can override."""
+
+    cpus: ClassVar[float] = 0
+    """Cores a replica needs for itself. 0: cheap, shares a host with other cheap nodes."""
+    gpus: ClassVar[float] = 0
+    gang: ClassVar[bool] = False
+    """Replicas run in lockstep (ZeRO ranks): `dispatch="gang"` on the way in."""
+    keyed_state: ClassVar[bool] = False
+    """Remembers items by group: with several replicas needs `dispatch="key"`."""
+
+    name: str = ""
+    ports: Mapping[str, Port]
+    context: Context
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        node = super().__new__(cls)
+        ports: dict[str, Port] = {}
+        for name, hint in get_type_hints(cls).items():
+            kind = get_origin(hint)
+            if kind in PORT_KINDS:
+                ports[name] = kind(node, name, get_args(hint))
+                setattr(node, name, ports[name])
+        node.ports = ports
+        return node
+
+    async def setup(self) -> None:
+        """Load what is costly. Runs in the host, CPUs already pinned, before any message."""
+
+    async def run(self) -> None:
+        """The body. Returning closes the out ports; raising fails the run."""
+        raise NotImplementedError(f"{type(self).__name__} needs `async def run(self)`")
+
+    async def close(self) -> None:
+        """Release what `setup` took. Runs at every orderly end, also after a failure elsewhere."""
+
+    def check(self, facts: Any) -> list[str]:
+        """Problems of this node's own settings, complete sentences; see flowrl.graph.check."""
+        return []
+
+    def preflight(self) -> None:
+        """Cheap trial on the driver before Ray starts (files, tokenizer, imports). Raises ConfigError."""
+
+    async def checkpoint(self, path: str) -> None:
+        """Write large state (weights, optimizer) below `path`. Called on every replica, admission closed."""
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint has to keep besides messages: scalars, strings, tuples, mappings, arrays."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` returned at the checkpoint."""
+
+    async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a blocking function in this node's own thread, off the event loop."""
+        return await self.context.blocking(fn, *args, **kwargs)

@@ -1,0 +1,169 @@
+"""Ports: where a node's body meets its edges.
+
+A port is declared by annotation (`rollouts: In[Sample]`); `Node` makes one per instance. Before the
+run a port only carries names and types. The host process attaches the live side (`port.live`).
+
+`In` is invariant and `Out` covariant: so mypy refuses an edge whose message types do not fit.
+
+What "finished" means. In `async for x in self.port` item x is finished when the next one is asked
+for and everything sent meanwhile has been taken in by the next process. In `each`, when its task has
+returned. An item put on `hold` is finished by the `send(..., made_from=[x, ...])` that uses it up,
+or by `drop(x, reason)`. An item that ends with neither send, hold nor drop is an error that names the
+node, unless the node has no out port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from flowrl.messages import Message, Tombstone
+
+T = TypeVar("T", bound=Message)
+T_co = TypeVar("T_co", bound=Message, covariant=True)
+Req = TypeVar("Req", bound=Message)
+Rep = TypeVar("Rep", bound=Message)
+
+
+@dataclass(frozen=True)
+class Members(Generic[T]):
+    """All that came of one group: `items` in member order, and the tombstones of the others."""
+
+    group_id: str
+    ticket: int
+    size: int
+    items: tuple[T, ...]
+    lost: tuple[Tombstone, ...]
+
+
+class LiveIn(Protocol):
+    """What the host attaches to an In port."""
+
+    def iterate(self) -> AsyncIterator[Any]: ...
+    async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None: ...
+    def groups(self, size: int) -> AsyncIterator[Members[Any]]: ...
+    def ordered(self) -> AsyncIterator[Any]: ...
+    def hold(self, item: Message) -> None: ...
+    def drop(self, item: Message, reason: str, state: str) -> None: ...
+    def newest(self) -> Any: ...
+    def ticket(self, item: Message) -> int: ...
+
+
+class LiveOut(Protocol):
+    """What the host attaches to an Out port."""
+
+    async def send(self, item: Message, made_from: Sequence[Message] | None) -> None: ...
+    async def admit(self, items: Sequence[Message]) -> bool: ...
+
+
+class Port:
+    """Common part: the owner's name, the port's name and the message types."""
+
+    def __init__(self, node: object, name: str, types: tuple[type[Message], ...]) -> None:
+        self.node = node
+        self.name = name
+        self.types = types
+        self.live: Any = None
+
+    def __repr__(self) -> str:
+        names = ", ".join(t.__name__ for t in self.types)
+        owner = getattr(self.node, "name", "") or type(self.node).__name__
+        return f"{owner}.{self.name}: {type(self).__name__}[{names}]"
+
+
+class In(Port, Generic[T]):
+    """Messages enter the node here."""
+
+    live: LiveIn
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        """Items in order of arrival, until every producer has closed. One consumer at a time."""
+        return self.live.iterate()
+
+    async def each(self, body: Callable[[T], Awaitable[None]], *, concurrency: int = 1) -> None:
+        """Run `body(item)` for every item, at most `concurrency` at a time, until end of stream.
+
+        An exception in a body fails the node; `SampleFailed` makes a tombstone of its item instead.
+        """
+        await self.live.each(body, concurrency)
+
+    def groups(self, size: int) -> AsyncIterator[Members[T]]:
+        """Whole groups, each when its `size` members have come or are known to be lost.
+
+        Every member is on hold until a send names it or it is dropped. Needs keyed or single input.
+        """
+        return self.live.groups(size)
+
+    def ordered(self) -> AsyncIterator[tuple[int, T | None]]:
+        """(ticket, item) in order of arrival, item None where the ticket's group was dropped.
+
+        Every item is on hold. For nodes that form batches by admission order.
+        """
+        return self.live.ordered()
+
+    def hold(self, item: T) -> None:
+        """Keep `item` unfinished past the end of its turn. Raises ValueError if it is not open."""
+        self.live.hold(item)
+
+    def drop(self, item: T, reason: str, *, state: str = "dropped") -> None:
+        """End `item` without a send; `state` is "dropped" or "filtered" in the books.
+
+        `reason` is one word (a_word_like_this): it is counted under that name.
+        """
+        self.live.drop(item, reason, state)
+
+    def newest(self) -> T | None:
+        """Latest edges only: the newest message so far, None before the first."""
+        return self.live.newest()  # type: ignore[no-any-return]
+
+    def ticket(self, item: T) -> int:
+        """The ticket under which `item` was admitted, -1 if it has none."""
+        return self.live.ticket(item)
+
+
+class Out(Port, Generic[T_co]):
+    """Messages leave the node here."""
+
+    live: LiveOut
+
+    async def send(self, item: T_co, *, made_from: Sequence[Message] | None = None) -> None:  # type: ignore[misc]
+        """Send one message; waits for a credit. `item` must not be changed afterwards.
+
+        Its id derives from what it was made from: `made_from` if given, else the item being worked
+        on. Cancelling a waiting send sends nothing.
+        """
+        await self.live.send(item, made_from)
+
+    async def admit(self, items: Sequence[T_co]) -> bool:
+        """Sources only: send the members of one new group once there is a ticket for it.
+
+        Waits for the ticket; the group stands in the books before its first message leaves. Returns
+        False when no further group is wanted (`--steps` is reached, or the run is ending).
+        """
+        return await self.live.admit(items)
+
+
+class Call(Port, Generic[Req, Rep]):
+    """The asking end of a request/reply edge."""
+
+    async def __call__(
+        self, request: Req, *, session: str = "", priority: int = 0, timeout_s: float | None = None
+    ) -> Rep:
+        """Ask and wait for the reply. Cancelling this cancels the work at the other end.
+
+        `session` keeps requests of one session on one replica where the edge says so. Raises
+        SampleFailed with the remote reason, or TimeoutError.
+        """
+        return await self.live.call(request, session=session, priority=priority, timeout_s=timeout_s)  # type: ignore[no-any-return]
+
+
+class Serve(Port, Generic[Req, Rep]):
+    """The answering end of a request/reply edge."""
+
+    async def each(self, body: Callable[[Req], Awaitable[Rep]], *, concurrency: int = 64) -> None:
+        """Answer every request with `body(request)` until every caller has closed.
+
+        A cancelled or abandoned request cancels its body.
+        """
+        await self.live.serve(body, concurrency)

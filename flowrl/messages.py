@@ -1,0 +1,214 @@
+"""The messages that travel along edges.
+
+A message is a frozen dataclass, subclass of `Message`, of scalars, str, bytes, tuples, mappings,
+messages and numpy arrays. Arrays are read-only on arrival and valid until the item is finished;
+copy what has to live longer. torch tensors are refused. A message is frozen after `send`.
+
+Array axes: T tokens of one sample, prompt included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from flowrl.errors import SchemaError
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+_registry: dict[str, type[Message]] = {}
+
+
+class Message:
+    """Base of every message. Subclasses are `@dataclass(frozen=True)` and register by class name."""
+
+    schema_hash: ClassVar[int] = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _registry[cls.__name__] = cls
+
+
+def message_type(name: str) -> type[Message]:
+    """The message class registered under `name`. Raises SchemaError if there is none."""
+    try:
+        return _registry[name]
+    except KeyError:
+        raise SchemaError(f"no message type {name!r} is known here; import the module that defines it") from None
+
+
+def schema_hash(cls: type[Message]) -> int:
+    """32 bits over the class name and its fields' names and types, in order; cached on the class."""
+    if "schema_hash" not in cls.__dict__:
+        hints = get_type_hints(cls)
+        text = cls.__name__ + "".join(f";{f.name}:{hints[f.name]}" for f in dataclasses.fields(cls))  # type: ignore[arg-type]
+        cls.schema_hash = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+    return cls.schema_hash
+
+
+@dataclass(frozen=True)
+class Prompt(Message):
+    """One sample still to be generated: member `member` of group `group_id`.
+
+    `seed` is derived from run seed, prompt, epoch and member, so it does not depend on replicas or
+    timing. The `prefix_*` arrays (equal lengths) hold what was already generated before a
+    checkpoint; they are empty for a fresh prompt and count as response.
+    """
+
+    sample_id: str
+    group_id: str
+    prompt_id: str
+    epoch: int
+    member: int
+    group_size: int
+    seed: int
+    text: str
+    token_ids: Int32
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns (answer, metadata): handed to rewards by name."""
+    prefix_token_ids: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    prefix_logprobs: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
+    prefix_versions: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True)
+class Sample(Message):
+    """A finished rollout: one shape for single-turn, multi-turn, tools and images.
+
+    `policy_mask` marks the tokens that the policy sampled; `behavior_logprobs` and `versions` are
+    meaningful only there (0 and -1 elsewhere).
+    """
+
+    sample_id: str
+    group_id: str
+    prompt_id: str
+    epoch: int
+    member: int
+    group_size: int
+    prompt_text: str
+    response_text: str
+    token_ids: Int32
+    policy_mask: Bool
+    behavior_logprobs: Float32
+    versions: Int32
+    prompt_tokens: int
+    truncated: bool
+    generator: str
+    """Node replica that generated it, as "generator/0"."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """(index of the turn's last policy token, reward), for environments that reward single turns."""
+    media: tuple[str, ...] = ()
+    """Content hashes of attachments."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ref_logprobs: Float32 | None = None
+    admitted_s: float = 0.0
+    generated_s: float = 0.0
+
+    @property
+    def response_tokens(self) -> int:
+        """Number of policy tokens."""
+        return int(self.policy_mask.sum())
+
+
+@dataclass(frozen=True)
+class Scored(Sample):
+    """A sample with its reward. `raw_reward` is before shaping; parts are logged by name."""
+
+    reward: float = 0.0
+    raw_reward: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    scored_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trainable(Scored):
+    """A scored sample with its advantage at every policy token (0 elsewhere)."""
+
+    advantages: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
+    loss_mask: Bool | None = None
+    """Tokens that enter the loss; None means `policy_mask`. Narrowed by staleness masking."""
+
+
+@dataclass(frozen=True)
+class Group(Message):
+    """The scored and advantaged members of one prompt; failed members are absent."""
+
+    group_id: str
+    samples: tuple[Trainable, ...]
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Batch(Message):
+    """One optimizer batch, or a rank's part of it: makes one version.
+
+    `num_sequences` and `num_tokens` are those of the whole batch, so that every rank has the global
+    denominators. `micro_batches` holds indices into `samples`; all ranks have equally many, an empty
+    one runs on padding because ZeRO-3's collectives need every rank.
+    """
+
+    samples: tuple[Trainable, ...]
+    micro_batches: tuple[tuple[int, ...], ...]
+    num_sequences: int
+    num_tokens: int
+    num_groups: int
+    mask_staleness: int = -1
+    """>= 0: the trainer masks tokens older than this out of the loss (`on_limit="mask"`)."""
+    token_budget: int = 0
+    """Tokens of one micro-batch, used by `split`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def split(self, n: int) -> tuple[Batch, ...]:
+        """The parts for `n` ranks: balanced by tokens, equal micro-batch counts (gang dispatch)."""
+        from flowrl.training.packing import split_batch
+
+        return split_batch(self, n)
+
+
+@dataclass(frozen=True)
+class Weights(Message):
+    """The manifest of one published version; the tensors lie in the transport it names.
+
+    `tensors` holds (name, dtype, shape, offset_bytes, num_bytes) in the transport's order.
+    `probe_logprobs` are the trainer's logprobs of the fixed probe sequences, empty when this
+    publication carries no probe.
+    """
+
+    policy: str
+    version: int
+    base_version: int
+    kind: str
+    """full | adapter | delta | unchanged"""
+    transport: str
+    """shm:NAME | tcp:ADDRESS | nccl | ipc"""
+    num_bytes: int
+    checksum: int
+    tensors: tuple[tuple[str, str, tuple[int, ...], int, int], ...] = ()
+    probe_token_ids: tuple[tuple[int, ...], ...] = ()
+    probe_logprobs: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Tombstone(Message):
+    """Stands for a sample (member >= 0) or a whole group (member -1) that will not come.
+
+    `state` is how the books close it: failed, filtered or dropped.
+    """
+
+    group_id: str
+    member: int
+    state: str
+    reason: str
+    node: str
+    sample_ids: tuple[str, ...] = ()
+    group_size: int = 0
+    response_tokens: int = 0
