@@ -1,0 +1,31 @@
+# The two commands: `make demo` and `make test`. Both set everything up on a fresh machine.
+PY := .venv/bin/python
+export PYTHONUNBUFFERED := 1
+export TOKENIZERS_PARALLELISM := false
+export RAY_DEDUP_LOGS := 0
+
+.PHONY: setup demo demo-control test check lint bench clean
+
+setup:
+	@.ci/setup
+
+demo: setup
+	$(PY) -m benchmarks.demo
+
+demo-control: setup
+	$(PY) -m benchmarks.demo --control
+
+check: setup lint
+	$(PY) -m pytest -q -x -m "not slow" tests
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy flowrl graphs benchmarks
+
+test: setup lint
+	$(PY) -m pytest -q -m "not slow" tests
+	$(PY) -m pytest -q -m "slow" tests
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
