@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, get_args, get_origin, get_type_hints
 
+from flowrl.graph.facts import Facts
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 
 P = ParamSpec("P")
@@ -89,6 +90,10 @@ class Node:
 
     async def close(self) -> None:
         """Release what `setup` took. Runs at every orderly end, also after a failure elsewhere."""
+
+    def facts(self) -> Facts:
+        """What `flowrl check` has to know of this node. Looks at the node's settings only."""
+        return Facts()
 
     def check(self, facts: Any) -> list[str]:
         """Problems of this node's own settings, complete sentences; see flowrl.graph.check."""

@@ -1,0 +1,42 @@
+"""What a node declares about itself, so that `flowrl check` can judge a graph without running it.
+
+A node overrides `Node.facts()`. It is called wherever the graph is built, so it may only look at the
+node's own settings: no files, no heavy imports. `None` says "does not apply here".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One node's declaration; every field has a default that claims nothing."""
+
+    group_size: int | None = None
+    """K. A source: members it sends per group. A node that collects groups: members it waits for."""
+    groups_per_batch: int | None = None
+    """P. Batchers: groups in one batch."""
+    token_budget: int | None = None
+    """Batchers and trainers: tokens in one micro-batch; no sample may be longer."""
+    longest_prompt: int | None = None
+    """Tokens of the longest prompt this node lets through."""
+    longest_response: int | None = None
+    """Most policy tokens this node samples for one prompt."""
+    concurrency: int | None = None
+    """Items that one replica works on at a time, where that is worth filling (a generator's slots)."""
+    publish_every: int = 1
+    """Trainers: every nth version is published."""
+    drops: bool = False
+    """May drop, filter or fail items. The batcher downstream has to hear of it."""
+    joins: tuple[str, ...] = ()
+    """In ports whose messages are matched by sample: they must come from one fan-out."""
+    keeps_lineage: bool = True
+    """One message out for one in, of the same sample. False: merges, splits or renames samples."""
+    optional: tuple[str, ...] = ()
+    """Ports that may stay unconnected."""
+    memory_bytes: int = 0
+    """Host memory of one replica, 0 if unknown."""
+    message_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Largest message by Out port, where the default estimate (from the token lengths) is far off."""
