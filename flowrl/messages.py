@@ -164,7 +164,11 @@ class Batch(Message):
     mask_staleness: int = -1
     """>= 0: the trainer masks tokens older than this out of the loss (`on_limit="mask"`)."""
     token_budget: int = 0
-    """Tokens of one micro-batch, used by `split`."""
+    """Tokens of one micro-batch, padding included, used by `split`; 0 is one micro-batch a step."""
+    optimizer_steps: int = 1
+    """Mini-batches the samples are cut into, in their order: one optimizer step each."""
+    step_ends: tuple[int, ...] = ()
+    """Set by `split`: number of micro-batches after which each optimizer step ends."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def split(self, n: int) -> tuple[Batch, ...]:

@@ -1,0 +1,108 @@
+"""Losses of preferences: reward model, DPO and its family, KTO. Pure functions of tensors.
+
+Axis B: pairs, or for KTO single completions. Logprobs are sums over a completion's tokens, EOS
+included, except for IPO, which takes means per token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PreferenceKind = Literal["dpo", "ipo", "cdpo"]
+
+
+def reward_model_loss(
+    chosen_B: Tensor, rejected_B: Tensor, *, margin_B: Tensor | None = None, centring: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Bradley–Terry, −log σ(c − r − m), with an optional margin (2307.09288).
+
+    `centring` times the mean of (c + r)² keeps scores around 0. Stats: accuracy, margin.
+    """
+    difference_B = chosen_B - rejected_B
+    loss = -F.logsigmoid(difference_B if margin_B is None else difference_B - margin_B).mean()
+    if centring:
+        loss = loss + centring * (chosen_B + rejected_B).square().mean()
+    return loss, _preference_stats(difference_B)
+
+
+def dpo_loss(
+    policy_chosen_B: Tensor,
+    policy_rejected_B: Tensor,
+    ref_chosen_B: Tensor,
+    ref_rejected_B: Tensor,
+    *,
+    beta: float,
+    kind: PreferenceKind = "dpo",
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """DPO (2305.18290), conservative DPO, or IPO (2310.12036, on means per token) over h.
+
+    h = (π_c − π_r) − (ref_c − ref_r). dpo: −log σ(βh). cdpo: −(1−ε) log σ(βh) − ε log σ(−βh) with
+    ε = `label_smoothing`. ipo: (h − 1/(2β))². Stats: accuracy, margin (of βh), chosen, rejected.
+    """
+    h_B = (policy_chosen_B - policy_rejected_B) - (ref_chosen_B - ref_rejected_B)
+    if kind == "ipo":
+        loss_B = (h_B - 1 / (2 * beta)).square()
+    elif kind == "cdpo":
+        loss_B = -(1 - label_smoothing) * F.logsigmoid(beta * h_B) - label_smoothing * F.logsigmoid(-beta * h_B)
+    elif kind == "dpo":
+        if label_smoothing:
+            raise ValueError("label_smoothing needs kind='cdpo'")
+        loss_B = -F.logsigmoid(beta * h_B)
+    else:
+        raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(get_args(PreferenceKind))}")
+    rewards = {
+        "chosen": beta * (policy_chosen_B - ref_chosen_B).detach().mean(),
+        "rejected": beta * (policy_rejected_B - ref_rejected_B).detach().mean(),
+    }
+    return loss_B.mean(), _preference_stats(beta * h_B) | rewards
+
+
+def kto_loss(
+    policy_B: Tensor,
+    ref_B: Tensor,
+    desirable_B: Tensor,
+    mismatched_policy_B: Tensor,
+    mismatched_ref_B: Tensor,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    z0: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """KTO (2402.01306): λ_D(1 − σ(β(r − z0))) or λ_U(1 − σ(β(z0 − r))), r = log π/ref.
+
+    z0 is max(0, mean over the global batch of log π/ref on mismatched pairs (x_i, y_{i+1})), without
+    gradient; ranks that each hold a part pass it. A batch below 2 has no mismatched pair and is
+    refused. Stats: z0, reward of the desirable and of the undesirable completions.
+    """
+    if z0 is None:
+        if mismatched_policy_B.numel() < 2:
+            raise ValueError(f"KTO needs a global batch of at least 2, got {mismatched_policy_B.numel()}")
+        z0 = (mismatched_policy_B - mismatched_ref_B).mean().clamp(min=0)
+    z0 = z0.detach()
+    r_B, desirable = policy_B - ref_B, desirable_B.bool()
+    loss_B = torch.where(
+        desirable,
+        desirable_weight * (1 - torch.sigmoid(beta * (r_B - z0))),
+        undesirable_weight * (1 - torch.sigmoid(beta * (z0 - r_B))),
+    )
+    reward_B = beta * r_B.detach()
+    return loss_B.mean(), {
+        "z0": z0,
+        "desirable_reward": _masked_mean(reward_B, desirable),
+        "undesirable_reward": _masked_mean(reward_B, ~desirable),
+    }
+
+
+def _preference_stats(margin_B: Tensor) -> dict[str, Tensor]:
+    margin_B = margin_B.detach()
+    return {"accuracy": (margin_B > 0).to(margin_B.dtype).mean(), "margin": margin_B.mean()}
+
+
+def _masked_mean(values_B: Tensor, mask_B: Tensor) -> Tensor:
+    return torch.where(mask_B, values_B, 0.0).sum() / mask_B.sum().clamp(min=1)

@@ -1,0 +1,97 @@
+"""Splitting a batch into ranks, optimizer steps and micro-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Batch, Trainable
+
+
+def sample(index: int, length: int) -> Trainable:
+    mask = np.arange(length) >= 1
+    return Trainable(
+        sample_id=f"s{index}",
+        group_id=f"g{index // 2}",
+        prompt_id="p",
+        epoch=0,
+        member=index % 2,
+        group_size=2,
+        prompt_text="",
+        response_text="",
+        token_ids=np.arange(length, dtype=np.int32),
+        policy_mask=mask,
+        behavior_logprobs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int32),
+        prompt_tokens=1,
+        truncated=False,
+        generator="generator/0",
+        advantages=mask.astype(np.float32),
+    )
+
+
+def batch(lengths: list[int], **fields: int) -> Batch:
+    samples = tuple(sample(i, length) for i, length in enumerate(lengths))
+    tokens = sum(length - 1 for length in lengths)
+    return Batch(samples, (), num_sequences=len(lengths), num_tokens=tokens, num_groups=1, **fields)
+
+
+def steps_of(part: Batch) -> list[set[str]]:
+    """Sample ids of each optimizer step of one rank."""
+    starts = (0, *part.step_ends[:-1])
+    return [
+        {part.samples[i].sample_id for micro in part.micro_batches[start:end] for i in micro}
+        for start, end in zip(starts, part.step_ends, strict=True)
+    ]
+
+
+@given(
+    lengths=st.lists(st.integers(2, 64), min_size=1, max_size=40),
+    ranks=st.integers(1, 5),
+    budget=st.sampled_from([0, 64, 100, 1000]),
+    steps=st.integers(1, 4),
+)
+def test_split_keeps_every_invariant(lengths: list[int], ranks: int, budget: int, steps: int) -> None:
+    whole = batch(lengths, token_budget=budget, optimizer_steps=steps)
+    parts = whole.split(ranks)
+    indices = [i for part in parts for micro in part.micro_batches for i in micro]
+    ids = [part.samples[i].sample_id for part in parts for micro in part.micro_batches for i in micro]
+    assert sorted(ids) == sorted(s.sample_id for s in whole.samples)
+    assert len(indices) == sum(len(part.samples) for part in parts)
+    assert {(part.step_ends, len(part.micro_batches)) for part in parts} == {
+        (parts[0].step_ends, parts[0].step_ends[-1])
+    }
+    assert len(parts[0].step_ends) == steps
+    alone = steps_of(whole.split(1)[0])
+    assert [set.union(*step) for step in zip(*map(steps_of, parts), strict=True)] == alone
+    for part in parts:
+        assert (part.num_sequences, part.num_tokens) == (whole.num_sequences, whole.num_tokens)
+        for micro in filter(None, part.micro_batches):
+            longest = max(part.samples[i].token_ids.size for i in micro)
+            assert not budget or len(micro) * longest <= budget
+
+
+@given(lengths=st.lists(st.integers(2, 64), min_size=1, max_size=40), ranks=st.integers(1, 5))
+def test_ranks_differ_by_less_than_the_longest_sample(lengths: list[int], ranks: int) -> None:
+    loads = [sum(s.token_ids.size for s in part.samples) for part in batch(lengths).split(ranks)]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_known_split() -> None:
+    first, second = batch([9, 5, 4, 2], token_budget=9).split(2)
+    assert [s.sample_id for s in first.samples] == ["s0", "s3"]
+    assert [s.sample_id for s in second.samples] == ["s1", "s2"]
+    assert first.micro_batches == second.micro_batches == ((0,), (1,))
+
+
+def test_a_rank_without_samples_gets_empty_micro_batches() -> None:
+    parts = batch([8], token_budget=8).split(3)
+    assert [part.micro_batches for part in parts] == [((0,),), ((),), ((),)]
+
+
+def test_a_sample_above_the_budget_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'s1' has 70 tokens, more than the token budget of 64"):
+        batch([10, 70], token_budget=64).split(2)
