@@ -45,6 +45,11 @@ def message_type(name: str) -> type[Message]:
         raise SchemaError(f"no message type {name!r} is known here; import the module that defines it") from None
 
 
+def known_types() -> tuple[type[Message], ...]:
+    """Every message class defined so far in this process."""
+    return tuple(_registry.values())
+
+
 def schema_hash(cls: type[Message]) -> int:
     """32 bits over the class name and its fields' names and types, in order; cached on the class."""
     if "schema_hash" not in cls.__dict__:

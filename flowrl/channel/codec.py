@@ -1,0 +1,241 @@
+"""Message bodies as msgpack, arrays beside it.
+
+A body is the tuple of a message's field values. Inside it an array is a msgpack extension that
+starts with dtype and shape, followed by
+
+- INLINE: the raw values (small arrays),
+- FRAME:  the index of the raw frame that holds them,
+- SLAB:   where they lie in a shared-memory slab.
+
+A nested message is an extension of its schema hash and its own body. Nothing is ever pickled. Lists
+arrive as tuples. Arrays arrive read-only, and are made read-only at the sender too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from struct import Struct
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from flowrl.errors import SchemaError, WireError
+from flowrl.messages import Message, known_types, schema_hash
+
+INLINE, FRAME, SLAB, MESSAGE = 1, 2, 3, 4
+INLINE_LIMIT_BYTES = 8192
+"""Above it an array travels as its own frame. zmq allocates frames of this size by themselves, so
+that their data are aligned."""
+
+Buffer = bytes | memoryview | np.ndarray[Any, Any]
+Place = Callable[[np.ndarray[Any, Any]], bytes | None]
+"""Puts an array into shared memory and returns its address, None where that is not possible."""
+
+DTYPES = tuple(np.dtype(t) for t in "?,i1,i2,i4,i8,u1,u2,u4,u8,f2,f4,f8,c8,c16".split(","))
+_dtype_code = {dtype: code for code, dtype in enumerate(DTYPES)}
+_shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(9))
+_index = Struct("<Q")
+_hash = Struct("<I")
+
+
+class Schema:
+    """How one message class is taken apart and put together again."""
+
+    def __init__(self, cls: type[Message]) -> None:
+        fields = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+        self.cls = cls
+        self.hash = schema_hash(cls)
+        self.fields = {f.name: f for f in fields}
+        self.names = tuple(self.fields)
+        self.slotted = "__slots__" in cls.__dict__
+        getter = attrgetter(*self.names) if fields else lambda message: ()
+        self.values: Callable[[Message], tuple[Any, ...]] = (
+            getter if len(fields) != 1 else lambda message: (getter(message),)
+        )
+
+    def build(self, values: Sequence[Any]) -> Message:
+        """The message with these field values.
+
+        Bypasses `__init__`: the sender constructed the message, and a frozen dataclass pays for
+        every field there.
+        """
+        if len(values) != len(self.names):
+            raise WireError(f"{self.cls.__name__} has {len(self.names)} fields, the frame holds {len(values)}")
+        if self.slotted:
+            return self.cls(*values)
+        message = object.__new__(self.cls)
+        message.__dict__.update(zip(self.names, values, strict=True))
+        return message
+
+
+_by_class: dict[type, Schema] = {}
+_by_hash: dict[int, Schema] = {}
+
+
+def schema_of(cls: type[Message]) -> Schema:
+    """The schema of a message class, made on first use."""
+    schema = _by_class.get(cls)
+    if schema is None:
+        if not dataclasses.is_dataclass(cls):
+            raise SchemaError(f"{cls.__name__} is no dataclass; declare it with @dataclass(frozen=True)")
+        schema = _by_class[cls] = Schema(cls)
+        _by_hash[schema.hash] = schema
+    return schema
+
+
+def schema_named(number: int) -> Schema:
+    """The schema with this hash. Raises WireError if no class known here has it."""
+    schema = _by_hash.get(number)
+    if schema is not None:
+        return schema
+    for cls in known_types():
+        if dataclasses.is_dataclass(cls):
+            schema_of(cls)
+    if number not in _by_hash:
+        raise WireError(
+            f"a message of schema {number:#010x} that no class here has; "
+            "run the same files, with the same message classes, in every process"
+        )
+    return _by_hash[number]
+
+
+def freeze(value: Any) -> None:
+    """Make every array inside a message read-only, in place."""
+    kind = type(value)
+    if kind is np.ndarray:
+        value.flags.writeable = False
+    elif isinstance(value, Message):
+        for inner in schema_of(kind).values(value):
+            if type(inner) not in _scalars:
+                freeze(inner)
+    elif kind is tuple or kind is list:
+        for inner in value:
+            if type(inner) not in _scalars:
+                freeze(inner)
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            if type(inner) not in _scalars:
+                freeze(inner)
+
+
+_scalars = frozenset((str, int, float, bool, bytes, type(None)))
+
+
+def payload_bytes(value: Any) -> int:
+    """Rough size of a value in memory: array and text bytes, 8 for any other scalar."""
+    kind = type(value)
+    if kind is np.ndarray:
+        return int(value.nbytes)
+    if kind is str or kind is bytes:
+        return len(value)
+    if isinstance(value, Message):
+        return sum(map(payload_bytes, schema_of(kind).values(value)))
+    if kind is tuple or kind is list:
+        return sum(map(payload_bytes, value))
+    if isinstance(value, Mapping):
+        return sum(map(payload_bytes, value.values()))
+    return 8
+
+
+class Encoder:
+    """Packs values. After `pack`, `frames` holds the arrays that travel beside the packed bytes.
+
+    The caller clears `frames` when it begins a new multipart; indices count from its start.
+    """
+
+    def __init__(self, place: Place | None = None, *, beside: bool = True) -> None:
+        self.frames: list[Buffer] = []
+        self._place = place
+        self._beside = beside
+        self._packers = [msgpack.Packer(default=self._default)]
+        self._depth = 0
+        self.pack: Callable[[Any], bytes] = self._packers[0].pack
+
+    def _default(self, value: Any) -> Any:
+        if type(value) is np.ndarray:
+            return self._array(value)
+        if isinstance(value, Message):
+            schema = schema_of(type(value))
+            return msgpack.ExtType(MESSAGE, _hash.pack(schema.hash) + self._nested(schema.values(value)))
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, np.ndarray):
+            return self._array(np.asarray(value))
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise WireError(
+            f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot travel; messages hold "
+            "scalars, str, bytes, tuples, mappings, messages and numpy arrays"
+        )
+
+    def _nested(self, values: tuple[Any, ...]) -> bytes:
+        # A packer cannot be entered twice: one for each depth of nesting.
+        self._depth += 1
+        try:
+            if self._depth == len(self._packers):
+                self._packers.append(msgpack.Packer(default=self._default))
+            packed: bytes = self._packers[self._depth].pack(values)
+            return packed
+        finally:
+            self._depth -= 1
+
+    def _array(self, array: np.ndarray[Any, Any]) -> msgpack.ExtType:
+        code = _dtype_code.get(array.dtype)
+        if code is None or array.ndim > 8:
+            raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot travel; convert it first")
+        head = _shape_structs[array.ndim].pack(code, array.ndim, *array.shape)
+        array.flags.writeable = False
+        if array.nbytes <= INLINE_LIMIT_BYTES or not self._beside:
+            return msgpack.ExtType(INLINE, head + array.tobytes())
+        address = self._place(array) if self._place is not None else None
+        if address is not None:
+            return msgpack.ExtType(SLAB, head + address)
+        raw = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+        self.frames.append(raw.reshape(-1).view(np.uint8).data)
+        return msgpack.ExtType(FRAME, head + _index.pack(len(self.frames) - 1))
+
+
+class Decoder:
+    """Unpacks what an Encoder packed. `frames` are the raw frames of the multipart at hand."""
+
+    def __init__(self, attach: Callable[[bytes, int], Any] | None = None) -> None:
+        self.frames: Sequence[Any] = ()
+        self._attach = attach
+
+    def unpack(self, data: bytes | memoryview) -> Any:
+        """The value; arrays in it are read-only views. Raises WireError."""
+        try:
+            return msgpack.unpackb(data, ext_hook=self._ext, use_list=False, strict_map_key=False)
+        except (ValueError, TypeError, IndexError, OverflowError, msgpack.exceptions.UnpackException) as error:
+            raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
+
+    def _ext(self, code: int, data: bytes) -> Any:
+        if code == MESSAGE:
+            return schema_named(_hash.unpack_from(data)[0]).build(self.unpack(memoryview(data)[4:]))
+        if code not in (INLINE, FRAME, SLAB):
+            raise ValueError(f"unknown extension {code}")
+        ndim = data[1]
+        shape = _shape_structs[ndim].unpack_from(data)[2:]
+        start = 8 + 8 * ndim
+        dtype = DTYPES[data[0]]
+        if code == INLINE:
+            return np.ndarray(shape, dtype, data, start)
+        if code == FRAME:
+            return _framed(shape, dtype, self.frames[_index.unpack_from(data, start)[0]])
+        if self._attach is None:
+            raise ValueError("an array in shared memory that this transport does not have")
+        num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        return _sealed(np.asarray(self._attach(data[start:], num_bytes)).view(dtype).reshape(shape))
+
+
+def _framed(shape: tuple[int, ...], dtype: np.dtype[Any], frame: Any) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, frame)
+    return _sealed(array if array.flags.aligned else array.copy())
+
+
+def _sealed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array.flags.writeable = False
+    return array
