@@ -24,24 +24,24 @@ T = TypeVar("T")
 class Tickets:
     """The open tickets of one admission.
 
-    `ahead` is S. `consumers` are the (node replica, policy) pairs that load weights; they count as
-    holding `start_version` from the beginning, because they serve nothing before they have loaded it.
-    `max_groups` is the number of groups that have to be trained in all, None for no end.
+    `ahead` is S; None is for a graph without feedback, whose tickets are not bounded. `consumers` are
+    the (node replica, policy) pairs that load weights; they count as holding `start_version` from the
+    beginning, because they serve nothing before they have loaded it. `max_groups` is the number of
+    groups that have to be trained in all, None for no end.
     """
 
     def __init__(
         self,
         groups_per_batch: int,
-        ahead: int,
+        ahead: int | None,
         *,
         consumers: Iterable[tuple[str, str]],
         publish_every: int = 1,
         start_version: int = 0,
         max_groups: int | None = None,
     ) -> None:
-        assert ahead >= publish_every - 1, f"publish_every={publish_every} needs ahead >= {publish_every - 1}"
-        self.groups_per_batch = groups_per_batch
-        self.num_tickets = (ahead + 1) * groups_per_batch
+        assert ahead is None or ahead >= publish_every - 1, f"publish_every={publish_every} waits for itself"
+        self.num_tickets = None if ahead is None else (ahead + 1) * groups_per_batch
         self.max_groups = max_groups
         self.num_trained = 0
         self.closed = False
@@ -69,7 +69,7 @@ class Tickets:
             return f"admission is closed: {self._pauses[-1]}"
         if self.num_wanted == 0:
             return f"all {self.max_groups} groups that the steps need are trained or in flight"
-        if len(self._made) >= self.num_tickets:
+        if self.num_tickets is not None and len(self._made) >= self.num_tickets:
             return f"all {self.num_tickets} tickets are out: {self._what_holds_them()}"
         return ""
 
@@ -84,6 +84,10 @@ class Tickets:
     def num_open(self) -> int:
         """Tickets taken and not yet returned."""
         return len(self._made)
+
+    def is_open(self, ticket: int) -> bool:
+        """Taken and not yet returned."""
+        return ticket in self._made
 
     @property
     def num_untrained(self) -> int:

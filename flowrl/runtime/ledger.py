@@ -1,0 +1,181 @@
+"""The ledger file: what became of every admitted sample and of every policy token.
+
+Storage only; `Books` decides. Rows are buffered and written in one transaction by `commit`. WAL mode
+with synchronous=NORMAL: what is committed survives the death of any process, and a reader (`flowrl
+audit`, the sqlite3 shell) never blocks the run.
+
+All `*_s` columns are seconds since the Unix epoch.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS samples (
+    sample_id TEXT PRIMARY KEY,
+    group_id TEXT NOT NULL,
+    prompt_id TEXT NOT NULL,
+    epoch INTEGER NOT NULL,
+    member INTEGER NOT NULL,
+    state TEXT NOT NULL,                -- in_flight, trained, filtered, failed, dropped
+    reason TEXT,                        -- why it was filtered, failed or dropped
+    prompt_tokens INTEGER NOT NULL,
+    response_tokens INTEGER NOT NULL,   -- policy tokens
+    trained_tokens INTEGER NOT NULL,
+    stale_tokens INTEGER NOT NULL,      -- masked out of the loss for their age
+    redone_tokens INTEGER NOT NULL,     -- generated again after a crash, not in response_tokens
+    reward REAL,
+    born_version INTEGER NOT NULL,      -- smallest version held by any generator at admission
+    oldest_version INTEGER,             -- of its policy tokens
+    newest_version INTEGER,
+    oldest_trained_version INTEGER,
+    trained_version INTEGER,            -- the version being updated: step - 1
+    step INTEGER,
+    generator TEXT,
+    admitted_s REAL NOT NULL,
+    generated_s REAL,
+    scored_s REAL,
+    trained_s REAL
+);
+CREATE INDEX IF NOT EXISTS samples_by_group ON samples (group_id);
+CREATE TABLE IF NOT EXISTS uses (
+    sample_id TEXT NOT NULL,
+    trainer TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    tokens INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS tickets (
+    ticket INTEGER PRIMARY KEY,
+    group_id TEXT NOT NULL UNIQUE,
+    state TEXT NOT NULL,                -- open, trained, dropped
+    step INTEGER
+);
+CREATE TABLE IF NOT EXISTS evaluations (
+    phase TEXT NOT NULL,                -- before, during, after
+    step INTEGER NOT NULL,
+    prompt_id TEXT NOT NULL,
+    member INTEGER NOT NULL,
+    score REAL NOT NULL,
+    correct INTEGER NOT NULL,
+    response_tokens INTEGER NOT NULL,
+    oldest_version INTEGER NOT NULL,
+    newest_version INTEGER NOT NULL,
+    evaluated_s REAL NOT NULL
+);
+"""
+
+STATES = ("in_flight", "trained", "filtered", "failed", "dropped")
+
+# In this order: a sample's later events never meet a missing row, and no two statements write the
+# same column of a row. A second generation of one sample (a crash came between) counts as redone.
+STATEMENTS = {
+    "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL)",
+    "admitted": "INSERT INTO samples VALUES (?, ?, ?, ?, ?, 'in_flight', NULL, ?, 0, 0, 0, 0, NULL, ?,"
+    " NULL, NULL, NULL, NULL, NULL, NULL, ?, NULL, NULL, NULL)",
+    "partial": "UPDATE samples SET response_tokens = ? WHERE sample_id = ? AND generated_s IS NULL",
+    "generated": "UPDATE samples SET"
+    " redone_tokens = redone_tokens + (CASE WHEN generated_s IS NULL THEN 0 ELSE response_tokens END),"
+    " generator = ?, response_tokens = ?, oldest_version = ?, newest_version = ?, generated_s = ?"
+    " WHERE sample_id = ?",
+    "scored": "UPDATE samples SET reward = ?, scored_s = ? WHERE sample_id = ?",
+    "ended": "UPDATE samples SET state = ?, reason = ? WHERE sample_id = ?",
+    "trained": "UPDATE samples SET state = 'trained', trained_tokens = ?, stale_tokens = ?,"
+    " oldest_trained_version = ?, trained_version = ?, step = ?, trained_s = ? WHERE sample_id = ?",
+    "stale": "UPDATE samples SET state = 'dropped', reason = 'stale', stale_tokens = ? WHERE sample_id = ?",
+    "used": "INSERT INTO uses VALUES (?, ?, ?, ?, ?)",
+    "settled": "UPDATE tickets SET state = ?, step = ? WHERE ticket = ? AND state = 'open'",
+    "evaluated": "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+}
+
+
+@dataclass(frozen=True)
+class OpenSample:
+    """A sample in flight, as a resumed run finds it."""
+
+    ticket: int
+    group_id: str
+    sample_id: str
+
+
+class Ledger:
+    """Buffered writes to one ledger file, and the few reads that the books need."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.executescript(SCHEMA)
+        self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in STATEMENTS}
+
+    def add(self, statement: str, *row: Any) -> None:
+        """Buffer one row for the statement of that name."""
+        self._rows[statement].append(row)
+
+    @property
+    def dirty(self) -> bool:
+        """Something is buffered."""
+        return any(self._rows.values())
+
+    def commit(self) -> None:
+        """Write all that is buffered, in one transaction."""
+        self._db.execute("BEGIN")
+        for name, rows in self._rows.items():
+            if rows:
+                self._db.executemany(STATEMENTS[name], rows)
+                rows.clear()
+        self._db.execute("COMMIT")
+
+    def knows(self, sample_id: str) -> bool:
+        """The sample was admitted before, and that is committed."""
+        return self._db.execute("SELECT 1 FROM samples WHERE sample_id = ?", (sample_id,)).fetchone() is not None
+
+    def in_flight(self) -> list[OpenSample]:
+        """Every committed sample in flight, in order of admission."""
+        rows = self._db.execute(
+            "SELECT t.ticket, s.group_id, s.sample_id FROM samples s JOIN tickets t USING (group_id)"
+            " WHERE s.state = 'in_flight' ORDER BY t.ticket, s.member"
+        )
+        return [OpenSample(*row) for row in rows]
+
+    def next_ticket(self) -> int:
+        """The number after the last ticket taken."""
+        return int(self._db.execute("SELECT COALESCE(MAX(ticket) + 1, 0) FROM tickets").fetchone()[0])
+
+    def counts(self) -> dict[str, int]:
+        """Samples by state; states without samples are absent."""
+        return dict(self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state"))
+
+    def backup(self, path: Path) -> None:
+        """Commit, then copy the whole ledger to a new file at `path`."""
+        self.commit()
+        copy = sqlite3.connect(path)
+        self._db.backup(copy)
+        copy.close()
+
+    def close(self) -> None:
+        """Commit, fold the WAL into the file, and close it."""
+        self.commit()
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._db.close()
+
+
+def restore(backup: Path, path: Path) -> None:
+    """Rewind the ledger at `path` to `backup`. No process may have it open.
+
+    A WAL left by a killed run belongs to the file that is replaced, so it goes too.
+    """
+    source = sqlite3.connect(backup)
+    fresh: Sequence[Path] = [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
+    for file in fresh:
+        file.unlink(missing_ok=True)
+    target = sqlite3.connect(path)
+    source.backup(target)
+    target.close()
+    source.close()
