@@ -1,0 +1,144 @@
+"""The part that runs inside vLLM's worker process: load a version from shared memory into the model.
+
+vLLM imports this module in its engine process because it is named as `worker_extension_cls`; importing
+it registers the transfer engine. Three facts of vLLM 0.32 shape it:
+
+- Between start and finish of an update the model is on the meta device. `apply_weights` does both and
+  the loading in one call, so no engine step can come in between.
+- On CPU, linear layers keep a repacked copy of their weight. The layerwise reload rebuilds it, except
+  for an `lm_head` tied to the embedding: its weight tensor is updated through the embedding, its copy is
+  not, and it would go on with the old weights.
+- The base class synchronizes an accelerator, which raises where there is none.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from flowrl.weights.manifest import Row, views
+from flowrl.weights.shm import DATA_OFFSET, Segment
+
+BACKEND = "flowrl_shm"
+PARENT_VARIABLE = "FLOWRL_HOST_PID"
+logger = init_logger("vllm.flowrl.weights")
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One version: its segment, read-locked by the caller until the update is finished, and its table."""
+
+    segment: str
+    tensors: Sequence[Row]
+
+
+class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM weight transfer engine over flowrl's shared-memory segments."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._mappings: dict[str, mmap.mmap] = {}
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self.model.load_weights(views(self._mapping(update_info.segment), update_info.tensors, start=DATA_OFFSET))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu():
+            refresh_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        self._mappings.clear()
+
+    def _mapping(self, name: str) -> mmap.mmap:
+        """The segment's mapping, kept because a publisher reuses its few segments and mapping costs page faults."""
+        if name not in self._mappings:
+            segment = Segment(name)
+            self._mappings[name] = segment.map()
+            segment.close()
+        return self._mappings[name]
+
+
+def refresh_tied_heads(model: torch.nn.Module) -> int:
+    """Rebuild the packed copy of every head that shares its weight with an embedding; returns how many."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    owners = {id(m.weight) for m in embeddings if not isinstance(m, ParallelLMHead)}
+    tied = [m for m in embeddings if isinstance(m, ParallelLMHead) and id(m.weight) in owners]
+    for head in tied:
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+    return len(tied)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; its methods are called with `collective_rpc`."""
+
+    def apply_weights(self, update_info: dict[str, Any]) -> float:
+        """Start, load and finish one update; returns its seconds. A failure leaves the engine unusable."""
+        began = time.perf_counter()
+        self.start_weight_update()  # type: ignore[attr-defined]
+        self.update_weights(update_info)  # type: ignore[attr-defined]
+        self.finish_weight_update()  # type: ignore[attr-defined]
+        return time.perf_counter() - began
+
+
+def die_with(pid: int) -> None:
+    """End this process, children included, as soon as process `pid` ends for whatever reason."""
+    parent = os.pidfd_open(pid)
+
+    def wait() -> None:
+        select.select([parent], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="flowrl-parent-watch", daemon=True).start()
+
+
+def _adopt() -> None:
+    """In vLLM's processes: end with the host, and leave Ctrl-C to it."""
+    if PARENT_VARIABLE in os.environ and int(os.environ[PARENT_VARIABLE]) != os.getpid():
+        die_with(int(os.environ[PARENT_VARIABLE]))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
+_adopt()

@@ -1,0 +1,102 @@
+"""The trainer's side of the weights edge.
+
+`publish` and `transmit` are collective: every rank calls them with the same arguments, because gathering
+ZeRO-3 shards and scoring the probe are collectives. The order in a trainer is
+
+    manifest = publisher.publish(version)          # all ranks, off the event loop
+    if manifest is not None:
+        await self.weights.send(manifest)          # rank 0
+    publisher.transmit()                           # all ranks, off the event loop
+
+With shared memory nothing waits for a generator. On GPUs a broadcast ends when every generator has it,
+so `transmit` has to come after `send`, and ends with the slowest.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from flowrl.messages import Weights
+from flowrl.weights.probe import probe_sequences
+from flowrl.weights.shm import sweep
+from flowrl.weights.transport import SharedMemory, Source, Transport
+
+
+@dataclass(frozen=True)
+class PublishTimes:
+    """Seconds of the last publication: gathering shards, copying into the transport, scoring the probe."""
+
+    gather_s: float = 0.0
+    copy_s: float = 0.0
+    probe_s: float = 0.0
+
+
+class Publisher:
+    """Publishes the versions of one policy.
+
+    `probe_every=n` adds the probe to every nth publication, the first included; 0 leaves it out.
+    `transport` is shared memory by default; see flowrl.weights.device for NCCL and CUDA IPC.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        policy: str,
+        *,
+        run_id: str,
+        transport: Transport | None = None,
+        dtype: str | None = None,
+        probe_every: int = 10,
+    ) -> None:
+        self.policy = policy
+        self.times = PublishTimes()
+        self._source = source
+        self._transport = transport or SharedMemory(run_id, policy, dtype=dtype)
+        self._probe_every = probe_every
+        self._num_published = 0
+        self._last: Weights | None = None
+        sweep()
+
+    def publish(self, version: int, kind: str = "full") -> Weights | None:
+        """Make `version` readable; collective. Returns the manifest on rank 0, None elsewhere.
+
+        `kind` "unchanged": the content published last, under a new number, for a batch without an update.
+        """
+        if kind not in ("full", "unchanged"):
+            raise ValueError(f"found kind {kind!r}; this publisher knows 'full' and 'unchanged'")
+        if kind == "full" or not self._num_published:
+            self._last = self._stage(version)
+        elif self._last is not None:
+            self._last = replace(
+                self._last, version=version, kind="unchanged", probe_token_ids=(), probe_logprobs=()
+            )
+        self._num_published += 1
+        return self._last
+
+    def transmit(self) -> None:
+        """Move the tensors where the receivers have to take part; collective, after the manifest was sent."""
+        self._transport.transmit()
+
+    def close(self) -> None:
+        """Remove what the transport left for readers."""
+        self._transport.close()
+
+    def _stage(self, version: int) -> Weights | None:
+        began = time.perf_counter()
+        manifest = self._transport.stage(self._source, self.policy, version)
+        staged = time.perf_counter()
+        if self._probe_every and self._num_published % self._probe_every == 0:
+            manifest = self._with_probe(manifest)
+        copy_s = self._transport.copy_s
+        self.times = PublishTimes(staged - began - copy_s, copy_s, time.perf_counter() - staged)
+        return manifest
+
+    def _with_probe(self, manifest: Weights | None) -> Weights | None:
+        sequences = probe_sequences(self._source.vocab_size)
+        logprobs = self._source.score(sequences)
+        if manifest is None:
+            return None
+        return replace(
+            manifest, probe_token_ids=sequences, probe_logprobs=tuple(tuple(float(p) for p in row) for row in logprobs)
+        )

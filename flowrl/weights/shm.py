@@ -1,0 +1,149 @@
+"""Shared-memory segments, each holding one complete version of a policy's weights.
+
+Invariants:
+
+- File locks are the reference count. A reader holds a shared lock from the check of the version to the
+  end of its use, the writer an exclusive one while it writes. Locks end with their process, so a reader
+  that dies holds nothing back.
+- The version stands in the header and is written last: a segment whose writer died is nobody's version.
+- The newest complete version is never written over. So a pool needs at most one segment per reader,
+  the newest, and the one being written: readers + 2.
+
+Nothing here waits: a segment that cannot be locked at once is passed over by the writer, and is lost to
+the reader (`SegmentLost`), for whom there is a newer version.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from pathlib import Path
+
+from flowrl.errors import FlowrlError
+
+SHM = Path("/dev/shm")
+PREFIX = "flowrl-weights-"
+DATA_OFFSET = 4096
+"""Where the tensors begin: a page, so that every mapping is aligned."""
+_HEADER = struct.Struct("<8sqQ")
+_MAGIC = b"flowrlW1"
+
+
+class SegmentLost(FlowrlError):
+    """The segment holds another version by now, or is being rewritten: take the newest manifest."""
+
+
+class Segment:
+    """An open segment file. `close` gives back whatever lock is held."""
+
+    def __init__(self, name: str, *, create: bool = False) -> None:
+        self.name = name
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if create else os.O_RDWR
+        try:
+            self.fd = os.open(SHM / name, flags | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            raise SegmentLost(f"weights segment {name} is gone; its publisher has newer weights or ended") from None
+
+    def lock(self, *, exclusive: bool) -> bool:
+        """Take the lock if it is free now; a shared lock held by this object becomes an exclusive one."""
+        try:
+            fcntl.flock(self.fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def begin(self) -> None:
+        """The content is nobody's version from here until `commit`."""
+        os.pwrite(self.fd, _HEADER.pack(_MAGIC, -1, 0), 0)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy `data` to `offset` bytes after the header; the file grows as needed."""
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self.fd, data[written:], DATA_OFFSET + offset + written)
+
+    def commit(self, version: int, num_bytes: int) -> None:
+        os.pwrite(self.fd, _HEADER.pack(_MAGIC, version, num_bytes), 0)
+
+    @property
+    def version(self) -> int:
+        """The version held, -1 if there is none or it is being written."""
+        magic, version, _ = _HEADER.unpack(os.pread(self.fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
+        return int(version) if magic == _MAGIC else -1
+
+    def map(self) -> mmap.mmap:
+        """The whole file, header included. Shared: a mapping kept open sees what is written later."""
+        return mmap.mmap(self.fd, 0)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def unlink(self) -> None:
+        (SHM / self.name).unlink(missing_ok=True)
+
+
+class SegmentPool:
+    """The writer's segments of one policy, reused so that their pages stay warm."""
+
+    def __init__(self, run_id: str, policy: str) -> None:
+        safe = "".join(c if c.isalnum() else "_" for c in policy)[-40:]
+        self._stem = f"{PREFIX}{run_id}-{os.getpid()}-{safe}-"
+        self._segments: list[Segment] = []
+        self._newest: Segment | None = None
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def writable(self) -> Segment:
+        """A segment locked for writing: one that no reader holds and that is not the newest, else a new one."""
+        for segment in self._segments:
+            if segment is not self._newest and segment.lock(exclusive=True):
+                segment.begin()
+                return segment
+        segment = Segment(f"{self._stem}{len(self._segments)}", create=True)
+        assert segment.lock(exclusive=True)
+        segment.begin()
+        self._segments.append(segment)
+        return segment
+
+    def publish(self, segment: Segment, version: int, num_bytes: int) -> None:
+        """`segment` is complete and the newest."""
+        segment.commit(version, num_bytes)
+        segment.unlock()
+        self._newest = segment
+
+    def close(self) -> None:
+        """Remove the names; readers keep what they have mapped."""
+        for segment in self._segments:
+            segment.unlink()
+            segment.close()
+        self._segments.clear()
+        self._newest = None
+
+
+def open_version(name: str, version: int) -> Segment:
+    """Segment `name`, locked for reading and holding `version`. Raises SegmentLost."""
+    segment = Segment(name)
+    if segment.lock(exclusive=False) and segment.version == version:
+        return segment
+    held = segment.version
+    segment.close()
+    raise SegmentLost(f"weights segment {name} holds version {held}, not {version}; take the newest manifest")
+
+
+def sweep() -> list[str]:
+    """Remove the segments of processes that no longer live; returns their names."""
+    removed = []
+    for path in SHM.glob(f"{PREFIX}*"):
+        pid = path.name.removeprefix(PREFIX).split("-")[-3]
+        if not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return sorted(removed)

@@ -1,0 +1,124 @@
+"""Transports: how one version's tensors get from the trainer's ranks to where generators read them.
+
+A transport is driven by `Publisher`, collectively on all ranks. `stage` makes a version readable and
+returns its manifest on rank 0; `transmit` runs after the manifest has been sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flowrl.messages import Weights
+from flowrl.weights.manifest import Checksum, Row, aligned, tensor_bytes
+from flowrl.weights.shm import Segment, SegmentPool
+
+if TYPE_CHECKING:
+    import torch
+
+BUCKET_BYTES = 64 << 20
+
+
+class Source(Protocol):
+    """What publishing needs of a training engine, on every rank. All but the properties are collective."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]]:
+        """Whole parameters under their Hugging Face names, at least one a bucket; valid until the next bucket.
+
+        Tied parameters come once. The order is the same every time.
+        """
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
+        """log p(token t | tokens before t) at temperature 1, for t = 1 ... T-1 of each sequence."""
+        ...
+
+
+class Transport(Protocol):
+    """All methods are collective."""
+
+    copy_s: float
+    """Seconds that the last `stage` or `transmit` spent moving bytes rather than gathering."""
+
+    def stage(self, source: Source, policy: str, version: int) -> Weights | None:
+        """Manifest of `version` on rank 0, None on the others."""
+        ...
+
+    def transmit(self) -> None:
+        """Move what `stage` announced, where that needs the receivers to take part."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SharedMemory:
+    """Rank 0 writes the gathered buckets into a segment from which any process of the machine reads.
+
+    `dtype` ("bfloat16", ...) converts on the way; default is the engine's own.
+    """
+
+    def __init__(self, run_id: str, policy: str, *, dtype: str | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.copy_s = 0.0
+        self.pool = SegmentPool(run_id, policy)
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+
+    def stage(self, source: Source, policy: str, version: int) -> Weights | None:
+        buckets = source.buckets(self._bucket_bytes)
+        if source.rank != 0:
+            for _ in buckets:
+                pass
+            return None
+        segment = self.pool.writable()
+        rows, checksum, num_bytes = self._write(segment, buckets)
+        self.pool.publish(segment, version, num_bytes)
+        return Weights(
+            policy=policy,
+            version=version,
+            base_version=version,
+            kind="full",
+            transport=f"shm:{segment.name}",
+            num_bytes=num_bytes,
+            checksum=checksum,
+            tensors=tuple(rows),
+        )
+
+    def _write(
+        self, segment: Segment, buckets: Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]]
+    ) -> tuple[list[Row], int, int]:
+        rows: list[Row] = []
+        checksum = Checksum()
+        offset, self.copy_s = 0, 0.0
+        for names, tensors in buckets:
+            began = time.perf_counter()
+            for name, tensor in zip(names, tensors, strict=True):
+                dtype, data = self._flat(tensor)
+                segment.write(offset, memoryview(data))
+                checksum.add(name, dtype, tensor.shape, data)
+                rows.append((name, dtype, tuple(tensor.shape), offset, len(data)))
+                offset = aligned(offset + len(data))
+            self.copy_s += time.perf_counter() - began
+        return rows, checksum.value, offset
+
+    def _flat(self, tensor: torch.Tensor) -> tuple[str, npt.NDArray[np.uint8]]:
+        import torch
+
+        dtype = getattr(torch, self._dtype) if self._dtype else tensor.dtype
+        here = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+        return str(dtype).removeprefix("torch."), tensor_bytes(here)
+
+    def transmit(self) -> None:
+        """Readers fetch by themselves."""
+
+    def close(self) -> None:
+        self.pool.close()
