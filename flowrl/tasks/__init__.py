@@ -1,0 +1,57 @@
+"""Tasks: where prompts, answers and verdicts come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from flowrl.errors import ConfigError
+from flowrl.tasks.arithmetic import Arithmetic
+from flowrl.tasks.files import Keys, dataset_rows, json_rows
+from flowrl.tasks.rows import Row, Rows
+from flowrl.tasks.spec import Task
+
+__all__ = ["Row", "Rows", "Task", "load_rows"]
+
+Options = TypeVar("Options")
+
+
+def load_rows(task: Task) -> Rows:
+    """Read or generate all rows of `task`. Raises ConfigError if it does not exist or a row is malformed."""
+    rows = Rows.split(_source(task))
+    if not rows.train:
+        raise ConfigError(f"task {task.name!r} has no training rows ({len(rows.held_out)} are held out); add rows")
+    return rows
+
+
+def _source(task: Task) -> Any:
+    if task.source == "arithmetic":
+        return _options(Arithmetic, task).rows()
+    if task.source.startswith("reasoning_gym/"):
+        from flowrl.tasks import reasoning
+
+        return reasoning.rows(task)
+    if task.path.suffix in (".jsonl", ".json") and task.path.is_file():
+        return json_rows(task.path, _options(Keys, task))
+    if task.path.is_dir():
+        return dataset_rows(task.path, _options(Keys, task))
+    close = difflib.get_close_matches(task.source, ["arithmetic", "reasoning_gym/chain_sum"], 1, 0.5)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise ConfigError(
+        f"there is no task {task.source!r}: it is neither arithmetic, nor reasoning_gym/NAME, nor a .jsonl file or "
+        f"dataset directory on this machine.{hint}"
+    )
+
+
+def _options(kind: type[Options], task: Task) -> Options:
+    """`task.options` as the dataclass `kind`; names and types are checked."""
+    fields: Mapping[str, Any] = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key, value in task.options.items():
+        if key not in fields:
+            raise ConfigError(f"task {task.name!r} has no option {key!r}; it has {', '.join(fields)}")
+        wanted = type(fields[key].default)
+        if not isinstance(value, wanted):
+            raise ConfigError(f"task {task.name!r}: option {key} is {value!r} and needs {wanted.__name__}")
+    return kind(**task.options)

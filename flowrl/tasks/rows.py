@@ -1,0 +1,67 @@
+"""Rows: one prompt each, with the columns that rewards are given. The split depends on the prompt alone.
+
+A row is held out if a hash of its prompt says so. So the two parts are disjoint whatever the order,
+the seed or the number of rows, and a problem that is generated twice lands in the same part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+HELD_OUT_ONE_IN = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem. `turns` are the messages before the response, the last by the user."""
+
+    turns: tuple[Mapping[str, str], ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """All else that the row holds; `answer`, where there is one, is text."""
+
+    @classmethod
+    def ask(cls, question: str, /, **columns: Any) -> Row:
+        """A row of one user message."""
+        return cls(({"role": "user", "content": question},), columns)
+
+    @property
+    def prompt(self) -> str:
+        """The last message: what is asked."""
+        return self.turns[-1]["content"]
+
+    @property
+    def answer(self) -> str | None:
+        """The reference response, None where the data have none."""
+        answer = self.columns.get("answer")
+        return None if answer is None else str(answer)
+
+    @cached_property
+    def prompt_id(self) -> str:
+        """16 hex digits over the conversation, without its columns."""
+        text = json.dumps([dict(turn) for turn in self.turns], sort_keys=True, ensure_ascii=False)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def held_out(self) -> bool:
+        """Belongs to the held-out part: one row in eight, by its prompt."""
+        return int(self.prompt_id, 16) % HELD_OUT_ONE_IN == 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The two disjoint parts of a task, without repeated prompts, each in the order of its source."""
+
+    train: tuple[Row, ...]
+    held_out: tuple[Row, ...]
+
+    @classmethod
+    def split(cls, rows: Iterable[Row]) -> Rows:
+        """Split by hash; the first of several rows with the same prompt stays."""
+        unique = {row.prompt_id: row for row in reversed(list(rows))}
+        ordered = list(reversed(unique.values()))
+        return cls(tuple(r for r in ordered if not r.held_out), tuple(r for r in ordered if r.held_out))

@@ -1,0 +1,78 @@
+"""`Task`: what a policy is trained and judged on. Plain data; reading the rows is `flowrl.tasks.load_rows`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+
+_COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^\[(]*[\])])")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts with answers, split into training and held-out rows, and the reward that judges responses."""
+
+    name: str = "arithmetic"
+    """`arithmetic`, `reasoning_gym/NAME`, a `.jsonl` file or a directory written by `datasets`' save_to_disk.
+
+    Options follow a colon: `reasoning_gym/chain_sum:max_terms=3,max_digits=1`, `questions.jsonl:prompt=problem`.
+    """
+    reward: str = ""
+    """`file.py:function` or `package.module:function`; "" is the task's own verifier."""
+    system_prompt: str = ""
+    """First message of every conversation; "" leaves it to the model's chat template."""
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise ConfigError(f"task {self.name!r} names no source; write e.g. arithmetic or reasoning_gym/chain_sum")
+        _ = self.options
+        if self.reward and ":" not in self.reward:
+            raise ConfigError(
+                f"reward {self.reward!r} names no function; write file.py:function or package.module:function"
+            )
+
+    @property
+    def source(self) -> str:
+        """The name without its options."""
+        return _split(self.name)[0]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of the name; values are Python literals where they parse as such, else text."""
+        text = _split(self.name)[1]
+        return dict(_option(self.name, part) for part in _COMMA_OUTSIDE_BRACKETS.split(text) if part)
+
+    @property
+    def verifier(self) -> str:
+        """The function that scores responses, as `place:function`."""
+        if self.reward:
+            return self.reward
+        if self.source.startswith("reasoning_gym/"):
+            return "flowrl.tasks.reasoning:score"
+        return "flowrl.tasks.verify:exact_match"
+
+    @property
+    def path(self) -> Path:
+        """Where a task of rows on disk lies; meaningless for generated tasks."""
+        return Path(self.source).expanduser()
+
+
+def _split(name: str) -> tuple[str, str]:
+    source, colon, options = name.partition(":")
+    return (source, options) if colon else (name, "")
+
+
+def _option(name: str, part: str) -> tuple[str, Any]:
+    key, equals, text = part.partition("=")
+    if not equals or not key.strip().isidentifier():
+        raise ConfigError(f"task {name!r}: {part!r} is no option; write them as SOURCE:key=value,key=value")
+    try:
+        return key.strip(), ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return key.strip(), text.strip()
