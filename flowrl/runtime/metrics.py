@@ -1,0 +1,122 @@
+"""`metrics.jsonl`: one line a batch, and the same record to TensorBoard, W&B or Trackio if asked.
+
+The trainer's record wins; the counters of all nodes since the line before are added to it. A name in
+NAMES that nothing reported stands there as null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.runtime.sinks import Sink
+from flowrl.runtime.statistics import Statistics
+
+METRICS = "metrics.jsonl"
+NAMES = (
+    "step",
+    "optimizer_steps",
+    "time_s",
+    "reward_mean",
+    "loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "clip_fraction",
+    "staleness_mean",
+    "staleness_max",
+    "logprob_mismatch",
+    "behavior_gap",
+    "tokens_generated",
+    "tokens_trained",
+    "response_tokens_mean",
+    "generator_busy_s",
+    "trainer_busy_s",
+    "weight_update_pause_s",
+)
+
+
+class Metrics:
+    """Writes the lines. `roles` maps a node's name to the one under which its busy time stands.
+
+    A graph may call its generator "actor": `generator_busy_s` is still that node's. `time_s` counts
+    from the start of the run and goes on where the file ends when a run is resumed.
+    """
+
+    def __init__(
+        self, run_dir: Path, statistics: Statistics, *, roles: Mapping[str, str], sinks: Sequence[Sink] = ()
+    ) -> None:
+        self._statistics = statistics
+        self._roles = dict(roles)
+        self._sinks = tuple(sinks)
+        before = read(run_dir / METRICS)
+        self._start_s = time.monotonic() - (before[-1]["time_s"] if before else 0.0)
+        self._file = (run_dir / METRICS).open("a")
+
+    def line(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete, write and return the record of a finished batch."""
+        full: dict[str, Any] = dict.fromkeys(NAMES)
+        full["time_s"] = round(time.monotonic() - self._start_s, 3)
+        for name, value in self._statistics.since_line().items():
+            full[self._public(name)] = value
+        full.update({name: value for name, value in record.items() if value is not None})
+        full = _finite(full)
+        self._file.write(json.dumps(full) + "\n")
+        self._file.flush()
+        for sink in self._sinks:
+            sink.write(full["step"], flat(full))
+        return full
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Results of an evaluation go to the sinks; the ledger has them answer by answer."""
+        for sink in self._sinks:
+            sink.write(step, dict(values))
+
+    def close(self) -> None:
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _public(self, name: str) -> str:
+        node = name.removesuffix("_busy_s")
+        return f"{self._roles.get(node, node)}_busy_s" if node != name else name
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines of a metrics file, [] if there is none. A half-written last line is left out."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def rewind(path: Path, step: int) -> None:
+    """Keep the lines up to `step`, as a resumed run goes on from the checkpoint of that step."""
+    kept = [line for line in read(path) if line["step"] <= step]
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    temporary.replace(path)
+
+
+def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a record, nested names joined with "/", for sinks that know only scalars."""
+    scalars: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            scalars |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            scalars[prefix + name] = float(value)
+    return scalars
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN: what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
