@@ -1,0 +1,66 @@
+"""What a node replica is doing: for stall reports, quiescence and the view.
+
+Invariant: `working` counts the turns that are inside user code and not in one of the engine's waits.
+A node with `working == 0` and no blocking call moves again only when something reaches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Activity:
+    """One node replica's waits and counters; touched only on the host's event loop."""
+
+    node: str
+    working: int = 0
+    moves: int = 0
+    """Grows with everything that moves: items taken, messages sent, tickets got, calls returned."""
+    waits: dict[int, tuple[str, str, float]] = field(default_factory=dict)
+    """token: (kind, what it waits for, since); kind is item, credit, ticket, reply, weights or barrier."""
+    _token: int = 0
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._idle.set()
+
+    def work(self, change: int) -> None:
+        self.working += change
+        if self.working > 0:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    @contextmanager
+    def waiting(self, kind: str, what: str, *, inside: bool) -> Iterator[None]:
+        """Inside: the wait is part of a turn, which does not count as working meanwhile."""
+        self._token += 1
+        token = self._token
+        self.waits[token] = (kind, what, time.monotonic())
+        if inside:
+            self.work(-1)
+        try:
+            yield
+        finally:
+            del self.waits[token]
+            self.moves += 1
+            if inside:
+                self.work(+1)
+
+    async def idle(self) -> None:
+        """Returns when no turn is inside user code; ended by the turns themselves."""
+        await self._idle.wait()
+
+    def report(self) -> dict[str, object]:
+        now = time.monotonic()
+        return {
+            "node": self.node,
+            "working": self.working,
+            "moves": self.moves,
+            "waits": [(kind, what, now - since) for kind, what, since in self.waits.values()],
+        }

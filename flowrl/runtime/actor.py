@@ -1,0 +1,105 @@
+"""The Ray actor of a host: Ray places, starts and ends it; messages never pass through Ray.
+
+The engine has an event loop and a thread of its own, so that Ray's calls are answered even while a
+node blocks its loop. CPUs are pinned before anything imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from types import FrameType
+from typing import Any, TypeVar
+
+from flowrl.channel.endpoint import Address
+from flowrl.graph.node import Node
+from flowrl.runtime.engine import HostEngine, HostSpec
+
+R = TypeVar("R")
+BLOCKED_S = 1.0
+
+
+def pin(cores: tuple[int, ...]) -> None:
+    """Bind every thread of this process, and so all it starts later, to `cores`."""
+    if not cores:
+        return
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cores)
+        except ProcessLookupError:
+            continue
+
+
+class HostActor:
+    """Wrapped by `ray.remote` in the launcher; every method returns plain data."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        pin(spec.cores)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._turn_loop, name="flowrl-engine", daemon=True)
+        self._thread.start()
+        self._engine = asyncio.run_coroutine_threadsafe(self._make(spec), self._loop).result()
+        self._done = threading.Event()
+        threading.Thread(target=self._watch, name="flowrl-watch", daemon=True).start()
+
+    @staticmethod
+    async def _make(spec: HostSpec) -> HostEngine:
+        return HostEngine(spec)
+
+    def _turn_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def _on_loop(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    async def open(self) -> dict[str, Any]:
+        return await self._on_loop(self._engine.open())
+
+    async def wire(self, addresses: Mapping[str, Address], gangs: Mapping[str, str]) -> dict[str, Any] | None:
+        return await self._on_loop(self._engine.guarded(self._engine.wire(addresses, gangs)))
+
+    async def setup(self) -> dict[str, Any] | None:
+        """None, or the failure of a node's set-up as plain data."""
+        return await self._on_loop(self._engine.guarded(self._engine.setup()))
+
+    async def run(self) -> dict[str, Any] | None:
+        """Until every node here has ended. None, or the failure that ended the host."""
+        return await self._on_loop(self._engine.guarded(self._engine.run()))
+
+    async def waits(self) -> list[dict[str, Any]]:
+        """What every node here is doing and waiting for."""
+        return await self._on_loop(self._engine.waits())
+
+    async def stop(self) -> None:
+        """Close nodes and sockets; in whatever state the run is."""
+        self._done.set()
+        await self._on_loop(self._engine.stop())
+
+    def _watch(self) -> None:
+        """Report a loop that stood still for a second, with the line of code that holds it."""
+        while not self._done.wait(BLOCKED_S):
+            alive = threading.Event()
+            start = time.monotonic()
+            self._loop.call_soon_threadsafe(alive.set)
+            if alive.wait(BLOCKED_S):
+                continue
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            culprit = _culprit(frame)
+            alive.wait()
+            self._loop.call_soon_threadsafe(self._engine.loop_blocked, culprit, time.monotonic() - start)
+
+
+def _culprit(frame: FrameType | None) -> tuple[str, str]:
+    """(node, "file:line in function") of the innermost frame that belongs to a node, "" if none does."""
+    where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Node):
+            return owner.name, f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "", where

@@ -1,0 +1,133 @@
+"""Checkpoints: one consistent cut through a running graph.
+
+How the cut is made. Admission is closed, the trainers stand at a batch's end, generators hand over
+their unfinished prefixes, every host stops taking items and ends the turns it is in, and every pair of
+hosts has exchanged what was under way. From then on nothing changes, and what the producers still
+keep (custody) is the whole state between the nodes:
+
+- a message that nobody has finished is saved with its edge, and sent again on it at resume;
+- a message whose turn has ended is left out, what was made from it is saved instead;
+- of a turn that stands still between two sends the item is saved and the ids of what it has already
+  sent, so that the repeated turn sends only the rest.
+
+A directory becomes a checkpoint by its last rename; a crash while writing leaves the one before.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from flowrl.channel.envelope import Envelope
+from flowrl.channel.stored import dump, load
+from flowrl.errors import ConfigError
+from flowrl.messages import Batch, Message, Prompt
+
+FORMAT = 1
+
+
+@dataclass
+class Cut:
+    """What one host, or all of them, hand over."""
+
+    messages: list[tuple[str, str, Envelope]] = field(default_factory=list)
+    """(producer node replica, edge name, envelope)"""
+    ended: set[bytes] = field(default_factory=set)
+    sent: set[bytes] = field(default_factory=set)
+    states: dict[str, bytes] = field(default_factory=dict)
+    """Node replica: its `state()`, dumped."""
+    prefixes: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict)
+    """sample_id: (token_ids, logprobs, versions) of what was generated so far."""
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        """Take in what a host answered to "snapshot"."""
+        for producer, edge, packed in part["messages"]:
+            self.messages.append((producer, edge, unpack(packed)))
+        self.ended.update(part["ended"])
+        self.sent.update(part["sent"])
+        self.states.update(part["states"])
+
+    def settled(self) -> list[tuple[str, str, Envelope]]:
+        """The messages to send again at resume: unfinished ones, prefixes filled in, gangs' parts merged."""
+        merged: dict[tuple[str, bytes], tuple[str, str, Envelope]] = {}
+        for producer, edge, envelope in self.messages:
+            if envelope.id in self.ended:
+                continue
+            key = (edge, envelope.id)
+            if key in merged:
+                envelope = replace(envelope, body=_merge(merged[key][2].body, envelope.body))
+            merged[key] = (producer, edge, replace(envelope, body=self._with_prefix(envelope.body)))
+        return list(merged.values())
+
+    def _with_prefix(self, body: Message) -> Message:
+        if not isinstance(body, Prompt) or body.sample_id not in self.prefixes:
+            return body
+        token_ids, logprobs, versions = self.prefixes[body.sample_id]
+        return replace(body, prefix_token_ids=token_ids, prefix_logprobs=logprobs, prefix_versions=versions)
+
+
+def _merge(first: Message, second: Message) -> Message:
+    """Two ranks' parts of one batch, joined; dispatch splits it anew. Broadcast copies are the same."""
+    if not isinstance(first, Batch) or not isinstance(second, Batch):
+        return first
+    known = {sample.sample_id for sample in first.samples}
+    samples = (*first.samples, *(s for s in second.samples if s.sample_id not in known))
+    return replace(first, samples=samples, micro_batches=())
+
+
+def pack(envelope: Envelope) -> tuple[bytes, int, str, int, bytes]:
+    return envelope.id, envelope.ticket, envelope.group_id, envelope.member, dump(envelope.body)
+
+
+def unpack(packed: Iterable[Any]) -> Envelope:
+    key, ticket, group_id, member, body = packed
+    return Envelope(key, ticket, group_id, member, load(body))
+
+
+def write_state(directory: Path, cut: Cut, facts: Mapping[str, Any]) -> None:
+    """`state.msgpack`: the messages, node states and `facts` (version, next ticket, ...)."""
+    content = {
+        "format": FORMAT,
+        "facts": dict(facts),
+        "messages": [(producer, edge, pack(envelope)) for producer, edge, envelope in cut.settled()],
+        "sent": list(cut.sent),
+        "states": cut.states,
+    }
+    with open(directory / "state.msgpack", "wb") as file:
+        file.write(msgpack.packb(content))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """What `write_state` wrote, envelopes unpacked. Raises ConfigError for another format."""
+    content = msgpack.unpackb((directory / "state.msgpack").read_bytes(), strict_map_key=False)
+    if content["format"] != FORMAT:
+        raise ConfigError(f"{directory}: checkpoint format {content['format']}, this flowrl reads {FORMAT}")
+    content["messages"] = [(producer, edge, unpack(packed)) for producer, edge, packed in content["messages"]]
+    return dict(content)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Make a finished directory the checkpoint `final`, durably."""
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.replace(final)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def prune(checkpoints: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints; 0 keeps all."""
+    steps = sorted(path for path in checkpoints.glob("step_*") if path.is_dir())
+    for path in steps[:-keep] if keep else []:
+        shutil.rmtree(path)

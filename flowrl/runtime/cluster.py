@@ -1,0 +1,145 @@
+"""Ray: start or join it, place the hosts, make the actors.
+
+flowrl starts a local Ray of its own, unless RAY_ADDRESS is set or the driver runs inside a Ray job.
+On a cluster the graph's directory travels as Ray's `working_dir`, and every machine needs flowrl.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+
+PLACEMENT_TIMEOUT_S = 120.0
+EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one host asks of its machine, and the environment its process starts with."""
+
+    host: str
+    cpus: float
+    gpus: float
+    cores: tuple[int, ...]
+    gang: str = ""
+    """Hosts of one gang prefer one machine."""
+
+
+def environment(slot: Slot) -> dict[str, str]:
+    """Threads of every library follow the cores of the host, before anything is imported."""
+    threads = str(max(1, len(slot.cores)))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
+    return {
+        **dict.fromkeys(names, threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class Cluster:
+    """The Ray this run lives on. `start`, `place`, `spawn`, `stop`, in this order."""
+
+    def __init__(self) -> None:
+        self._placement: Any = None
+        self._actors: dict[str, Any] = {}
+        self.owned = False
+
+    def start(self, *, graph_dir: Path, num_cpus: int, num_gpus: int) -> None:
+        """Join the cluster of RAY_ADDRESS, or start a local Ray."""
+        import ray
+
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        address = os.environ.get("RAY_ADDRESS")
+        quiet = {"log_to_driver": bool(os.environ.get("FLOWRL_RAY_LOGS")), "logging_level": logging.ERROR}
+        if not address:
+            self.owned = True
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                object_store_memory=100 * 2**20,
+                **quiet,
+            )
+            return
+        runtime_env = None if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else self._runtime_env(graph_dir)
+        try:
+            ray.init(address=address, runtime_env=runtime_env, **quiet)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one with `ray start --head`, "
+                "or unset RAY_ADDRESS to let flowrl start its own"
+            ) from None
+
+    @staticmethod
+    def _runtime_env(graph_dir: Path) -> dict[str, Any]:
+        return {"working_dir": str(graph_dir), "excludes": EXCLUDES}
+
+    def place(self, slots: Sequence[Slot]) -> None:
+        """Reserve a bundle a host. Raises ConfigError when the cluster cannot hold them."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        bundles = [{"CPU": max(slot.cpus, 0.01), **({"GPU": slot.gpus} if slot.gpus else {})} for slot in slots]
+        self._placement = placement_group(bundles, strategy="PACK")
+        done, _ = ray.wait([self._placement.ready()], timeout=PLACEMENT_TIMEOUT_S)
+        if not done:
+            has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            raise ConfigError(f"the cluster cannot place the hosts: needed {bundles}, it has {has}; lower cpus/gpus/replicas")
+
+    def spawn(self, actor_class: type, index: int, slot: Slot, *args: Any) -> Any:
+        """The actor of one host, in its bundle. Never restarted by Ray."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        remote = ray.remote(actor_class).options(
+            num_cpus=max(slot.cpus, 0.01),
+            num_gpus=slot.gpus,
+            max_restarts=0,
+            max_concurrency=64,
+            runtime_env={"env_vars": environment(slot)},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._placement, placement_group_bundle_index=index
+            ),
+        )
+        self._actors[slot.host] = remote.remote(*args)
+        return self._actors[slot.host]
+
+    def kill(self, host: str) -> None:
+        """End one host's process at once."""
+        import ray
+
+        actor = self._actors.pop(host, None)
+        if actor is not None:
+            ray.kill(actor, no_restart=True)
+
+    def stop(self) -> None:
+        """End every host and give back what was reserved; ends a Ray that flowrl started."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if not ray.is_initialized():
+            return
+        for host in list(self._actors):
+            self.kill(host)
+        if self._placement is not None and not self.owned:
+            remove_placement_group(self._placement)
+        ray.shutdown()
+
+
+def meeting_place() -> str:
+    """ "host:port" on this machine, free right now, at which the ranks of a gang can meet."""
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{address}:{probe.getsockname()[1]}"

@@ -1,0 +1,147 @@
+"""What a node replica is told of its place in the run, and the engine's services to it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+from flowrl.channel.endpoint import Endpoint
+from flowrl.runtime.activity import Activity
+from flowrl.runtime.books import LedgerClient
+from flowrl.runtime.inbound import in_turn
+from flowrl.runtime.trace import TraceBuffer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+DRIVER = "driver"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The constants of one node replica."""
+
+    node: str
+    replica: int
+    num_replicas: int
+    run_dir: str
+    seed: int
+    steps: int | None
+    cores: tuple[int, ...]
+    gpus: tuple[int, ...]
+    resume_dir: str | None
+    start_version: int
+    gang_address: str
+    run_id: str
+
+    @property
+    def track(self) -> str:
+        return f"{self.node}/{self.replica}"
+
+
+class NodeContext:
+    """Implements `flowrl.graph.node.Context`. `blocking` has one thread a node replica: calls queue up."""
+
+    def __init__(self, place: Place, endpoint: Endpoint, activity: Activity, trace: TraceBuffer) -> None:
+        self.place = place
+        self.replica, self.num_replicas = place.replica, place.num_replicas
+        self.run_dir, self.seed, self.steps = place.run_dir, place.seed, place.steps
+        self.cores, self.gpus = place.cores, place.gpus
+        self.resume_dir, self.start_version = place.resume_dir, place.start_version
+        self.gang_address, self.run_id = place.gang_address, place.run_id
+        self.ledger = LedgerClient(endpoint, place.track)
+        self.endpoint = endpoint
+        self.trace = trace
+        self.activity = activity
+        self.meters = Meters()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=place.track)
+
+    async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run `fn` in this node's thread. A cancelled caller does not stop a call that has begun."""
+        loop = asyncio.get_running_loop()
+        outside = not in_turn.get()
+        if outside:
+            self.activity.work(+1)
+        try:
+            return await loop.run_in_executor(self._thread, functools.partial(fn, *args, **kwargs))
+        finally:
+            if outside:
+                self.activity.work(-1)
+
+    def metric(self, name: str, value: float) -> None:
+        """Add to a counter of this replica; counters are read once a step and once a second."""
+        self.meters.add(name, value)
+
+    def gauge(self, name: str, value: float) -> None:
+        """One observation: its mean and maximum since the last step are reported."""
+        self.meters.observe(name, value)
+
+    def progress(self, text: str) -> None:
+        """One line about a long step of set-up."""
+        self.endpoint.notify(DRIVER, "progress", {"node": self.place.track, "text": text})
+
+    @contextmanager
+    def busy(self, name: str) -> Iterator[None]:
+        """Counts the time inside as this replica's work; overlapping spans count once."""
+        start = time.time_ns()
+        self.meters.enter()
+        try:
+            yield
+        finally:
+            self.meters.leave()
+            self.trace.slice(self.place.track, name, start, time.time_ns())
+
+    @asynccontextmanager
+    async def turn(self, name: str) -> AsyncIterator[None]:
+        """The run-wide turn called `name`: one holder at a time, in order of asking."""
+        await self.endpoint.request(DRIVER, "turn", {"name": name, "node": self.place.track, "take": True})
+        try:
+            yield
+        finally:
+            self.endpoint.notify(DRIVER, "turn_over", {"name": name, "node": self.place.track})
+
+    async def step_done(self, version: int) -> None:
+        """A batch's end: returns at once, or after the checkpoint that is due here."""
+        with self.activity.waiting("barrier", "the end of a checkpoint", inside=in_turn.get()):
+            await self.endpoint.request(DRIVER, "step_done", {"node": self.place.track, "version": version})
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass
+class Meters:
+    """Counters, observations and busy time of one node replica."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    observed: dict[str, list[float]] = field(default_factory=dict)
+    busy_s: float = 0.0
+    _depth: int = 0
+    _since: float = 0.0
+
+    def add(self, name: str, value: float) -> None:
+        self.counters[name] = self.counters.get(name, 0.0) + value
+
+    def observe(self, name: str, value: float) -> None:
+        self.observed.setdefault(name, []).append(value)
+
+    def enter(self) -> None:
+        if self._depth == 0:
+            self._since = time.monotonic()
+        self._depth += 1
+
+    def leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.busy_s += time.monotonic() - self._since
+
+    def read(self) -> dict[str, object]:
+        """Totals so far; observations are handed over and forgotten."""
+        running = time.monotonic() - self._since if self._depth else 0.0
+        observed, self.observed = self.observed, {}
+        return {"busy_s": self.busy_s + running, "counters": dict(self.counters), "observed": observed}

@@ -1,0 +1,240 @@
+"""One host's engine: builds the graph again, joins its nodes to their lanes, and runs them.
+
+Lifecycle: open -> wire -> setup -> run -> stop. Everything happens on one event loop, which nothing may
+block: nodes do heavy work in `blocking`. The first node that fails ends the run of its host; the driver
+ends the other hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.channel.endpoint import Address, Endpoint
+from flowrl.channel.stored import dump_value, load_value
+from flowrl.errors import FlowrlError, LaneFailed
+from flowrl.graph.load import rebuild
+from flowrl.runtime.checkpoint import pack, unpack
+from flowrl.runtime.cluster import meeting_place
+from flowrl.runtime.context import DRIVER, Place
+from flowrl.runtime.items import current
+from flowrl.runtime.replica import Replica
+from flowrl.runtime.trace import TraceBuffer
+from flowrl.runtime.wiring import join
+
+REPORT_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """Everything a host process needs; plain data."""
+
+    host: str
+    run_id: str
+    driver_pid: int
+    graph_file: str
+    config: dict[str, Any]
+    places: tuple[Place, ...]
+    plan: Any
+    cores: tuple[int, ...]
+    tcp: bool
+    curve: Any = None
+
+
+class HostEngine:
+    """The engine of one host process; used on its own loop only."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self.spec = spec
+        self.trace = TraceBuffer()
+        self.endpoint = Endpoint(spec.host, run_id=spec.run_id, driver_pid=spec.driver_pid, curve=spec.curve)
+        self.replicas: dict[str, Replica] = {}
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def open(self) -> dict[str, Any]:
+        """Bind. The answer goes to every other host through the driver."""
+        address: Address = await self.endpoint.open(tcp=self.spec.tcp)
+        handlers = {
+            "freeze": self._freeze,
+            "thaw": self._thaw,
+            "ping": self._ping,
+            "snapshot": self._snapshot,
+            "restore": self._restore,
+            "node": self._node,
+        }
+        for kind, handler in handlers.items():
+            self.endpoint.on(kind, handler)
+        return {"pid": os.getpid(), "address": address, "meeting": meeting_place()}
+
+    async def wire(self, addresses: Mapping[str, Address], gangs: Mapping[str, str]) -> None:
+        """Build the graph again, one for each replica index, and join this host's nodes to their lanes."""
+        for host, address in addresses.items():
+            if host != self.spec.host:
+                self.endpoint.connect(host, address)
+        graphs = {place.replica: rebuild(self.spec.graph_file, self.spec.config)[0] for place in self.spec.places}
+        for place in self.spec.places:
+            graph = graphs[place.replica]
+            replica = Replica(graph.nodes[place.node].node, place, self.endpoint, self.trace)
+            replica.context.gang_address = gangs[place.node]
+            self.replicas[place.track] = replica
+            join(replica, graph, self.spec.plan, self.endpoint)
+        self._reporting = asyncio.get_running_loop().create_task(self._report())
+
+    async def setup(self) -> None:
+        """Every node's own set-up, side by side."""
+        async with asyncio.TaskGroup() as tasks:
+            for replica in self.replicas.values():
+                tasks.create_task(self._named(replica, replica.node.setup()))
+
+    async def run(self) -> None:
+        """Every node's body, until all have returned."""
+        async with asyncio.TaskGroup() as tasks:
+            for replica in self.replicas.values():
+                tasks.create_task(self._named(replica, replica.run()))
+        self._send_report()
+
+    async def _named(self, replica: Replica, body: Coroutine[Any, Any, None]) -> None:
+        """Run a node's coroutine; its failure becomes plain data that names the node. A node boundary."""
+        try:
+            await body
+        except Exception as error:
+            raise NodeError(_failure(replica, error)) from error
+
+    async def guarded(self, body: Coroutine[Any, Any, Any]) -> Any:
+        """The answer of `body`, or {"failure": ...} of the node that failed first."""
+        try:
+            return await body
+        except* NodeError as group:
+            failures = [error.report for error in _leaves(group)]
+        except* FlowrlError as group:
+            first = _leaves(group)[0]
+            failures = [{"node": self.spec.host, "replica": 0, "reason": str(first), "consequence": False}]
+        failures.sort(key=lambda report: report["consequence"])
+        return {"failure": failures[0]}
+
+    async def stop(self) -> None:
+        """Close nodes and sockets, in whatever state the run is."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+        for replica in self.replicas.values():
+            with suppress(FlowrlError):
+                await replica.node.close()
+            replica.context.close()
+        self._send_report()
+        await self.endpoint.close()
+
+    async def waits(self) -> list[dict[str, Any]]:
+        return [replica.report() for replica in self.replicas.values()]
+
+    # What the driver asks over the control link
+
+    async def _freeze(self, host: str, body: Any) -> None:
+        """Take nothing more, and return when every turn has ended or stands in a wait."""
+        for replica in self.replicas.values():
+            replica.gate(open_=False)
+        for replica in self.replicas.values():
+            await replica.activity.idle()
+
+    async def _thaw(self, host: str, body: Any) -> None:
+        for replica in self.replicas.values():
+            replica.gate(open_=True)
+
+    async def _ping(self, host: str, body: dict[str, Any]) -> None:
+        """Everything that was under way between this host and the others has arrived."""
+        await asyncio.gather(*(self.endpoint.request(peer, "ping", {"peers": ()}) for peer in body["peers"]))
+
+    async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
+        """This host's part of a cut; the host is frozen."""
+        replicas = self.replicas.values()
+        return {
+            "messages": [
+                (replica.place.track, edge, pack(envelope))
+                for replica in replicas
+                for out in replica.outbound.values()
+                for edge, envelope in out.unacked()
+            ],
+            "ended": [key for replica in replicas for key in replica.desk.waiting_for_children()],
+            "sent": [key for replica in replicas for key in replica.desk.sent_by_open_items()],
+            "states": {track: dump_value(dict(r.node.state())) for track, r in self.replicas.items()},
+        }
+
+    async def _restore(self, host: str, body: dict[str, Any]) -> None:
+        """Take up states, and send the messages of a checkpoint again; returns when all are with their lanes."""
+        for track, state in body["states"].items():
+            if track in self.replicas:
+                self.replicas[track].node.load_state(load_value(state))
+        for replica in self.replicas.values():
+            for out in replica.outbound.values():
+                out.already_sent.update(body["sent"])
+        for track, edge, packed in body["messages"]:
+            self.replicas[track].restore(edge, unpack(packed))
+
+    async def _node(self, host: str, body: dict[str, Any]) -> Any:
+        """Call a node's coroutine method: checkpoint, snapshot, evaluate, finish."""
+        replica = self.replicas[body["track"]]
+        method = getattr(replica.node, body["method"])
+        return await method(**body.get("arguments", {}))
+
+    # Reports
+
+    async def _report(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            tick: asyncio.Future[None] = loop.create_future()
+            loop.call_later(REPORT_EVERY_S, tick.set_result, None)
+            await tick
+            self._send_report()
+
+    def _send_report(self) -> None:
+        self.endpoint.notify(
+            DRIVER,
+            "statistics",
+            {
+                "nodes": {track: replica.context.meters.read() for track, replica in self.replicas.items()},
+                "lanes": {name: stats.as_dict() for name, stats in self.endpoint.statistics().items()},
+                "trace": self.trace.drain(),
+            },
+        )
+
+    def loop_blocked(self, culprit: tuple[str, str], for_s: float) -> None:
+        """Told by the watch thread after the fact: the loop stood still."""
+        node, where = culprit
+        text = f"the event loop stood still for {for_s:.1f} s at {where}; use `await self.blocking(...)` there"
+        self.endpoint.notify(DRIVER, "warning", {"node": node or self.spec.host, "text": text})
+
+
+class NodeError(Exception):
+    """A node's failure as plain data, inside this host."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        super().__init__(report["reason"])
+        self.report = report
+
+
+def _failure(replica: Replica, error: BaseException) -> dict[str, Any]:
+    while isinstance(error, BaseExceptionGroup):
+        leaves = _leaves(error)
+        error = next((leaf for leaf in leaves if not isinstance(leaf, LaneFailed)), leaves[0])
+    told = isinstance(error, FlowrlError)
+    item = current.get()
+    return {
+        "node": replica.place.node,
+        "replica": replica.place.replica,
+        "reason": str(error) if told else f"{type(error).__name__}: {error}",
+        "traceback": "" if told else "".join(traceback.format_exception(error)),
+        "ticket": item.envelope.ticket if item is not None else None,
+        "consequence": isinstance(error, LaneFailed),
+    }
+
+
+def _leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
+    return [
+        leaf
+        for error in group.exceptions
+        for leaf in (_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    ]

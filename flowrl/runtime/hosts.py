@@ -1,0 +1,114 @@
+"""The host processes of a run, seen from the driver: start, ask all, follow, end.
+
+A host answers with plain data; a failure comes back as a mapping and is raised here as NodeFailed,
+once. A host whose process died is found by Ray and named with the node it ran.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrl.channel.endpoint import Address, Endpoint
+from flowrl.errors import NodeFailed
+from flowrl.runtime.actor import HostActor
+from flowrl.runtime.cluster import Cluster, Slot
+from flowrl.runtime.engine import HostSpec
+
+STOP_WITHIN_S = 8.0
+
+
+class Hosts:
+    """All hosts of one run, by name."""
+
+    def __init__(self, cluster: Cluster, endpoint: Endpoint) -> None:
+        self._cluster = cluster
+        self._endpoint = endpoint
+        self._actors: dict[str, Any] = {}
+        self._specs: dict[str, HostSpec] = {}
+        self.pids: dict[str, int] = {}
+
+    def __iter__(self) -> Any:
+        return iter(self._actors)
+
+    async def start(self, slots: Sequence[Slot], specs: Mapping[str, HostSpec]) -> None:
+        """Processes up, sockets bound, everybody connected to everybody, nodes built."""
+        self._specs = dict(specs)
+        for index, slot in enumerate(slots):
+            self._actors[slot.host] = self._cluster.spawn(HostActor, index, slot, specs[slot.host])
+        opened = await self.ask("open")
+        self.pids = {host: answer["pid"] for host, answer in opened.items()}
+        addresses: dict[str, Address] = {host: answer["address"] for host, answer in opened.items()}
+        addresses[self._endpoint.host] = self._endpoint.address
+        for host, address in addresses.items():
+            if host != self._endpoint.host:
+                self._endpoint.connect(host, address)
+        meeting = {host: answer["meeting"] for host, answer in opened.items()}
+        await self.ask("wire", addresses, self._gang_addresses(meeting))
+
+    def _gang_addresses(self, meeting: Mapping[str, str]) -> dict[str, str]:
+        """Where the ranks of each node meet: on the machine of its replica 0."""
+        return {
+            place.node: meeting[host]
+            for host, spec in self._specs.items()
+            for place in spec.places
+            if place.replica == 0
+        }
+
+    async def ask(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call `method` on every host at once. Raises the first NodeFailed."""
+        answers = await asyncio.gather(*(self.ask_one(host, method, *args) for host in self._actors))
+        return dict(zip(self._actors, answers, strict=True))
+
+    async def ask_one(self, host: str, method: str, *args: Any) -> Any:
+        """Call `method` on one host; a failure, or the death of its process, is raised as NodeFailed."""
+        from ray.exceptions import ActorDiedError, RayActorError, RayError
+
+        try:
+            answer = await asyncio.wrap_future(getattr(self._actors[host], method).remote(*args).future())
+        except (ActorDiedError, RayActorError) as error:
+            raise self._death(host, error) from None
+        except RayError as error:
+            raise NodeFailed(self._node(host), 0, f"its host {host!r} could not do {method!r}: {error}") from None
+        if isinstance(answer, dict) and "failure" in answer:
+            raise _failure(answer["failure"])
+        return answer
+
+    def _node(self, host: str) -> str:
+        return ", ".join(place.node for place in self._specs[host].places)
+
+    def _death(self, host: str, error: Exception) -> NodeFailed:
+        place = self._specs[host].places[0]
+        pid = self.pids.get(host)
+        why = next((line.strip() for line in str(error).splitlines() if "exit" in line.lower()), "")
+        reason = f"the process of host {host!r} (pid {pid}) died. {why}".strip()
+        return NodeFailed(self._node(host), place.replica, reason)
+
+    async def waits(self) -> list[dict[str, Any]]:
+        """What every node replica does and waits for; hosts that do not answer are left out."""
+        answers = await asyncio.gather(
+            *(self.ask_one(host, "waits") for host in self._actors), return_exceptions=True
+        )
+        return [report for answer in answers if isinstance(answer, list) for report in answer]
+
+    async def stop(self) -> None:
+        """Orderly if the hosts still answer, by force otherwise; done within STOP_WITHIN_S."""
+        tasks = [asyncio.ensure_future(self.ask_one(host, "stop")) for host in self._actors]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=STOP_WITHIN_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for host in self._actors:
+            self._cluster.kill(host)
+
+
+def _failure(report: Mapping[str, Any]) -> NodeFailed:
+    return NodeFailed(
+        report["node"],
+        report["replica"],
+        report["reason"],
+        remote_traceback=report.get("traceback", ""),
+        ticket=report.get("ticket"),
+    )

@@ -1,0 +1,201 @@
+"""The live side of an In port: turns, holds, groups, and tombstones passed on unseen.
+
+Waits: taking an item ends with a message, end of stream, or LaneFailed when a producer's process died; a closed gate is opened again by the
+checkpoint that closed it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from flowrl.channel.dispatch import Delivery, Inbox
+from flowrl.channel.endpoint import EndOfStream
+from flowrl.errors import SampleFailed
+from flowrl.graph.ports import Members
+from flowrl.messages import Message, Tombstone
+from flowrl.runtime.activity import Activity
+from flowrl.runtime.items import Desk, Item, OpenGroup, current, tombstone
+
+in_turn: ContextVar[bool] = ContextVar("flowrl_in_turn", default=False)
+
+
+class Losses(Protocol):
+    """Where losses go: the ledger, and the node's out ports."""
+
+    def lose(self, items: list[Item], marker: Tombstone, ticket: int) -> None:
+        """Book `marker`, pass it on on every out port, and end `items` once it has arrived."""
+
+    def pass_on(self, items: list[Item], marker: Tombstone) -> None:
+        """The same without booking: the loss was booked where it happened."""
+
+    def flow(self, item: Item, *, begins: bool) -> None:
+        """A turn began or ended: for the trace."""
+
+
+class Inbound:
+    """LiveIn of one In port of one node replica."""
+
+    def __init__(self, port: str, inbox: Inbox, desk: Desk, activity: Activity, losses: Losses, *, sink: bool) -> None:
+        self.port = port
+        self._inbox = inbox
+        self._desk = desk
+        self._activity = activity
+        self._losses = losses
+        self._sink = sink
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._groups: dict[str, OpenGroup] = {}
+
+    def gate(self, *, open_: bool) -> None:
+        """A closed gate lets no further item in: for the cut of a checkpoint."""
+        if open_:
+            self._gate.set()
+        else:
+            self._gate.clear()
+
+    async def _take(self) -> Item | None:
+        """The next item, tombstones included; None at end of stream."""
+        with self._activity.waiting("item", self.port, inside=False):
+            try:
+                delivery: Delivery = await self._inbox.take()
+            except EndOfStream:
+                return None
+            await self._gate.wait()
+        return self._desk.take(delivery)
+
+    async def _next(self) -> Item | None:
+        """The next item that is for user code; tombstones go on by themselves."""
+        while (item := await self._take()) is not None:
+            if not isinstance(item.body, Tombstone):
+                return item
+            self._losses.pass_on([item], item.body)
+        return None
+
+    def _begin(self, item: Item) -> None:
+        self._activity.work(+1)
+        self._losses.flow(item, begins=True)
+
+    def _finish(self, item: Item) -> None:
+        self._activity.work(-1)
+        self._losses.flow(item, begins=False)
+        self._desk.end_turn(item, sink=self._sink)
+
+    async def iterate(self) -> AsyncIterator[Any]:
+        while (item := await self._next()) is not None:
+            self._begin(item)
+            current.set(item)
+            in_turn.set(True)
+            yield item.body
+            current.set(None)
+            in_turn.set(False)
+            self._finish(item)
+
+    async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None:
+        slots = asyncio.Semaphore(concurrency)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await slots.acquire()
+                item = await self._next()
+                if item is None:
+                    return
+                tasks.create_task(self._turn(body, item, slots))
+
+    async def _turn(self, body: Callable[[Any], Awaitable[None]], item: Item, slots: asyncio.Semaphore) -> None:
+        current.set(item)
+        in_turn.set(True)
+        self._begin(item)
+        try:
+            await body(item.body)
+        except SampleFailed as failure:
+            self.drop(item.body, str(failure), "failed")
+        self._finish(item)
+        slots.release()
+
+    async def groups(self, size: int) -> AsyncIterator[Members[Any]]:
+        while (item := await self._take()) is not None:
+            group = self._join(item, size)
+            if not group.complete:
+                continue
+            if not group.items:
+                self._lose_group(group, next(iter(group.lost.values())).body)
+                continue
+            self._activity.work(+1)
+            self._losses.flow(item, begins=True)
+            in_turn.set(True)
+            yield self._members(group)
+            in_turn.set(False)
+            self._losses.flow(item, begins=False)
+            self._activity.work(-1)
+
+    def _join(self, item: Item, size: int) -> OpenGroup:
+        """Put a member on hold with its group."""
+        envelope = item.envelope
+        group = self._groups.get(envelope.group_id)
+        if group is None:
+            group = self._groups[envelope.group_id] = OpenGroup(envelope.group_id, envelope.ticket, size)
+        item.held, item.group = True, group
+        lost = isinstance(item.body, Tombstone)
+        (group.lost if lost else group.items)[envelope.member] = item
+        if group.complete:
+            del self._groups[envelope.group_id]
+        return group
+
+    def _members(self, group: OpenGroup) -> Members[Any]:
+        return Members(
+            group.group_id,
+            group.ticket,
+            group.size,
+            tuple(group.items[m].body for m in sorted(group.items)),
+            tuple(group.lost[m].body for m in sorted(group.lost)),  # type: ignore[misc]
+        )
+
+    def _lose_group(self, group: OpenGroup, last: Message) -> None:
+        """Nothing of the group is left: one marker for the whole group travels on, at its ticket."""
+        assert isinstance(last, Tombstone)
+        items = [*group.items.values(), *group.lost.values()]
+        ids = tuple(sid for item in items for sid in tombstone(item, self._desk.node, "", "").sample_ids)
+        marker = Tombstone(group.group_id, -1, last.state, last.reason, self._desk.node, ids, group.size)
+        self._losses.pass_on(items, marker)
+
+    async def ordered(self) -> AsyncIterator[tuple[int, Any]]:
+        while (item := await self._take()) is not None:
+            ticket = item.envelope.ticket
+            if isinstance(item.body, Tombstone):
+                self._desk.end(item)
+                yield ticket, None
+                continue
+            item.held = True
+            self._activity.work(+1)
+            in_turn.set(True)
+            yield ticket, item.body
+            in_turn.set(False)
+            self._activity.work(-1)
+
+    def hold(self, item: Message) -> None:
+        held = self._desk.of(item)
+        held.held = held.accounted = True
+
+    def drop(self, item: Message, reason: str, state: str) -> None:
+        dropped = self._desk.of(item)
+        dropped.accounted = True
+        marker = tombstone(dropped, self._desk.node, reason, state)
+        group = dropped.group
+        if group is None:
+            self._losses.lose([dropped], marker, dropped.envelope.ticket)
+            return
+        self._losses.lose([], marker, dropped.envelope.ticket)
+        if group.sent:
+            self._desk.end(dropped)
+            return
+        group.dropped.append(dropped)
+        if len(group.dropped) == len(group.items):
+            self._lose_group(group, marker)
+
+    def newest(self) -> Any:
+        return self._inbox.newest()
+
+    def ticket(self, item: Message) -> int:
+        return self._desk.of(item).envelope.ticket

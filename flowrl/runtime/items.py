@@ -1,0 +1,151 @@
+"""Items: messages being worked on in one host, and when each is finished.
+
+Invariants
+- Every delivery taken in becomes one `Item`, and every item is acked exactly once: when its turn has
+  ended and everything made from it has been taken in by the next process (`Custody` counts that).
+- A turn ends by the engine (next item asked for, body returned), by a send that names the item, or by
+  a drop. An item that ends its turn with none of send, hold and drop is the node's error.
+- Tombstones are items too, but user code never sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from flowrl.channel.custody import Custody
+from flowrl.channel.dispatch import Delivery
+from flowrl.channel.envelope import Envelope
+from flowrl.errors import FlowrlError
+from flowrl.messages import Message, Tombstone
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One message in the hands of a node."""
+
+    delivery: Delivery
+    ordinals: dict[str, int] = field(default_factory=dict)
+    """How many messages were made from it so far, by out port."""
+    accounted: bool = False
+    """A send, hold or drop has spoken for it."""
+    held: bool = False
+    group: OpenGroup | None = None
+    children: list[bytes] = field(default_factory=list)
+
+    @property
+    def envelope(self) -> Envelope:
+        return self.delivery.envelope
+
+    @property
+    def body(self) -> Message:
+        return self.delivery.envelope.body
+
+
+@dataclass(slots=True, eq=False)
+class OpenGroup:
+    """A group whose members stand on hold until one send names it, or all are dropped."""
+
+    group_id: str
+    ticket: int
+    size: int
+    items: dict[int, Item] = field(default_factory=dict)
+    lost: dict[int, Item] = field(default_factory=dict)
+    dropped: list[Item] = field(default_factory=list)
+    sent: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return len(self.items) + len(self.lost) >= self.size
+
+
+current: ContextVar[Item | None] = ContextVar("flowrl_current_item", default=None)
+
+
+class Desk:
+    """All items of one node replica, by the identity of their bodies."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self._custody: Custody[bytes] = Custody()
+        self._open: dict[int, Item] = {}
+        self._by_id: dict[bytes, Item] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def take(self, delivery: Delivery) -> Item:
+        item = Item(delivery)
+        self._open[id(item.body)] = item
+        self._by_id[item.envelope.id] = item
+        self._custody.begin(item.envelope.id)
+        return item
+
+    def of(self, body: Message) -> Item:
+        """The open item of a message object. Raises ValueError where there is none."""
+        item = self._open.get(id(body))
+        if item is None:
+            raise ValueError(
+                f"node {self.node!r}: this {type(body).__name__} is not open here (already finished, or not received "
+                "by this node); use it before its turn ends, or `hold` it"
+            )
+        return item
+
+    def child(self, parents: Iterable[Item], child_id: bytes, num_lanes: int) -> None:
+        """`child_id` was made from `parents` and must be taken in on `num_lanes` lanes."""
+        items = tuple(parents)
+        for item in items:
+            item.accounted = True
+            item.children.append(child_id)
+        self._custody.child([item.envelope.id for item in items], child_id, num_lanes)
+
+    def arrived(self, child_ids: Iterable[bytes]) -> None:
+        for child_id in child_ids:
+            self._ack(self._custody.arrived(child_id))
+
+    def end(self, item: Item) -> None:
+        """End the item's turn. Ends of an item that has ended already are ignored."""
+        if self._open.pop(id(item.body), None) is not None:
+            self._ack(self._custody.end(item.envelope.id))
+
+    def waiting_for_children(self) -> list[bytes]:
+        """Ids of items whose turn has ended, not yet acked: a checkpoint keeps their children instead."""
+        return [key for key, item in self._by_id.items() if id(item.body) not in self._open]
+
+    def sent_by_open_items(self) -> list[bytes]:
+        """Ids of what was made from items whose turn goes on."""
+        return [child for item in self._open.values() for child in item.children]
+
+    def _ack(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._by_id.pop(key).delivery.ack()
+
+    def end_turn(self, item: Item, *, sink: bool) -> None:
+        """The body has let go of the item: finish it unless it is on hold."""
+        if item.held:
+            return
+        if not item.accounted and not sink:
+            raise FlowrlError(
+                f"node {self.node!r} let go of a {type(item.body).__name__} (ticket {item.envelope.ticket}) without a "
+                "send, hold or drop; end it with `self.PORT.drop(item, reason)` if nothing is to be made from it"
+            )
+        self.end(item)
+
+
+def tombstone(item: Item, node: str, reason: str, state: str) -> Tombstone:
+    """The marker that stands for `item` from here on."""
+    body, envelope = item.body, item.envelope
+    if isinstance(body, Tombstone):
+        return body
+    samples = getattr(body, "samples", (body,))
+    return Tombstone(
+        group_id=envelope.group_id,
+        member=envelope.member,
+        state=state,
+        reason=reason,
+        node=node,
+        sample_ids=tuple(s.sample_id for s in samples if hasattr(s, "sample_id")),
+        group_size=getattr(body, "group_size", 0),
+        response_tokens=sum(getattr(s, "response_tokens", 0) for s in samples),
+    )

@@ -1,0 +1,100 @@
+"""The live sides of Call and Serve: request and reply between node replicas.
+
+The caller's item stays unfinished until the reply, because its turn is waiting here. A request that is
+cancelled at the caller cancels its body at the server; a server that dies fails the request.
+Waits: a call waits for its reply, a server for requests until every caller has closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from flowrl.channel.endpoint import Endpoint
+from flowrl.errors import SampleFailed
+from flowrl.messages import Message
+from flowrl.runtime.activity import Activity
+from flowrl.runtime.inbound import in_turn
+
+
+class LiveCall:
+    """One Call port of one replica. `servers` are (host, node replica) of the answering replicas."""
+
+    def __init__(
+        self, edge: str, servers: Sequence[tuple[str, str]], caller: str, endpoint: Endpoint, activity: Activity
+    ) -> None:
+        self.edge = edge
+        self._servers = tuple(servers)
+        self._caller = caller
+        self._endpoint = endpoint
+        self._activity = activity
+        self._outstanding = [0] * len(servers)
+
+    async def call(self, request: Message, *, session: str, priority: int, timeout_s: float | None) -> Any:
+        index = self._choose(session)
+        host, replica = self._servers[index]
+        self._outstanding[index] += 1
+        try:
+            with self._activity.waiting("reply", f"{self.edge} of {replica}", inside=in_turn.get()):
+                async with asyncio.timeout(timeout_s):
+                    reply = await self._endpoint.request(
+                        host, f"call:{replica}:{self.edge}", {"request": request, "priority": priority}
+                    )
+        finally:
+            self._outstanding[index] -= 1
+        if "failed" in reply:
+            raise SampleFailed(reply["failed"])
+        return reply["reply"]
+
+    def _choose(self, session: str) -> int:
+        if session:
+            return zlib.crc32(session.encode()) % len(self._servers)
+        return min(range(len(self._servers)), key=self._outstanding.__getitem__)
+
+    def close(self) -> None:
+        for host, replica in self._servers:
+            self._endpoint.notify(host, f"callers:{replica}:{self.edge}", {"closed": self._caller})
+
+
+class LiveServe:
+    """One Serve port of one replica; `callers` are the node replicas that may ask."""
+
+    def __init__(
+        self, port: str, edges: Sequence[str], replica: str, callers: Sequence[str], endpoint: Endpoint, activity: Activity
+    ) -> None:
+        self._body: asyncio.Future[Callable[[Any], Awaitable[Message]]] = asyncio.get_running_loop().create_future()
+        self._slots = asyncio.Semaphore(1)
+        self._callers = set(callers)
+        self._all_closed = asyncio.Event()
+        self._port = port
+        self._activity = activity
+        for edge in edges:
+            endpoint.on(f"call:{replica}:{edge}", self._answer)
+            endpoint.on(f"callers:{replica}:{edge}", self._closed)
+        if not self._callers:
+            self._all_closed.set()
+
+    async def serve(self, body: Callable[[Any], Awaitable[Message]], concurrency: int) -> None:
+        self._slots = asyncio.Semaphore(concurrency)
+        self._body.set_result(body)
+        with self._activity.waiting("item", self._port, inside=False):
+            await self._all_closed.wait()
+
+    async def _answer(self, host: str, message: dict[str, Any]) -> dict[str, Any]:
+        body = await self._body
+        async with self._slots:
+            in_turn.set(True)
+            self._activity.work(+1)
+            try:
+                return {"reply": await body(message["request"])}
+            except SampleFailed as failure:
+                return {"failed": str(failure)}
+            finally:
+                self._activity.work(-1)
+
+    def _closed(self, host: str, message: dict[str, Any]) -> None:
+        self._callers.discard(message["closed"])
+        if not self._callers:
+            self._all_closed.set()

