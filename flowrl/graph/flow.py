@@ -1,0 +1,85 @@
+"""Which nodes a node's messages can reach: plain searches over the declared edges.
+
+Messages flow along queue edges, and back along call edges (the reply comes from the server).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flowrl.graph.graph import Edge, Graph, owner
+from flowrl.graph.ports import Port
+
+
+@dataclass(frozen=True)
+class Step:
+    """One way a message can move: from a node to another, by an edge."""
+
+    source: str
+    target: str
+    edge: Edge
+
+
+def steps(graph: Graph) -> tuple[Step, ...]:
+    """All moves of messages, latest edges left out."""
+    return tuple(step for edge in graph.edges for step in _steps_of(edge))
+
+
+def _steps_of(edge: Edge) -> Iterator[Step]:
+    if edge.kind == "queue":
+        yield Step(owner(edge.out), owner(edge.into), edge)
+    elif edge.kind == "call":
+        yield Step(owner(edge.into), owner(edge.out), edge)
+
+
+def reachable(graph: Graph, start: str) -> frozenset[str]:
+    """Names of the nodes that messages of node `start` can come to, `start` included."""
+    return _closure(start, [(step.source, step.target) for step in steps(graph)])
+
+
+def reaching(graph: Graph, end: str) -> frozenset[str]:
+    """Names of the nodes whose messages can come to node `end`, `end` included."""
+    return _closure(end, [(step.target, step.source) for step in steps(graph)])
+
+
+def past(graph: Graph, port: Port) -> frozenset[str]:
+    """Names of the nodes that messages sent on the Out port `port` can come to."""
+    starts = [owner(edge.into) for edge in graph.edges if edge.kind == "queue" and edge.out is port]
+    return frozenset().union(*(reachable(graph, start) for start in starts))
+
+
+def _closure(start: str, pairs: list[tuple[str, str]]) -> frozenset[str]:
+    seen, frontier = {start}, [start]
+    while frontier:
+        node = frontier.pop()
+        new = {target for source, target in pairs if source == node} - seen
+        seen |= new
+        frontier += new
+    return frozenset(seen)
+
+
+def cycles(edges: list[Edge]) -> Iterator[tuple[Edge, ...]]:
+    """One shortest cycle through each edge that lies on any, no cycle twice. Edges run out -> into."""
+    seen: set[frozenset[int]] = set()
+    for edge in edges:
+        way = _shortest(edges, owner(edge.into), owner(edge.out))
+        if way is not None:
+            cycle = (edge, *way)
+            key = frozenset(id(part) for part in cycle)
+            if key not in seen:
+                seen.add(key)
+                yield cycle
+
+
+def _shortest(edges: list[Edge], start: str, end: str) -> tuple[Edge, ...] | None:
+    ways: dict[str, tuple[Edge, ...]] = {start: ()}
+    frontier = [start]
+    while frontier and end not in ways:
+        ahead: list[str] = []
+        for edge in edges:
+            if owner(edge.out) in frontier and owner(edge.into) not in ways:
+                ways[owner(edge.into)] = (*ways[owner(edge.out)], edge)
+                ahead.append(owner(edge.into))
+        frontier = ahead
+    return ways.get(end)

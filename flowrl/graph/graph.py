@@ -1,0 +1,279 @@
+"""`Graph`: what a user declares. Plain data; nothing here starts, loads or imports anything heavy.
+
+Invariant: declaring never raises for a mistake in the graph. Mistakes are collected, and `check`
+reports them together with all others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+from flowrl.errors import GraphError
+from flowrl.graph.machine import Cluster
+from flowrl.graph.node import Node
+from flowrl.graph.ports import Call, In, Out, Port, Serve
+from flowrl.messages import Message
+
+N = TypeVar("N", bound=Node)
+T = TypeVar("T", bound=Message)
+Req = TypeVar("Req", bound=Message)
+Rep = TypeVar("Rep", bound=Message)
+
+Dispatch = Literal["share", "key", "broadcast", "gang"]
+OnLimit = Literal["wait", "mask"]
+EdgeKind = Literal["queue", "latest", "call"]
+RESERVED_NAMES = ("driver", "core")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A node in the graph. `cpus` and `gpus` are per replica; None: what the node's class says."""
+
+    name: str
+    node: Node
+    replicas: int = 1
+    cpus: float | None = None
+    gpus: float | None = None
+
+    @property
+    def cpus_each(self) -> float:
+        return self.node.cpus if self.cpus is None else self.cpus
+
+    @property
+    def gpus_each(self) -> float:
+        return self.node.gpus if self.gpus is None else self.gpus
+
+    @property
+    def heavy(self) -> bool:
+        """Has a process of its own for every replica."""
+        return self.cpus_each > 0 or self.gpus_each > 0
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One join of two ports. `out` is the sending (or asking) port, `into` the other."""
+
+    kind: EdgeKind
+    out: Port
+    into: Port
+    capacity: int | None = None
+    """Messages that one lane holds; None: derived."""
+    dispatch: Dispatch = "share"
+    session_affinity: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{port_name(self.out)} -> {port_name(self.into)}"
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Where groups enter, which weights end their tickets, and how old a trained token may be."""
+
+    out: Port
+    until: tuple[Port, ...]
+    staleness: int
+    on_limit: OnLimit = "wait"
+    look_ahead: int = 1
+
+
+class Graph:
+    """Nodes, edges and admission under one name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.nodes: dict[str, Node] = {}
+        self.placed: dict[str, Placed] = {}
+        self.edges: list[Edge] = []
+        self.admission: Admission | None = None
+        self.ignored: list[Port] = []
+        self.sharing: list[tuple[str, ...]] = []
+        """Node names that share a process, by `together`."""
+        self.turning: list[tuple[str, ...]] = []
+        """Node names that take turns on the same devices, by `turns`."""
+        self.mistakes: list[str] = []
+        """What was already wrong at the moment of declaring, complete sentences."""
+
+    def add(self, name: str, node: N, *, replicas: int = 1, cpus: float | None = None, gpus: float | None = None) -> N:
+        """Put `node` into the graph and return it. `cpus` and `gpus` are what each replica needs.
+
+        0 cpus and 0 gpus: the node shares one process with all other such nodes.
+        """
+        self.mistakes += _node_mistakes(self, name, node, replicas, cpus, gpus)
+        if isinstance(node, Node) and not node.name and name not in self.nodes:
+            node.name = name
+            self.nodes[name] = node
+            self.placed[name] = Placed(name, node, replicas, cpus, gpus)
+        return node
+
+    def connect(self, out: Out[T], into: In[T], *, capacity: int | None = None, dispatch: Dispatch = "share") -> None:
+        """Join two ports by lanes that keep every message, in order, until it is finished.
+
+        `capacity` is in messages and per lane (one producer replica to one consumer replica).
+        `dispatch` chooses among the consumer's replicas: "share" the one with most free credits,
+        "key" always the same for a group, "broadcast" every one, "gang" a part to each rank.
+        An Out port with several edges sends every message along each of them.
+        """
+        if dispatch not in get_args(Dispatch):
+            self.mistakes.append(
+                f"dispatch={dispatch!r} on the edge {port_name(out)} -> {port_name(into)} is none of "
+                f"{', '.join(get_args(Dispatch))}; use one of these."
+            )
+        self._join(Edge("queue", out, into, capacity, dispatch), Out, In)
+
+    def latest(self, out: Out[T], into: In[T]) -> None:
+        """Join two ports by a one-slot edge: the newest message replaces the one not yet taken.
+
+        Never blocks its sender and reaches every consumer replica: for weights.
+        """
+        self._join(Edge("latest", out, into, 1, "broadcast"), Out, In)
+
+    def call(
+        self,
+        call: Call[Req, Rep],
+        serve: Serve[Req, Rep],
+        *,
+        capacity: int | None = None,
+        session_affinity: bool = False,
+    ) -> None:
+        """Join an asking port to an answering one. Replies return to the asking replica.
+
+        `capacity` bounds the open requests between two replicas. With `session_affinity` all
+        requests of one session go to one replica of the server.
+        """
+        self._join(Edge("call", call, serve, capacity, "share", session_affinity), Call, Serve)
+
+    def admit(
+        self,
+        out: Out[T],
+        *,
+        until: In[Any] | tuple[In[Any], ...],
+        staleness: int,
+        on_limit: OnLimit = "wait",
+        look_ahead: int = 1,
+    ) -> None:
+        """Give the groups that leave `out` tickets, and so bound how old a trained token can be.
+
+        A ticket ends when every `until` port (ends of latest edges) holds the weights its group
+        helped to make. `staleness` is the hard maximum, in versions; 0 is synchronous.
+        `on_limit="wait"`: batches are formed by admission order, any finished group among the next
+        `look_ahead` may go first. `on_limit="mask"`: the first complete groups make a batch, tokens
+        that are too old are masked out of the loss.
+        """
+        if self.admission is not None:
+            self.mistakes.append(
+                f"g.admit was called for {port_name(self.admission.out)} and again for {port_name(out)}, but a graph "
+                f"has one admission; keep one call, and mix several sources inside one node."
+            )
+        ports = until if isinstance(until, tuple) else (until,)
+        self.admission = Admission(out, ports, staleness, on_limit, look_ahead)
+        self._belongs("g.admit", (out, Out), *((port, In) for port in ports))
+
+    def ignore(self, port: Port) -> None:
+        """Leave `port` unconnected on purpose. What is sent to an ignored Out port is thrown away."""
+        self.ignored.append(port)
+        self._belongs("g.ignore", (port, Port))
+
+    def together(self, *nodes: Node) -> None:
+        """Run these nodes in one process: replica i of each shares it, and no message is copied."""
+        self.sharing.append(self._names("g.together", nodes))
+
+    def turns(self, *nodes: Node) -> None:
+        """Let these nodes' processes share the same GPUs and cores by taking turns on them."""
+        self.turning.append(self._names("g.turns", nodes))
+
+    def check(self, cluster: Cluster | None = None) -> None:
+        """Raise GraphError with every problem of this graph on `cluster` (default: this machine)."""
+        from flowrl.graph.check import check
+
+        problems = check(self, cluster).problems
+        if problems:
+            raise GraphError(problems)
+
+    def _join(self, edge: Edge, out_kind: type[Port], into_kind: type[Port]) -> None:
+        if self._belongs(f"g.{_verb(edge)}", (edge.out, out_kind), (edge.into, into_kind)):
+            self.edges.append(edge)
+
+    def _belongs(self, verb: str, *ports: tuple[Port, type[Port]]) -> bool:
+        found = [text for port, kind in ports for text in _port_mistakes(self, verb, port, kind)]
+        self.mistakes += found
+        return not found
+
+    def _names(self, verb: str, nodes: Iterable[Node]) -> tuple[str, ...]:
+        nodes = tuple(nodes)
+        strange = [node for node in nodes if not isinstance(node, Node) or node.name not in self.nodes]
+        self.mistakes += [f"{verb} got {_what(node)}, which is not in this graph; g.add it first." for node in strange]
+        if len(nodes) < 2:
+            self.mistakes.append(f"{verb} got {len(nodes)} node(s) and needs at least two; name the others too.")
+        return tuple(node.name for node in nodes if node not in strange)
+
+
+def owner(port: Port) -> str:
+    """Name of the node that `port` belongs to, its class name before it is added."""
+    return getattr(port.node, "name", "") or type(port.node).__name__
+
+
+def port_name(port: Port) -> str:
+    """ "node.port", as every message writes it."""
+    return f"{owner(port)}.{port.name}" if isinstance(port, Port) else _what(port)
+
+
+def _verb(edge: Edge) -> str:
+    return {"queue": "connect", "latest": "latest", "call": "call"}[edge.kind]
+
+
+def _what(thing: object) -> str:
+    return f"a {type(thing).__name__}" if isinstance(thing, Node) else repr(thing)
+
+
+def _port_mistakes(graph: Graph, verb: str, port: Port, kind: type[Port]) -> list[str]:
+    if not isinstance(port, Port):
+        return [f"{verb} got {_what(port)} where a port was needed; pass a port such as node.samples."]
+    if not isinstance(port, kind):
+        return [
+            f"{verb} got {port_name(port)}, which is an {type(port).__name__} port, where an {kind.__name__} port "
+            f"was needed{_others(port, kind)}; pass the ports in the order {_ORDER[verb]}."
+        ]
+    if graph.nodes.get(owner(port)) is not port.node:
+        return [f"{verb} got {port_name(port)}, whose node is not in this graph; g.add the node first."]
+    return []
+
+
+_ORDER = {
+    "g.connect": "(Out, In)",
+    "g.latest": "(Out, In)",
+    "g.call": "(Call, Serve)",
+    "g.admit": "(Out, until=In)",
+    "g.ignore": "(port)",
+}
+
+
+def _others(port: Port, kind: type[Port]) -> str:
+    assert isinstance(port.node, Node)
+    names = [other.name for other in port.node.ports.values() if isinstance(other, kind)]
+    return f" ({owner(port)} has {', '.join(names)})" if names else f" ({owner(port)} has none)"
+
+
+def _node_mistakes(
+    graph: Graph, name: str, node: Node, replicas: int, cpus: float | None, gpus: float | None
+) -> Iterable[str]:
+    if not isinstance(node, Node):
+        yield f"g.add({name!r}, ...) got {node!r}, which is no Node; pass an instance of a Node subclass."
+        return
+    if name in graph.nodes:
+        yield f"g.add was called twice with the name {name!r}; give every node a name of its own."
+    elif node.name:
+        yield f"g.add({name!r}, ...) got the node that is already in a graph as {node.name!r}; make a second instance."
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED_NAMES:
+        yield (
+            f"the node name {name!r} cannot be used; it needs lower-case letters, digits and _, a letter first, and "
+            f"may not be {' or '.join(RESERVED_NAMES)}."
+        )
+    if replicas < 1:
+        yield f"node {name!r} has replicas={replicas}; it needs at least 1, or leave the node out."
+    for key, value in (("cpus", cpus), ("gpus", gpus)):
+        if value is not None and value < 0:
+            yield f"node {name!r} has {key}={value}; it needs 0 or more."

@@ -1,0 +1,138 @@
+"""The numbers that follow from a declaration: tickets, window, bound, capacities, message sizes.
+
+With P groups a batch and look-ahead W there are B = (S + 1)·P tickets, where S is the declared
+staleness, less the versions that overtaking can cost: S = staleness − ceil((W − 1) / P). The bound
+on the staleness of a trained token is S + ceil((W − 1) / P), and 0 when S = 0. `on_limit="mask"` has
+no window: S = staleness, and the mask makes the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flowrl.graph.facts import Facts
+from flowrl.graph.graph import Admission, Edge, Graph, owner
+from flowrl.messages import Batch, Group, Message, Prompt, Sample, Trainable, Weights
+
+SMALL_MESSAGE_BYTES = 1 << 10
+UNKNOWN_MESSAGE_BYTES = 4 << 10
+MANIFEST_BYTES = 64 << 10
+LANE_MESSAGES = 32
+OPEN_REQUESTS = 64
+BYTES_PER_TOKEN: dict[type[Message], int] = {Prompt: 8, Trainable: 32, Sample: 24, Group: 32, Batch: 32}
+"""Arrays of a token plus its share of the text, rounded up; the first class that fits counts."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Derived numbers of a graph; None where nothing was declared to derive them from."""
+
+    group_size: int | None = None
+    """K"""
+    groups_per_batch: int | None = None
+    """P"""
+    ahead: int | None = None
+    """S: batches that admission may run ahead by."""
+    tickets: int | None = None
+    """(S + 1)·P, the most groups in flight; None without admission."""
+    window: int | None = None
+    """Groups among which the batcher may choose; 0: any (`on_limit="mask"`)."""
+    max_staleness: int | None = None
+    """No token older than this enters a gradient."""
+    publish_every: int = 1
+    longest_sample: int | None = None
+    """Tokens of the longest prompt and response together."""
+
+
+def derive(graph: Graph) -> Numbers:
+    """The numbers of `graph`; contradictions between nodes are `check`'s business."""
+    facts = [node.facts() for node in graph.nodes.values()]
+    admission = graph.admission
+    groups = _first(fact.groups_per_batch for fact in facts)
+    ahead, window, bound = (None, None, None) if admission is None else _window(admission, groups)
+    return Numbers(
+        group_size=_first(fact.group_size for fact in facts),
+        groups_per_batch=groups,
+        ahead=ahead,
+        tickets=None if ahead is None or groups is None else (ahead + 1) * groups,
+        window=window,
+        max_staleness=bound,
+        publish_every=max((fact.publish_every for fact in facts), default=1),
+        longest_sample=_longest(facts),
+    )
+
+
+def versions_overtaken(look_ahead: int, groups_per_batch: int) -> int:
+    """ceil((W − 1) / P): versions by which overtaking in the window can age a group."""
+    return -(-(look_ahead - 1) // groups_per_batch)
+
+
+def _window(admission: Admission, groups: int | None) -> tuple[int | None, int | None, int | None]:
+    if admission.on_limit == "mask":
+        return admission.staleness, 0, admission.staleness
+    if groups is None or groups < 1:
+        return None, admission.look_ahead, None
+    overtaken = versions_overtaken(admission.look_ahead, groups)
+    ahead = admission.staleness - overtaken
+    return ahead, admission.look_ahead, ahead + overtaken if ahead > 0 else 0
+
+
+def _first(values: Iterable[int | None]) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _longest(facts: Iterable[Facts]) -> int | None:
+    facts = tuple(facts)
+    prompts = [fact.longest_prompt for fact in facts if fact.longest_prompt is not None]
+    responses = [fact.longest_response for fact in facts if fact.longest_response is not None]
+    return max(prompts, default=0) + max(responses, default=0) if prompts or responses else None
+
+
+def capacity(graph: Graph, edge: Edge, numbers: Numbers) -> int:
+    """Messages that one lane of `edge` holds: what the user says, else enough to keep both ends busy.
+
+    One batch; the groups of one batch; or two groups' samples and at least 32, but never more than
+    can be in flight. A call edge: as many open requests as the server works on.
+    """
+    if edge.capacity is not None:
+        return edge.capacity
+    if edge.kind == "call":
+        return graph.nodes[owner(edge.into)].facts().concurrency or OPEN_REQUESTS
+    message = edge.out.types[0]
+    if edge.kind == "latest" or issubclass(message, Batch):
+        return 1
+    if issubclass(message, Group):
+        return max(1, numbers.groups_per_batch or 1)
+    samples = max(LANE_MESSAGES, 2 * (numbers.group_size or 1))
+    return max(1, min(samples, in_flight(message, numbers) or samples))
+
+
+def in_flight(message: type[Message], numbers: Numbers) -> int | None:
+    """Most messages of this type between admission and weights, None without admission."""
+    if numbers.tickets is None or numbers.ahead is None:
+        return None
+    if issubclass(message, Batch):
+        return numbers.ahead + 1
+    return numbers.tickets * (1 if issubclass(message, Group) else numbers.group_size or 1)
+
+
+def message_bytes(graph: Graph, edge: Edge, numbers: Numbers) -> int:
+    """Largest message on `edge`: the node's word, else estimated from the token lengths."""
+    declared = graph.nodes[owner(edge.out)].facts().message_bytes.get(edge.out.name)
+    if declared is not None:
+        return declared
+    message = edge.out.types[0]
+    if issubclass(message, Weights):
+        return MANIFEST_BYTES
+    per_token = next((size for kind, size in BYTES_PER_TOKEN.items() if issubclass(message, kind)), None)
+    if per_token is None or numbers.longest_sample is None:
+        return UNKNOWN_MESSAGE_BYTES
+    return _samples_in(message, numbers) * (SMALL_MESSAGE_BYTES + per_token * numbers.longest_sample)
+
+
+def _samples_in(message: type[Message], numbers: Numbers) -> int:
+    members = numbers.group_size or 1
+    if issubclass(message, Batch):
+        return members * (numbers.groups_per_batch or 1)
+    return members if issubclass(message, Group) else 1

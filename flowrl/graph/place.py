@@ -1,0 +1,207 @@
+"""Which process a node replica runs in, and which cores and GPUs that process has.
+
+Cheap nodes (no cpus, no gpus) share the host "core". Every replica of another node is a host of its
+own; nodes that are `together` share one, replica by replica. Hosts in `turns` share devices.
+
+Invariant: a core or GPU belongs to one host, or to hosts that asked for a part of it or take turns.
+The ranks of a gang whose class default does not fit share one rank's cores, because they work in
+lockstep anyway; whatever else does not fit is reported, never squeezed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from flowrl.graph.graph import Graph, Placed
+from flowrl.graph.machine import Cluster
+
+CORE = "core"
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """One process of the run."""
+
+    name: str
+    """ "core", or "generator/0" after its first node."""
+    nodes: tuple[str, ...]
+    """Node replicas in it, as "reward/1"."""
+    machine: int = 0
+    """Index into the cluster's machines."""
+    cpus: float = 0
+    cores: tuple[int, ...] = ()
+    """Cores of that machine to bind to; empty: not bound."""
+    num_gpus: float = 0
+    gpus: tuple[int, ...] = ()
+    """Indices of that machine's GPUs."""
+    lease: str = ""
+    """Name of the lease under which it takes turns, "" if its devices are its own."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Nodes that share hosts, replica by replica, and what each of these hosts needs."""
+
+    nodes: tuple[Placed, ...]
+    cpus: float
+    gpus: float
+
+    @property
+    def name(self) -> str:
+        return self.nodes[0].name
+
+    @property
+    def replicas(self) -> int:
+        return self.nodes[0].replicas
+
+    @property
+    def shrinks(self) -> bool:
+        """Ranks of a gang that only has its class's default: they may share one rank's cores."""
+        gang = all(placed.node.gang or not placed.heavy for placed in self.nodes)
+        return gang and self.replicas > 1 and all(placed.cpus is None for placed in self.nodes)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The devices of one host."""
+
+    machine: int
+    cores: tuple[int, ...]
+    gpus: tuple[int, ...]
+
+
+class Devices:
+    """Cores and GPUs that are still free, in parts of one."""
+
+    def __init__(self, machines: Iterable[tuple[int, Iterable[int], Iterable[int]]]) -> None:
+        self._machines = [
+            (machine, dict.fromkeys(cores, 1.0), dict.fromkeys(gpus, 1.0)) for machine, cores, gpus in machines
+        ]
+
+    @staticmethod
+    def of(cluster: Cluster) -> Devices:
+        return Devices((index, m.cores, range(m.gpus)) for index, m in enumerate(cluster.machines))
+
+    def take(self, cpus: float, gpus: float) -> Slot | None:
+        """Devices on one machine, the first that has them, or None."""
+        for machine, cores_left, gpus_left in self._machines:
+            cores, boards = _pick(cores_left, cpus), _pick(gpus_left, gpus)
+            if cores is not None and boards is not None:
+                _spend(cores_left, cores)
+                _spend(gpus_left, boards)
+                return Slot(machine, tuple(sorted(cores)), tuple(sorted(boards)))
+        return None
+
+    def whole(self, machine: int) -> tuple[int, ...]:
+        """Cores of a machine that nobody has any part of."""
+        return tuple(
+            core for index, cores, _ in self._machines if index == machine for core in cores if cores[core] == 1
+        )
+
+
+def _pick(left: dict[int, float], amount: float) -> dict[int, float] | None:
+    """Whole devices for the whole part of `amount`, one shared device for the rest."""
+    whole, part = int(amount + ROUNDING), amount - int(amount + ROUNDING)
+    free = [device for device in left if left[device] > 1 - ROUNDING]
+    if len(free) < whole:
+        return None
+    picked = dict.fromkeys(free[:whole], 1.0)
+    if part > ROUNDING:
+        shared = [device for device in left if device not in picked and left[device] >= part - ROUNDING]
+        if not shared:
+            return None
+        picked[min(shared, key=lambda device: left[device])] = part
+    return picked
+
+
+def _spend(left: dict[int, float], picked: dict[int, float]) -> None:
+    for device, part in picked.items():
+        left[device] -= part
+
+
+def place(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...], tuple[str, ...]]:
+    """The hosts of `graph`, and the names of those for which `cluster` has no devices left."""
+    free, homeless, hosts = Devices.of(cluster), [], []
+    for lease, units in pools(graph, cluster):
+        shared = Devices(())
+        for unit in sorted(units, key=lambda unit: -unit.replicas * (unit.cpus + unit.gpus)):
+            slots = [shared.take(unit.cpus, unit.gpus) or free.take(unit.cpus, unit.gpus) for _ in range(unit.replicas)]
+            hosts += [_host(unit, replica, slot, lease) for replica, slot in enumerate(slots)]
+            homeless += [f"{unit.name}/{replica}" for replica, slot in enumerate(slots) if slot is None]
+            if lease:
+                shared = _lent(hosts, lease)
+    core = tuple(f"{p.name}/{i}" for p in graph.placed.values() if _is_core(graph, p) for i in range(p.replicas))
+    cores = free.whole(0) or cluster.machines[0].cores
+    return (*((HostPlan(CORE, core, cores=cores),) if core else ()), *hosts), tuple(homeless)
+
+
+def _host(unit: Unit, replica: int, slot: Slot | None, lease: str) -> HostPlan:
+    nodes = tuple(f"{placed.name}/{replica}" for placed in unit.nodes)
+    slot = slot or Slot(0, (), ())
+    return HostPlan(nodes[0], nodes, slot.machine, unit.cpus, slot.cores, unit.gpus, slot.gpus, lease)
+
+
+def _lent(hosts: Sequence[HostPlan], lease: str) -> Devices:
+    """The devices of a lease's hosts so far, as one more unit finds them: all free."""
+    mine = [host for host in hosts if host.lease == lease]
+    machines = sorted({host.machine for host in mine})
+    return Devices(
+        (
+            machine,
+            sorted({core for host in mine if host.machine == machine for core in host.cores}),
+            sorted({gpu for host in mine if host.machine == machine for gpu in host.gpus}),
+        )
+        for machine in machines
+    )
+
+
+def pools(graph: Graph, cluster: Cluster) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
+    """(lease, units) in order: units of one lease share devices; "" is a unit by itself."""
+    plain = _pools(graph, units(graph))
+    if sum(need(pool)[0] for _, pool in plain) <= cluster.num_cores + ROUNDING:
+        return plain
+    return _pools(graph, [replace(u, cpus=u.cpus / u.replicas) if u.shrinks else u for u in units(graph)])
+
+
+def need(pool: Iterable[Unit]) -> tuple[float, float]:
+    """(cores, GPUs) of units that take turns: what the largest of them needs."""
+    pool = tuple(pool)
+    return max(u.cpus * u.replicas for u in pool), max(u.gpus * u.replicas for u in pool)
+
+
+def _pools(graph: Graph, all_units: Sequence[Unit]) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
+    leases = {name: "+".join(names) for names in merged(graph.turning) for name in names}
+    found: dict[str, list[Unit]] = {}
+    for unit in all_units:
+        lease = next((leases[placed.name] for placed in unit.nodes if placed.name in leases), "")
+        found.setdefault(lease or f"/{unit.name}", []).append(unit)
+    return tuple(("" if lease.startswith("/") else lease, tuple(members)) for lease, members in found.items())
+
+
+def units(graph: Graph) -> list[Unit]:
+    """All hosts but "core", before replicas are counted out."""
+    partners = {name: names for names in merged(graph.sharing) for name in names}
+    found: list[Unit] = []
+    for placed in graph.placed.values():
+        mine = [graph.placed[name] for name in graph.placed if name in partners.get(placed.name, (placed.name,))]
+        heavy = [other for other in mine if other.heavy]
+        if heavy and placed is heavy[0]:
+            nodes = (placed, *(other for other in mine if other is not placed))
+            found.append(Unit(nodes, max(n.cpus_each for n in nodes), max(n.gpus_each for n in nodes)))
+    return found
+
+
+def _is_core(graph: Graph, placed: Placed) -> bool:
+    return not any(placed in unit.nodes for unit in units(graph))
+
+
+def merged(groups: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Groups of names, those that share a name made one."""
+    found: list[tuple[str, ...]] = []
+    for group in groups:
+        touching = [other for other in found if set(other) & set(group)]
+        found = [other for other in found if other not in touching]
+        found.append(tuple(dict.fromkeys(name for part in (*touching, group) for name in part)))
+    return tuple(found)
