@@ -16,24 +16,28 @@ from flowrl.runtime.inbound import in_turn
 from flowrl.runtime.items import Desk, Item, current
 
 
-class Admission(Protocol):
-    """The books' end of admission."""
+class Owner(Protocol):
+    """The node replica of the port."""
 
-    async def admit(self, node: str, samples: Sequence[Prompt]) -> int | None:
+    desk: Desk
+    activity: Activity
+
+    async def admit(self, samples: Sequence[Prompt]) -> int | None:
         """A ticket for one group, committed; None when no further group is wanted."""
+
+    def sent(self, envelope: Envelope) -> None:
+        """For the trace."""
 
 
 class Outbound:
     """LiveOut of one Out port of one node replica."""
 
-    def __init__(
-        self, port: str, edges: Sequence[OutEdge], desk: Desk, activity: Activity, admission: Admission
-    ) -> None:
+    def __init__(self, port: str, edges: Sequence[OutEdge], owner: Owner) -> None:
         self.port = port
         self.edges = tuple(edges)
-        self._desk = desk
-        self._activity = activity
-        self._admission = admission
+        self._owner = owner
+        self._desk = owner.desk
+        self._activity = owner.activity
         self._cursor = 0
         self.already_sent: set[bytes] = set()
         """Ids that a turn cut off by a checkpoint had sent: its repetition leaves them out."""
@@ -50,7 +54,7 @@ class Outbound:
     async def admit(self, items: Sequence[Message]) -> bool:
         prompts = [item for item in items if isinstance(item, Prompt)]
         with self._activity.waiting("ticket", self.port, inside=in_turn.get()):
-            ticket = await self._admission.admit(self._desk.node, prompts)
+            ticket = await self._owner.admit(prompts)
         if ticket is None:
             return False
         for prompt in prompts:
@@ -119,6 +123,7 @@ class Outbound:
                 self._desk.child(parents, envelope.id, edge.num_arrivals)
             with self._activity.waiting("credit", edge.name, inside=in_turn.get()):
                 await edge.send(envelope)
+        self._owner.sent(envelope)
         for item in parents:
             if item.held:
                 self._desk.end(item)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.envelope import Envelope
 from flowrl.graph.node import Node
-from flowrl.messages import Tombstone
+from flowrl.messages import Prompt, Tombstone
 from flowrl.runtime.activity import Activity
 from flowrl.runtime.context import NodeContext, Place
 from flowrl.runtime.inbound import Inbound
@@ -30,14 +32,14 @@ class Replica:
         self.outbound: dict[str, Outbound] = {}
         self.calls: list[LiveCall] = []
         self._trace = trace
-        self._burials: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         node.context = self.context
 
     async def run(self) -> None:
         """The body, then the end of its out ports. Raises what the body raised."""
         await self.node.run()
-        while self._burials:
-            await asyncio.gather(*self._burials)
+        while self._background:
+            await asyncio.gather(*self._background)
         self.context.ledger.flush()
         for out in self.outbound.values():
             out.close()
@@ -51,14 +53,28 @@ class Replica:
 
     def pass_on(self, items: list[Item], marker: Tombstone) -> None:
         task = asyncio.get_running_loop().create_task(self._bury(items, marker))
-        self._burials.add(task)
-        task.add_done_callback(self._burials.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _bury(self, items: list[Item], marker: Tombstone) -> None:
         for out in self.outbound.values():
             await out.bury(marker, items)
         for item in items:
             self.desk.end(item)
+
+    async def admit(self, samples: Sequence[Prompt]) -> int | None:
+        return await self.context.ledger.admit(self.place.node, samples)
+
+    def sent(self, envelope: Envelope) -> None:
+        self._trace.sent(self.place.track, envelope)
+
+    def restore(self, edge: str, envelope: Envelope) -> None:
+        """Send a checkpoint's message again, in the background: the lane may have to wait for credit."""
+        for out in self.outbound.values():
+            if edge.startswith(f"{out.port} -> "):
+                task = asyncio.get_running_loop().create_task(out.restore(edge, envelope))
+                self._background.add(task)
+                task.add_done_callback(self._background.discard)
 
     def flow(self, item: Item, *, begins: bool) -> None:
         self._trace.item(self.place.track, item.envelope, begins=begins)

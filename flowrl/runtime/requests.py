@@ -2,7 +2,7 @@
 
 The caller's item stays unfinished until the reply, because its turn is waiting here. A request that is
 cancelled at the caller cancels its body at the server; a server that dies fails the request.
-Waits: a call waits for its reply, a server for requests until every caller has closed.
+Waits: a call waits for a free slot of the edge and for its reply; a server until every caller has closed.
 """
 
 from __future__ import annotations
@@ -14,33 +14,35 @@ from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import SampleFailed
+from flowrl.graph.plan import CallPlan
 from flowrl.messages import Message
 from flowrl.runtime.activity import Activity
 from flowrl.runtime.inbound import in_turn
 
 
 class LiveCall:
-    """One Call port of one replica. `servers` are (host, node replica) of the answering replicas."""
+    """One Call port of one replica; `ways` lead to the answering replicas."""
 
     def __init__(
-        self, edge: str, servers: Sequence[tuple[str, str]], caller: str, endpoint: Endpoint, activity: Activity
+        self, port: str, ways: Sequence[CallPlan], caller: str, endpoint: Endpoint, activity: Activity
     ) -> None:
-        self.edge = edge
-        self._servers = tuple(servers)
+        self.port = port
+        self._ways = tuple(ways)
         self._caller = caller
         self._endpoint = endpoint
         self._activity = activity
-        self._outstanding = [0] * len(servers)
+        self._slots = [asyncio.Semaphore(way.capacity) for way in ways]
+        self._outstanding = [0] * len(ways)
 
     async def call(self, request: Message, *, session: str, priority: int, timeout_s: float | None) -> Any:
         index = self._choose(session)
-        host, replica = self._servers[index]
+        way = self._ways[index]
         self._outstanding[index] += 1
         try:
-            with self._activity.waiting("reply", f"{self.edge} of {replica}", inside=in_turn.get()):
-                async with asyncio.timeout(timeout_s):
+            with self._activity.waiting("reply", self.port, inside=in_turn.get()):
+                async with asyncio.timeout(timeout_s), self._slots[index]:
                     reply = await self._endpoint.request(
-                        host, f"call:{replica}:{self.edge}", {"request": request, "priority": priority}
+                        way.server_host, f"call:{way.server}:{way.edge}", {"request": request, "priority": priority}
                     )
         finally:
             self._outstanding[index] -= 1
@@ -49,31 +51,29 @@ class LiveCall:
         return reply["reply"]
 
     def _choose(self, session: str) -> int:
-        if session:
-            return zlib.crc32(session.encode()) % len(self._servers)
-        return min(range(len(self._servers)), key=self._outstanding.__getitem__)
+        if session and self._ways[0].session_affinity:
+            return zlib.crc32(session.encode()) % len(self._ways)
+        return min(range(len(self._ways)), key=self._outstanding.__getitem__)
 
     def close(self) -> None:
-        for host, replica in self._servers:
-            self._endpoint.notify(host, f"callers:{replica}:{self.edge}", {"closed": self._caller})
+        for way in self._ways:
+            self._endpoint.notify(way.server_host, f"callers:{way.server}:{way.edge}", {"closed": self._caller})
 
 
 class LiveServe:
-    """One Serve port of one replica; `callers` are the node replicas that may ask."""
+    """One Serve port of one replica; `ways` come from the replicas that may ask."""
 
-    def __init__(
-        self, port: str, edges: Sequence[str], replica: str, callers: Sequence[str], endpoint: Endpoint, activity: Activity
-    ) -> None:
+    def __init__(self, port: str, ways: Sequence[CallPlan], endpoint: Endpoint, activity: Activity) -> None:
         self._body: asyncio.Future[Callable[[Any], Awaitable[Message]]] = asyncio.get_running_loop().create_future()
         self._slots = asyncio.Semaphore(1)
-        self._callers = set(callers)
+        self._callers = {way.caller for way in ways}
         self._all_closed = asyncio.Event()
         self._port = port
         self._activity = activity
-        for edge in edges:
-            endpoint.on(f"call:{replica}:{edge}", self._answer)
-            endpoint.on(f"callers:{replica}:{edge}", self._closed)
-        if not self._callers:
+        for way in ways:
+            endpoint.on(f"call:{way.server}:{way.edge}", self._answer)
+            endpoint.on(f"callers:{way.server}:{way.edge}", self._closed)
+        if not ways:
             self._all_closed.set()
 
     async def serve(self, body: Callable[[Any], Awaitable[Message]], concurrency: int) -> None:

@@ -1,0 +1,260 @@
+"""The driver: one run from its first process to its last record.
+
+It keeps the books and the records, lets the phases follow each other, and ends everything when one
+part fails. Phases: start, restore, evaluation before, training, evaluation after, last checkpoint, end.
+Admission is closed in all of them but training.
+
+Waits: for hosts to answer or end (their death ends it), for the trainers to end, for generators to
+hold the last weights. An interrupt ends admission, and what is in flight is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.tickets import Tickets
+from flowrl.errors import NodeFailed, Stalled
+from flowrl.graph.graph import Graph
+from flowrl.graph.plan import Plan
+from flowrl.runtime import checkpoint
+from flowrl.runtime.barrier import BatchEnd, Turns
+from flowrl.runtime.books import Books
+from flowrl.runtime.cluster import Cluster, Slot
+from flowrl.runtime.context import DRIVER
+from flowrl.runtime.engine import HostSpec
+from flowrl.runtime.hosts import Hosts
+from flowrl.runtime.metrics import Metrics
+from flowrl.runtime.options import RunOptions
+from flowrl.runtime.phases import Phases
+from flowrl.runtime.stall import LOOK_EVERY_S, Topology, Watch
+from flowrl.runtime.statistics import Statistics
+from flowrl.runtime.trace import TraceWriter
+from flowrl.runtime.view import View
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the launcher has prepared."""
+
+    graph: Graph
+    plan: Plan
+    options: RunOptions
+    run_dir: Path
+    slots: tuple[Slot, ...]
+    specs: Mapping[str, HostSpec]
+    resume_from: Path | None
+    start_version: int
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    evaluations: dict[str, dict[str, float]]
+    interrupted: bool
+    seconds: float
+
+
+class Driver:
+    """Runs one job. `interrupt` may be called from a signal handler."""
+
+    def __init__(self, job: Job, cluster: Cluster, endpoint: Endpoint, books: Books, metrics: Metrics, view: View) -> None:
+        self.job = job
+        self.books = books
+        self.view = view
+        self.hosts = Hosts(cluster, endpoint)
+        self.statistics: Statistics = metrics.statistics
+        self.version = job.start_version
+        self.phases = Phases(self)
+        self._endpoint = endpoint
+        self._metrics = metrics
+        self._trace = TraceWriter(job.run_dir / "trace.json")
+        self._interrupted = False
+        self._watch = Watch(Topology.of(job.plan))
+        self._start_s = time.monotonic()
+
+    async def run(self) -> Outcome:
+        """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""
+        watch: asyncio.Task[None] | None = None
+        failed = True
+        try:
+            await self._start()
+            watch = asyncio.create_task(self._look())
+            evaluations = await _first_failure(self._train(), watch)
+            failed = False
+        finally:
+            if watch is not None:
+                watch.cancel()
+            await self.hosts.stop()
+            self.books.close(orderly=not failed)
+            self._metrics.close()
+            self._trace.close()
+        return Outcome(self.version, evaluations, self._interrupted, time.monotonic() - self._start_s)
+
+    def interrupt(self) -> None:
+        """End admission; what is in flight is finished, then the run ends in order."""
+        self._interrupted = True
+        self.view.progress("driver", "interrupted: finishing what is in flight (once more to stop at once)")
+        self.books.end_admission()
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupted
+
+    async def _start(self) -> None:
+        turns = Turns()
+        trainers = sum(len(self.replicas(name)) for name, node in self.job.graph.nodes.items() if node.gang)
+        batch_end = BatchEnd(trainers, self._checkpoint_is_due, self._checkpoint)
+        self.books.serve(self._endpoint)
+        self.books.pause_admission("start")
+        for kind, handler in (
+            ("progress", lambda host, body: self.view.progress(body["node"], body["text"])),
+            ("warning", lambda host, body: self.view.warning(body["node"], body["text"])),
+            ("statistics", self._absorb),
+            ("turn", turns.take),
+            ("turn_over", turns.over),
+            ("step_done", batch_end.arrive),
+        ):
+            self._endpoint.on(kind, handler)
+        self.view.progress("driver", f"starting {len(self.job.slots)} processes")
+        await self.hosts.start(self.job.slots, self.job.specs)
+        await self.hosts.ask("setup")
+        if self.job.resume_from is not None:
+            await self._restore(self.job.resume_from)
+
+    async def _train(self) -> dict[str, dict[str, float]]:
+        running = {host: asyncio.create_task(self.hosts.ask_one(host, "run")) for host in self.hosts}
+        try:
+            return await _first_failure(self.phases.run(running), *running.values())
+        finally:
+            for task in running.values():
+                task.cancel()
+            await asyncio.gather(*running.values(), return_exceptions=True)
+
+    # Records
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        """A batch is finished: its line, and whatever follows from its number."""
+        self.version = int(record["step"])
+        line = self._metrics.line(record)
+        self.view.step(line, self.statistics)
+        self.phases.step(self.version)
+
+    def _absorb(self, host: str, body: dict[str, Any]) -> None:
+        self.statistics.absorb(body, time.monotonic())
+        self._trace.write(body.get("trace", ()))
+
+    # Watching
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            tick: asyncio.Future[None] = loop.create_future()
+            loop.call_later(LOOK_EVERY_S, tick.set_result, None)
+            await tick
+            verdict, text = self._watch.look(await self.hosts.waits(), time.monotonic())
+            if verdict == "deadlock" and not self.phases.busy:
+                raise Stalled(f"the run is deadlocked: no node works and nothing is under way.\n{text}")
+            if verdict == "stall":
+                self.view.warning("driver", f"nothing has moved for a while.\n{text}")
+
+    async def describe(self) -> str:
+        """What every node waits for, on request (SIGUSR1)."""
+        return self._watch.describe(await self.hosts.waits())
+
+    # Checkpoints
+
+    def replicas(self, node: str) -> list[str]:
+        """["trainer/0", "trainer/1"]"""
+        return [f"{node}/{index}" for index in range(self.job.graph.placed[node].replicas)]
+
+    async def on_node(self, track: str, method: str, **arguments: Any) -> Any:
+        """Call a coroutine method of one node replica in its host."""
+        host = self.job.plan.host_of(track).name
+        body = {"track": track, "method": method, "arguments": arguments}
+        return await self._endpoint.request(host, "node", body)
+
+    def _checkpoint_is_due(self, version: int) -> bool:
+        every = self.job.options.save_every
+        return bool(every) and version % every == 0 and version != self.job.options.steps
+
+    async def _checkpoint(self, version: int) -> None:
+        """Write a checkpoint while the trainers stand at the end of the batch that made `version`."""
+        self.books.pause_admission("checkpoint")
+        try:
+            await self.write_checkpoint(version)
+        finally:
+            self.books.resume_admission("checkpoint")
+
+    async def write_checkpoint(self, version: int) -> None:
+        """One consistent cut through the graph, as flowrl.runtime.checkpoint explains."""
+        start_s = time.monotonic()
+        run_dir = self.job.run_dir
+        final = run_dir / "checkpoints" / f"step_{version:06d}"
+        temporary = final.with_name(f".{final.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        cut = checkpoint.Cut()
+        generators = self._with_method("snapshot")
+        for prefixes in await asyncio.gather(*(self.on_node(track, "snapshot") for track in generators)):
+            cut.prefixes.update(prefixes)
+        await self._ask_hosts("freeze")
+        await self._ask_hosts("ping", lambda host: {"peers": [peer for peer in self.hosts if peer != host]})
+        for part in await self._ask_hosts("snapshot"):
+            cut.add(part)
+        await asyncio.gather(
+            *(self.on_node(track, "checkpoint", path=str(temporary)) for track in self._with_method("checkpoint"))
+        )
+        self.books.commit()
+        self.books.backup(temporary)
+        checkpoint.write_state(temporary, cut, {"version": version})
+        checkpoint.publish(temporary, final)
+        checkpoint.prune(final.parent, self.job.options.keep)
+        await self._ask_hosts("thaw")
+        await asyncio.gather(*(self.on_node(track, "resume") for track in generators))
+        self.view.progress("driver", f"checkpoint {final.name} in {time.monotonic() - start_s:.1f} s")
+
+    def _with_method(self, method: str) -> list[str]:
+        nodes = self.job.graph.nodes
+        return [track for name, node in nodes.items() if hasattr(node, method) for track in self.replicas(name)]
+
+    async def _ask_hosts(self, kind: str, body: Any = lambda host: {}) -> list[Any]:
+        return await asyncio.gather(*(self._endpoint.request(host, kind, body(host)) for host in self.hosts))
+
+    async def _restore(self, directory: Path) -> None:
+        state = checkpoint.read_state(directory)
+        messages: dict[str, list[Any]] = {host: [] for host in self.hosts}
+        for producer, edge, envelope in state["messages"]:
+            name, replica = producer.split("/")
+            index = int(replica) % len(self.replicas(name))
+            track = f"{name}/{index}"
+            messages[self.job.plan.host_of(track).name].append((track, edge, checkpoint.pack(envelope)))
+        await self._ask_hosts(
+            "restore",
+            lambda host: {"messages": messages[host], "sent": state["sent"], "states": state["states"]},
+        )
+        self.view.progress("driver", f"resumed from {directory.name}: {len(state['messages'])} messages in flight")
+
+
+async def _first_failure(work: Awaitable[Any], *others: asyncio.Task[Any]) -> Any:
+    """The result of `work`, unless one of `others` fails first: then that failure is raised."""
+    main = asyncio.ensure_future(work)
+    pending: set[asyncio.Future[Any]] = {main, *others}
+    try:
+        while not main.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        return main.result()
+    finally:
+        main.cancel()
+        await asyncio.gather(main, return_exceptions=True)

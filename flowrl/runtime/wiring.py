@@ -1,0 +1,82 @@
+"""Joins one node replica's ports to the lanes that the plan gives it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from flowrl.channel.dispatch import Inbox, OutEdge
+from flowrl.channel.endpoint import Endpoint, LaneSpec
+from flowrl.graph.graph import Graph
+from flowrl.graph.plan import LanePlan, Plan
+from flowrl.graph.ports import Call, In, Out, Serve
+from flowrl.runtime.inbound import Inbound
+from flowrl.runtime.outbound import Outbound
+from flowrl.runtime.replica import Replica
+from flowrl.runtime.requests import LiveCall, LiveServe
+
+
+def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None:
+    """Give every port of `replica` its live side. Ignored and unconnected ports get one without lanes."""
+    node = graph.nodes[replica.place.node]
+    rules = {edge.name: edge.dispatch for edge in plan.edges}
+    sink = not any(isinstance(port, Out) for port in node.ports.values())
+    for port in node.ports.values():
+        label = f"{replica.place.node}.{port.name}"
+        if isinstance(port, In):
+            port.live = replica.inbound[port.name] = _inbound(replica, plan, endpoint, label, sink=sink)
+        elif isinstance(port, Out):
+            port.live = replica.outbound[port.name] = _outbound(replica, plan, endpoint, label, rules)
+        elif isinstance(port, Call):
+            port.live = _call(replica, plan, endpoint, label)
+        elif isinstance(port, Serve):
+            port.live = _serve(replica, plan, endpoint, label)
+
+
+def _spec(lane: LanePlan) -> LaneSpec:
+    return LaneSpec(
+        name=lane.name,
+        edge=lane.edge,
+        producer=lane.producer,
+        consumer=lane.consumer,
+        producer_host=lane.producer_host,
+        consumer_host=lane.consumer_host,
+        capacity=lane.capacity,
+        kind="latest" if lane.kind == "latest" else "queue",
+        types=lane.types,
+    )
+
+
+def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, *, sink: bool) -> Inbound:
+    inbox = Inbox()
+    for lane in plan.lanes:
+        if lane.consumer == replica.place.track and lane.edge.endswith(f" -> {label}"):
+            inbox.add(endpoint.receiver(_spec(lane)))
+    return Inbound(label, inbox, replica.desk, replica.activity, replica, sink=sink)
+
+
+def _outbound(
+    replica: Replica, plan: Plan, endpoint: Endpoint, label: str, rules: dict[str, str]
+) -> Outbound:
+    lanes: dict[str, list[LanePlan]] = defaultdict(list)
+    for lane in plan.lanes:
+        if lane.producer == replica.place.track and lane.edge.startswith(f"{label} -> "):
+            lanes[lane.edge].append(lane)
+    edges = []
+    for edge, members in lanes.items():
+        senders = [endpoint.sender(_spec(lane)) for lane in members]
+        for sender in senders:
+            sender.on_taken(replica.desk.arrived)
+        edges.append(OutEdge(edge, senders, rules[edge]))
+    return Outbound(label, edges, replica)
+
+
+def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveCall:
+    ways = [w for w in plan.calls if w.caller == replica.place.track and w.edge.startswith(f"{label} -> ")]
+    live = LiveCall(label, ways, replica.place.track, endpoint, replica.activity)
+    replica.calls.append(live)
+    return live
+
+
+def _serve(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveServe:
+    ways = [w for w in plan.calls if w.server == replica.place.track and w.edge.endswith(f" -> {label}")]
+    return LiveServe(label, ways, endpoint, replica.activity)
