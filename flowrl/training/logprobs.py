@@ -1,0 +1,145 @@
+"""Logprobs and entropies of given tokens, chunk by chunk: full logits in fp32 never exist.
+
+Axes: N places (each predicts one token), H hidden size, V vocabulary, C places of one chunk.
+
+The forward keeps hidden states and weight only and the backward computes the chunk's logits again,
+except where all places fit one chunk: then the logits are kept and nothing is computed twice. Logits
+are computed in the weight's dtype, as vLLM does, and everything after them in fp32 at least.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LOGITS_BYTES = 128 << 20
+"""Size of one chunk's logits."""
+
+
+def chunked_logprobs(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
+    logits_bytes: int = LOGITS_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """(log p(target), entropy of the full softmax) at every place; logits are divided by temperature.
+
+    Gradients flow through the logprobs, and through the entropy only with `entropy_gradient`.
+    """
+    wide_bytes = max(4, hidden_NH.element_size())
+    chunk = max(1, logits_bytes // (weight_VH.shape[0] * wide_bytes))
+    return _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, entropy_gradient, chunk)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+    logits_CV = nn.functional.linear(hidden_CH, weight_VH, bias_V)
+    if logits_CV.dtype in (torch.bfloat16, torch.float16):
+        logits_CV = logits_CV.float()
+    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies, sums = [], [], []
+        kept_CV: Tensor | None = None
+        for start in range(0, len(targets_N), chunk):
+            places = slice(start, start + chunk)
+            logits_CV = _logits(hidden_NH[places], weight_VH, bias_V, temperature)
+            log_sum_C = torch.logsumexp(logits_CV, dim=-1)
+            probabilities_CV = (logits_CV - log_sum_C[:, None]).exp_()
+            logprobs.append(logits_CV.gather(-1, targets_N[places, None]).squeeze(-1) - log_sum_C)
+            entropies.append(log_sum_C - torch.linalg.vecdot(probabilities_CV, logits_CV))
+            sums.append(log_sum_C)
+            kept_CV = logits_CV
+        log_sums_N, entropies_N = torch.cat(sums), torch.cat(entropies)
+        ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
+        ctx.kept_CV = kept_CV if len(sums) == 1 else None
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_sums_N, entropies_N)
+        ctx.set_materialize_grads(False)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies_N)
+        return torch.cat(logprobs), entropies_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropies_N: Tensor | None) -> Any:
+        hidden_NH, weight_VH, bias_V, targets_N, log_sums_N, entropies_N = ctx.saved_tensors
+        wide = log_sums_N.dtype
+        grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and ctx.needs_input_grad[2] else None
+        for start in range(0, len(targets_N), ctx.chunk):
+            places = slice(start, start + ctx.chunk)
+            logits_CV = ctx.kept_CV
+            if logits_CV is None:
+                logits_CV = _logits(hidden_NH[places], weight_VH, bias_V, ctx.temperature)
+            log_p_CV = logits_CV - log_sums_N[places, None]
+            grad_CV = _logit_gradient(
+                log_p_CV,
+                targets_N[places],
+                None if grad_logprobs_N is None else grad_logprobs_N[places],
+                None if grad_entropies_N is None else grad_entropies_N[places],
+                entropies_N[places],
+            )
+            grad_CV = grad_CV.div_(ctx.temperature).to(weight_VH.dtype)
+            if grad_hidden_NH is not None:
+                torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[places])
+            if grad_weight_VH is not None:
+                grad_weight_VH += grad_CV.T @ hidden_NH[places]
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(dim=0)
+        ctx.kept_CV = None
+        if grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        if grad_bias_V is not None:
+            grad_bias_V = grad_bias_V.to(weight_VH.dtype)
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
+
+
+def _logit_gradient(
+    log_p_CV: Tensor, targets_C: Tensor, grad_logprob_C: Tensor | None, grad_entropy_C: Tensor | None, entropy_C: Tensor
+) -> Tensor:
+    """∂/∂logits of log p(target), onehot − p, and of the entropy, −p(log p + H), by the upstream gradients."""
+    p_CV = log_p_CV.exp()
+    if grad_logprob_C is None:
+        grad_logprob_C = torch.zeros_like(entropy_C)
+    slope_C1 = -grad_logprob_C[:, None]
+    if grad_entropy_C is None:
+        grad_CV = p_CV.mul_(slope_C1)
+    else:
+        grad_CV = p_CV * (slope_C1 - grad_entropy_C[:, None] * (log_p_CV + entropy_C[:, None]))
+    return grad_CV.scatter_add_(-1, targets_C[:, None], grad_logprob_C[:, None])
+
+
+class LogprobHead(nn.Module):
+    """Takes the place of a model's `lm_head`, with the same parameters under the same names.
+
+    It is a module of its own, so that ZeRO-3 gathers its weight around forward and backward.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.weight = head.weight
+        self.bias = head.bias
+
+    def forward(
+        self, hidden_NH: Tensor, targets_N: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        return chunked_logprobs(
+            hidden_NH, self.weight, self.bias, targets_N, temperature=temperature, entropy_gradient=entropy_gradient
+        )

@@ -1,0 +1,110 @@
+"""A Hugging Face causal language model as the trainer uses it: logprobs of chosen tokens, no logits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.errors import ConfigError
+from flowrl.training.logprobs import LogprobHead
+from flowrl.training.rows import Rows
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+class PolicyModel(nn.Module):
+    """`forward` gives logprobs and entropies at the policy tokens of a micro-batch, [N] each."""
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        head = causal_lm.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(
+                f"{type(causal_lm).__name__} has no linear output layer but {type(head).__name__}; "
+                "flowrl trains causal language models whose lm_head is linear"
+            )
+        _refuse_scaled_logits(causal_lm.config)
+        causal_lm.set_output_embeddings(LogprobHead(head))
+        self.causal_lm = causal_lm
+
+    def forward(self, rows: Rows, temperature: float = 1.0, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        # No attention mask: right padding needs none, and packed rows must not have one.
+        hidden_BLH: Tensor = self.causal_lm.base_model(
+            input_ids=rows.input_ids_BL, position_ids=rows.position_ids_BL, use_cache=False
+        )[0]
+        hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, rows.places_N)
+        result: tuple[Tensor, Tensor] = self.causal_lm.get_output_embeddings()(
+            hidden_NH, rows.targets_N, temperature, entropy_gradient
+        )
+        return result
+
+
+def _refuse_scaled_logits(config: Any) -> None:
+    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
+        found = getattr(config, name, neutral)
+        if found not in (neutral, None):
+            raise ConfigError(
+                f"{config.model_type} models scale their logits ({name} = {found}) after the output layer, "
+                "which flowrl's chunked logprobs leave out; choose a model without it"
+            )
+
+
+def choose_attention(attention: str | None, device: torch.device) -> str:
+    """`attention`, or flash attention on a GPU that has the package, else torch's own kernels."""
+    if attention is not None:
+        return attention
+    from transformers.utils import is_flash_attn_2_available
+
+    return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
+
+
+def splits_packed_rows(attention: str) -> bool:
+    """Whether packing sequences into one row costs no more than their own attention."""
+    return "flash" in attention
+
+
+def load_policy_model(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    attention: str = "sdpa",
+    gradient_checkpointing: bool = False,
+) -> PolicyModel:
+    """The model in the Hugging Face directory `path`, dropout off: π_θ and π_p have to be one function."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no Hugging Face model directory: {error}") from error
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    causal_lm = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=DTYPES[dtype], attn_implementation=attention
+    )
+    if gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        causal_lm.train()
+    return PolicyModel(causal_lm)
+
+
+def hf_parameters(model: PolicyModel) -> Iterable[tuple[str, nn.Parameter]]:
+    """Parameters under their Hugging Face names, in a fixed order, tied ones once."""
+    return model.causal_lm.named_parameters()  # type: ignore[no-any-return]
+
+
+def write_model(model: PolicyModel, state: Mapping[str, Tensor], source: str | Path, path: str | Path) -> None:
+    """A Hugging Face directory with the weights `state`; tokenizer and the like copied from `source`."""
+    target = Path(path)
+    target.mkdir(parents=True, exist_ok=True)
+    model.causal_lm.save_pretrained(target, state_dict=dict(state))
+    for file in Path(source).iterdir():
+        if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)
