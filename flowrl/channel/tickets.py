@@ -183,12 +183,12 @@ class Window(Generic[T]):
     """Forms batches of `groups_per_batch` items out of finished groups.
 
     `look_ahead` W: an item may be taken while fewer than W tickets, itself included, lie between it
-    and the oldest ticket not yet settled; 1 is strict order of admission. None takes items in order
-    of arrival (`on_limit="mask"`, and streams without tickets).
+    and the oldest ticket not yet settled; 1 is strict order of admission. 0 is no window: items are
+    taken in order of arrival (`on_limit="mask"`, and streams without tickets).
     """
 
-    def __init__(self, groups_per_batch: int, look_ahead: int | None = 1, *, first: int = 0) -> None:
-        assert groups_per_batch >= 1 and (look_ahead is None or look_ahead >= 1)
+    def __init__(self, groups_per_batch: int, look_ahead: int = 1, *, first: int = 0) -> None:
+        assert groups_per_batch >= 1 and look_ahead >= 0
         self.groups_per_batch = groups_per_batch
         self.look_ahead = look_ahead
         self._base = first
@@ -209,7 +209,7 @@ class Window(Generic[T]):
 
     def offer(self, ticket: int, item: T | None) -> None:
         """A group is finished, or dropped if `item` is None. Each ticket is offered once."""
-        if self.look_ahead is None:
+        if not self.look_ahead:
             if item is not None:
                 self._finished[self._arrivals] = item
                 self._arrivals += 1
@@ -261,7 +261,7 @@ class Window(Generic[T]):
 
     def _remove(self, tickets: list[int]) -> list[T]:
         items = [self._finished.pop(ticket) for ticket in tickets]
-        if self.look_ahead is not None:
+        if self.look_ahead:
             self._settle(tickets)
         return items
 

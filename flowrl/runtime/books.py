@@ -48,9 +48,9 @@ class Books:
     """Tickets, ledger and the admission queue. Not thread-safe: the driver's event loop only.
 
     `policies` are the names under which trainers publish (`Weights.policy`). The first one's use of a
-    sample is what the `samples` table tells; the others stand in `uses` alone. `on_step` gets the
-    record of every finished batch, `on_evaluation` the rows of every evaluation. With `resume` the
-    groups that the ledger has in flight keep their tickets.
+    sample is what the `samples` table tells; the others stand in `uses` alone, and their records in
+    the first one's next record, under their names. `on_step` gets that record, `on_evaluation` the
+    rows of every evaluation. With `resume` the groups that the ledger has in flight keep their tickets.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Books:
         self._policies = tuple(policies)
         self._on_step = on_step
         self._on_evaluation = on_evaluation
+        self._other_records: dict[str, Any] = {}
         self._groups: dict[str, _Group] = {}
         """Groups with a sample in flight or an open ticket."""
         self._group_of: dict[str, str] = {}
@@ -208,13 +209,14 @@ class Books:
                 self.ledger.add("used", sample_id, policy, step - 1, step, tokens)
             if main and self._leave(sample_id) is not None:
                 self._close_trained(sample_id, step, tokens, stale_tokens, oldest, now)
-        if main:
-            for ticket in tickets:
-                self.ledger.add("settled", "trained", step, ticket)
+        for ticket in tickets if main else ():
+            self.ledger.add("settled", "trained", step, ticket)
         self.tickets.trained(tickets, policy, step)
         self._forget_closed()
         self.commit()
-        self._on_step(record)
+        if main:
+            self._on_step(record | self._other_records)
+        self._other_records = {} if main else self._other_records | {policy: record}
 
     def _close_trained(
         self, sample_id: str, step: int, tokens: int, stale_tokens: int, oldest: int | None, now: float
