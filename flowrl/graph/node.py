@@ -36,6 +36,7 @@ class Context(Protocol):
     replica: int
     num_replicas: int
     run_dir: str
+    run_id: str
     seed: int
     steps: int | None
     """Steps this run is to make in all, None if the data decide."""
@@ -51,8 +52,11 @@ class Context(Protocol):
 
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     def metric(self, name: str, value: float) -> None: ...
+    def gauge(self, name: str, value: float) -> None: ...
     def progress(self, text: str) -> None: ...
     def busy(self, name: str) -> Any: ...
+    def turn(self, name: str) -> Any: ...
+    def standing(self, what: str) -> Any: ...
 
 
 class Node:
@@ -94,6 +98,12 @@ class Node:
     def facts(self) -> Facts:
         """What `flowrl check` has to know of this node. Looks at the node's settings only."""
         return Facts()
+
+    async def on_acquire(self) -> None:
+        """The devices that this node shares (`g.turns`) are its own again: bring back what they held."""
+
+    async def on_release(self) -> None:
+        """Another process gets the devices now: move what they hold out of the way."""
 
     def check(self, facts: Any) -> list[str]:
         """Problems of this node's own settings, complete sentences; see flowrl.graph.check."""

@@ -24,9 +24,15 @@ BLOCKED_S = 1.0
 
 
 def pin(cores: tuple[int, ...]) -> None:
-    """Bind every thread of this process, and so all it starts later, to `cores`."""
+    """Bind every thread of this process, and so all it starts later, to `cores`.
+
+    On another machine than the plan's the numbers count through the cores that are there.
+    """
     if not cores:
         return
+    mine = sorted(os.sched_getaffinity(0))
+    if not set(cores) <= set(mine):
+        cores = tuple({mine[core % len(mine)] for core in cores})
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), cores)

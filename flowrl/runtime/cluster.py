@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.graph.machine import Cluster, Machine
 
 PLACEMENT_TIMEOUT_S = 120.0
 EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
@@ -28,8 +29,8 @@ class Slot:
     cpus: float
     gpus: float
     cores: tuple[int, ...]
-    gang: str = ""
-    """Hosts of one gang prefer one machine."""
+    machine: int = 0
+    """Index into the cluster's machines."""
 
 
 def environment(slot: Slot) -> dict[str, str]:
@@ -44,13 +45,16 @@ def environment(slot: Slot) -> dict[str, str]:
     }
 
 
-class Cluster:
+class RayCluster:
     """The Ray this run lives on. `start`, `place`, `spawn`, `stop`, in this order."""
 
     def __init__(self) -> None:
         self._placement: Any = None
         self._actors: dict[str, Any] = {}
+        self._addresses: tuple[str, ...] = ()
         self.owned = False
+        """flowrl started this Ray, and ends it."""
+        self.started = False
 
     def start(self, *, graph_dir: Path, num_cpus: int, num_gpus: int) -> None:
         """Join the cluster of RAY_ADDRESS, or start a local Ray."""
@@ -58,6 +62,7 @@ class Cluster:
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         address = os.environ.get("RAY_ADDRESS")
+        self.started = True
         quiet = {"log_to_driver": bool(os.environ.get("FLOWRL_RAY_LOGS")), "logging_level": logging.ERROR}
         if not address:
             self.owned = True
@@ -83,17 +88,43 @@ class Cluster:
     def _runtime_env(graph_dir: Path) -> dict[str, Any]:
         return {"working_dir": str(graph_dir), "excludes": EXCLUDES}
 
+    def machines(self) -> Cluster:
+        """The machines of the joined cluster, the driver's first."""
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
+        self._addresses = tuple(node["NodeManagerAddress"] for node in nodes)
+        return Cluster(
+            tuple(
+                Machine(
+                    tuple(range(int(node["Resources"].get("CPU", 0)))),
+                    int(node["Resources"].get("GPU", 0)),
+                    int(node["Resources"].get("memory", 0)),
+                )
+                for node in nodes
+            )
+        )
+
     def place(self, slots: Sequence[Slot]) -> None:
         """Reserve a bundle a host. Raises ConfigError when the cluster cannot hold them."""
         import ray
         from ray.util.placement_group import placement_group
 
-        bundles = [{"CPU": max(slot.cpus, 0.01), **({"GPU": slot.gpus} if slot.gpus else {})} for slot in slots]
+        bundles = [self._bundle(slot) for slot in slots]
         self._placement = placement_group(bundles, strategy="PACK")
         done, _ = ray.wait([self._placement.ready()], timeout=PLACEMENT_TIMEOUT_S)
         if not done:
             has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
             raise ConfigError(f"the cluster cannot place the hosts: needed {bundles}, it has {has}; lower cpus/gpus/replicas")
+
+    def _bundle(self, slot: Slot) -> dict[str, float]:
+        bundle = {"CPU": max(slot.cpus, 0.01)}
+        if slot.gpus:
+            bundle["GPU"] = slot.gpus
+        if self._addresses:
+            bundle[f"node:{self._addresses[slot.machine]}"] = 0.001
+        return bundle
 
     def spawn(self, actor_class: type, index: int, slot: Slot, *args: Any) -> Any:
         """The actor of one host, in its bundle. Never restarted by Ray."""
@@ -123,11 +154,11 @@ class Cluster:
 
     def stop(self) -> None:
         """End every host and give back what was reserved; ends a Ray that flowrl started."""
+        if not self.started:
+            return
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        if not ray.is_initialized():
-            return
         for host in list(self._actors):
             self.kill(host)
         if self._placement is not None and not self.owned:

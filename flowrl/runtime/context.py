@@ -36,8 +36,9 @@ class Place:
     gpus: tuple[int, ...]
     resume_dir: str | None
     start_version: int
-    gang_address: str
     run_id: str
+    lease: str = ""
+    """Turn that a host with shared devices needs for its work."""
 
     @property
     def track(self) -> str:
@@ -53,7 +54,8 @@ class NodeContext:
         self.run_dir, self.seed, self.steps = place.run_dir, place.seed, place.steps
         self.cores, self.gpus = place.cores, place.gpus
         self.resume_dir, self.start_version = place.resume_dir, place.start_version
-        self.gang_address, self.run_id = place.gang_address, place.run_id
+        self.gang_address = ""
+        self.run_id = place.run_id
         self.ledger = LedgerClient(endpoint, place.track)
         self.endpoint = endpoint
         self.trace = trace
@@ -95,6 +97,12 @@ class NodeContext:
         finally:
             self.meters.leave()
             self.trace.slice(self.place.track, name, start, time.time_ns())
+
+    @contextmanager
+    def standing(self, what: str) -> Iterator[None]:
+        """A wait of the node's own inside a turn: the turn does not count as working meanwhile."""
+        with self.activity.waiting("barrier", what, inside=in_turn.get()):
+            yield
 
     @asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:

@@ -24,20 +24,25 @@ from flowrl.channel.tickets import Tickets
 from flowrl.errors import NodeFailed, Stalled
 from flowrl.graph.graph import Graph
 from flowrl.graph.plan import Plan
-from flowrl.runtime import checkpoint
 from flowrl.runtime.barrier import BatchEnd, Turns
+from flowrl.runtime import books, checkpoint
 from flowrl.runtime.books import Books
-from flowrl.runtime.cluster import Cluster, Slot
+from flowrl.runtime.cluster import RayCluster, Slot
 from flowrl.runtime.context import DRIVER
 from flowrl.runtime.engine import HostSpec
 from flowrl.runtime.hosts import Hosts
 from flowrl.runtime.metrics import Metrics
 from flowrl.runtime.options import RunOptions
 from flowrl.runtime.phases import Phases
+from flowrl.runtime.sinks import open_sinks
 from flowrl.runtime.stall import LOOK_EVERY_S, Topology, Watch
 from flowrl.runtime.statistics import Statistics
 from flowrl.runtime.trace import TraceWriter
 from flowrl.runtime.view import View
+
+
+UNBOUNDED = 1 << 40
+"""Batches that admission runs ahead by where no weights flow back: the lanes' credits bound it."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +72,41 @@ class Outcome:
 class Driver:
     """Runs one job. `interrupt` may be called from a signal handler."""
 
-    def __init__(self, job: Job, cluster: Cluster, endpoint: Endpoint, books: Books, metrics: Metrics, view: View) -> None:
+    def __init__(
+        self, job: Job, cluster: RayCluster, endpoint: Endpoint, view: View, config: Mapping[str, Any]
+    ) -> None:
         self.job = job
-        self.books = books
         self.view = view
         self.hosts = Hosts(cluster, endpoint)
-        self.statistics: Statistics = metrics.statistics
         self.version = job.start_version
+        self.statistics = Statistics()
+        self.books = self._open_books()
         self.phases = Phases(self)
         self._endpoint = endpoint
-        self._metrics = metrics
+        self._metrics = Metrics(
+            job.run_dir, self.statistics, roles=roles(job.graph), sinks=open_sinks(job.options.track, job.run_dir, config)
+        )
         self._trace = TraceWriter(job.run_dir / "trace.json")
         self._interrupted = False
         self._watch = Watch(Topology.of(job.plan))
         self._start_s = time.monotonic()
+
+    def _open_books(self) -> Books:
+        """The books as a fresh run has them, or as the checkpoint left them."""
+        job, numbers = self.job, self.job.plan.numbers
+        if job.resume_from is not None:
+            books.rewind(job.run_dir, job.resume_from, job.start_version)
+        steps, per_batch = job.options.steps, numbers.groups_per_batch or 1
+        tickets = Tickets(
+            per_batch,
+            numbers.ahead if numbers.ahead is not None else UNBOUNDED,
+            consumers=job.plan.consumers,
+            publish_every=numbers.publish_every,
+            start_version=job.start_version,
+            max_groups=None if steps is None else (steps - job.start_version) * per_batch,
+        )
+        policies = tuple(dict.fromkeys(policy for _, policy in job.plan.consumers))
+        return Books(job.run_dir, tickets, policies=policies, on_step=self.on_step, resume=job.resume_from is not None)
 
     async def run(self) -> Outcome:
         """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""

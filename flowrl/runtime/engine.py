@@ -23,6 +23,7 @@ from flowrl.runtime.checkpoint import pack, unpack
 from flowrl.runtime.cluster import meeting_place
 from flowrl.runtime.context import DRIVER, Place
 from flowrl.runtime.items import current
+from flowrl.runtime.lease import Lease
 from flowrl.runtime.replica import Replica
 from flowrl.runtime.trace import TraceBuffer
 from flowrl.runtime.wiring import join
@@ -77,12 +78,14 @@ class HostEngine:
             if host != self.spec.host:
                 self.endpoint.connect(host, address)
         graphs = {place.replica: rebuild(self.spec.graph_file, self.spec.config)[0] for place in self.spec.places}
+        lease = Lease(self.spec.places[0].lease, self.spec.host, self.endpoint)
         for place in self.spec.places:
             graph = graphs[place.replica]
-            replica = Replica(graph.nodes[place.node].node, place, self.endpoint, self.trace)
+            replica = Replica(graph.nodes[place.node], place, self.endpoint, self.trace, lease)
             replica.context.gang_address = gangs[place.node]
             self.replicas[place.track] = replica
             join(replica, graph, self.spec.plan, self.endpoint)
+        lease.nodes = [replica.node for replica in self.replicas.values()]
         self._reporting = asyncio.get_running_loop().create_task(self._report())
 
     async def setup(self) -> None:

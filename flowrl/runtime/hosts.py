@@ -13,7 +13,7 @@ from typing import Any
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.errors import NodeFailed
 from flowrl.runtime.actor import HostActor
-from flowrl.runtime.cluster import Cluster, Slot
+from flowrl.runtime.cluster import RayCluster, Slot
 from flowrl.runtime.engine import HostSpec
 
 STOP_WITHIN_S = 8.0
@@ -22,7 +22,7 @@ STOP_WITHIN_S = 8.0
 class Hosts:
     """All hosts of one run, by name."""
 
-    def __init__(self, cluster: Cluster, endpoint: Endpoint) -> None:
+    def __init__(self, cluster: RayCluster, endpoint: Endpoint) -> None:
         self._cluster = cluster
         self._endpoint = endpoint
         self._actors: dict[str, Any] = {}

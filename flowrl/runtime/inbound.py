@@ -17,6 +17,7 @@ from flowrl.errors import SampleFailed
 from flowrl.graph.ports import Members
 from flowrl.messages import Message, Tombstone
 from flowrl.runtime.activity import Activity
+from flowrl.runtime.lease import Lease
 from flowrl.runtime.items import Desk, Item, OpenGroup, current, tombstone
 
 in_turn: ContextVar[bool] = ContextVar("flowrl_in_turn", default=False)
@@ -38,12 +39,15 @@ class Losses(Protocol):
 class Inbound:
     """LiveIn of one In port of one node replica."""
 
-    def __init__(self, port: str, inbox: Inbox, desk: Desk, activity: Activity, losses: Losses, *, sink: bool) -> None:
+    def __init__(
+        self, port: str, inbox: Inbox, desk: Desk, activity: Activity, losses: Losses, lease: Lease, *, sink: bool
+    ) -> None:
         self.port = port
         self._inbox = inbox
         self._desk = desk
         self._activity = activity
         self._losses = losses
+        self._lease = lease
         self._sink = sink
         self._gate = asyncio.Event()
         self._gate.set()
@@ -74,24 +78,26 @@ class Inbound:
             self._losses.pass_on([item], item.body)
         return None
 
-    def _begin(self, item: Item) -> None:
+    async def _begin(self, item: Item) -> None:
+        await self._lease.begin()
         self._activity.work(+1)
         self._losses.flow(item, begins=True)
 
-    def _finish(self, item: Item) -> None:
+    async def _finish(self, item: Item) -> None:
         self._activity.work(-1)
         self._losses.flow(item, begins=False)
         self._desk.end_turn(item, sink=self._sink)
+        await self._lease.end()
 
     async def iterate(self) -> AsyncIterator[Any]:
         while (item := await self._next()) is not None:
-            self._begin(item)
+            await self._begin(item)
             current.set(item)
             in_turn.set(True)
             yield item.body
             current.set(None)
             in_turn.set(False)
-            self._finish(item)
+            await self._finish(item)
 
     async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None:
         slots = asyncio.Semaphore(concurrency)
@@ -106,12 +112,12 @@ class Inbound:
     async def _turn(self, body: Callable[[Any], Awaitable[None]], item: Item, slots: asyncio.Semaphore) -> None:
         current.set(item)
         in_turn.set(True)
-        self._begin(item)
+        await self._begin(item)
         try:
             await body(item.body)
         except SampleFailed as failure:
             self.drop(item.body, str(failure), "failed")
-        self._finish(item)
+        await self._finish(item)
         slots.release()
 
     async def groups(self, size: int) -> AsyncIterator[Members[Any]]:

@@ -14,6 +14,7 @@ from flowrl.runtime.activity import Activity
 from flowrl.runtime.context import NodeContext, Place
 from flowrl.runtime.inbound import Inbound
 from flowrl.runtime.items import Desk, Item
+from flowrl.runtime.lease import Lease
 from flowrl.runtime.outbound import Outbound
 from flowrl.runtime.requests import LiveCall
 from flowrl.runtime.trace import TraceBuffer
@@ -22,7 +23,7 @@ from flowrl.runtime.trace import TraceBuffer
 class Replica:
     """Runs one node. Also where its in ports leave what is lost (`inbound.Losses`)."""
 
-    def __init__(self, node: Node, place: Place, endpoint: Endpoint, trace: TraceBuffer) -> None:
+    def __init__(self, node: Node, place: Place, endpoint: Endpoint, trace: TraceBuffer, lease: Lease) -> None:
         self.node = node
         self.place = place
         self.activity = Activity(place.track)
@@ -31,6 +32,7 @@ class Replica:
         self.inbound: dict[str, Inbound] = {}
         self.outbound: dict[str, Outbound] = {}
         self.calls: list[LiveCall] = []
+        self.lease = lease
         self._trace = trace
         self._background: set[asyncio.Task[None]] = set()
         node.context = self.context

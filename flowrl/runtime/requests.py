@@ -18,6 +18,7 @@ from flowrl.graph.plan import CallPlan
 from flowrl.messages import Message
 from flowrl.runtime.activity import Activity
 from flowrl.runtime.inbound import in_turn
+from flowrl.runtime.lease import Lease
 
 
 class LiveCall:
@@ -63,13 +64,16 @@ class LiveCall:
 class LiveServe:
     """One Serve port of one replica; `ways` come from the replicas that may ask."""
 
-    def __init__(self, port: str, ways: Sequence[CallPlan], endpoint: Endpoint, activity: Activity) -> None:
+    def __init__(
+        self, port: str, ways: Sequence[CallPlan], endpoint: Endpoint, activity: Activity, lease: Lease
+    ) -> None:
         self._body: asyncio.Future[Callable[[Any], Awaitable[Message]]] = asyncio.get_running_loop().create_future()
         self._slots = asyncio.Semaphore(1)
         self._callers = {way.caller for way in ways}
         self._all_closed = asyncio.Event()
         self._port = port
         self._activity = activity
+        self._lease = lease
         for way in ways:
             endpoint.on(f"call:{way.server}:{way.edge}", self._answer)
             endpoint.on(f"callers:{way.server}:{way.edge}", self._closed)
@@ -86,6 +90,7 @@ class LiveServe:
         body = await self._body
         async with self._slots:
             in_turn.set(True)
+            await self._lease.begin()
             self._activity.work(+1)
             try:
                 return {"reply": await body(message["request"])}
@@ -93,6 +98,7 @@ class LiveServe:
                 return {"failed": str(failure)}
             finally:
                 self._activity.work(-1)
+                await self._lease.end()
 
     def _closed(self, host: str, message: dict[str, Any]) -> None:
         self._callers.discard(message["closed"])

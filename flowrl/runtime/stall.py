@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowrl.graph.plan import Plan
+
 LOOK_EVERY_S = 5.0
 STALL_S = 120.0
 
@@ -25,6 +27,18 @@ class Topology:
     """Edge name: nodes that take from it."""
     ticket_holders: tuple[str, ...]
     """Nodes whose progress returns tickets: the senders of the edges `admit` waits for."""
+
+    @staticmethod
+    def of(plan: Plan) -> Topology:
+        """The topology of a plan's edges and admission."""
+        producers: dict[str, list[str]] = {}
+        for edge in plan.edges:
+            producers.setdefault(edge.into, []).append(edge.out.split(".")[0])
+        return Topology(
+            producers={port: tuple(nodes) for port, nodes in producers.items()},
+            consumers={edge.name: (edge.into.split(".")[0],) for edge in plan.edges},
+            ticket_holders=tuple(dict.fromkeys(policy for _, policy in plan.consumers)),
+        )
 
     def others(self, kind: str, what: str) -> tuple[str, ...]:
         if kind == "item":

@@ -51,7 +51,7 @@ def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, *, si
     for lane in plan.lanes:
         if lane.consumer == replica.place.track and lane.edge.endswith(f" -> {label}"):
             inbox.add(endpoint.receiver(_spec(lane)))
-    return Inbound(label, inbox, replica.desk, replica.activity, replica, sink=sink)
+    return Inbound(label, inbox, replica.desk, replica.activity, replica, replica.lease, sink=sink)
 
 
 def _outbound(
@@ -79,4 +79,4 @@ def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveC
 
 def _serve(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveServe:
     ways = [w for w in plan.calls if w.server == replica.place.track and w.edge.endswith(f" -> {label}")]
-    return LiveServe(label, ways, endpoint, replica.activity)
+    return LiveServe(label, ways, endpoint, replica.activity, replica.lease)

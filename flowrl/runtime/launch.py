@@ -1,0 +1,234 @@
+"""`flowrl run`: from a declared graph to a finished run directory.
+
+What a user can get wrong is found before Ray starts: the graph's checks, the run directory, then every
+node's preflight (models, tokenizer, task, reward, one trial reward).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowrl.errors import FlowrlError
+from flowrl.graph.graph import Graph
+from flowrl.graph.load import dump_config
+from flowrl.graph.machine import Cluster
+from flowrl.graph.plan import HostPlan, Plan, make_plan
+from flowrl.runtime.options import RunOptions
+from flowrl.runtime.rundir import RunDir, provenance
+
+if TYPE_CHECKING:
+    from flowrl.channel.endpoint import CurveKeys, Endpoint
+    from flowrl.runtime.audit import AuditReport
+    from flowrl.runtime.cluster import RayCluster
+    from flowrl.runtime.driver import Driver, Outcome
+    from flowrl.runtime.view import View
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run can say of itself."""
+
+    run_dir: Path
+    outcome: Outcome
+    audit: AuditReport | None
+    """None for graphs without admission: they have no tickets to prove anything by."""
+
+
+@dataclass
+class Launch:
+    """One launch of one graph."""
+
+    graph_file: Path
+    graph: Graph
+    config: Any
+    options: RunOptions
+
+    def run(self) -> Result:
+        """Check, prepare, run, audit. Raises FlowrlError with all there is to say."""
+        from flowrl.runtime.cluster import RayCluster
+
+        cluster = RayCluster()
+        directory = RunDir(self.options.run_dir or RunDir.fresh(self.graph.name))
+        try:
+            machines = self._machines(cluster)
+            self.graph.check(machines)
+            directory.claim(resume=self.options.resume)
+            return self._claimed(directory, machines, cluster)
+        finally:
+            cluster.stop()
+            directory.release()
+
+    def _machines(self, cluster: RayCluster) -> Cluster:
+        """A running cluster is joined now, as the plan follows its machines; one's own Ray starts later."""
+        if not os.environ.get("RAY_ADDRESS"):
+            return Cluster.here()
+        cluster.start(graph_dir=self.graph_file.parent, num_cpus=0, num_gpus=0)
+        return cluster.machines()
+
+    def _claimed(self, directory: RunDir, machines: Cluster, cluster: RayCluster) -> Result:
+        from flowrl.runtime.audit import audit
+        from flowrl.runtime.view import View
+
+        version, resume_from = directory.newest_checkpoint() if self.options.resume else (0, None)
+        if resume_from is not None:
+            self._check_steps(version)
+        plan = make_plan(self.graph, machines)
+        with View(self.graph.name, steps=self.options.steps, live=sys.stdout.isatty() and not self.options.plain) as view:
+            for name, node in self.graph.nodes.items():
+                view.progress(name, "preflight")
+                node.preflight()
+            directory.write("config.json", self._describe())
+            directory.write("graph.json", plan.to_json())
+            if not cluster.started:
+                view.progress("driver", "starting Ray")
+                num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
+                cluster.start(graph_dir=self.graph_file.parent, num_cpus=num_cpus, num_gpus=machines.num_gpus)
+            job = _Prepared(self, directory, plan, version, resume_from)
+            outcome = asyncio.run(job.drive(cluster, view))
+        return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
+
+    def _check_steps(self, version: int) -> None:
+        if self.options.steps is not None and self.options.steps <= version:
+            raise FlowrlError(
+                f"--resume: the newest checkpoint is of step {version} and --steps is {self.options.steps}; nothing is "
+                "left to do, ask for more steps"
+            )
+
+    def _describe(self) -> dict[str, Any]:
+        options = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self.options).items()}
+        return {
+            "graph": self.graph.name,
+            "graph_file": str(self.graph_file),
+            "config": dump_config(self.config),
+            "options": options,
+            "command": sys.argv,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **provenance(self.graph_file),
+        }
+
+
+@dataclass
+class _Prepared:
+    """A launch whose checks are done."""
+
+    launch: Launch
+    directory: RunDir
+    plan: Plan
+    version: int
+    resume_from: Path | None
+
+    async def drive(self, cluster: RayCluster, view: View) -> Outcome:
+        """Open the driver's endpoint and books, and run."""
+        from flowrl.channel.endpoint import CurveKeys, Endpoint
+        from flowrl.runtime.cluster import Slot
+        from flowrl.runtime.driver import Driver, Job
+
+        run_id = uuid.uuid4().hex[:12]
+        tcp = len({host.machine for host in self.plan.hosts}) > 1
+        curve = CurveKeys.make() if tcp else None
+        endpoint = Endpoint("driver", run_id=run_id, driver_pid=os.getpid(), curve=curve)
+        await endpoint.open(tcp=tcp)
+        slots = tuple(Slot(h.name, h.cpus, h.num_gpus, h.cores, h.machine) for h in self.plan.hosts)
+        cluster.place(slots)
+        job = Job(
+            graph=self.launch.graph,
+            plan=self.plan,
+            options=self.launch.options,
+            run_dir=self.directory.path,
+            slots=slots,
+            specs={host.name: self._spec(host, run_id, tcp, curve) for host in self.plan.hosts},
+            resume_from=self.resume_from,
+            start_version=self.version,
+        )
+        driver = Driver(job, cluster, endpoint, view, dump_config(self.launch.config))
+        try:
+            with _signals(driver, view):
+                return await driver.run()
+        finally:
+            await endpoint.close()
+
+    def _spec(self, host: HostPlan, run_id: str, tcp: bool, curve: CurveKeys | None) -> Any:
+        from flowrl.runtime.engine import HostSpec
+
+        return HostSpec(
+            host=host.name,
+            run_id=run_id,
+            driver_pid=os.getpid(),
+            graph_file=str(self.launch.graph_file.resolve()),
+            config=dump_config(self.launch.config),
+            places=tuple(self._place(track, host, run_id) for track in host.nodes),
+            plan=self.plan,
+            cores=host.cores,
+            tcp=tcp,
+            curve=curve,
+        )
+
+    def _place(self, track: str, host: HostPlan, run_id: str) -> Any:
+        from flowrl.runtime.context import Place
+
+        node, replica = track.split("/")
+        return Place(
+            node=node,
+            replica=int(replica),
+            num_replicas=self.launch.graph.placed[node].replicas,
+            run_dir=str(self.directory.path.resolve()),
+            seed=self.launch.options.seed,
+            steps=self.launch.options.steps,
+            cores=host.cores,
+            gpus=host.gpus,
+            resume_dir=str(self.resume_from.resolve()) if self.resume_from else None,
+            start_version=self.version,
+            run_id=run_id,
+            lease=host.lease,
+        )
+
+
+class _signals:  # noqa: N801
+    """SIGINT and SIGTERM end the run in order, a second one at once; SIGUSR1 tells who waits for what."""
+
+    def __init__(self, driver: Driver, view: View) -> None:
+        self._driver = driver
+        self._view = view
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def __enter__(self) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            if self._driver.interrupted:
+                task.cancel()
+            else:
+                self._driver.interrupt()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(signal.SIGUSR1, self._tell)
+
+    def __exit__(self, *error: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _tell(self) -> None:
+        async def tell() -> None:
+            self._view.warning("driver", await self._driver.describe())
+
+        task = asyncio.get_running_loop().create_task(tell())
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+
+def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions) -> Result:
+    """Run `graph`, built from `graph_file` with `config`."""
+    return Launch(graph_file, graph, config, options).run()
+
+
+__all__ = ["Launch", "Result", "run"]
