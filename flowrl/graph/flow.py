@@ -1,6 +1,6 @@
 """Which nodes a node's messages can reach: plain searches over the declared edges.
 
-Messages flow along queue edges, and back along call edges (the reply comes from the server).
+Messages flow along queue edges, and both ways along call edges (request and reply).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def _steps_of(edge: Edge) -> Iterator[Step]:
     if edge.kind == "queue":
         yield Step(owner(edge.out), owner(edge.into), edge)
     elif edge.kind == "call":
+        yield Step(owner(edge.out), owner(edge.into), edge)
         yield Step(owner(edge.into), owner(edge.out), edge)
 
 

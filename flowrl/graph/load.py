@@ -1,0 +1,241 @@
+"""A graph file: found, run, its configuration read from the command line or from a plain dict.
+
+A graph file defines `graph(cfg)`, whose parameter is annotated with one frozen dataclass. Hosts build
+the graph again from (path, configuration as a dict); a file is run once in a process, however often
+its graph is built, so that its message classes exist once.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import io
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, get_args, get_type_hints
+
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.graph import Graph
+
+EXAMPLE = "def graph(cfg: MyConfig) -> Graph, with MyConfig a frozen dataclass"
+
+
+@dataclass(frozen=True)
+class GraphFile:
+    """A loaded graph file."""
+
+    path: Path
+    module: ModuleType
+    config_type: type[Any]
+
+    def parse(self, args: Sequence[str], *, prog: str = "flowrl run") -> Any:
+        """The configuration with `--field value` overrides. Raises ConfigError for what does not fit."""
+        return _parse(self, args, f"{prog} {self.path}")
+
+    def build(self, cfg: Any) -> Graph:
+        """The graph of `cfg`. Errors raised in the file become a ConfigError with file and line."""
+        with user_code(self.path):
+            graph = self.module.graph(cfg)
+        if not isinstance(graph, Graph):
+            raise ConfigError(f"graph(cfg) in {self.path} returned {graph!r}; it needs to return the Graph it built")
+        return graph
+
+
+def load_file(path: str | Path) -> GraphFile:
+    """Run a graph file and find its `graph` and configuration. Raises ConfigError."""
+    path = Path(path)
+    _exists(path)
+    with user_code(path):
+        module = _module(str(path.resolve()))
+        function = _graph_function(path, module)
+        hints = get_type_hints(function)
+    parameters = list(inspect.signature(function).parameters)
+    config_type = hints.get(parameters[0]) if len(parameters) == 1 else None
+    if config_type is None:
+        raise ConfigError(f"graph({', '.join(parameters)}) in {path} needs exactly one annotated parameter: {EXAMPLE}")
+    if not (dataclasses.is_dataclass(config_type) and _is_frozen(config_type)):
+        name = getattr(config_type, "__name__", config_type)
+        raise ConfigError(
+            f"{name}, the configuration of {path}, is no frozen dataclass; put @dataclass(frozen=True) on it"
+        )
+    assert isinstance(config_type, type)
+    return GraphFile(path, module, config_type)
+
+
+def rebuild(path: str | Path, config: Mapping[str, Any]) -> tuple[Graph, Any]:
+    """The graph and configuration again, from what `dump` returned. Every call makes new nodes."""
+    file = load_file(path)
+    cfg = restore(file, config)
+    return file.build(cfg), cfg
+
+
+def dump(cfg: Any) -> dict[str, Any]:
+    """A configuration as JSON-able plain data; nested dataclasses become dicts."""
+    from pydantic import TypeAdapter
+
+    plain = TypeAdapter(type(cfg)).dump_python(cfg, mode="json")
+    assert isinstance(plain, dict)
+    return plain
+
+
+def restore(file: GraphFile, config: Mapping[str, Any]) -> Any:
+    """The inverse of `dump`. Raises ConfigError naming the fields that do not fit."""
+    from pydantic import TypeAdapter, ValidationError
+
+    known = {field.name for field in dataclasses.fields(file.config_type)}
+    if strange := [name for name in config if name not in known]:
+        raise ConfigError(f"the configuration has {', '.join(strange)}, which {file.path} does not know")
+    try:
+        return TypeAdapter(file.config_type).validate_python(config)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"the configuration does not fit {file.path}: {faults}") from None
+
+
+@contextlib.contextmanager
+def user_code(path: Path) -> Iterator[None]:
+    """Turn what the graph file raises into one line with file and line number.
+
+    Catches broadly, because anything may be raised there; what never passed through the file is a
+    fault of flowrl and goes on as it is.
+    """
+    try:
+        yield
+    except FlowrlError:
+        raise
+    except Exception as error:
+        line = _line_in(path, error)
+        if line is None:
+            raise
+        text = traceback.TracebackException.from_exception(error).format_exception_only()
+        raise ConfigError(f"{path}:{line}: {_sentence(error, list(text))}") from error
+
+
+def _sentence(error: Exception, lines: list[str]) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    return " ".join(line.strip() for line in lines)
+
+
+def _line_in(path: Path, error: BaseException) -> int | None:
+    """The line of the graph file that was being run, deepest frame first."""
+    if isinstance(error, SyntaxError) and error.filename == str(path.resolve()):
+        return error.lineno or 1
+    if isinstance(error, UnicodeDecodeError):
+        return 1
+    frames: list[int] = []
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path.resolve()):
+            frames.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return frames[-1] if frames else None
+
+
+def _exists(path: Path) -> None:
+    if path.is_file() and path.suffix == ".py":
+        return
+    if path.is_file():
+        raise ConfigError(f"{path} is no Python file; a graph file ends in .py and defines {EXAMPLE}")
+    if path.is_dir():
+        files = ", ".join(str(file) for file in sorted(path.glob("*.py"))) or "none"
+        raise ConfigError(f"{path} is a directory; name a graph file (it holds {files})")
+    near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.py")], 1)
+    hint = f"; did you mean {path.parent / near[0]}?" if near else f" (looked in {path.parent.resolve()})"
+    raise ConfigError(f"there is no graph file {path}{hint}")
+
+
+@functools.cache
+def _module(path: str) -> ModuleType:
+    """Run the file as a module; its own directory can be imported from, as with `python FILE`."""
+    digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
+    name = f"flowrl_graph_{Path(path).stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if (folder := str(Path(path).parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _graph_function(path: Path, module: ModuleType) -> Any:
+    function = getattr(module, "graph", None)
+    if inspect.isfunction(function):
+        return function
+    names = [n.name for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)]
+    near = difflib.get_close_matches("graph", names, 1, 0.5)
+    hint = f" (rename {near[0]}?)" if near else ""
+    raise ConfigError(f"{path} is no graph file: it has no function `graph`{hint}; write {EXAMPLE}")
+
+
+def _is_frozen(kind: Any) -> bool:
+    return bool(kind.__dataclass_params__.frozen)
+
+
+def options(config_type: type[Any], prefix: str = "") -> dict[str, str]:
+    """Every option a configuration gives on the command line, and the option it really stands for.
+
+    A nested dataclass may be given by the value of its first field: `--policy tiny`.
+    """
+    hints = get_type_hints(config_type)
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(config_type):
+        name = f"{prefix}{field.name}"
+        nested = [kind for kind in (hints[field.name], *get_args(hints[field.name])) if _is_config(kind)]
+        found[name] = name
+        for kind in nested:
+            inner = options(kind, f"{name}.")
+            found |= {name: next(iter(inner.values()), name), **inner}
+        if not nested and hints[field.name] is bool:
+            found[f"{prefix}no-{field.name}"] = f"{prefix}no-{field.name}"
+    return found
+
+
+def _is_config(kind: object) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _parse(file: GraphFile, args: Sequence[str], prog: str) -> Any:
+    import tyro
+
+    known = {name.replace("_", "-"): real for name, real in options(file.config_type).items()}
+    spelled = [_spell(file, arg, known) for arg in args]
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr), user_code(file.path):
+            return tyro.cli(file.config_type, args=spelled, prog=prog)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ConfigError(_one_sentence(stderr.getvalue())) from None
+
+
+def _spell(file: GraphFile, arg: str, known: Mapping[str, str]) -> str:
+    if not arg.startswith("--") or arg == "--help":
+        return arg
+    name, equals, value = arg[2:].partition("=")
+    real = known.get(name.replace("_", "-"))
+    if real is None:
+        near = difflib.get_close_matches(name.replace("_", "-"), known, 1)
+        hint = f"did you mean --{near[0]}?" if near else f"flowrl check {file.path} --help lists what there is"
+        raise ConfigError(f"{file.path} has no option --{name}; {hint}")
+    return f"--{real}{equals}{value}"
+
+
+def _one_sentence(box: str) -> str:
+    """tyro's framed text as one line: what it says before its first rule."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    rule = next((index for index, line in enumerate(lines) if set(line) == {"─"}), len(lines))
+    return " ".join(lines[:rule]) or box.strip()
