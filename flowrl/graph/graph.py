@@ -216,6 +216,12 @@ def owner(port: Port) -> str:
     return getattr(port.node, "name", "") or type(port.node).__name__
 
 
+def carried(port: Port) -> type[Message]:
+    """The message type of a port, a request's for calls; `Message` where the declaration names none."""
+    kind = port.types[0] if port.types else Message
+    return kind if isinstance(kind, type) and issubclass(kind, Message) else Message
+
+
 def port_name(port: Port) -> str:
     """ "node.port", as every message writes it."""
     return f"{owner(port)}.{port.name}" if isinstance(port, Port) else _what(port)

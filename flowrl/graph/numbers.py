@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flowrl.graph.facts import Facts
-from flowrl.graph.graph import Admission, Edge, Graph, owner
+from flowrl.graph.graph import Admission, Edge, Graph, carried, owner
 from flowrl.messages import Batch, Group, Message, Prompt, Sample, Trainable, Weights
 
 SMALL_MESSAGE_BYTES = 1 << 10
@@ -99,7 +99,7 @@ def capacity(graph: Graph, edge: Edge, numbers: Numbers) -> int:
         return edge.capacity
     if edge.kind == "call":
         return graph.nodes[owner(edge.into)].facts().concurrency or OPEN_REQUESTS
-    message = edge.out.types[0]
+    message = carried(edge.out)
     if edge.kind == "latest" or issubclass(message, Batch):
         return 1
     if issubclass(message, Group):
@@ -122,7 +122,7 @@ def message_bytes(graph: Graph, edge: Edge, numbers: Numbers) -> int:
     declared = graph.nodes[owner(edge.out)].facts().message_bytes.get(edge.out.name)
     if declared is not None:
         return declared
-    message = edge.out.types[0]
+    message = carried(edge.out)
     if issubclass(message, Weights):
         return MANIFEST_BYTES
     per_token = next((size for kind, size in BYTES_PER_TOKEN.items() if issubclass(message, kind)), None)

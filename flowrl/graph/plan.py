@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flowrl.graph.graph import Edge, EdgeKind, Graph, owner, port_name
+from flowrl.graph.graph import Edge, EdgeKind, Graph, carried, owner, port_name
 from flowrl.graph.machine import Cluster
 from flowrl.graph.numbers import Numbers, capacity, derive, in_flight, message_bytes
 from flowrl.graph.place import HostPlan, place
@@ -179,7 +179,7 @@ def _lanes(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan
                 consumer_host=hosts[consumer].name,
                 capacity=capacity(graph, edge, numbers),
                 kind=edge.kind,
-                types=tuple(kind.__name__ for kind in edge.out.types),
+                types=_type_names(edge),
                 transport=_transport(hosts[producer], hosts[consumer]),
             )
 
@@ -198,9 +198,13 @@ def _calls(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan
                 server_host=hosts[server].name,
                 capacity=capacity(graph, edge, numbers),
                 session_affinity=edge.session_affinity,
-                types=tuple(kind.__name__ for kind in edge.out.types),
+                types=_type_names(edge),
                 transport=_transport(hosts[caller], hosts[server]),
             )
+
+
+def _type_names(edge: Edge) -> tuple[str, ...]:
+    return tuple(getattr(kind, "__name__", str(kind)) for kind in edge.out.types)
 
 
 def _transport(one: HostPlan, other: HostPlan) -> str:
@@ -213,7 +217,7 @@ def _edge(graph: Graph, edge: Edge, numbers: Numbers, ways: tuple[LanePlan | Cal
     mine = [way for way in ways if way.edge == edge.name]
     size = message_bytes(graph, edge, numbers)
     depth = capacity(graph, edge, numbers)
-    bounded = None if edge.kind != "queue" else in_flight(edge.out.types[0], numbers)
+    bounded = None if edge.kind != "queue" else in_flight(carried(edge.out), numbers)
     return EdgePlan(
         name=edge.name,
         kind=edge.kind,
@@ -222,7 +226,7 @@ def _edge(graph: Graph, edge: Edge, numbers: Numbers, ways: tuple[LanePlan | Cal
         dispatch="latest" if edge.kind == "latest" else edge.dispatch,
         capacity=depth,
         capacity_derived=edge.capacity is None and edge.kind != "latest",
-        types=tuple(kind.__name__ for kind in edge.out.types),
+        types=_type_names(edge),
         message_bytes=size,
         retained_bytes=size * (bounded if bounded is not None else depth * len(mine)),
         transports=tuple(dict.fromkeys(way.transport for way in mine)),
@@ -230,7 +234,7 @@ def _edge(graph: Graph, edge: Edge, numbers: Numbers, ways: tuple[LanePlan | Cal
 
 
 def _weights(edge: Edge, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPlan]) -> Iterator[WeightPlan]:
-    if edge.kind == "latest" and issubclass(edge.out.types[0], Weights):
+    if edge.kind == "latest" and issubclass(carried(edge.out), Weights):
         for lane in (lane for lane in lanes if lane.edge == edge.name):
             way = _weight_transport(hosts[lane.producer], hosts[lane.consumer])
             yield WeightPlan(edge.name, lane.producer, lane.consumer, way)

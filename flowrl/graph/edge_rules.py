@@ -1,0 +1,146 @@
+"""Checks 1, 2 and 8: message types, unconnected ports, dispatch rules. Each finding says the change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import get_type_hints
+
+from flowrl.graph.graph import Edge, Graph, owner, port_name
+from flowrl.graph.node import PORT_KINDS
+from flowrl.graph.ports import Call, In, Out, Port, Serve
+from flowrl.messages import Message, Tombstone
+
+PARTNER: dict[type[Port], type[Port]] = {In: Out, Out: In, Call: Serve, Serve: Call}
+
+
+def type_problems(graph: Graph) -> Iterator[str]:
+    """Check 1: every edge carries what its ends are declared for."""
+    for name, node in graph.nodes.items():
+        for attribute, hint in get_type_hints(type(node)).items():
+            if hint in PORT_KINDS:
+                yield f"{name}.{attribute} is declared as a bare {hint.__name__}; say of what, as {hint.__name__}[Sample]."
+    for port in _ports(graph):
+        for kind in port.types:
+            if not _is_message(kind):
+                yield f"{port_name(port)} is declared for {kind!r}, which is no message; use a subclass of Message."
+    for edge in graph.edges:
+        if all(_is_message(kind) for port in (edge.out, edge.into) for kind in port.types) and not _fits(edge):
+            yield _misfit(graph, edge)
+
+
+def _misfit(graph: Graph, edge: Edge) -> str:
+    out, into = (", ".join(kind.__name__ for kind in port.types) for port in (edge.out, edge.into))
+    if edge.kind == "call":
+        return (
+            f"{port_name(edge.out)} asks with {type(edge.out).__name__}[{out}] but {port_name(edge.into)} answers "
+            f"{type(edge.into).__name__}[{into}]; declare both with the same request and reply."
+        )
+    others = [port_name(port) for port in _ports(graph) if isinstance(port, Out) and _compatible(port, edge.into)]
+    hint = f"connect {' or '.join(others)} instead" if others else "put a node between them that makes one of the other"
+    return f"{port_name(edge.out)} sends {out} but {port_name(edge.into)} takes {into}; {hint}."
+
+
+def connection_problems(graph: Graph) -> Iterator[str]:
+    """Check 2: every port is connected once in a sensible way, optional, or ignored on purpose."""
+    joined = Counter(id(port) for edge in graph.edges for port in (edge.out, edge.into))
+    ignored = {id(port) for port in graph.ignored}
+    for name, node in graph.nodes.items():
+        optional = node.facts().optional
+        yield from (
+            f"facts().optional of {name} names the port {port!r}, which it does not have; "
+            f"it has {', '.join(node.ports) or 'none'}."
+            for port in optional
+            if port not in node.ports
+        )
+        for port in node.ports.values():
+            if joined[id(port)] and id(port) in ignored:
+                yield f"{port_name(port)} is connected and ignored; drop the g.ignore or the edge."
+            elif not joined[id(port)] and id(port) not in ignored and port.name not in optional:
+                yield _unconnected(graph, port)
+    yield from _doubled(graph)
+
+
+def _unconnected(graph: Graph, port: Port) -> str:
+    verb = "g.call" if isinstance(port, Call | Serve) else "g.connect"
+    partners = [other for other in _ports(graph) if isinstance(other, PARTNER[type(port)])]
+    fitting = [other for other in partners if other.node is not port.node and _partners(port, other)]
+    hint = f" ({' or '.join(port_name(other) for other in fitting)} would fit)" if fitting else ""
+    kind = f"{type(port).__name__}[{', '.join(getattr(kind, '__name__', str(kind)) for kind in port.types)}]"
+    return (
+        f"{port_name(port)}, an {kind} port, is not connected; {verb} it{hint}, "
+        f"or say g.ignore({port_name(port)}) if that is meant."
+    )
+
+
+def _partners(port: Port, other: Port) -> bool:
+    out, into = (port, other) if isinstance(port, Out | Call) else (other, port)
+    return _compatible(out, into)
+
+
+def _doubled(graph: Graph) -> Iterator[str]:
+    pairs = Counter((edge.out, edge.into) for edge in graph.edges)
+    for (out, into), count in pairs.items():
+        if count > 1:
+            yield f"{port_name(out)} -> {port_name(into)} is declared {count} times; keep one."
+    for port in _ports(graph):
+        edges = [edge for edge in dict.fromkeys(graph.edges) if edge.into is port]
+        kinds = {edge.kind for edge in edges}
+        if "latest" in kinds and len({edge.out for edge in edges}) > 1:
+            others = ", ".join(port_name(edge.out) for edge in edges)
+            yield f"{port_name(port)} keeps the newest message but is fed by {others}; leave it one latest edge."
+        if isinstance(port, Call) and len({edge.into for edge in graph.edges if edge.out is port}) > 1:
+            yield f"{port_name(port)} is joined to several servers; a Call port has one, declare one port for each."
+
+
+def dispatch_problems(graph: Graph) -> Iterator[str]:
+    """Check 8, and what gangs and keys need of their messages."""
+    for edge in graph.edges:
+        if edge.kind != "queue" or not _is_message(edge.out.types[0]):
+            continue
+        into = graph.placed[owner(edge.into)]
+        kind = edge.out.types[0]
+        if into.node.keyed_state and into.replicas > 1 and edge.dispatch != "key":
+            yield (
+                f"{into.name} remembers items by group and has {into.replicas} replicas, but {edge.name} spreads a "
+                f'group over them (dispatch={edge.dispatch!r}); give that edge dispatch="key".'
+            )
+        if into.node.gang and into.replicas > 1 and edge.dispatch not in ("gang", "broadcast"):
+            yield (
+                f"the {into.replicas} ranks of {into.name} work in lockstep, but {edge.name} has "
+                f'dispatch={edge.dispatch!r}; give that edge dispatch="gang".'
+            )
+        if edge.dispatch == "gang" and not into.node.gang:
+            yield f'{edge.name} has dispatch="gang" but {into.name} is no gang; use "share", or set gang = True on it.'
+        if edge.dispatch == "gang" and not callable(getattr(kind, "split", None)):
+            yield f'{edge.name} has dispatch="gang" but {kind.__name__} has no split(n); give the message that method.'
+        if edge.dispatch == "key" and "group_id" not in _fields(kind):
+            yield f'{edge.name} has dispatch="key" but {kind.__name__} has no field group_id; add it or use "share".'
+        if edge.capacity is not None and edge.capacity < 1:
+            yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1, or leave it out to have it derived."
+
+
+def _fields(kind: type[Message]) -> Iterable[str]:
+    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+
+
+def _ports(graph: Graph) -> list[Port]:
+    return [port for node in graph.nodes.values() for port in node.ports.values()]
+
+
+def _is_message(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Message) and kind is not Tombstone
+
+
+def _fits(edge: Edge) -> bool:
+    return _compatible(edge.out, edge.into)
+
+
+def _compatible(out: Port, into: Port) -> bool:
+    """`Out` is covariant and `In` invariant: what is sent may be a subclass. Requests fit exactly."""
+    if not all(_is_message(kind) for kind in (*out.types, *into.types)):
+        return False
+    if isinstance(out, Call):
+        return out.types == into.types
+    return issubclass(out.types[0], into.types[0])

@@ -1,0 +1,210 @@
+"""Checks 3, 4 and the lineage part of 6: cycles, feedback and admission, fan-outs that meet again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+from flowrl.graph.flow import cycles, past, reachable
+from flowrl.graph.graph import Admission, Edge, Graph, OnLimit, carried, owner, port_name
+from flowrl.graph.numbers import Numbers, capacity, in_flight, versions_overtaken
+from flowrl.graph.ports import In, Out, Port
+from flowrl.messages import Prompt, Weights
+
+
+def cycle_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """Check 3: a cycle has a latest edge, or holds all messages that can be inside it."""
+    for cycle in cycles([edge for edge in graph.edges if edge.kind == "queue"]):
+        way = ", ".join(f"{edge.name} (holds {_held(graph, edge, numbers)})" for edge in cycle)
+        weights = [edge for edge in cycle if issubclass(carried(edge.out), Weights)]
+        inside = max((in_flight(carried(edge.out), numbers) or 0 for edge in cycle), default=0)
+        held = sum(_held(graph, edge, numbers) for edge in cycle)
+        if weights:
+            ports = f"{port_name(weights[0].out)}, {port_name(weights[0].into)}"
+            yield f"the cycle {way} has no latest edge and will fill up and stop; write g.latest({ports})."
+        elif not inside:
+            yield (
+                f"the cycle {way} has no latest edge, and nothing bounds the messages inside it; make one of its edges "
+                f"g.latest(...), or g.admit what enters it."
+            )
+        elif inside > held:
+            yield (
+                f"the cycle {way} has no latest edge and holds {held} messages where {inside} can be inside it, so it "
+                f"can fill up and stop; raise a capacity= by {inside - held}, or make one of its edges g.latest(...)."
+            )
+    for cycle in cycles([edge for edge in graph.edges if edge.kind == "call"]):
+        way = ", ".join(edge.name for edge in cycle)
+        yield f"the requests {way} wait for each other in a circle; let one of these nodes answer without asking."
+
+
+def _held(graph: Graph, edge: Edge, numbers: Numbers) -> int:
+    """Messages that `edge` surely holds: those of one lane, or of all where any free lane will do."""
+    lanes = graph.placed[owner(edge.into)].replicas if edge.dispatch == "share" else 1
+    return capacity(graph, edge, numbers) * lanes
+
+
+def feedback_problems(graph: Graph) -> Iterator[str]:
+    """Check 4: what trains on its own weights' samples has an admission that counts these weights."""
+    admission = graph.admission
+    for edge in feedback(graph):
+        port = port_name(edge.into)
+        if admission is None:
+            yield (
+                f"{edge.name} feeds back, but nothing bounds staleness; write "
+                f"g.admit({_source(graph, edge)}, until={port}, staleness=1)."
+            )
+        elif not any(edge.into is until for until in admission.until):
+            names = ", ".join(port_name(until) for until in (*admission.until, edge.into))
+            yield f"{edge.name} feeds back, but g.admit does not wait for it; write until=({names})."
+    if admission is not None:
+        yield from _until_problems(graph, admission)
+        yield from _unadmitted(graph, admission)
+
+
+def feedback(graph: Graph) -> list[Edge]:
+    """Latest edges whose consumer's messages come back to their producer."""
+    latest = [edge for edge in graph.edges if edge.kind == "latest"]
+    return [edge for edge in latest if owner(edge.out) in reachable(graph, owner(edge.into))]
+
+
+def _source(graph: Graph, edge: Edge) -> str:
+    """The Out port that g.admit should probably name."""
+    sources = [port for port in _source_ports(graph) if owner(edge.into) in past(graph, port)]
+    prompts = [port for port in sources if issubclass(carried(port), Prompt)]
+    return next((port_name(port) for port in (*prompts, *sources)), "SOURCE.PORT")
+
+
+def _source_ports(graph: Graph) -> list[Port]:
+    """Connected Out ports of nodes that take in nothing by a queue edge."""
+    fed = {owner(edge.into) for edge in graph.edges if edge.kind == "queue"}
+    ports = {edge.out: None for edge in graph.edges if edge.kind == "queue" and owner(edge.out) not in fed}
+    return list(ports)
+
+
+def _until_problems(graph: Graph, admission: Admission) -> Iterator[str]:
+    reached = past(graph, admission.out)
+    for port in admission.until:
+        edges = [edge for edge in graph.edges if edge.kind == "latest" and edge.into is port]
+        if not edges:
+            fits = [port_name(edge.into) for edge in graph.edges if edge.kind == "latest"]
+            hint = f"name {' or '.join(fits)}" if fits else f"join weights to it with g.latest(..., {port_name(port)})"
+            yield f"g.admit waits until {port_name(port)}, which is not the end of a latest edge; {hint}."
+        for edge in edges:
+            if owner(edge.out) not in reached:
+                yield (
+                    f"g.admit gives tickets to {port_name(admission.out)}, but nothing it sends reaches "
+                    f"{owner(edge.out)}, whose weights end them; connect the two, or admit the source that does."
+                )
+
+
+def _unadmitted(graph: Graph, admission: Admission) -> Iterator[str]:
+    trainers = {owner(edge.out) for edge in graph.edges if any(edge.into is port for port in admission.until)}
+    for port in _source_ports(graph):
+        if owner(port) != owner(admission.out) and past(graph, port) & trainers:
+            yield (
+                f"{port_name(port)} also feeds {', '.join(sorted(past(graph, port) & trainers))}, but only "
+                f"{port_name(admission.out)} is admitted, so its groups have no bound; mix both sources in one node."
+            )
+
+
+def admission_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """Checks 4 and 5: the arguments of g.admit."""
+    admission = graph.admission
+    if admission is None:
+        return
+    if admission.staleness < 0:
+        yield f"g.admit has staleness={admission.staleness}; it needs 0 (synchronous) or more."
+    if admission.on_limit not in get_args(OnLimit):
+        yield f"g.admit has on_limit={admission.on_limit!r}; it needs one of {', '.join(get_args(OnLimit))}."
+    if admission.look_ahead < 1:
+        yield f"g.admit has look_ahead={admission.look_ahead}; it needs 1 (admission order) or more."
+    if admission.look_ahead > 1 and admission.on_limit == "mask":
+        yield 'g.admit has look_ahead but on_limit="mask" has no window; leave look_ahead out.'
+    if numbers.groups_per_batch is None:
+        yield (
+            "no node says how many groups make a batch, so there is no number of tickets; add a batcher such as "
+            "TokenBatch, or declare groups_per_batch in your batcher's facts()."
+        )
+    elif numbers.groups_per_batch > 0 and admission.staleness >= 0 and numbers.ahead is not None and numbers.ahead < 0:
+        cost = versions_overtaken(admission.look_ahead, numbers.groups_per_batch)
+        most = admission.staleness * numbers.groups_per_batch + 1
+        yield (
+            f"g.admit has look_ahead={admission.look_ahead}, which can age a group by {cost} versions, and "
+            f"staleness={admission.staleness}; use look_ahead={most} at most, or staleness={cost} at least."
+        )
+
+
+def lineage_problems(graph: Graph) -> Iterator[str]:
+    """Check 6: branches of one fan-out that meet again bring each sample where it is expected."""
+    for name, node in graph.nodes.items():
+        joins = node.facts().joins
+        for port in node.ports.values():
+            if isinstance(port, In):
+                yield from _repeats(graph, port)
+        if missing := [join for join in joins if not isinstance(node.ports.get(join), In)]:
+            yield f"facts().joins of {name} names {', '.join(missing)}, which are no In ports of it; correct this."
+        elif len(joins) > 1:
+            yield from _join_problems(graph, [node.ports[join] for join in joins])
+
+
+def _repeats(graph: Graph, port: Port) -> Iterator[str]:
+    """An In port that gets every message of one Out port more than once."""
+    edges = [edge for edge in graph.edges if edge.into is port and edge.kind == "queue"]
+    for out in _fan_outs(graph):
+        ways = [edge for edge in edges if _comes_by(graph, out, edge)]
+        branches = {id(first) for edge in ways for first in _first_edges(graph, out, edge)}
+        if len(ways) > 1 and len(branches) > 1:
+            names = " and ".join(edge.name for edge in ways)
+            yield (
+                f"{port_name(port)} gets everything from {port_name(out)} {len(ways)} times, by {names}; "
+                f"join the branches in a node with an In port for each."
+            )
+
+
+def _join_problems(graph: Graph, ports: list[Port]) -> Iterator[str]:
+    """Joined ports need one fan-out behind them, and branches that keep samples apart and whole."""
+    into = {port: [edge for edge in graph.edges if edge.into is port and edge.kind == "queue"] for port in ports}
+    if not all(into.values()):
+        return
+    common = [out for out in _fan_outs(graph) if all(any(_comes_by(graph, out, e) for e in into[p]) for p in ports)]
+    names = ", ".join(port_name(port) for port in ports)
+    if not common:
+        yield f"{owner(ports[0])} matches {names} by sample, but no one Out port feeds them all; fan out from one port."
+        return
+    for port in ports:
+        between = _between(graph, common[-1], into[port])
+        if mixing := [name for name in between if not graph.nodes[name].facts().keeps_lineage]:
+            yield (
+                f"{owner(ports[0])} matches {names} by sample, but on the way to {port_name(port)} "
+                f"{', '.join(mixing)} merges or renames samples; join before it."
+            )
+
+
+def _fan_outs(graph: Graph) -> list[Port]:
+    outs = [edge.out for edge in graph.edges if edge.kind == "queue" and isinstance(edge.out, Out)]
+    return [out for out in dict.fromkeys(outs) if outs.count(out) > 1]
+
+
+def _first_edges(graph: Graph, out: Port, last: Edge) -> list[Edge]:
+    """The edges of `out` by which messages get onto `last`."""
+    firsts = [edge for edge in graph.edges if edge.out is out and edge.kind == "queue"]
+    return [edge for edge in firsts if edge is last or owner(last.out) in _queue_reach(graph, owner(edge.into))]
+
+
+def _comes_by(graph: Graph, out: Port, last: Edge) -> bool:
+    return bool(_first_edges(graph, out, last))
+
+
+def _between(graph: Graph, out: Port, lasts: list[Edge]) -> list[str]:
+    """Nodes between a fan-out and the edges of a joined port."""
+    starts = {owner(first.into) for last in lasts for first in _first_edges(graph, out, last) if first is not last}
+    reach = frozenset().union(*(_queue_reach(graph, start) for start in starts))
+    return [
+        name for name in graph.nodes if name in reach and any(owner(e.out) in _queue_reach(graph, name) for e in lasts)
+    ]
+
+
+def _queue_reach(graph: Graph, start: str) -> frozenset[str]:
+    queue = Graph(graph.name)
+    queue.edges = [edge for edge in graph.edges if edge.kind == "queue"]
+    return reachable(queue, start)

@@ -1,0 +1,194 @@
+"""Checks 5, 6, 7 and 9: tickets, groups, tokens, cores, GPUs, memory and weight transports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowrl.graph.flow import past, reachable
+from flowrl.graph.graph import Graph, owner
+from flowrl.graph.machine import CLUSTER_EXAMPLE, GB, Cluster
+from flowrl.graph.numbers import Numbers
+from flowrl.graph.place import Unit, merged, need, pools
+from flowrl.graph.plan import Plan
+
+COUNTS = (
+    "group_size",
+    "groups_per_batch",
+    "token_budget",
+    "longest_prompt",
+    "longest_response",
+    "concurrency",
+    "publish_every",
+)
+
+
+def count_problems(graph: Graph) -> Iterator[str]:
+    """Numbers that nodes declare have to be at least 1."""
+    for name, node in graph.nodes.items():
+        for field in COUNTS:
+            value = getattr(node.facts(), field)
+            if value is not None and value < 1:
+                yield f"node {name} has {field}={value}; it needs at least 1."
+
+
+def ticket_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """Check 5: tickets come back, so that admission never waits for ever."""
+    admission = graph.admission
+    if admission is None:
+        return
+    for edge in graph.edges:
+        every = graph.nodes[owner(edge.out)].facts().publish_every
+        ends_tickets = any(edge.into is port for port in admission.until)
+        if ends_tickets and numbers.ahead is not None and 0 <= numbers.ahead < every - 1:
+            yield (
+                f"{owner(edge.out)} has publish_every={every}, but its tickets suffice for {numbers.ahead + 1} "
+                f"batches, so the run would stop; use publish_every={numbers.ahead + 1} at most, or raise staleness "
+                f"by {every - 1 - numbers.ahead}."
+            )
+    batchers = {name for name, node in graph.nodes.items() if node.facts().groups_per_batch is not None}
+    for name in past(graph, admission.out) if batchers else ():
+        if graph.nodes[name].facts().drops and not reachable(graph, name) & batchers and not _trains(graph, name):
+            yield (
+                f"{name} can drop samples, but nothing leads from it to {' or '.join(sorted(batchers))}, which would "
+                f"wait for them, and their tickets would not return; connect one of its Out ports towards it."
+            )
+
+
+def _trains(graph: Graph, name: str) -> bool:
+    """Comes after the batcher, where a batch returns the tickets."""
+    return any(edge.kind == "latest" and owner(edge.out) == name for edge in graph.edges)
+
+
+def group_problems(graph: Graph) -> Iterator[str]:
+    """Check 6: all nodes that speak of a group or a batch of groups mean the same size."""
+    facts = {name: node.facts() for name, node in graph.nodes.items()}
+    for field, word in (("group_size", "samples a group"), ("groups_per_batch", "groups a batch")):
+        said = {name: getattr(fact, field) for name, fact in facts.items() if getattr(fact, field) is not None}
+        if len(set(said.values())) > 1:
+            each = ", ".join(f"{name} has {value}" for name, value in said.items())
+            yield f"the nodes disagree on the {word} ({field}): {each}; give all of them the same number."
+
+
+def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """Check 7: every sample fits into a micro-batch, every rank gets a sequence."""
+    for name, node in graph.nodes.items():
+        budget = node.facts().token_budget
+        if budget is not None and numbers.longest_sample is not None and 0 < budget < numbers.longest_sample:
+            yield (
+                f"{name} has token_budget={budget}, but a sample can be {numbers.longest_sample} tokens long "
+                f"({_lengths(graph)}); raise token_budget to {numbers.longest_sample} or shorten these."
+            )
+    sequences = (numbers.groups_per_batch or 0) * (numbers.group_size or 1)
+    for placed in graph.placed.values():
+        fed = any(edge.into.node is placed.node and edge.dispatch == "gang" for edge in graph.edges)
+        if placed.node.gang and fed and 0 < sequences < placed.replicas:
+            yield (
+                f"a batch has {sequences} sequences ({numbers.groups_per_batch} groups × {numbers.group_size or 1}), "
+                f"but {placed.name} has {placed.replicas} ranks; use more groups a batch or fewer ranks."
+            )
+
+
+def _lengths(graph: Graph) -> str:
+    facts = {name: node.facts() for name, node in graph.nodes.items()}
+    prompts = [f"{name}: prompt {f.longest_prompt}" for name, f in facts.items() if f.longest_prompt is not None]
+    responses = [
+        f"{name}: response {f.longest_response}" for name, f in facts.items() if f.longest_response is not None
+    ]
+    return ", ".join(prompts + responses)
+
+
+def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Check 9: what the hosts need is there, and weights have a way."""
+    yield from _sharing_problems(graph)
+    units = [(lease, pool) for lease, pool in pools(graph, cluster)]
+    cores, gpus = (
+        (sum(amounts) for amounts in zip(*(need(pool) for _, pool in units), strict=True)) if units else (0, 0)
+    )
+    where = "this machine" if len(cluster.machines) == 1 else f"the {len(cluster.machines)} machines"
+    if gpus > cluster.num_gpus:
+        parts = _parts(units, "gpus")
+        yield f"the graph needs {gpus:g} GPUs ({parts}) but {where} has {cluster.num_gpus}; {_relief('gpus')}."
+    if cores > cluster.num_cores:
+        parts = _parts(units, "cpus")
+        yield f"the graph needs {cores:g} cores ({parts}) but {where} has {cluster.num_cores}; {_relief('cpus')}."
+    if plan.homeless and gpus <= cluster.num_gpus and cores <= cluster.num_cores:
+        yield (
+            f"no single machine has room left for {', '.join(plan.homeless)}, although there is enough in all; "
+            f"ask for less per replica, or state larger machines."
+        )
+    yield from _memory_problems(graph, cluster, where)
+    for way in plan.weights:
+        if not way.transport:
+            yield (
+                f"{way.edge}: {way.producer} trains on CPU and {way.consumer} runs on a GPU, and no weight transport "
+                f"joins the two; give both gpus= or neither."
+            )
+
+
+def _parts(units: list[tuple[str, tuple[Unit, ...]]], field: str) -> str:
+    asking = [unit for _, pool in units for unit in pool if getattr(unit, field)]
+    return ", ".join(f"{unit.name}: {unit.replicas} × {getattr(unit, field):g}" for unit in asking)
+
+
+def _relief(field: str) -> str:
+    return (
+        f"use fewer replicas, a smaller {field}=, g.turns(...) for nodes that may alternate, or state a cluster "
+        f'(--cluster "{CLUSTER_EXAMPLE}")'
+    )
+
+
+def _memory_problems(graph: Graph, cluster: Cluster, where: str) -> Iterator[str]:
+    needed = {name: node.facts().memory_bytes * graph.placed[name].replicas for name, node in graph.nodes.items()}
+    present = sum(machine.memory_bytes for machine in cluster.machines)
+    if present and sum(needed.values()) > present:
+        parts = ", ".join(f"{name}: {size / GB:.1f}" for name, size in needed.items() if size)
+        yield (
+            f"the nodes need {sum(needed.values()) / GB:.1f} GiB of memory ({parts}) but {where} has "
+            f"{present / GB:.1f}; use fewer replicas or smaller models."
+        )
+
+
+def _sharing_problems(graph: Graph) -> Iterator[str]:
+    for names in merged(graph.sharing):
+        counts = {name: graph.placed[name].replicas for name in names}
+        if len(set(counts.values())) > 1 and any(graph.placed[name].heavy for name in names):
+            each = ", ".join(f"{name} has {count}" for name, count in counts.items())
+            yield f"g.together needs as many replicas of each node: {each}; make them equal."
+    for names in merged(graph.turning):
+        for name in names:
+            if not graph.placed[name].heavy:
+                yield f"g.turns names {name}, which needs no cpus and no gpus; leave it out, or give it cpus=."
+        for shared in merged(graph.sharing):
+            if len(both := [name for name in names if name in shared]) > 1:
+                yield f"{' and '.join(both)} are in g.together and in g.turns; one process cannot take turns, keep one."
+
+
+def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """Check 10: generators that must idle."""
+    if graph.admission is None or numbers.tickets is None:
+        return
+    samples = numbers.tickets * (numbers.group_size or 1)
+    feeders = {owner(port): None for port in graph.admission.until}
+    if numbers.ahead == 0:
+        yield f"staleness 0 is synchronous: {', '.join(feeders)} and the trainer wait for each other in turn."
+    for name, node in graph.nodes.items():
+        slots = (node.facts().concurrency or 0) * graph.placed[name].replicas
+        if name in feeders and slots > samples > 0:
+            yield (
+                f"{name} can work on {slots} samples at a time but at most {samples} are in flight ({numbers.tickets} "
+                f"tickets × {numbers.group_size or 1}), so {slots - samples} slots stay idle; raise staleness or the "
+                f"groups a batch."
+            )
+
+
+def memory_warnings(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Check 10: edges that may hold more bytes than there is memory."""
+    present = min((machine.memory_bytes for machine in cluster.machines), default=0)
+    models = max((node.facts().memory_bytes for node in graph.nodes.values()), default=0)
+    if present and plan.retained_bytes > present - models:
+        worst = max(plan.edges, key=lambda edge: edge.retained_bytes)
+        yield (
+            f"the edges may hold {plan.retained_bytes / GB:.1f} GiB, most of it {worst.name} "
+            f"({worst.retained_bytes / GB:.1f}), and a machine has {present / GB:.1f}; lower staleness, groups a batch "
+            f"or capacity=."
+        )
