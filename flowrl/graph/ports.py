@@ -46,6 +46,7 @@ class LiveIn(Protocol):
     def ordered(self) -> AsyncIterator[Any]: ...
     def hold(self, item: Message) -> None: ...
     def drop(self, item: Message, reason: str, state: str) -> None: ...
+    def finish(self, item: Message) -> None: ...
     def newest(self) -> Any: ...
     def ticket(self, item: Message) -> int: ...
 
@@ -55,6 +56,7 @@ class LiveOut(Protocol):
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None: ...
     async def admit(self, items: Sequence[Message]) -> bool: ...
+    def close(self) -> None: ...
 
 
 class Port:
@@ -113,6 +115,14 @@ class In(Port, Generic[T]):
         """
         self.live.drop(item, reason, state)
 
+    def finish(self, item: T) -> None:
+        """End `item` here and now, whether or not anything was made from it.
+
+        For a node whose effect lies elsewhere (a trainer's weights, a file): a checkpoint from here on
+        knows the item as done, although the body goes on.
+        """
+        self.live.finish(item)
+
     def newest(self) -> T | None:
         """Latest edges only: the newest message so far, None before the first."""
         return self.live.newest()  # type: ignore[no-any-return]
@@ -142,6 +152,10 @@ class Out(Port, Generic[T_co]):
         False when no further group is wanted (`--steps` is reached, or the run is ending).
         """
         return await self.live.admit(items)
+
+    def close(self) -> None:
+        """End this stream before `run` returns, when the node goes on with other work. Once or more."""
+        self.live.close()
 
 
 class Call(Port, Generic[Req, Rep]):

@@ -17,8 +17,8 @@ from flowrl.errors import SampleFailed
 from flowrl.graph.ports import Members
 from flowrl.messages import Message, Tombstone
 from flowrl.runtime.activity import Activity
-from flowrl.runtime.lease import Lease
 from flowrl.runtime.items import Desk, Item, OpenGroup, current, tombstone
+from flowrl.runtime.lease import Lease
 
 in_turn: ContextVar[bool] = ContextVar("flowrl_in_turn", default=False)
 
@@ -199,6 +199,11 @@ class Inbound:
         group.dropped.append(dropped)
         if len(group.dropped) == len(group.items):
             self._lose_group(group, marker)
+
+    def finish(self, item: Message) -> None:
+        finished = self._desk.of(item)
+        finished.held = finished.accounted = True
+        self._desk.end(finished)
 
     def newest(self) -> Any:
         return self._inbox.newest()
