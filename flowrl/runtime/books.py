@@ -165,6 +165,11 @@ class Books:
         """Call before the replica begins to load; see `Tickets.returned`."""
         self.tickets.returned(replica, loads)
 
+    async def until_held(self, version: int) -> None:
+        """Returns when every live consumer holds `version`, or a newer one, of its policy."""
+        while any(self.tickets.floor(policy) < version for policy in self._policies):
+            await self._change()
+
     # Events
 
     def record(self, events: Sequence[Row]) -> None:

@@ -116,7 +116,9 @@ class RayCluster:
         done, _ = ray.wait([self._placement.ready()], timeout=PLACEMENT_TIMEOUT_S)
         if not done:
             has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
-            raise ConfigError(f"the cluster cannot place the hosts: needed {bundles}, it has {has}; lower cpus/gpus/replicas")
+            raise ConfigError(
+                f"the cluster cannot place the hosts: needed {bundles}, it has {has}; lower cpus/gpus/replicas"
+            )
 
     def _bundle(self, slot: Slot) -> dict[str, float]:
         bundle = {"CPU": max(slot.cpus, 0.01)}
@@ -137,9 +139,7 @@ class RayCluster:
             max_restarts=0,
             max_concurrency=64,
             runtime_env={"env_vars": environment(slot)},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._placement, placement_group_bundle_index=index
-            ),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index),
         )
         self._actors[slot.host] = remote.remote(*args)
         return self._actors[slot.host]

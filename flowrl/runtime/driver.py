@@ -11,27 +11,25 @@ hold the last weights. An interrupt ends admission, and what is in flight is fin
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.tickets import Tickets
-from flowrl.errors import NodeFailed, Stalled
+from flowrl.errors import Stalled
 from flowrl.graph.graph import Graph
 from flowrl.graph.plan import Plan
+from flowrl.runtime import checkpoint, ledger
 from flowrl.runtime.barrier import BatchEnd, Turns
-from flowrl.runtime import books, checkpoint
-from flowrl.runtime.books import Books
+from flowrl.runtime.books import LEDGER, Books
 from flowrl.runtime.cluster import RayCluster, Slot
-from flowrl.runtime.context import DRIVER
 from flowrl.runtime.engine import HostSpec
 from flowrl.runtime.hosts import Hosts
-from flowrl.runtime.metrics import Metrics
+from flowrl.runtime.metrics import METRICS, Metrics, rewind
 from flowrl.runtime.options import RunOptions
 from flowrl.runtime.phases import Phases
 from flowrl.runtime.sinks import open_sinks
@@ -39,7 +37,6 @@ from flowrl.runtime.stall import LOOK_EVERY_S, Topology, Watch
 from flowrl.runtime.statistics import Statistics
 from flowrl.runtime.trace import TraceWriter
 from flowrl.runtime.view import View
-
 
 UNBOUNDED = 1 << 40
 """Batches that admission runs ahead by where no weights flow back: the lanes' credits bound it."""
@@ -83,8 +80,11 @@ class Driver:
         self.books = self._open_books()
         self.phases = Phases(self)
         self._endpoint = endpoint
-        self._metrics = Metrics(
-            job.run_dir, self.statistics, roles=roles(job.graph), sinks=open_sinks(job.options.track, job.run_dir, config)
+        self.metrics = Metrics(
+            job.run_dir,
+            self.statistics,
+            roles=roles(job.graph),
+            sinks=open_sinks(job.options.track, job.run_dir, config),
         )
         self._trace = TraceWriter(job.run_dir / "trace.json")
         self._interrupted = False
@@ -95,7 +95,8 @@ class Driver:
         """The books as a fresh run has them, or as the checkpoint left them."""
         job, numbers = self.job, self.job.plan.numbers
         if job.resume_from is not None:
-            books.rewind(job.run_dir, job.resume_from, job.start_version)
+            ledger.restore(job.resume_from / LEDGER, job.run_dir / LEDGER)
+            rewind(job.run_dir / METRICS, job.start_version)
         steps, per_batch = job.options.steps, numbers.groups_per_batch or 1
         tickets = Tickets(
             per_batch,
@@ -122,7 +123,7 @@ class Driver:
                 watch.cancel()
             await self.hosts.stop()
             self.books.close(orderly=not failed)
-            self._metrics.close()
+            self.metrics.close()
             self._trace.close()
         return Outcome(self.version, evaluations, self._interrupted, time.monotonic() - self._start_s)
 
@@ -144,7 +145,7 @@ class Driver:
         self.books.pause_admission("start")
         for kind, handler in (
             ("progress", lambda host, body: self.view.progress(body["node"], body["text"])),
-            ("warning", lambda host, body: self.view.warning(body["node"], body["text"])),
+            ("warning", lambda host, body: self.view.warning(f"{body['node']}: {body['text']}")),
             ("statistics", self._absorb),
             ("turn", turns.take),
             ("turn_over", turns.over),
@@ -171,13 +172,14 @@ class Driver:
     def on_step(self, record: dict[str, Any]) -> None:
         """A batch is finished: its line, and whatever follows from its number."""
         self.version = int(record["step"])
-        line = self._metrics.line(record)
-        self.view.step(line, self.statistics)
+        line = self.metrics.line(record)
+        self.view.step(line)
         self.phases.step(self.version)
 
     def _absorb(self, host: str, body: dict[str, Any]) -> None:
         self.statistics.absorb(body, time.monotonic())
-        self._trace.write(body.get("trace", ()))
+        self.view.statistics(self.statistics, self.books.tickets.why_waiting())
+        self._trace.write(body["trace"])
 
     # Watching
 
@@ -191,7 +193,7 @@ class Driver:
             if verdict == "deadlock" and not self.phases.busy:
                 raise Stalled(f"the run is deadlocked: no node works and nothing is under way.\n{text}")
             if verdict == "stall":
-                self.view.warning("driver", f"nothing has moved for a while.\n{text}")
+                self.view.warning(f"nothing has moved for a while.\n{text}")
 
     async def describe(self) -> str:
         """What every node waits for, on request (SIGUSR1)."""
@@ -269,6 +271,16 @@ class Driver:
             lambda host: {"messages": messages[host], "sent": state["sent"], "states": state["states"]},
         )
         self.view.progress("driver", f"resumed from {directory.name}: {len(state['messages'])} messages in flight")
+
+
+def roles(graph: Graph) -> dict[str, str]:
+    """Node name -> role, so that `generator_busy_s` is a generator's whatever its name in the graph."""
+    return {
+        name: role
+        for name, node in graph.nodes.items()
+        for role in ("generator", "trainer")
+        if type(node).__name__.lower().endswith(role)
+    }
 
 
 async def _first_failure(work: Awaitable[Any], *others: asyncio.Task[Any]) -> Any:

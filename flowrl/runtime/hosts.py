@@ -87,9 +87,7 @@ class Hosts:
 
     async def waits(self) -> list[dict[str, Any]]:
         """What every node replica does and waits for; hosts that do not answer are left out."""
-        answers = await asyncio.gather(
-            *(self.ask_one(host, "waits") for host in self._actors), return_exceptions=True
-        )
+        answers = await asyncio.gather(*(self.ask_one(host, "waits") for host in self._actors), return_exceptions=True)
         return [report for answer in answers if isinstance(answer, list) for report in answer]
 
     async def stop(self) -> None:

@@ -1,7 +1,7 @@
 """The live side of an In port: turns, holds, groups, and tombstones passed on unseen.
 
-Waits: taking an item ends with a message, end of stream, or LaneFailed when a producer's process died; a closed gate is opened again by the
-checkpoint that closed it.
+Waits: taking an item ends with a message, end of stream, or LaneFailed when a producer's process died.
+A closed gate is opened again by the checkpoint that closed it.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.graph import Graph
-from flowrl.graph.load import dump_config
+from flowrl.graph.load import dump
 from flowrl.graph.machine import Cluster
 from flowrl.graph.plan import HostPlan, Plan, make_plan
 from flowrl.runtime.options import RunOptions
 from flowrl.runtime.rundir import RunDir, provenance
 
 if TYPE_CHECKING:
-    from flowrl.channel.endpoint import CurveKeys, Endpoint
+    from flowrl.channel.endpoint import CurveKeys
     from flowrl.runtime.audit import AuditReport
     from flowrl.runtime.cluster import RayCluster
     from flowrl.runtime.driver import Driver, Outcome
@@ -75,13 +75,13 @@ class Launch:
 
     def _claimed(self, directory: RunDir, machines: Cluster, cluster: RayCluster) -> Result:
         from flowrl.runtime.audit import audit
-        from flowrl.runtime.view import View
 
         version, resume_from = directory.newest_checkpoint() if self.options.resume else (0, None)
         if resume_from is not None:
             self._check_steps(version)
         plan = make_plan(self.graph, machines)
-        with View(self.graph.name, steps=self.options.steps, live=sys.stdout.isatty() and not self.options.plain) as view:
+        view = self._open_view(plan, directory.path)
+        try:
             for name, node in self.graph.nodes.items():
                 view.progress(name, "preflight")
                 node.preflight()
@@ -93,7 +93,24 @@ class Launch:
                 cluster.start(graph_dir=self.graph_file.parent, num_cpus=num_cpus, num_gpus=machines.num_gpus)
             job = _Prepared(self, directory, plan, version, resume_from)
             outcome = asyncio.run(job.drive(cluster, view))
+        finally:
+            view.close()
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
+
+    def _open_view(self, plan: Plan, run_dir: Path) -> View:
+        from rich.console import Console
+
+        from flowrl.runtime.board import Board
+        from flowrl.runtime.view import open_view
+
+        board = Board(
+            name=self.graph.name,
+            run_dir=str(run_dir),
+            steps=self.options.steps,
+            bound=plan.numbers.max_staleness,
+            capacities={edge.name: edge.capacity for edge in plan.edges},
+        )
+        return open_view(board, Console(force_terminal=False if self.options.plain else None))
 
     def _check_steps(self, version: int) -> None:
         if self.options.steps is not None and self.options.steps <= version:
@@ -107,7 +124,7 @@ class Launch:
         return {
             "graph": self.graph.name,
             "graph_file": str(self.graph_file),
-            "config": dump_config(self.config),
+            "config": dump(self.config),
             "options": options,
             "command": sys.argv,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -148,7 +165,7 @@ class _Prepared:
             resume_from=self.resume_from,
             start_version=self.version,
         )
-        driver = Driver(job, cluster, endpoint, view, dump_config(self.launch.config))
+        driver = Driver(job, cluster, endpoint, view, dump(self.launch.config))
         try:
             with _signals(driver, view):
                 return await driver.run()
@@ -163,7 +180,7 @@ class _Prepared:
             run_id=run_id,
             driver_pid=os.getpid(),
             graph_file=str(self.launch.graph_file.resolve()),
-            config=dump_config(self.launch.config),
+            config=dump(self.launch.config),
             places=tuple(self._place(track, host, run_id) for track in host.nodes),
             plan=self.plan,
             cores=host.cores,
@@ -191,7 +208,7 @@ class _Prepared:
         )
 
 
-class _signals:  # noqa: N801
+class _signals:
     """SIGINT and SIGTERM end the run in order, a second one at once; SIGUSR1 tells who waits for what."""
 
     def __init__(self, driver: Driver, view: View) -> None:
@@ -219,7 +236,7 @@ class _signals:  # noqa: N801
 
     def _tell(self) -> None:
         async def tell() -> None:
-            self._view.warning("driver", await self._driver.describe())
+            self._view.warning(await self._driver.describe())
 
         task = asyncio.get_running_loop().create_task(tell())
         self._telling.add(task)

@@ -70,6 +70,7 @@ class Phases:
         answers = await asyncio.gather(
             *(driver.on_node(f"{name}/0", "evaluate", phase=phase, step=version) for name in self._evaluations)
         )
-        result: dict[str, float] = {key: value for answer in answers for key, value in answer.items()}
-        driver.view.evaluation(phase, version, result)
-        return result
+        for answer in answers:
+            driver.view.evaluation(phase, version, answer["score"], answer["count"])
+            driver.metrics.evaluation(version, {f"evaluation/{key}": value for key, value in answer.items()})
+        return {key: value for answer in answers for key, value in answer.items()}

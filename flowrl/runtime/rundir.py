@@ -44,7 +44,7 @@ class RunDir:
         """Create and lock the directory. Raises ConfigError if it is in use or not what `resume` needs."""
         if resume and not (self.path / "config.json").is_file():
             raise ConfigError(
-                f"--resume: {self.path} holds no run (no config.json there); give the --run-dir of the run to continue, "
+                f"--resume: {self.path} holds no run (no config.json there); give the --run-dir of the run to go on, "
                 "or leave --resume out to start one"
             )
         try:

@@ -16,7 +16,7 @@ from flowrl.runtime.requests import LiveCall, LiveServe
 
 
 def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None:
-    """Give every port of `replica` its live side. Ignored and unconnected ports get one without lanes."""
+    """Give every port of `replica` its live side. Ignored ports get one without lanes, unused calls none."""
     node = graph.nodes[replica.place.node]
     rules = {edge.name: edge.dispatch for edge in plan.edges}
     sink = not any(isinstance(port, Out) for port in node.ports.values())
@@ -54,9 +54,7 @@ def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, *, si
     return Inbound(label, inbox, replica.desk, replica.activity, replica, replica.lease, sink=sink)
 
 
-def _outbound(
-    replica: Replica, plan: Plan, endpoint: Endpoint, label: str, rules: dict[str, str]
-) -> Outbound:
+def _outbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, rules: dict[str, str]) -> Outbound:
     lanes: dict[str, list[LanePlan]] = defaultdict(list)
     for lane in plan.lanes:
         if lane.producer == replica.place.track and lane.edge.startswith(f"{label} -> "):
@@ -70,13 +68,15 @@ def _outbound(
     return Outbound(label, edges, replica)
 
 
-def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveCall:
+def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveCall | None:
     ways = [w for w in plan.calls if w.caller == replica.place.track and w.edge.startswith(f"{label} -> ")]
+    if not ways:
+        return None
     live = LiveCall(label, ways, replica.place.track, endpoint, replica.activity)
     replica.calls.append(live)
     return live
 
 
-def _serve(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveServe:
+def _serve(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveServe | None:
     ways = [w for w in plan.calls if w.server == replica.place.track and w.edge.endswith(f" -> {label}")]
-    return LiveServe(label, ways, endpoint, replica.activity, replica.lease)
+    return LiveServe(label, ways, endpoint, replica.activity, replica.lease) if ways else None
