@@ -45,6 +45,8 @@ class Context(Protocol):
     resume_dir: str | None
     """Checkpoint to load, None for a fresh start."""
     start_version: int
+    max_staleness: int | None
+    """Hard bound of the age of a trained token, None where the graph declares none."""
     gang_address: str
     """"host:port" at which the ranks of this gang meet, "" if the node is no gang."""
     ledger: Any
@@ -57,6 +59,7 @@ class Context(Protocol):
     def busy(self, name: str) -> Any: ...
     def turn(self, name: str) -> Any: ...
     def standing(self, what: str) -> Any: ...
+    async def step_done(self, version: int) -> None: ...
 
 
 class Node:

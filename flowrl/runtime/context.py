@@ -37,6 +37,7 @@ class Place:
     resume_dir: str | None
     start_version: int
     run_id: str
+    max_staleness: int | None = None
     lease: str = ""
     """Turn that a host with shared devices needs for its work."""
 
@@ -54,6 +55,7 @@ class NodeContext:
         self.run_dir, self.seed, self.steps = place.run_dir, place.seed, place.steps
         self.cores, self.gpus = place.cores, place.gpus
         self.resume_dir, self.start_version = place.resume_dir, place.start_version
+        self.max_staleness = place.max_staleness
         self.gang_address = ""
         self.run_id = place.run_id
         self.ledger = LedgerClient(endpoint, place.track)

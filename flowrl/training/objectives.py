@@ -33,8 +33,8 @@ def policy_loss(
     mask_BT: Tensor,
     *,
     kind: Kind = "ppo",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
     dual_clip: float | None = None,
     behavior_logprobs_BT: Tensor | None = None,
     correction: Correction | None = None,
@@ -50,14 +50,15 @@ def policy_loss(
     ppo (1707.06347): −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)A), ρ = π_θ/π_p; with `dual_clip` c > 1
     (1912.09729) not below −cA where A < 0. gspo (2507.18071): the sequence's geometric mean ratio in
     place of ρ. cispo (2506.13585): −sg(clip(ρ, clip_low, clip_high))·A·log π_θ with absolute bounds.
-    reinforce: −A log π_θ.
+    reinforce: −A log π_θ. Both bounds are 0.2 by default; for cispo the lower is 0, the upper is needed.
 
     `correction` weighs each token by a detached function of u = π_p/π_b, see `correction_weights`.
     Stats: clip_fraction, ratio_mean, correction_mean (with a correction).
     """
     mask = mask_BT.to(logprobs_BT.dtype)
     ratio_BT = _ratios(logprobs_BT, old_logprobs_BT, mask, kind)
-    loss_BT, clipped_BT = _surrogate(kind, logprobs_BT, ratio_BT, advantages_BT, clip_low, clip_high, dual_clip)
+    low, high = _bounds(kind, clip_low, clip_high)
+    loss_BT, clipped_BT = _surrogate(kind, logprobs_BT, ratio_BT, advantages_BT, low, high, dual_clip)
     stats_BT = {"clip_fraction": clipped_BT, "ratio_mean": ratio_BT.detach()}
     if correction is not None:
         if behavior_logprobs_BT is None:
@@ -80,6 +81,15 @@ def _ratios(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask: Tensor, kind: Ki
     return mean_B1.exp() * (logprobs_BT - logprobs_BT.detach()).exp()
 
 
+def _bounds(kind: Kind, low: float | None, high: float | None) -> tuple[float, float]:
+    """Least and greatest ratio that is not clipped."""
+    if kind != "cispo":
+        return 1.0 - (0.2 if low is None else low), 1.0 + (0.2 if high is None else high)
+    if high is None:
+        raise ValueError("kind 'cispo' needs clip_high, the absolute upper bound of its weight")
+    return 0.0 if low is None else low, high
+
+
 def _surrogate(
     kind: Kind,
     logprobs_BT: Tensor,
@@ -99,7 +109,7 @@ def _surrogate(
     if kind not in ("ppo", "gspo"):
         raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(get_args(Kind))}")
     unclipped_BT = ratio_BT * advantages_BT
-    clipped_BT = ratio_BT.clamp(1.0 - low, 1.0 + high) * advantages_BT
+    clipped_BT = ratio_BT.clamp(low, high) * advantages_BT
     term_BT = torch.minimum(unclipped_BT, clipped_BT)
     if dual is not None:
         term_BT = torch.where(advantages_BT < 0, torch.maximum(term_BT, dual * advantages_BT), term_BT)
