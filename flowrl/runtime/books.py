@@ -7,7 +7,8 @@ Invariants
 - Other events are committed with the next admission or step, and COMMIT_WITHIN_S after they came at
   the latest.
 
-Waits: only `admit` waits. It ends with a returned ticket, the end of a pause, or the end of admission.
+Waits: `admit` waits for a returned ticket, the end of a pause, or the end of admission; `until_held`
+for consumers to load or to die.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Books:
     ) -> None:
         self.tickets = tickets
         self.ledger = Ledger(run_dir / LEDGER)
-        self._policies = tuple(policies)
+        self._main = policies[0] if policies else "trainer"
         self._on_step = on_step
         self._on_evaluation = on_evaluation
         self._other_records: dict[str, Any] = {}
@@ -124,7 +125,7 @@ class Books:
         return ticket
 
     def _open(self, ticket: int, group_id: str, rows: Sequence[Row]) -> None:
-        born = self.tickets.floor(self._policies[0]) if self._policies else 0
+        born = self.tickets.floor(self._main)
         now = time.time()
         self.ledger.add("ticket", ticket, group_id)
         for sample_id, prompt_id, epoch, member, prompt_tokens in rows:
@@ -138,7 +139,7 @@ class Books:
         return waiter
 
     def _changed(self) -> None:
-        """Let every waiting admission look again, in order of asking."""
+        """Let all that wait look again, in order of asking."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -166,8 +167,8 @@ class Books:
         self.tickets.returned(replica, loads)
 
     async def until_held(self, version: int) -> None:
-        """Returns when every live consumer holds `version`, or a newer one, of its policy."""
-        while any(self.tickets.floor(policy) < version for policy in self._policies):
+        """Returns when every live consumer holds `version`, or a newer one, of the first policy."""
+        while self.tickets.floor(self._main) < version:
             await self._change()
 
     # Events
@@ -205,9 +206,9 @@ class Books:
 
     def _step(self, policy: str | None, record: dict[str, Any], uses: Sequence[Row]) -> None:
         """A batch is finished and made version `record["step"]` of `policy`."""
-        policy = policy or self._policies[0]
+        policy = policy or self._main
         step, now = int(record["step"]), time.time()
-        main = policy == self._policies[0]
+        main = policy == self._main
         tickets = list(dict.fromkeys(self._groups[use[1]].ticket for use in uses if use[1] in self._groups))
         for sample_id, _, tokens, stale_tokens, oldest in uses:
             if tokens or not stale_tokens:
