@@ -14,10 +14,6 @@ it registers the transfer engine. Three facts of vLLM 0.32 shape it:
 from __future__ import annotations
 
 import mmap
-import os
-import select
-import signal
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,32 +26,30 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from flowrl.weights.engine_process import adopt
 from flowrl.weights.manifest import Row, views
 from flowrl.weights.shm import DATA_OFFSET, Segment
 
 BACKEND = "flowrl_shm"
-PARENT_VARIABLE = "FLOWRL_HOST_PID"
-logger = init_logger("vllm.flowrl.weights")
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Nothing to agree on beforehand."""
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """One version: its segment, read-locked by the caller until the update is finished, and its table."""
 
     segment: str
     tensors: Sequence[Row]
 
 
-class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """vLLM weight transfer engine over flowrl's shared-memory segments."""
 
     init_info_cls = InitInfo
@@ -121,24 +115,6 @@ class WorkerExtension:
         return time.perf_counter() - began
 
 
-def die_with(pid: int) -> None:
-    """End this process, children included, as soon as process `pid` ends for whatever reason."""
-    parent = os.pidfd_open(pid)
-
-    def wait() -> None:
-        select.select([parent], [], [])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="flowrl-parent-watch", daemon=True).start()
-
-
-def _adopt() -> None:
-    """In vLLM's processes: end with the host, and leave Ctrl-C to it."""
-    if PARENT_VARIABLE in os.environ and int(os.environ[PARENT_VARIABLE]) != os.getpid():
-        die_with(int(os.environ[PARENT_VARIABLE]))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
-_adopt()
+adopt()

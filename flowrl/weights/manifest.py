@@ -62,7 +62,7 @@ def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """The bytes of a contiguous CPU tensor, without a copy."""
     import torch
 
-    return tensor.reshape(-1).view(torch.uint8).numpy()  # type: ignore[no-any-return]
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def views(mapping: mmap.mmap, rows: Iterable[Row], *, start: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -68,9 +68,7 @@ class Publisher:
         if kind == "full" or not self._num_published:
             self._last = self._stage(version)
         elif self._last is not None:
-            self._last = replace(
-                self._last, version=version, kind="unchanged", probe_token_ids=(), probe_logprobs=()
-            )
+            self._last = replace(self._last, version=version, kind="unchanged", probe_token_ids=(), probe_logprobs=())
         self._num_published += 1
         return self._last
 

@@ -103,7 +103,7 @@ class SharedMemory:
             began = time.perf_counter()
             for name, tensor in zip(names, tensors, strict=True):
                 dtype, data = self._flat(tensor)
-                segment.write(offset, memoryview(data))
+                segment.write(offset, data.data)
                 checksum.add(name, dtype, tensor.shape, data)
                 rows.append((name, dtype, tuple(tensor.shape), offset, len(data)))
                 offset = aligned(offset + len(data))

@@ -1,0 +1,253 @@
+"""The generator: prompts in, samples out, every token with its behavior logprob and version.
+
+Invariants:
+
+- Nothing is sampled before the first weights edge message is applied, so every token has a version.
+- A request is submitted only while no update is under way, so its prefix-cache salt is the version that
+  computes its prompt. Requests that run across an update go on with the KV they have.
+- Whoever loses a version (overwritten on the latest edge, or its segment reused) takes the newest.
+
+Waits: an item waits for a free slot (`concurrency`), then at the gate, which an update or a checkpoint
+closes and opens; an update waits for its turn among the replicas while requests are running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import FlowrlError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out, Serve
+from flowrl.messages import Float32, Int32, Prompt, Sample, Weights
+from flowrl.models import Policy, resolve
+from flowrl.nodes.sampling import Completion, Response, Sampling
+from flowrl.nodes.vllm_sampler import EVALUATION, TRAINING, VllmSampler
+from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
+from flowrl.nodes.weight_updates import Gate, WeightUpdates
+
+Prefix = tuple[Int32, Float32, Int32]
+"""token_ids, logprobs, versions of an unfinished response"""
+
+
+class Generator(Node):
+    """Samples from a policy with vLLM.
+
+    `sampling` is for training, `evaluation` for `requests`: by default greedy, with the limits of
+    `sampling`. `concurrency` is the number of prompts one replica works on; evaluation has as many slots
+    of its own, below in priority. `engine` passes further options to vLLM's AsyncEngineArgs.
+    """
+
+    cpus = 1
+
+    prompts: In[Prompt]
+    rollouts: Out[Sample]
+    weights: In[Weights]
+    requests: Serve[Prompt, Sample]
+
+    _sampler: VllmSampler
+    _updates: WeightUpdates
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        sampling: Sampling | None = None,
+        evaluation: Sampling | None = None,
+        concurrency: int = 128,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        kv_cache_bytes: int = 1 << 30,
+        engine: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.sampling = sampling or Sampling()
+        self.evaluation = evaluation or replace(self.sampling, temperature=0.0)
+        self.concurrency = concurrency
+        self.dtype = dtype
+        self.max_model_len = max_model_len
+        self.kv_cache_bytes = kv_cache_bytes
+        self.engine = dict(engine or {})
+        self._gate = Gate()
+        self._open: dict[str, Response] = {}
+        """sample_id: responses begun for training and not finished."""
+        self._running: dict[str, Response] = {}
+        """request_id: requests that are in vLLM."""
+        self._drained = asyncio.Event()
+        """Set while `_running` is empty."""
+        self._drained.set()
+        self._num_requests = 0
+
+    # What the graph is told
+
+    def facts(self) -> Facts:
+        return Facts(
+            longest_response=self.sampling.max_tokens,
+            concurrency=self.concurrency,
+            optional=("requests",),
+        )
+
+    def check(self, facts: Any) -> list[str]:
+        problems = [f"sampling: {text}" for text in self.sampling.problems(trained=True)]
+        problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False)]
+        problems += refused_arguments(self.engine)
+        if self.concurrency < 1:
+            problems.append(f"concurrency is {self.concurrency}; a generator needs at least 1 slot")
+        return problems
+
+    def preflight(self) -> None:
+        check_vllm_version()
+
+    # Life
+
+    @property
+    def replica_name(self) -> str:
+        return f"{self.name}/{self.context.replica}"
+
+    async def setup(self) -> None:
+        check_vllm_version()
+        self.context.progress("finding the model")
+        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
+        self.context.progress("starting vLLM")
+        self._sampler = await self.blocking(
+            VllmSampler.start,
+            model_dir,
+            cores=self.context.cores,
+            on_gpu=bool(self.context.gpus),
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            max_num_seqs=2 * self.concurrency,
+            kv_cache_bytes=self.kv_cache_bytes,
+            seed=self.context.seed,
+            engine=self.engine,
+        )
+        self._updates = WeightUpdates(
+            self._sampler, self._gate, self.context, self.replica_name, running=lambda: bool(self._running)
+        )
+        self.context.progress("vLLM is ready")
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(self._follow_weights())
+            serving = tasks.create_task(self.requests.each(self._answer, concurrency=self.concurrency))
+            await self.prompts.each(self._generate, concurrency=self.concurrency)
+            self.rollouts.close()
+            await serving
+            following.cancel()
+
+    async def close(self) -> None:
+        if hasattr(self, "_sampler"):
+            await self.blocking(self._sampler.close)
+
+    async def _follow_weights(self) -> None:
+        async for manifest in self.weights:
+            await self._updates.take(manifest)
+            self.weights.finish(manifest)
+        if self._updates.version < 0:
+            raise FlowrlError(
+                f"{self.replica_name}: the weights edge ended before its first message; "
+                "a trainer publishes its initial weights before its first batch"
+            )
+
+    # Checkpoints
+
+    async def snapshot(self) -> dict[str, Prefix]:
+        """Stop sampling; the responses that are not finished, by sample id. `proceed` goes on with them.
+
+        Those of evaluation are not among them: they are asked again.
+        """
+        self._gate.close("checkpoint")
+        await self._sampler.abort(list(self._running))
+        await self._drained.wait()
+        return {key: (r.token_ids, r.logprobs, r.versions) for key, r in self._open.items() if len(r)}
+
+    async def proceed(self) -> None:
+        """Sample on where `snapshot` stopped."""
+        self._gate.open("checkpoint")
+
+    # Samples
+
+    async def _generate(self, prompt: Prompt) -> None:
+        sample = await self._sample(prompt, self.sampling, TRAINING)
+        self.context.metric("tokens_generated", sample.response_tokens - len(prompt.prefix_token_ids))
+        self.context.ledger.generated(sample)
+        await self.rollouts.send(sample)
+
+    async def _answer(self, prompt: Prompt) -> Sample:
+        sample = await self._sample(prompt, self.evaluation, EVALUATION)
+        self.context.metric("tokens_evaluated", sample.response_tokens)
+        return sample
+
+    async def _sample(self, prompt: Prompt, sampling: Sampling, priority: int) -> Sample:
+        """One sample, over as many requests as checkpoints cut it into."""
+        response = Response([_prefix(prompt)])
+        if priority == TRAINING:
+            self._open[prompt.sample_id] = response
+        try:
+            while response.finish_reason in ("", "abort") and len(response) < sampling.max_tokens:
+                await self._at_gate()
+                with self.context.busy("generate"):
+                    response.parts.append(await self._request(prompt, response, sampling, priority))
+        finally:
+            self._open.pop(prompt.sample_id, None)
+        return self._finished(prompt, response)
+
+    async def _at_gate(self) -> None:
+        while not self._gate.is_open:
+            with self.context.standing("new weights, or the end of a checkpoint"):
+                await self._gate.passed()
+
+    async def _request(self, prompt: Prompt, response: Response, sampling: Sampling, priority: int) -> Completion:
+        self._num_requests += 1
+        request_id = f"{prompt.sample_id}#{self._num_requests}"
+        self._running[request_id] = response
+        self._drained.clear()
+        try:
+            return await self._sampler.complete(
+                request_id,
+                [*prompt.token_ids.tolist(), *response.token_ids.tolist()],
+                sampling,
+                generated=len(response),
+                seed=prompt.seed,
+                salt=str(self._updates.version),
+                priority=priority,
+            )
+        finally:
+            del self._running[request_id]
+            if not self._running:
+                self._drained.set()
+
+    def _finished(self, prompt: Prompt, response: Response) -> Sample:
+        num_prompt, num_response = len(prompt.token_ids), len(response)
+        mask = np.zeros(num_prompt + num_response, np.bool_)
+        mask[num_prompt:] = True
+        return Sample(
+            sample_id=prompt.sample_id,
+            group_id=prompt.group_id,
+            prompt_id=prompt.prompt_id,
+            epoch=prompt.epoch,
+            member=prompt.member,
+            group_size=prompt.group_size,
+            prompt_text=prompt.text,
+            response_text=self._sampler.text(response.token_ids),
+            token_ids=np.concatenate([prompt.token_ids, response.token_ids]).astype(np.int32),
+            policy_mask=mask,
+            behavior_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), response.logprobs]),
+            versions=np.concatenate([np.full(num_prompt, -1, np.int32), response.versions]),
+            prompt_tokens=num_prompt,
+            truncated=response.finish_reason != "stop",
+            generator=self.replica_name,
+            columns=prompt.columns,
+            generated_s=time.time(),
+        )
+
+
+def _prefix(prompt: Prompt) -> Completion:
+    """What was generated before a checkpoint, as a first part; empty for a fresh prompt."""
+    return Completion(prompt.prefix_token_ids, prompt.prefix_logprobs, prompt.prefix_versions, "")

