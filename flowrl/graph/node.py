@@ -47,6 +47,8 @@ class Context(Protocol):
     start_version: int
     max_staleness: int | None
     """Hard bound of the age of a trained token, None where the graph declares none."""
+    window: int | None
+    """Finished groups among which a batcher may choose, by admission order; 0: any, None: no admission."""
     gang_address: str
     """"host:port" at which the ranks of this gang meet, "" if the node is no gang."""
     ledger: Any

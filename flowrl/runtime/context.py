@@ -38,6 +38,7 @@ class Place:
     start_version: int
     run_id: str
     max_staleness: int | None = None
+    window: int | None = None
     lease: str = ""
     """Turn that a host with shared devices needs for its work."""
 
@@ -55,7 +56,7 @@ class NodeContext:
         self.run_dir, self.seed, self.steps = place.run_dir, place.seed, place.steps
         self.cores, self.gpus = place.cores, place.gpus
         self.resume_dir, self.start_version = place.resume_dir, place.start_version
-        self.max_staleness = place.max_staleness
+        self.max_staleness, self.window = place.max_staleness, place.window
         self.gang_address = ""
         self.run_id = place.run_id
         self.ledger = LedgerClient(endpoint, place.track)

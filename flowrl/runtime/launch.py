@@ -204,6 +204,8 @@ class _Prepared:
             resume_dir=str(self.resume_from.resolve()) if self.resume_from else None,
             start_version=self.version,
             run_id=run_id,
+            max_staleness=self.plan.numbers.max_staleness,
+            window=self.plan.numbers.window,
             lease=host.lease,
         )
 
