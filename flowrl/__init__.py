@@ -1,0 +1,42 @@
+"""flowrl: an actor-message dataflow engine for RL post-training of language models.
+
+Importing it, and building a graph with it, loads neither ray nor torch, vllm, transformers or
+deepspeed. The built-in nodes are in `flowrl.nodes`, tasks in `flowrl.tasks`, models in `flowrl.models`.
+"""
+
+from flowrl.errors import ConfigError, FlowrlError, GraphError, NodeFailed, SampleFailed
+from flowrl.graph.check import check
+from flowrl.graph.facts import Facts
+from flowrl.graph.graph import Graph
+from flowrl.graph.machine import Cluster, Machine
+from flowrl.graph.node import Node
+from flowrl.graph.ports import Call, In, Members, Out, Serve
+from flowrl.messages import Batch, Group, Message, Prompt, Sample, Scored, Tombstone, Trainable, Weights
+
+__all__ = [
+    "Batch",
+    "Call",
+    "Cluster",
+    "ConfigError",
+    "Facts",
+    "FlowrlError",
+    "Graph",
+    "GraphError",
+    "Group",
+    "In",
+    "Machine",
+    "Members",
+    "Message",
+    "Node",
+    "NodeFailed",
+    "Out",
+    "Prompt",
+    "Sample",
+    "SampleFailed",
+    "Scored",
+    "Serve",
+    "Tombstone",
+    "Trainable",
+    "Weights",
+    "check",
+]

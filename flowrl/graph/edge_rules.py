@@ -20,7 +20,7 @@ def type_problems(graph: Graph) -> Iterator[str]:
     for name, node in graph.nodes.items():
         for attribute, hint in get_type_hints(type(node)).items():
             if hint in PORT_KINDS:
-                yield f"{name}.{attribute} is declared as a bare {hint.__name__}; say of what, as {hint.__name__}[Sample]."
+                yield f"{name}.{attribute} is a bare {hint.__name__}; say of what, as in {hint.__name__}[Sample]."
     for port in _ports(graph):
         for kind in port.types:
             if not _is_message(kind):

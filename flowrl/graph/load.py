@@ -15,17 +15,17 @@ import functools
 import hashlib
 import importlib.util
 import inspect
-import io
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.graph import Graph
+from flowrl.graph.options import parse_options
 
 EXAMPLE = "def graph(cfg: MyConfig) -> Graph, with MyConfig a frozen dataclass"
 
@@ -38,9 +38,13 @@ class GraphFile:
     module: ModuleType
     config_type: type[Any]
 
-    def parse(self, args: Sequence[str], *, prog: str = "flowrl run") -> Any:
-        """The configuration with `--field value` overrides. Raises ConfigError for what does not fit."""
-        return _parse(self, args, f"{prog} {self.path}")
+    def parse(self, args: Sequence[str], *, prog: str = "flowrl run", others: Iterable[str] = ()) -> Any:
+        """The configuration with `--field value` overrides. Raises ConfigError for what does not fit.
+
+        `others` are options that exist beside these: unknown ones are compared with them too.
+        """
+        with user_code(self.path):
+            return parse_options(self.config_type, args, prog=f"{prog} {self.path}", others=others)
 
     def build(self, cfg: Any) -> Graph:
         """The graph of `cfg`. Errors raised in the file become a ConfigError with file and line."""
@@ -182,60 +186,3 @@ def _graph_function(path: Path, module: ModuleType) -> Any:
 
 def _is_frozen(kind: Any) -> bool:
     return bool(kind.__dataclass_params__.frozen)
-
-
-def options(config_type: type[Any], prefix: str = "") -> dict[str, str]:
-    """Every option a configuration gives on the command line, and the option it really stands for.
-
-    A nested dataclass may be given by the value of its first field: `--policy tiny`.
-    """
-    hints = get_type_hints(config_type)
-    found: dict[str, str] = {}
-    for field in dataclasses.fields(config_type):
-        name = f"{prefix}{field.name}"
-        nested = [kind for kind in (hints[field.name], *get_args(hints[field.name])) if _is_config(kind)]
-        found[name] = name
-        for kind in nested:
-            inner = options(kind, f"{name}.")
-            found |= {name: next(iter(inner.values()), name), **inner}
-        if not nested and hints[field.name] is bool:
-            found[f"{prefix}no-{field.name}"] = f"{prefix}no-{field.name}"
-    return found
-
-
-def _is_config(kind: object) -> bool:
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
-
-
-def _parse(file: GraphFile, args: Sequence[str], prog: str) -> Any:
-    import tyro
-
-    known = {name.replace("_", "-"): real for name, real in options(file.config_type).items()}
-    spelled = [_spell(file, arg, known) for arg in args]
-    stderr = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(stderr), user_code(file.path):
-            return tyro.cli(file.config_type, args=spelled, prog=prog)
-    except SystemExit as end:
-        if not end.code:
-            raise
-        raise ConfigError(_one_sentence(stderr.getvalue())) from None
-
-
-def _spell(file: GraphFile, arg: str, known: Mapping[str, str]) -> str:
-    if not arg.startswith("--") or arg == "--help":
-        return arg
-    name, equals, value = arg[2:].partition("=")
-    real = known.get(name.replace("_", "-"))
-    if real is None:
-        near = difflib.get_close_matches(name.replace("_", "-"), known, 1)
-        hint = f"did you mean --{near[0]}?" if near else f"flowrl check {file.path} --help lists what there is"
-        raise ConfigError(f"{file.path} has no option --{name}; {hint}")
-    return f"--{real}{equals}{value}"
-
-
-def _one_sentence(box: str) -> str:
-    """tyro's framed text as one line: what it says before its first rule."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    rule = next((index for index, line in enumerate(lines) if set(line) == {"─"}), len(lines))
-    return " ".join(lines[:rule]) or box.strip()

@@ -1,0 +1,190 @@
+"""The `flowrl` command: check, run, audit, version.
+
+What a user got wrong is printed as one message without frames, and exits with 2. Everything heavy is
+imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flowrl.errors import ConfigError, FlowrlError, GraphError
+from flowrl.graph.graph import Graph
+from flowrl.graph.load import GraphFile, load_file, user_code
+from flowrl.graph.machine import Cluster
+from flowrl.graph.options import option_names, parse_options
+
+Options = TypeVar("Options")
+
+USAGE = """\
+usage: flowrl COMMAND
+
+  check GRAPH.py [--draw FILE.svg|FILE.mmd] [--cluster SPEC] [--field value ...]
+        find every problem of a graph and print what follows from it; starts nothing
+  run   GRAPH.py [--steps N] [--run-dir DIR] [--resume] [--field value ...]
+        run a graph; --help after GRAPH.py lists the fields and all options
+  audit RUN_DIR
+        prove a run's books and its staleness bound from its own records
+  version"""
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Options of `flowrl check`."""
+
+    draw: tuple[Path, ...] = ()
+    """Draw the graph: FILE.svg, FILE.mmd (Mermaid), or both."""
+    cluster: str = ""
+    """Check against this cluster instead of this machine: "2x cpus=32 gpus=8 memory=256" (GiB)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0 fine, 1 an audit that failed, 2 a mistake or failure told."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if args else 2
+    try:
+        return _command(args[0])(args[1:])
+    except GraphError as error:
+        print(f"flowrl: the graph cannot run, {_count(error)}:\n{error}", file=sys.stderr)
+    except FlowrlError as error:
+        print(f"flowrl: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("flowrl: interrupted", file=sys.stderr)
+        return 130
+    return 2
+
+
+def check(args: Sequence[str]) -> int:
+    """`flowrl check GRAPH.py`: problems to stderr and status 2, or the plan to stdout."""
+    from flowrl.graph.check import check as find
+    from flowrl.graph.draw import draw
+    from flowrl.graph.report import render
+
+    file, graph, _, options = _prepare("check", CheckOptions, args)
+    cluster = Cluster.parse(options.cluster) if options.cluster else Cluster.here()
+    with user_code(file.path):
+        report = find(graph, cluster)
+    for path in options.draw:
+        draw(graph, report.plan, path)
+    if report.problems:
+        raise GraphError(report.problems)
+    print(render(report))
+    return 0
+
+
+def run(args: Sequence[str]) -> int:
+    """`flowrl run GRAPH.py`: status 0 when it ended well and, where there are books, the audit is ok."""
+    from flowrl.runtime.options import RunOptions
+
+    file, graph, cfg, options = _prepare("run", RunOptions, args)
+    from flowrl.runtime.launch import run as launch
+
+    result = launch(file.path, graph, cfg, options)
+    if result.audit is None:
+        return 0
+    print(result.audit)
+    return 0 if result.audit.ok else 1
+
+
+def audit(args: Sequence[str]) -> int:
+    """`flowrl audit RUN_DIR`: prints "audit: ok" or every violation."""
+    if len(args) != 1 or args[0].startswith("-"):
+        raise ConfigError("flowrl audit needs one run directory: flowrl audit runs/NAME")
+    path = Path(args[0])
+    if not path.is_dir():
+        raise ConfigError(f"there is no run directory {path}; name the one given to flowrl run --run-dir")
+    from flowrl.runtime.audit import audit as prove
+
+    report = prove(path)
+    print(report)
+    return 0 if report.ok else 1
+
+
+def show_version(args: Sequence[str]) -> int:
+    """`flowrl version`"""
+    if args:
+        raise ConfigError(f"flowrl version takes no arguments, found {' '.join(args)}; leave them out")
+    print(version("flowrl"))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "check": check,
+    "run": run,
+    "audit": audit,
+    "version": show_version,
+}
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        raise ConfigError(f"there is no command {name!r}; {hint}")
+    return COMMANDS[name]
+
+
+def _prepare(command: str, own_type: type[Options], args: Sequence[str]) -> tuple[GraphFile, Graph, Any, Options]:
+    """Load the graph file, split the options into flowrl's and the graph's own, build the graph."""
+    if args and args[0] in ("-h", "--help"):
+        print(USAGE)
+        raise SystemExit(0)
+    if not args or args[0].startswith("-"):
+        raise ConfigError(f"flowrl {command} needs a graph file first: flowrl {command} GRAPH.py --field value")
+    file = load_file(args[0])
+    _refuse_shadowing(file, own_type)
+    own, rest = _split(args[1:], own_type)
+    if "--help" in own + rest:
+        _print_help(command, file, own_type)
+    options = parse_options(own_type, own, prog=f"flowrl {command} {file.path}")
+    cfg = file.parse(rest, prog=f"flowrl {command}", others=option_names(own_type))
+    return file, file.build(cfg), cfg, options
+
+
+def _split(args: Sequence[str], own_type: type[Any]) -> tuple[list[str], list[str]]:
+    """(flowrl's own options with their values, everything else)"""
+    own = option_names(own_type)
+    parts: tuple[list[str], list[str]] = ([], [])
+    target = parts[1]
+    for arg in args:
+        if arg.startswith("--"):
+            target = parts[0] if arg[2:].partition("=")[0].replace("_", "-") in own else parts[1]
+        target.append(arg)
+    return parts
+
+
+def _refuse_shadowing(file: GraphFile, own_type: type[Any]) -> None:
+    own = {field.name for field in dataclasses.fields(own_type)}
+    for field in dataclasses.fields(file.config_type):
+        if field.name in own:
+            raise ConfigError(
+                f"{file.config_type.__name__}.{field.name} in {file.path} has the name of flowrl's own option "
+                f"--{field.name}; rename the field"
+            )
+
+
+def _print_help(command: str, file: GraphFile, own_type: type[Any]) -> None:
+    """Both lists of options; ends the process."""
+    for kind, prog in ((own_type, f"flowrl {command} GRAPH.py"), (file.config_type, f"flowrl {command} {file.path}")):
+        try:
+            parse_options(kind, ["--help"], prog=prog)
+        except SystemExit:
+            print()
+    raise SystemExit(0)
+
+
+def _count(error: GraphError) -> str:
+    return f"{len(error.problems)} problem{'s' if len(error.problems) > 1 else ''}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Command-line options of a configuration dataclass: tyro reads them, faults become one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args, get_type_hints
+
+from flowrl.errors import ConfigError
+
+
+def parse_options(config_type: type[Any], args: Sequence[str], *, prog: str, others: Iterable[str] = ()) -> Any:
+    """An instance of `config_type` with `--field value` overrides of its leaves.
+
+    A nested dataclass may be given by the value of its first field: `--policy tiny`. Raises
+    ConfigError for unknown options and values that do not fit; `--help` prints and exits. `others` are
+    options that belong elsewhere, for the suggestion.
+    """
+    import tyro
+
+    known = option_names(config_type)
+    spelled = [_spell(arg, known, prog, (*known, *others)) for arg in args]
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr):
+            return tyro.cli(config_type, args=spelled, prog=prog, compact_help=True)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ConfigError(f"{_one_sentence(stderr.getvalue())}; {prog} --help lists the options") from None
+
+
+def option_names(config_type: type[Any], prefix: str = "") -> dict[str, str]:
+    """Every option as spelled on the command line, and the leaf it stands for."""
+    hints = get_type_hints(config_type)
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(config_type):
+        name = f"{prefix}{field.name}".replace("_", "-")
+        found[name] = name
+        for kind in (hints[field.name], *get_args(hints[field.name])):
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+                inner = option_names(kind, f"{name}.")
+                found |= {**inner, name: next(iter(inner.values()), name)}
+        if hints[field.name] is bool:
+            negative = f"{prefix}no-{field.name}".replace("_", "-")
+            found[negative] = negative
+    return found
+
+
+def _spell(arg: str, known: Mapping[str, str], prog: str, candidates: Sequence[str]) -> str:
+    """`--policy tiny` as tyro knows it, `--policy.name tiny`."""
+    if not arg.startswith("--") or arg == "--help":
+        return arg
+    name, equals, value = arg[2:].partition("=")
+    leaf = known.get(name.replace("_", "-"))
+    if leaf is None:
+        raise ConfigError(f"there is no option --{name}; {_nearest(name, candidates, prog)}")
+    return f"--{leaf}{equals}{value}"
+
+
+def _nearest(name: str, candidates: Sequence[str], prog: str) -> str:
+    near = difflib.get_close_matches(name.replace("_", "-"), candidates, 1)
+    return f"did you mean --{near[0].replace('-', '_')}?" if near else f"{prog} --help lists the options"
+
+
+def _one_sentence(box: str) -> str:
+    """tyro's framed text as one line: what it says before its first rule."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    rule = next((index for index, line in enumerate(lines) if set(line) == {"─"}), len(lines))
+    return " ".join(lines[:rule]).rstrip(".") or box.strip()
