@@ -37,7 +37,9 @@ def dataset_rows(path: Path, keys: Keys) -> Iterator[Row]:
     try:
         from datasets import Dataset, DatasetDict, load_from_disk
     except ImportError:
-        raise ConfigError(f"{path} is a directory; to read it the package datasets is needed: pip install datasets") from None
+        raise ConfigError(
+            f"{path} is a directory; to read it the package datasets is needed: pip install datasets"
+        ) from None
     try:
         found: Dataset | DatasetDict = load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as refusal:

@@ -1,0 +1,99 @@
+"""Conversations as token ids, by the model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Bool, Int32
+
+Turns = Sequence[Mapping[str, str]]
+
+
+def load_tokenizer(model_dir: str | Path) -> Any:
+    """The Hugging Face tokenizer of a model directory."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+    except (OSError, ValueError, KeyError) as problem:
+        first_line = str(problem).strip().splitlines()[0]
+        raise ConfigError(
+            f"{model_dir} holds no tokenizer that loads ({first_line}); put its tokenizer files there"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Renders turns for one tokenizer, with a system message in front if one is given."""
+
+    tokenizer: Any
+    system_prompt: str = ""
+
+    def prompt(self, turns: Turns) -> tuple[str, Int32]:
+        """(text, ids) up to where the assistant begins to speak. Without a chat template: the bare last turn."""
+        if not self.tokenizer.chat_template:
+            text = turns[-1]["content"]
+            return text, np.asarray(self.tokenizer(text)["input_ids"], np.int32)
+        text = self._template(turns, add_generation_prompt=True)
+        return text, self._ids(text)
+
+    def demonstration(self, turns: Turns, answer: str) -> tuple[Int32, Bool]:
+        """(ids, mask) of a conversation that ends with `answer`; the mask marks every assistant turn and its end.
+
+        The mask comes from incremental template prefixes, compared by id.
+        """
+        turns = [*turns, {"role": "assistant", "content": answer}]
+        if not self.tokenizer.chat_template:
+            return self._bare(turns)
+        ids = self._ids(self._template(turns))
+        mask = np.zeros(ids.size, np.bool_)
+        for n, turn in enumerate(turns):
+            if turn["role"] == "assistant":
+                before = self._ids(self._template(turns[:n], add_generation_prompt=True))
+                until = self._ids(self._template(turns[: n + 1]))
+                _require_prefix(before, ids)
+                mask[before.size : _end(until, ids, self.tokenizer.eos_token_id)] = True
+        return self._trimmed(ids, mask)
+
+    def _trimmed(self, ids: Int32, mask: Bool) -> tuple[Int32, Bool]:
+        """Without what the template writes after the last trained token (a newline, mostly)."""
+        end = int(np.flatnonzero(mask)[-1]) + 1
+        return ids[:end], mask[:end]
+
+    def _bare(self, turns: Turns) -> tuple[Int32, Bool]:
+        prompt = self._ids(turns[-2]["content"])
+        answer = np.append(self._ids(turns[-1]["content"]), np.int32(self.tokenizer.eos_token_id))
+        mask = np.zeros(prompt.size + answer.size, np.bool_)
+        mask[prompt.size :] = True
+        return np.concatenate([prompt, answer]).astype(np.int32), mask
+
+    def _template(self, turns: Turns, *, add_generation_prompt: bool = False) -> str:
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        messages = [*system, *(dict(turn) for turn in turns)]
+        return str(
+            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        )
+
+    def _ids(self, text: str) -> Int32:
+        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def _require_prefix(prefix: Int32, ids: Int32) -> None:
+    if not np.array_equal(ids[: prefix.size], prefix):
+        raise ConfigError(
+            "the chat template rewrites earlier turns when later ones are added, so assistant turns cannot be told "
+            "apart by id; use a template whose prefixes stay the same"
+        )
+
+
+def _end(until: Int32, ids: Int32, eos: int) -> int:
+    """Where the assistant turn that ends `until` stops counting: after its last end token."""
+    _require_prefix(until, ids)
+    ends = np.flatnonzero(until == eos)
+    return int(ends[-1]) + 1 if ends.size else until.size

@@ -1,0 +1,135 @@
+"""The batcher: groups in admission order, or within the window, to batches of whole groups.
+
+It waits for the next finished group, and ends with the stream; what is left then makes smaller batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from flowrl.channel.tickets import Window
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Batch, Group, Trainable
+from flowrl.training.advantages import whiten
+from flowrl.training.packing import trained_mask
+
+
+class TokenBatch(Node):
+    """Puts `num_groups` groups into a batch; one batch makes one version of the weights.
+
+    `token_budget` bounds the tokens of a micro-batch, padding included. `optimizer_steps` cuts the batch
+    into that many mini-batches. `whiten` normalises advantages over all trained tokens of the batch, as
+    the estimators `reinforce` and `reinforce_baseline` want it: "off", "full", or "mean" alone.
+    """
+
+    groups: In[Group]
+    batches: Out[Batch]
+
+    def __init__(
+        self,
+        num_groups: int,
+        *,
+        token_budget: int = 8192,
+        optimizer_steps: int = 1,
+        whiten: Literal["off", "full", "mean"] = "off",
+    ) -> None:
+        self.num_groups = num_groups
+        self.token_budget = token_budget
+        self.optimizer_steps = optimizer_steps
+        self.whiten = whiten
+        self._window: Window[Group] | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._mask_staleness = -1
+
+    def facts(self) -> Facts:
+        return Facts(groups_per_batch=self.num_groups, token_budget=self.token_budget, keeps_lineage=False)
+
+    def check(self, facts: Any) -> list[str]:
+        ranges = (
+            ("num_groups", self.num_groups),
+            ("token_budget", self.token_budget),
+            ("optimizer_steps", self.optimizer_steps),
+        )
+        problems = [f"{name} is {value}; it needs at least 1" for name, value in ranges if value < 1]
+        if self.whiten not in ("off", "full", "mean"):
+            problems.append(f"whiten is {self.whiten!r}; it has to be off, full or mean")
+        return problems
+
+    async def run(self) -> None:
+        window = self._open_window()
+        async for ticket, group in self.groups.ordered():
+            window.offer(ticket, group)
+            while (groups := window.take()) is not None:
+                await self._send(groups)
+        for groups in window.flush():
+            await self._send(groups)
+
+    async def _send(self, groups: Sequence[Group]) -> None:
+        await self.batches.send(self.batch(groups), made_from=groups)
+
+    def batch(self, groups: Sequence[Group]) -> Batch:
+        """The batch of `groups`, in their order."""
+        samples = tuple(sample for group in groups for sample in group.samples)
+        if self.whiten != "off":
+            samples = whitened(samples, mean_only=self.whiten == "mean")
+        return Batch(
+            samples=samples,
+            micro_batches=(),
+            num_sequences=len(samples),
+            num_tokens=sum(int(trained_mask(sample).sum()) for sample in samples),
+            num_groups=len(groups),
+            mask_staleness=self._mask_staleness,
+            token_budget=self.token_budget,
+            optimizer_steps=min(self.optimizer_steps, len(samples)),
+            metrics=batch_metrics(groups),
+        )
+
+    def state(self) -> Mapping[str, Any]:
+        return {} if self._window is None else self._window.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._saved = state or None
+
+    def _open_window(self) -> Window[Group]:
+        """The window of the graph's admission: 0 and None are order of arrival."""
+        self._window = Window(self.num_groups, self.context.window or None)
+        if self._saved is not None:
+            self._window.load_state(self._saved)
+        if self.context.window == 0 and self.context.max_staleness is not None:
+            self._mask_staleness = self.context.max_staleness
+        return self._window
+
+
+def whitened(samples: Sequence[Trainable], *, mean_only: bool) -> tuple[Trainable, ...]:
+    """`samples` with advantages normalised over all their trained tokens together."""
+    masks = [trained_mask(sample) for sample in samples]
+    values = whiten(
+        np.concatenate([sample.advantages for sample in samples]).astype(np.float64),
+        np.concatenate(masks),
+        mean_only=mean_only,
+    )
+    parts = np.split(values.astype(np.float32), np.cumsum([len(mask) for mask in masks])[:-1])
+    return tuple(dataclasses.replace(sample, advantages=part) for sample, part in zip(samples, parts, strict=True))
+
+
+def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What only the whole batch knows, by the names of metrics.jsonl."""
+    samples = [sample for group in groups for sample in group.samples]
+    raw = [[sample.raw_reward for sample in group.samples] for group in groups]
+    metrics = {
+        "reward_mean": float(np.mean([sample.reward for sample in samples])),
+        "raw_reward_mean": float(np.mean([sample.raw_reward for sample in samples])),
+        "response_tokens_mean": float(np.mean([sample.response_tokens for sample in samples])),
+        "truncated_share": float(np.mean([sample.truncated for sample in samples])),
+        "all_equal_groups_share": float(np.mean([max(rewards) == min(rewards) for rewards in raw])),
+    }
+    for name in sorted({name for sample in samples for name in sample.reward_parts}):
+        parts = [sample.reward_parts[name] for sample in samples if name in sample.reward_parts]
+        metrics[f"reward/{name}"] = float(np.mean(parts))
+    return metrics

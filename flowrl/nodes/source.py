@@ -1,0 +1,132 @@
+"""Where groups enter the graph: the training rows of a task, in an order that depends on seed and epoch alone."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import Out
+from flowrl.messages import Prompt
+from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
+from flowrl.tasks import Row, Task, load_rows
+
+
+class PromptSource(Node):
+    """Sends every training row `repeat` times, as the members of one group.
+
+    `epochs=None` goes on for as long as the run's `--steps` need, and is one epoch without them. `seed`
+    None is the run's. Rows whose prompt has more than `max_prompt_tokens` are left out and counted.
+    """
+
+    prompts: Out[Prompt]
+
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        repeat: int = 1,
+        epochs: int | None = None,
+        seed: int | None = None,
+        max_prompt_tokens: int = 512,
+    ) -> None:
+        self.task = task
+        self.policy = policy
+        self.repeat = repeat
+        self.epochs = epochs
+        self.seed = seed
+        self.max_prompt_tokens = max_prompt_tokens
+        self._epoch = 0
+        self._position = 0
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.repeat, longest_prompt=self.max_prompt_tokens)
+
+    def check(self, facts: Any) -> list[str]:
+        ranges = (("repeat", self.repeat), ("epochs", self.epochs), ("max_prompt_tokens", self.max_prompt_tokens))
+        return [f"{name} is {value}; it needs at least 1" for name, value in ranges if value is not None and value < 1]
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        load_rows(self.task)
+
+    async def setup(self) -> None:
+        self._seed = self.context.seed if self.seed is None else self.seed
+        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
+        self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
+        rows = (await self.blocking(load_rows, self.task)).train
+        self._rows = await self.blocking(self._short_enough, rows)
+        self.context.progress(f"{len(self._rows)} training prompts")
+
+    async def run(self) -> None:
+        for epoch, position, row in self._from_cursor():
+            if not await self.prompts.admit(self.group(row, epoch)):
+                return
+            self._epoch, self._position = epoch, position + 1
+
+    def group(self, row: Row, epoch: int) -> list[Prompt]:
+        """The members of the group that `row` makes in `epoch`."""
+        text, token_ids = self._chat.prompt(row.turns)
+        group_id = f"{self.name}:{epoch}:{row.prompt_id}"
+        return [
+            Prompt(
+                sample_id=f"{group_id}:{member}",
+                group_id=group_id,
+                prompt_id=row.prompt_id,
+                epoch=epoch,
+                member=member,
+                group_size=self.repeat,
+                seed=sampling_seed(self._seed, row.prompt_id, epoch, member),
+                text=text,
+                token_ids=token_ids,
+                columns=row.columns,
+            )
+            for member in range(self.repeat)
+        ]
+
+    def state(self) -> Mapping[str, Any]:
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+
+    def _from_cursor(self) -> Iterator[tuple[int, int, Row]]:
+        """(epoch, position, row) of all that is still to come."""
+        epochs = self.epochs if self.epochs is not None or self.context.steps is not None else 1
+        epoch, start = self._epoch, self._position
+        while epochs is None or epoch < epochs:
+            order = epoch_order(len(self._rows), self._seed, epoch)
+            for position in range(start, len(order)):
+                yield epoch, position, self._rows[order[position]]
+            epoch, start = epoch + 1, 0
+
+    def _short_enough(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        kept = tuple(row for row in rows if len(self._chat.prompt(row.turns)[1]) <= self.max_prompt_tokens)
+        if not kept:
+            raise ConfigError(
+                f"all {len(rows)} training prompts of {self.task.name!r} are longer than max_prompt_tokens = "
+                f"{self.max_prompt_tokens}; raise it"
+            )
+        if len(kept) < len(rows):
+            self.context.progress(
+                f"left out {len(rows) - len(kept)} prompts longer than max_prompt_tokens = {self.max_prompt_tokens}"
+            )
+        return kept
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    """The order of an epoch: a permutation that (seed, epoch) determine."""
+    order = list(range(num_rows))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def sampling_seed(seed: int, prompt_id: str, epoch: int, member: int) -> int:
+    """31 bits for the sampler of one member."""
+    text = f"{seed}/{prompt_id}/{epoch}/{member}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
