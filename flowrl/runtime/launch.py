@@ -150,7 +150,7 @@ class _Prepared:
 
         run_id = uuid.uuid4().hex[:12]
         tcp = len({host.machine for host in self.plan.hosts}) > 1
-        curve = CurveKeys.make() if tcp else None
+        curve = CurveKeys.new() if tcp else None
         endpoint = Endpoint("driver", run_id=run_id, driver_pid=os.getpid(), curve=curve)
         await endpoint.open(tcp=tcp)
         slots = tuple(Slot(h.name, h.cpus, h.num_gpus, h.cores, h.machine) for h in self.plan.hosts)
@@ -205,6 +205,7 @@ class _Prepared:
             start_version=self.version,
             run_id=run_id,
             max_staleness=self.plan.numbers.max_staleness,
+            window=self.plan.numbers.window,
             window=self.plan.numbers.window,
             lease=host.lease,
         )

@@ -1,0 +1,120 @@
+"""Turns and the batch-end barrier, without a process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from flowrl.runtime.barrier import BatchEnd, Turns
+from flowrl.runtime.lease import Lease
+
+
+def ask(node: str) -> dict[str, str]:
+    return {"name": "weights", "node": node}
+
+
+def test_turns_go_in_order_of_asking() -> None:
+    async def main() -> list[str]:
+        turns, order = Turns(), []
+
+        async def take(node: str) -> None:
+            await turns.take("h", ask(node))
+            order.append(node)
+            turns.over("h", ask(node))
+
+        await turns.take("h", ask("first"))
+        async with asyncio.TaskGroup() as tasks:
+            for node in "abc":
+                tasks.create_task(take(node))
+            await asyncio.sleep(0)
+            assert order == []
+            turns.over("h", ask("first"))
+        return order
+
+    assert asyncio.run(main()) == ["a", "b", "c"]
+
+
+def test_a_cancelled_wait_leaves_the_queue() -> None:
+    async def main() -> None:
+        turns = Turns()
+        await turns.take("h", ask("a"))
+        waiting = asyncio.ensure_future(turns.take("h", ask("b")))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        turns.over("h", ask("a"))
+        await turns.take("h", ask("c"))
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
+def test_only_the_holder_ends_a_turn() -> None:
+    async def main() -> bool:
+        turns = Turns()
+        await turns.take("h", ask("a"))
+        turns.over("h", ask("b"))
+        waiting = asyncio.ensure_future(turns.take("h", ask("c")))
+        await asyncio.sleep(0)
+        taken = waiting.done()
+        waiting.cancel()
+        return taken
+
+    assert not asyncio.run(main())
+
+
+def test_the_checkpoint_is_written_once_when_all_trainers_stand() -> None:
+    async def main() -> list[str]:
+        events: list[str] = []
+
+        async def write(version: int) -> None:
+            events.append(f"write {version}")
+
+        end = BatchEnd(2, lambda version: version == 4, write)
+
+        async def trainer(name: str) -> None:
+            await end.arrive("h", {"version": 3})
+            events.append(f"{name} passed 3")
+            await end.arrive("h", {"version": 4})
+            events.append(f"{name} passed 4")
+
+        first = asyncio.ensure_future(trainer("a"))
+        await asyncio.sleep(0)
+        assert events == ["a passed 3"]
+        await asyncio.gather(first, trainer("b"))
+        return events
+
+    events = asyncio.run(main())
+    assert events[:3] == ["a passed 3", "b passed 3", "write 4"]
+    assert sorted(events[3:]) == ["a passed 4", "b passed 4"]
+
+
+class Link:
+    """A driver with one turn, in memory."""
+
+    def __init__(self, turns: Turns, log: list[str]) -> None:
+        self.turns, self.log = turns, log
+
+    async def request(self, host: str, kind: str, body: dict[str, str]) -> None:
+        await self.turns.take(host, body)
+        self.log.append(f"{body['node']} has it")
+
+    def notify(self, host: str, kind: str, body: dict[str, str]) -> None:
+        self.log.append(f"{body['node']} gives it back")
+        self.turns.over(host, body)
+
+
+def test_a_lease_is_held_while_any_turn_is_open() -> None:
+    async def main() -> list[str]:
+        log: list[str] = []
+        turns = Turns()
+        one, two = (Lease("gpu", host, Link(turns, log)) for host in ("one", "two"))
+        await one.begin()
+        await one.begin()
+        other = asyncio.ensure_future(two.begin())
+        await one.end()
+        await asyncio.sleep(0)
+        assert not other.done()
+        await one.end()
+        await other
+        return log
+
+    assert asyncio.run(main()) == ["one has it", "one gives it back", "two has it"]

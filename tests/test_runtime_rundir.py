@@ -1,0 +1,50 @@
+"""The run directory: its lock, and what resume asks of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.runtime.rundir import RunDir
+
+
+def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
+    first = RunDir(tmp_path / "run")
+    first.claim(resume=False)
+    with pytest.raises(ConfigError, match="is in use by the run of process"):
+        RunDir(tmp_path / "run").claim(resume=False)
+    first.release()
+    RunDir(tmp_path / "run").claim(resume=False)
+
+
+def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").touch()
+    with pytest.raises(ConfigError, match="continue it with --resume"):
+        RunDir(tmp_path).claim(resume=False)
+
+
+def test_resume_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        RunDir(tmp_path / "nothing").claim(resume=True)
+
+
+def test_resume_needs_a_finished_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    directory = RunDir(tmp_path)
+    directory.claim(resume=True)
+    (tmp_path / "checkpoints" / "step_000004").mkdir()
+    with pytest.raises(ConfigError, match="no finished checkpoint"):
+        directory.newest_checkpoint()
+
+
+def test_the_newest_finished_checkpoint_is_taken(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path)
+    directory.claim(resume=False)
+    for step, finished in ((2, True), (10, True), (12, False)):
+        path = directory.checkpoints / f"step_{step:06d}"
+        path.mkdir()
+        if finished:
+            (path / "state.msgpack").touch()
+    assert directory.newest_checkpoint() == (10, directory.checkpoints / "step_000010")
