@@ -50,8 +50,8 @@ class Books:
 
     `policies` are the names under which trainers publish (`Weights.policy`). The first one's use of a
     sample is what the `samples` table tells; the others stand in `uses` alone, and their records in
-    the first one's next record, under their names. `on_step` gets that record, `on_evaluation` the
-    rows of every evaluation. With `resume` the groups that the ledger has in flight keep their tickets.
+    the first one's next record, under their names. `on_step` gets that record. With `resume` the groups
+    that the ledger has in flight keep their tickets.
     """
 
     def __init__(
@@ -61,14 +61,12 @@ class Books:
         *,
         policies: Sequence[str],
         on_step: Callable[[dict[str, Any]], None],
-        on_evaluation: Callable[[Sequence[Row]], None] | None = None,
         resume: bool = False,
     ) -> None:
         self.tickets = tickets
         self.ledger = Ledger(run_dir / LEDGER)
         self._main = policies[0] if policies else "trainer"
         self._on_step = on_step
-        self._on_evaluation = on_evaluation
         self._other_records: dict[str, Any] = {}
         self._groups: dict[str, _Group] = {}
         """Groups with a sample in flight or an open ticket."""
@@ -239,8 +237,6 @@ class Books:
     def _evaluation(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self.ledger.add("evaluated", *row)
-        if self._on_evaluation is not None:
-            self._on_evaluation(rows)
 
     def _leave(self, sample_id: str) -> _Group | None:
         """Take the sample out of flight; None if it had left before."""

@@ -1,0 +1,434 @@
+"""Tickets and the window: their contracts, and the bound they exist for, in simulated runs."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from flowrl.channel.tickets import Tickets, Window
+
+POLICY = "trainer"
+
+
+def tickets(per_batch: int = 2, ahead: int = 1, *, replicas: int = 1, **options: int | None) -> Tickets:
+    consumers = [(f"generator/{i}", POLICY) for i in range(replicas)]
+    return Tickets(per_batch, ahead, consumers=consumers, **options)  # type: ignore[arg-type]
+
+
+def admit_all(books: Tickets) -> list[int]:
+    taken = []
+    while (ticket := books.try_admit()) is not None:
+        taken.append(ticket)
+    return taken
+
+
+# Tickets
+
+
+def test_there_are_s_plus_one_batches_of_tickets() -> None:
+    assert admit_all(tickets(per_batch=3, ahead=2)) == list(range(9))
+
+
+def test_a_ticket_returns_when_every_replica_holds_the_version_it_helped_to_make() -> None:
+    books = tickets(per_batch=2, ahead=0, replicas=2)
+    admit_all(books)
+    books.trained([0, 1], POLICY, 1)
+    assert books.try_admit() is None
+    books.holds("generator/0", POLICY, 1)
+    assert books.try_admit() is None
+    assert books.why_waiting() == "all 2 tickets are out: generator/1 holds version 0 of trainer, 1 is made"
+    books.holds("generator/1", POLICY, 1)
+    assert admit_all(books) == [2, 3]
+
+
+def test_holding_a_newer_version_returns_the_tickets_of_older_ones() -> None:
+    books = tickets(per_batch=1, ahead=1, publish_every=2)
+    admit_all(books)
+    books.trained([0], POLICY, 1)
+    books.trained([1], POLICY, 2)
+    books.holds("generator/0", POLICY, 2)
+    assert books.num_open == 0
+
+
+def test_old_news_of_a_replica_changes_nothing() -> None:
+    books = tickets()
+    books.holds("generator/0", POLICY, 3)
+    books.holds("generator/0", POLICY, 2)
+    assert books.floor(POLICY) == 3
+
+
+def test_a_dropped_group_returns_its_ticket_once() -> None:
+    books = tickets(per_batch=1, ahead=0)
+    assert books.try_admit() == 0
+    assert books.dropped(0)
+    assert not books.dropped(0)
+    assert admit_all(books) == [1]
+
+
+def test_a_trained_group_can_no_longer_be_dropped() -> None:
+    books = tickets(per_batch=1, ahead=0)
+    books.try_admit()
+    books.trained([0], POLICY, 1)
+    assert not books.dropped(0)
+    assert books.num_open == 1
+
+
+def test_a_ticket_waits_for_every_policy() -> None:
+    consumers = [("generator/0", "trainer"), ("critic/0", "value_trainer")]
+    books = Tickets(1, 0, consumers=consumers)
+    books.try_admit()
+    books.trained([0], "trainer", 1)
+    books.holds("generator/0", "trainer", 1)
+    assert books.num_open == 1
+    books.trained([0], "value_trainer", 1)
+    assert books.num_open == 1
+    books.holds("critic/0", "value_trainer", 1)
+    assert books.num_open == 0
+
+
+def test_the_dead_are_not_waited_for() -> None:
+    books = tickets(per_batch=1, ahead=0, replicas=2)
+    books.try_admit()
+    books.trained([0], POLICY, 1)
+    books.holds("generator/0", POLICY, 1)
+    books.died("generator/1")
+    assert books.num_open == 0
+    assert books.floor(POLICY) == 1
+
+
+def test_one_that_returns_is_waited_for_from_then_on() -> None:
+    books = tickets(per_batch=1, ahead=0, replicas=2)
+    books.died("generator/1")
+    books.returned("generator/1", {POLICY: 0})
+    books.try_admit()
+    books.trained([0], POLICY, 1)
+    books.holds("generator/0", POLICY, 1)
+    assert books.num_open == 1
+    books.holds("generator/1", POLICY, 1)
+    assert books.num_open == 0
+
+
+def test_admission_stops_at_what_the_steps_need_and_replaces_the_dropped() -> None:
+    books = tickets(per_batch=2, ahead=9, max_groups=4)
+    assert admit_all(books) == [0, 1, 2, 3]
+    assert "all 4 groups" in books.why_waiting()
+    books.dropped(1)
+    assert admit_all(books) == [4]
+    books.trained([0, 2], POLICY, 1)
+    assert not books.closed
+    books.trained([3, 4], POLICY, 2)
+    assert books.closed
+    assert books.num_wanted == 0
+
+
+def test_pauses_with_different_reasons_are_independent() -> None:
+    books = tickets()
+    books.pause("checkpoint")
+    books.pause("evaluation")
+    books.resume("checkpoint")
+    assert books.why_waiting() == "admission is closed: evaluation"
+    books.resume("evaluation")
+    assert books.try_admit() == 0
+
+
+def test_a_restored_admission_goes_on_counting() -> None:
+    books = tickets(per_batch=2, ahead=1, start_version=7)
+    books.restore([11, 13], 14)
+    assert admit_all(books) == [14, 15]
+    assert books.untrained() == [11, 13, 14, 15]
+    assert books.floor(POLICY) == 7
+
+
+def test_a_graph_without_feedback_admits_without_a_bound() -> None:
+    books = Tickets(2, None, consumers=(), max_groups=50)
+    assert len(admit_all(books)) == 50
+    books.trained(range(50), POLICY, 1)
+    assert books.num_open == 0
+    assert books.closed
+
+
+def test_publishing_more_rarely_than_tickets_allow_is_refused() -> None:
+    with pytest.raises(AssertionError, match="publish_every=3"):
+        tickets(ahead=1, publish_every=3)
+
+
+# Window
+
+
+def test_strict_order_waits_for_the_oldest() -> None:
+    window = Window[str](2)
+    window.offer(1, "b")
+    window.offer(2, "c")
+    assert window.take() is None
+    assert window.waits_for == 0
+    window.offer(0, "a")
+    assert window.take() == ["a", "b"]
+    assert len(window) == 1
+
+
+def test_a_dropped_group_is_passed_over() -> None:
+    window = Window[str](2)
+    window.offer(1, "b")
+    window.offer(0, None)
+    window.offer(2, "c")
+    assert window.take() == ["b", "c"]
+
+
+def test_at_most_w_minus_one_later_groups_overtake() -> None:
+    window = Window[int](1, look_ahead=3)
+    for ticket in (1, 2, 3, 4):
+        window.offer(ticket, ticket)
+    assert [window.take(), window.take(), window.take()] == [[1], [2], None]
+    window.offer(0, 0)
+    assert [window.take(), window.take(), window.take()] == [[0], [3], [4]]
+
+
+def test_the_oldest_groups_that_may_be_taken_are_taken() -> None:
+    window = Window[int](2, look_ahead=4)
+    for ticket in (3, 2, 1):
+        window.offer(ticket, ticket)
+    assert window.take() == [1, 2]
+
+
+def test_without_a_window_items_leave_in_order_of_arrival() -> None:
+    window = Window[str](2, look_ahead=0)
+    window.offer(9, "i")
+    window.offer(4, None)
+    window.offer(2, "b")
+    assert window.take() == ["i", "b"]
+
+
+def test_items_without_tickets_leave_in_order_of_arrival() -> None:
+    window = Window[str](1, look_ahead=0)
+    window.offer(-1, "a")
+    window.offer(-1, "b")
+    assert [window.take(), window.take()] == [["a"], ["b"]]
+
+
+def test_the_remainder_is_a_smaller_batch() -> None:
+    window = Window[int](2)
+    for ticket in (0, 1, 2, 4):
+        window.offer(ticket, ticket)
+    assert window.flush() == [[0, 1], [2, 4]]
+    assert len(window) == 0
+
+
+def test_a_ticket_offered_twice_is_refused() -> None:
+    window = Window[str](1, look_ahead=2)
+    window.offer(0, None)
+    window.offer(2, "c")
+    window.offer(1, "b")
+    assert window.take() == ["b"]
+    for ticket in (0, 1, 2):
+        with pytest.raises(ValueError, match=f"ticket {ticket} was offered before"):
+            window.offer(ticket, "again")
+
+
+def test_the_state_of_a_window_is_what_has_left_it() -> None:
+    window = Window[int](1, look_ahead=3)
+    for ticket in (0, 2):
+        window.offer(ticket, ticket)
+        window.take()
+    restored = Window[int](1, look_ahead=3)
+    restored.load_state(window.state())
+    restored.offer(3, 3)
+    assert restored.take() == [3]
+    with pytest.raises(ValueError, match="ticket 2 "):
+        restored.offer(2, 2)
+
+
+# The bound, by simulation
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One simulated run: P, S, W and n of DESIGN's formulas, and how unruly its parts are."""
+
+    per_batch: int
+    ahead: int
+    look_ahead: int
+    publish_every: int
+    replicas: int
+    slots: int
+    steps: int
+    straggler: float
+    dropped: float
+    deaths: bool
+    train_s: float
+    load_s: float
+
+    @property
+    def bound(self) -> int:
+        overtaken = -(-(self.look_ahead - 1) // self.per_batch)
+        return self.ahead + overtaken if self.ahead else 0
+
+    @staticmethod
+    def draw(rng: random.Random) -> Setting:
+        publish_every = rng.choice([1, 1, 1, 2, 3])
+        per_batch = rng.randint(1, 8)
+        return Setting(
+            per_batch=per_batch,
+            ahead=rng.randint(publish_every - 1, publish_every + 4),
+            look_ahead=rng.choice([1, 1, rng.randint(1, 3 * per_batch)]),
+            publish_every=publish_every,
+            replicas=rng.randint(1, 4),
+            slots=rng.randint(1, 16),
+            steps=rng.randint(5, 30),
+            straggler=rng.choice([0.0, 0.02, 0.2]),
+            dropped=rng.choice([0.0, 0.1, 0.5]),
+            deaths=rng.random() < 0.3,
+            train_s=rng.choice([0.01, 0.3, 1.0, 3.0]),
+            load_s=rng.choice([0.0, 0.1, 2.0]),
+        )
+
+
+class Run:
+    """Source, generator replicas, batcher and trainer on a virtual clock."""
+
+    def __init__(self, setting: Setting, rng: random.Random) -> None:
+        self.setting, self.rng = setting, rng
+        self.names = [f"generator/{i}" for i in range(setting.replicas)]
+        self.tickets = Tickets(
+            setting.per_batch,
+            setting.ahead,
+            consumers=[(name, POLICY) for name in self.names],
+            publish_every=setting.publish_every,
+            max_groups=setting.steps * setting.per_batch,
+        )
+        self.window = Window[tuple[int, int]](setting.per_batch, setting.look_ahead)
+        self.held = dict.fromkeys(self.names, 0)
+        self.working: dict[str, set[int]] = {name: set() for name in self.names}
+        self.life = dict.fromkeys(self.names, 0)
+        self.waiting: list[int] = []
+        self.queue: list[list[tuple[int, int]]] = []
+        self.version = self.published = 0
+        self.training = False
+        self.staleness: list[int] = []
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def run(self) -> None:
+        if self.setting.deaths:
+            for name in self.names[1:]:
+                self.after(self.rng.uniform(0, 20), lambda name=name: self.die(name))  # type: ignore[misc]
+        self.move()
+        while self._events:
+            self._now, _, event = heapq.heappop(self._events)
+            event()
+            self.move()
+
+    def after(self, delay_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now + delay_s, next(self._order), event))
+
+    def move(self) -> None:
+        """Everything that can happen without time passing."""
+        while (ticket := self.tickets.try_admit()) is not None:
+            self.waiting.append(ticket)
+        for name in self.rng.sample(self.names, len(self.names)):
+            while self.waiting and self.life[name] >= 0 and len(self.working[name]) < self.setting.slots:
+                self.generate(name, self.waiting.pop(0))
+        while (batch := self.window.take()) is not None:
+            self.queue.append(batch)
+        if self.queue and not self.training:
+            self.training = True
+            self.after(self.setting.train_s, self.trained)
+
+    def generate(self, name: str, ticket: int) -> None:
+        self.working[name].add(ticket)
+        slow = self.rng.random() < self.setting.straggler
+        seconds = self.rng.uniform(0.5, 1.5) * (60 if slow else 1)
+        oldest, life = self.held[name], self.life[name]
+        self.after(seconds, lambda: self.generated(name, life, ticket, oldest))
+
+    def generated(self, name: str, life: int, ticket: int, oldest: int) -> None:
+        if life != self.life[name]:
+            return
+        self.working[name].remove(ticket)
+        if self.rng.random() < self.setting.dropped:
+            assert self.tickets.dropped(ticket)
+            self.window.offer(ticket, None)
+        else:
+            self.window.offer(ticket, (ticket, oldest))
+
+    def trained(self) -> None:
+        batch = self.queue.pop(0)
+        self.staleness += [self.version - oldest for _, oldest in batch]
+        self.version += 1
+        self.training = False
+        self.tickets.trained([ticket for ticket, _ in batch], POLICY, self.version)
+        if self.version % self.setting.publish_every == 0:
+            self.published = self.version
+            for name in self.names:
+                if self.life[name] >= 0:
+                    self.load(name, self.version)
+
+    def load(self, name: str, version: int) -> None:
+        life = self.life[name]
+        self.after(self.rng.uniform(0, self.setting.load_s), lambda: self.loaded(name, life, version))
+
+    def loaded(self, name: str, life: int, version: int) -> None:
+        if life == self.life[name]:
+            self.held[name] = max(self.held[name], version)
+            self.tickets.holds(name, POLICY, version)
+
+    def die(self, name: str) -> None:
+        """What it worked on goes to the others; it comes back with the newest weights of then."""
+        self.waiting = sorted([*self.working[name], *self.waiting])
+        self.working[name].clear()
+        life, self.life[name] = self.life[name], -1
+        self.tickets.died(name)
+        self.after(self.rng.uniform(0, 10), lambda: self.come_back(name, life + 1))
+
+    def come_back(self, name: str, life: int) -> None:
+        newest = self.published
+        self.tickets.returned(name, {POLICY: newest})
+        self.after(self.rng.uniform(0, self.setting.load_s), lambda: self.serve(name, life, newest))
+
+    def serve(self, name: str, life: int, version: int) -> None:
+        self.life[name], self.held[name] = life, version
+        self.loaded(name, life, version)
+        if self.published > version:
+            self.load(name, self.published)
+
+
+def simulate(first: int, last: int) -> float:
+    """Runs the settings of these seeds; the fraction of those that could reach their bound and did."""
+    reached = able = 0
+    for seed in range(first, last):
+        rng = random.Random(seed)
+        setting = Setting.draw(rng)
+        run = Run(setting, rng)
+        run.run()
+        assert run.version == setting.steps, f"seed {seed}: stands at step {run.version}: {run.tickets.why_waiting()}"
+        assert max(run.staleness) <= setting.bound, f"seed {seed}: {max(run.staleness)} of {setting}"
+        able += setting.steps > 2 * setting.bound
+        reached += max(run.staleness) == setting.bound and setting.steps > 2 * setting.bound
+    return reached / able
+
+
+def test_the_bound_is_never_passed_and_no_run_stands_still() -> None:
+    assert simulate(0, 300) > 0.5
+
+
+@pytest.mark.slow
+def test_the_bound_holds_in_thousands_of_settings() -> None:
+    assert simulate(300, 4300) > 0.5
+
+
+def test_the_simulation_notices_one_ticket_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = Tickets.__init__
+
+    def generous(self: Tickets, per_batch: int, ahead: int | None, **options: int) -> None:
+        init(self, per_batch, ahead, **options)  # type: ignore[arg-type]
+        assert self.num_tickets is not None
+        self.num_tickets += 1
+
+    monkeypatch.setattr(Tickets, "__init__", generous)
+    with pytest.raises(AssertionError, match="of Setting"):
+        simulate(0, 100)
