@@ -22,6 +22,8 @@ class Policy:
     """
     task: Task | None = None
     """What `tiny` is warm-started on by SFT; None leaves its weights random. Other models do not look at it."""
+    name: str = "policy"
+    """Names the model's directory in a checkpoint."""
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -98,7 +98,7 @@ class TokenBatch(Node):
 
     def _open_window(self) -> Window[Group]:
         """The window of the graph's admission: 0 and None are order of arrival."""
-        self._window = Window(self.num_groups, self.context.window or None)
+        self._window = Window(self.num_groups, self.context.window or 0)
         if self._saved is not None:
             self._window.load_state(self._saved)
         if self.context.window == 0 and self.context.max_staleness is not None:

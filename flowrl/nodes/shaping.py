@@ -1,0 +1,55 @@
+"""From a verdict to the reward that is trained on. Pure; the order of steps is fixed.
+
+Weighted sum of named parts, stop penalty, overlong penalty (DAPO, arXiv 2503.14476), clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """−`factor`·clip((length − (`max_tokens` − `buffer`)) / `buffer`, 0, 1), in policy tokens."""
+
+    max_tokens: int
+    buffer: int
+    factor: float = 1.0
+
+    def penalty(self, num_tokens: int) -> float:
+        """What is added to the reward of a response of that length; never above 0."""
+        over = (num_tokens - (self.max_tokens - self.buffer)) / self.buffer
+        return -self.factor * min(max(over, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Steps between verdict and reward; the default changes nothing."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the named parts (a reward's `logs`) that are summed up with the reward itself."""
+    stop_penalty: float | None = None
+    """For truncated responses: in [0, 1] scales the reward, below 0 takes its place."""
+    overlong: Overlong | None = None
+    clip: tuple[float, float] | None = None
+
+    def problems(self) -> list[str]:
+        """What is wrong with these settings, complete sentences."""
+        found = []
+        if self.stop_penalty is not None and self.stop_penalty > 1:
+            found.append(f"shaping.stop_penalty is {self.stop_penalty}; it has to be in [0, 1], or below 0")
+        if self.overlong is not None and self.overlong.buffer < 1:
+            found.append(f"shaping.overlong.buffer is {self.overlong.buffer}; it needs at least 1 token")
+        if self.clip is not None and self.clip[0] > self.clip[1]:
+            found.append(f"shaping.clip is {self.clip}; the lower bound has to come first")
+        return found
+
+    def shaped(self, reward: float, parts: Mapping[str, float], *, num_tokens: int, truncated: bool) -> float:
+        """The reward that is trained on."""
+        reward += sum(weight * parts.get(name, 0.0) for name, weight in self.weights.items())
+        if truncated and self.stop_penalty is not None:
+            reward = reward * self.stop_penalty if self.stop_penalty >= 0 else self.stop_penalty
+        if self.overlong is not None:
+            reward += self.overlong.penalty(num_tokens)
+        return reward if self.clip is None else min(max(reward, self.clip[0]), self.clip[1])

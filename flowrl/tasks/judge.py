@@ -1,0 +1,234 @@
+"""Reward functions: found by name, called, and their answers checked.
+
+A function is `f(prompts, responses, **columns)` over lists, or `f(prompt, response, **columns)` for one
+sample; either may be `async`. It returns a list of numbers (one number), or a mapping with `rewards`
+(`reward`) and if it likes `scores` (`score`), what counts before any shaping, and `logs`, named parts.
+Columns are passed by name: those that its signature names, or all if it takes `**columns`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flowrl.errors import ConfigError
+
+Columns = Sequence[Mapping[str, Any]]
+
+
+class BadReward(Exception):
+    """A reward function raised, or returned what is no reward. `reason` is one word for the books."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        self.reason = reason
+        super().__init__(text)
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What a reward function said, one entry a sample."""
+
+    rewards: tuple[float, ...]
+    scores: tuple[float, ...]
+    logs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A reward function, ready to be called."""
+
+    place: str
+    function: Callable[..., Any]
+    single: bool
+    """Takes one sample rather than lists."""
+    wanted: frozenset[str] | None
+    """Columns that it is given; None for all."""
+    required: frozenset[str]
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the rows of a task lack a column that the function needs."""
+        missing = sorted(self.required - set(columns))
+        if missing:
+            raise ConfigError(
+                f"reward {self.place} needs the column {', '.join(missing)}, but the task's rows have "
+                f"{', '.join(columns) or 'none'}; rename the parameter, give it a default, or add the column"
+            )
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+        """Judge, in this thread. Raises BadReward."""
+        return self._checked(lambda: self._call(prompts, responses, columns), len(responses))
+
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+        """Judge by an `async` function. Raises BadReward."""
+        called = self._call(prompts, responses, columns)
+        try:
+            answer = await (asyncio.gather(*called) if self.single else called)
+        except Exception as problem:  # the boundary to the user's function
+            raise _raised(self.place, problem) from problem
+        return self._verdicts(answer, len(responses))
+
+    def _checked(self, call: Callable[[], Any], num: int) -> Verdicts:
+        try:
+            answer = call()
+        except Exception as problem:  # the boundary to the user's function
+            raise _raised(self.place, problem) from problem
+        return self._verdicts(answer, num)
+
+    def _call(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Any:
+        chosen = [
+            {name: row.get(name) for name in (row if self.wanted is None else self.wanted & set(row))}
+            for row in columns
+        ]
+        if self.single:
+            return [self.function(p, r, **c) for p, r, c in zip(prompts, responses, chosen, strict=True)]
+        names = dict.fromkeys(name for row in chosen for name in row)
+        lists = {name: [row.get(name) for row in chosen] for name in names}
+        return self.function(list(prompts), list(responses), **lists)
+
+    def _verdicts(self, answer: Any, num: int) -> Verdicts:
+        if self.single:
+            return _joined([as_verdicts(self.place, _listed(one), 1) for one in answer])
+        return as_verdicts(self.place, answer, num)
+
+
+def as_verdicts(place: str, answer: Any, num: int) -> Verdicts:
+    """What a function returned for `num` samples, checked. Raises BadReward that says what was returned."""
+    if not isinstance(answer, Mapping):
+        rewards = _numbers(place, "rewards", answer, num)
+        return Verdicts(rewards, rewards)
+    if "rewards" not in answer:
+        keys = ", ".join(map(str, answer)) or "nothing"
+        raise BadReward("reward_malformed", f"{place} returned a mapping of {keys}; it needs the key 'rewards'")
+    rewards = _numbers(place, "rewards", answer["rewards"], num)
+    scores = _numbers(place, "scores", answer["scores"], num) if "scores" in answer else rewards
+    logs = answer.get("logs", {})
+    return Verdicts(rewards, scores, {str(k): _numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items()})
+
+
+def load_judge(place: str) -> Judge:
+    """The function at `file.py:function` or `package.module:function`. Raises ConfigError."""
+    where, _, name = place.rpartition(":")
+    module = _file_module(where) if where.endswith(".py") else _package_module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = sorted(n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__)
+        raise ConfigError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}")
+    return _judge(place, function)
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """`file.py:function` of a function given as an object: a worker process finds it again there."""
+    file = inspect.getsourcefile(function)
+    if file is None or "." in function.__qualname__ or "<" in function.__qualname__:
+        raise ConfigError(
+            f"the reward {function.__qualname__} cannot be found again by a worker process; define it with def at the "
+            "top of a file, or name it as file.py:function"
+        )
+    return f"{Path(file).resolve()}:{function.__qualname__}"
+
+
+def _judge(place: str, function: Callable[..., Any]) -> Judge:
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if positional[:2] not in (["prompts", "responses"], ["prompt", "response"]):
+        raise ConfigError(
+            f"reward {place} begins with the parameters ({', '.join(positional[:2])}); it needs (prompts, responses) "
+            "for lists, or (prompt, response) for one sample"
+        )
+    named = [p for p in parameters if p.name not in positional[:2] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return Judge(
+        place=place,
+        function=function,
+        single=positional[0] == "prompt",
+        wanted=None if takes_all else frozenset(p.name for p in named),
+        required=frozenset(p.name for p in named if p.default is p.empty),
+    )
+
+
+def _package_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as problem:  # the boundary to the user's module
+        raise ConfigError(f"the reward's module {name!r} does not import: {_one_line(problem)}") from None
+
+
+@functools.lru_cache(maxsize=16)
+def _file_module(name: str) -> ModuleType:
+    path = Path(name).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"the reward's file {name} does not exist (looked for {path})")
+    module_name = f"flowrl_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:  # the boundary to the user's module
+        raise ConfigError(f"the reward's file {name} does not import: {_one_line(problem)}") from None
+    return module
+
+
+def _numbers(place: str, what: str, values: Any, num: int) -> tuple[float, ...]:
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise BadReward(
+            "reward_malformed", f"{place} returned {what} = {_short(values)}; it needs a list of {num} number(s)"
+        )
+    if len(values) != num:
+        raise BadReward("reward_wrong_length", f"{place} returned {len(values)} {what} for {num} response(s)")
+    for value in values:
+        if not isinstance(value, numbers.Real):
+            raise BadReward("reward_malformed", f"{place} returned {what} with {_short(value)}; it needs numbers")
+        if not math.isfinite(value):
+            raise BadReward("reward_not_finite", f"{place} returned {what} with {value}; it needs finite numbers")
+    return tuple(float(value) for value in values)
+
+
+def _listed(answer: Any) -> Any:
+    """One sample's answer in the shape that lists have."""
+    if not isinstance(answer, Mapping):
+        return [answer]
+    plural = {"reward": "rewards", "score": "scores"}
+    listed: dict[str, Any] = {plural.get(k, str(k)): [v] for k, v in answer.items() if k != "logs"}
+    return {**listed, "logs": {k: [v] for k, v in answer.get("logs", {}).items()}}
+
+
+def _joined(parts: Sequence[Verdicts]) -> Verdicts:
+    names = dict.fromkeys(name for part in parts for name in part.logs)
+    return Verdicts(
+        tuple(part.rewards[0] for part in parts),
+        tuple(part.scores[0] for part in parts),
+        {name: tuple(part.logs[name][0] if name in part.logs else 0.0 for part in parts) for name in names},
+    )
+
+
+def _raised(place: str, problem: Exception) -> BadReward:
+    return BadReward("reward_raised", f"{place} raised {_one_line(problem)}")
+
+
+def _one_line(problem: Exception) -> str:
+    text = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {text[0]}" if text else type(problem).__name__
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

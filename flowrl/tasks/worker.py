@@ -1,0 +1,142 @@
+"""Synchronous reward functions in a process of their own, which is killed when one takes too long.
+
+One call is one length-prefixed msgpack message each way, over the child's standard input and output.
+What the function prints goes to standard error. The child ends when its input does, or its parent dies.
+A call ends with the answer, the timeout, or the child's death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import struct
+import sys
+from collections.abc import Sequence
+from typing import IO, Any
+
+import msgpack
+
+from flowrl.errors import ConfigError
+from flowrl.tasks.judge import BadReward, Columns, Verdicts, load_judge
+
+LENGTH = struct.Struct("<I")
+PR_SET_PDEATHSIG = 1
+
+
+class RewardWorker:
+    """One child process for one function. One call at a time."""
+
+    def __init__(self, place: str, *, timeout_s: float) -> None:
+        self.place = place
+        self.timeout_s = timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the child and load the function there. Raises ConfigError if it does not load."""
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "flowrl.tasks.worker",
+            self.place,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        answer = await self._receive()
+        if "error" in answer:
+            await self.close()
+            raise ConfigError(answer["error"])
+
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+        """Judge. Raises BadReward; after a timeout or a crash the next call finds a fresh child."""
+        async with self._turn:
+            if self._process is None:
+                await self.start()
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    await self._send({"prompts": prompts, "responses": responses, "columns": columns})
+                    answer = await self._receive()
+            except TimeoutError:
+                await self.close()
+                raise BadReward("reward_timed_out", f"{self.place} took more than {self.timeout_s} s") from None
+            except (asyncio.IncompleteReadError, ConnectionError):
+                code = await self._died()
+                raise BadReward("reward_died", f"{self.place} ended its process (status {code})") from None
+            except asyncio.CancelledError:
+                await self.close()
+                raise
+        if "error" in answer:
+            raise BadReward(answer["reason"], answer["error"])
+        logs = {name: tuple(values) for name, values in answer["logs"].items()}
+        return Verdicts(tuple(answer["rewards"]), tuple(answer["scores"]), logs)
+
+    async def close(self) -> None:
+        """Kill the child."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    async def _died(self) -> int | None:
+        process = self._process
+        await self.close()
+        return None if process is None else process.returncode
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        body = msgpack.packb(message)
+        self._process.stdin.write(LENGTH.pack(len(body)) + body)
+        await self._process.stdin.drain()
+
+    async def _receive(self) -> dict[str, Any]:
+        assert self._process is not None and self._process.stdout is not None
+        (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
+        message: dict[str, Any] = msgpack.unpackb(await self._process.stdout.readexactly(length))
+        return message
+
+
+# The child
+
+
+def serve(place: str) -> None:
+    """The child's whole life."""
+    _die_with_parent()
+    inbox, outbox = os.fdopen(0, "rb", closefd=False), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        judge = load_judge(place)
+    except ConfigError as problem:
+        _write(outbox, {"error": str(problem)})
+        return
+    _write(outbox, {})
+    while (request := _read(inbox)) is not None:
+        try:
+            verdicts = judge(request["prompts"], request["responses"], request["columns"])
+        except BadReward as bad:
+            _write(outbox, {"error": str(bad), "reason": bad.reason})
+        else:
+            _write(outbox, {"rewards": verdicts.rewards, "scores": verdicts.scores, "logs": dict(verdicts.logs)})
+
+
+def _read(inbox: IO[bytes]) -> Any:
+    head = inbox.read(LENGTH.size)
+    return msgpack.unpackb(inbox.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
+
+
+def _write(outbox: IO[bytes], message: dict[str, Any]) -> None:
+    body = msgpack.packb(message)
+    outbox.write(LENGTH.pack(len(body)) + body)
+    outbox.flush()
+
+
+def _die_with_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
