@@ -26,7 +26,7 @@ def parse_options(config_type: type[Any], args: Sequence[str], *, prog: str, oth
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
-            return tyro.cli(config_type, args=spelled, prog=prog, compact_help=True)
+            return tyro.cli(config_type, args=spelled, prog=prog)
     except SystemExit as end:
         if not end.code:
             raise

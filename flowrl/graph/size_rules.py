@@ -78,12 +78,13 @@ def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
                 f"{name} has token_budget={budget}, but a sample can be {numbers.longest_sample} tokens long "
                 f"({_lengths(graph)}); raise token_budget to {numbers.longest_sample} or shorten these."
             )
-    sequences = (numbers.groups_per_batch or 0) * (numbers.group_size or 1)
+    members = 1 if numbers.group_size is None else numbers.group_size
+    sequences = (numbers.groups_per_batch or 0) * members
     for placed in graph.placed.values():
         fed = any(edge.into.node is placed.node and edge.dispatch == "gang" for edge in graph.edges)
         if placed.node.gang and fed and 0 < sequences < placed.replicas:
             yield (
-                f"a batch has {sequences} sequences ({numbers.groups_per_batch} groups × {numbers.group_size or 1}), "
+                f"a batch has {sequences} sequences ({numbers.groups_per_batch} groups × {members}), "
                 f"but {placed.name} has {placed.replicas} ranks; use more groups a batch or fewer ranks."
             )
 

@@ -57,7 +57,7 @@ def svg(graph: Graph, plan: Plan) -> str:
     above = [edge for edge in graph.edges if edge.kind != "latest"]
     table = columns(graph)
     sheet = _sheet(graph, table, above)
-    parts = [_boxes(sheet), _edges(graph, plan, sheet)]
+    parts = [_edges(graph, plan, sheet), _boxes(sheet)]
     numbers = "   ·   ".join(f"{name} {text}" for name, text in number_lines(plan))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width:g} {sheet.height:g}" '
@@ -115,21 +115,23 @@ def _edges(graph: Graph, plan: Plan, sheet: Sheet) -> str:
     derived = {edge.name: edge for edge in plan.edges}
     high, low, parts = 0, 0, []
     for edge in graph.edges:
-        source, target = sheet.boxes[owner(edge.out)], sheet.boxes[owner(edge.into)]
         if edge.kind == "latest":
             low += 1
-            parts.append(_channel(edge, derived[edge.name], source, target, sheet.bottom + 8 + CHANNEL * low, low))
-        elif target.column - source.column == 1:
-            parts.append(_curve(graph, edge, derived[edge.name], source, target))
+            parts.append(_channel(sheet, edge, derived[edge.name], sheet.bottom + 8 + CHANNEL * low, low))
+        elif sheet.boxes[owner(edge.into)].column - sheet.boxes[owner(edge.out)].column == 1:
+            parts.append(_curve(graph, sheet, edge, derived[edge.name]))
         else:
             high += 1
-            parts.append(_channel(edge, derived[edge.name], source, target, sheet.top - 6 - CHANNEL * high, high))
+            parts.append(_channel(sheet, edge, derived[edge.name], sheet.top - 6 - CHANNEL * high, high))
     return "".join(parts)
 
 
-def _curve(graph: Graph, edge: Edge, derived: EdgePlan, source: Box, target: Box) -> str:
+def _curve(graph: Graph, sheet: Sheet, edge: Edge, derived: EdgePlan) -> str:
+    source, target = sheet.boxes[owner(edge.out)], sheet.boxes[owner(edge.into)]
     leaving = [e for e in graph.edges if e.out.node is edge.out.node and e.kind != "latest"]
     coming = [e for e in graph.edges if e.into.node is edge.into.node and e.kind != "latest"]
+    leaving.sort(key=lambda e: sheet.boxes[owner(e.into)].y)
+    coming.sort(key=lambda e: sheet.boxes[owner(e.out)].y)
     y0, y1 = _spread(source, leaving, edge), _spread(target, coming, edge)
     bend = GAP_X / 2
     path = (
@@ -139,22 +141,49 @@ def _curve(graph: Graph, edge: Edge, derived: EdgePlan, source: Box, target: Box
 
 
 def _spread(box: Box, edges: list[Edge], edge: Edge) -> float:
-    """Edges of one side of a box start at heights of their own."""
+    """Edges of one side of a box meet it at heights of their own."""
     place = edges.index(edge) - (len(edges) - 1) / 2
     return box.y + BOX_H / 2 + place * min(16, (BOX_H - 14) / max(len(edges), 1))
 
 
-def _channel(edge: Edge, derived: EdgePlan, source: Box, target: Box, level: float, nth: int) -> str:
-    """Down (or up) from the source, along the channel, and up (or down) into the target."""
-    down = level > source.y
-    x0, x1 = source.x + BOX_W / 2 + 10 * nth - 4, target.x + BOX_W / 2 - 10 * nth + 4
-    y0, y1 = (source.bottom, target.bottom + 2) if down else (source.y, target.y - 2)
-    side, turn = (1 if x1 > x0 else -1) * 10, 10 if down else -10
+def _channel(sheet: Sheet, edge: Edge, derived: EdgePlan, level: float, nth: int) -> str:
+    """Out of the source, along the channel at height `level`, and into the target.
+
+    Straight down or up where the way is free, else through the gap beside the column.
+    """
+    source, target = sheet.boxes[owner(edge.out)], sheet.boxes[owner(edge.into)]
+    x0, start = _leave(sheet, source, level, nth)
+    x1, end = _enter(sheet, target, level, nth)
+    side, turn = (1 if x1 > x0 else -1) * 10, 10 if level > source.y else -10
     path = (
-        f"M{x0:g} {y0:g} V{level - turn:g} Q{x0:g} {level:g} {x0 + side:g} {level:g} "
-        f"H{x1 - side:g} Q{x1:g} {level:g} {x1:g} {level - turn:g} V{y1:g}"
+        f"{start} V{level - turn:g} Q{x0:g} {level:g} {x0 + side:g} {level:g} "
+        f"H{x1 - side:g} Q{x1:g} {level:g} {x1:g} {level - turn:g} {end}"
     )
     return _line(edge, path) + _label(edge, derived, (x0 + x1) / 2, level - 6)
+
+
+def _leave(sheet: Sheet, box: Box, level: float, nth: int) -> tuple[float, str]:
+    """(x of the vertical part, path up to it)"""
+    if _blocked(sheet, box, level):
+        x, y = box.right + 8 + 7 * nth, box.y + BOX_H - 12
+        return x, f"M{box.right:g} {y:g} H{x:g}"
+    x = box.x + BOX_W / 2 + 10 * nth - 4
+    return x, f"M{x:g} {box.bottom if level > box.y else box.y:g}"
+
+
+def _enter(sheet: Sheet, box: Box, level: float, nth: int) -> tuple[float, str]:
+    """(x of the vertical part, path from it)"""
+    if _blocked(sheet, box, level):
+        x, y = box.x - 14 - 7 * nth, box.y + BOX_H - 10
+        return x, f"V{y:g} H{box.x - 2:g}"
+    x = box.x + BOX_W / 2 - 10 * nth + 4
+    return x, f"V{box.bottom + 2 if level > box.y else box.y - 2:g}"
+
+
+def _blocked(sheet: Sheet, box: Box, level: float) -> bool:
+    """Another box of the column lies between this one and `level`."""
+    low, high = sorted((box.y, level))
+    return any(other.column == box.column and low < other.y < high for other in sheet.boxes.values())
 
 
 def _line(edge: Edge, path: str) -> str:
