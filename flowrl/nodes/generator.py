@@ -41,7 +41,7 @@ class Generator(Node):
 
     `sampling` is for training, `evaluation` for `requests`: by default greedy, with the limits of
     `sampling`. `concurrency` is the number of prompts one replica works on; evaluation has as many slots
-    of its own, below in priority. `engine` passes further options to vLLM's AsyncEngineArgs.
+    of its own, below in priority. `dtype` "auto" is the model's own. `engine` passes further options to vLLM's AsyncEngineArgs.
     """
 
     cpus = 1
@@ -83,6 +83,7 @@ class Generator(Node):
         """Set while `_running` is empty."""
         self._drained.set()
         self._num_requests = 0
+        self._asleep = False
 
     # What the graph is told
 
@@ -135,15 +136,19 @@ class Generator(Node):
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._follow_weights())
-            serving = tasks.create_task(self.requests.each(self._answer, concurrency=self.concurrency))
+            serving = tasks.create_task(self._serve())
             await self.prompts.each(self._generate, concurrency=self.concurrency)
-            self.rollouts.close()
+            self.rollouts.close()  # evaluation may go on, with the weights of the last step still to come
             await serving
             following.cancel()
 
     async def close(self) -> None:
         if hasattr(self, "_sampler"):
             await self.blocking(self._sampler.close)
+
+    async def _serve(self) -> None:
+        if self.requests.live is not None:
+            await self.requests.each(self._answer, concurrency=self.concurrency)
 
     async def _follow_weights(self) -> None:
         async for manifest in self.weights:
@@ -158,7 +163,7 @@ class Generator(Node):
     # Checkpoints
 
     async def snapshot(self) -> dict[str, Prefix]:
-        """Stop sampling; the responses that are not finished, by sample id. `proceed` goes on with them.
+        """Stop sampling; the responses that are not finished, by sample id. `resume` goes on with them.
 
         Those of evaluation are not among them: they are asked again.
         """
@@ -167,9 +172,22 @@ class Generator(Node):
         await self._drained.wait()
         return {key: (r.token_ids, r.logprobs, r.versions) for key, r in self._open.items() if len(r)}
 
-    async def proceed(self) -> None:
+    async def resume(self) -> None:
         """Sample on where `snapshot` stopped."""
         self._gate.open("checkpoint")
+
+    # Shared devices
+
+    async def on_acquire(self) -> None:
+        if self.context.gpus and self._asleep:
+            await self._sampler.wake()
+            self._asleep = False
+
+    async def on_release(self) -> None:
+        """On CPU the cores are given up by not using them; a GPU's memory has to be handed over."""
+        if self.context.gpus:
+            await self._sampler.sleep()
+            self._asleep = True
 
     # Samples
 

@@ -19,6 +19,7 @@ from flowrl.weights.shm import Segment
 
 TRAINING, EVALUATION = 0, 1
 """Priorities: vLLM takes the smaller first."""
+CLOSE_S = 5.0
 
 
 class VllmSampler:
@@ -161,20 +162,22 @@ class VllmSampler:
         return max(seconds)
 
     async def sleep(self) -> None:
-        """Leave the GPU to somebody else: weights to host memory, KV dropped. Running requests are recomputed later."""
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
-        await self._engine.sleep(level=1, mode="keep")
+        """Leave the GPU to somebody else: weights to host memory, KV dropped. With no request running."""
+        await self._engine.sleep(level=1)
 
     async def wake(self) -> None:
         await self._engine.wake_up()
-        await self._engine.resume_generation()
 
     def text(self, token_ids: Int32) -> str:
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def close(self) -> None:
-        """End the child process."""
-        self._engine.shutdown(timeout=0)
+        """End the child process: asked first, killed after `CLOSE_S`."""
+        engine, self._engine = self._engine, None
+        outputs = engine.output_handler
+        if outputs is not None:  # or it would log the end of the child as a failure
+            outputs.get_loop().call_soon_threadsafe(outputs.cancel)
+        engine.shutdown(timeout=CLOSE_S)
 
 
 def _completion(output: Any) -> Completion:

@@ -8,9 +8,11 @@ because the host has pinned itself already and its children inherit that.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -57,7 +59,7 @@ def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool) -> None:
     from flowrl.weights.engine_process import PARENT_VARIABLE
 
     os.environ[PARENT_VARIABLE] = str(os.getpid())
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if on_gpu:
         return
@@ -66,6 +68,12 @@ def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool) -> None:
     if cores:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(len(cores))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores)
+
+
+def model_dtype(model_dir: str) -> str:
+    """The dtype that the model's own config names. vLLM's "auto" would make bfloat16 of float32."""
+    config = json.loads((Path(model_dir) / "config.json").read_text())
+    return str(config.get("dtype") or config.get("torch_dtype") or "auto")
 
 
 def engine_arguments(
@@ -85,17 +93,20 @@ def engine_arguments(
 
     arguments: dict[str, Any] = {
         "model": model_dir,
-        "dtype": dtype,
+        "dtype": model_dtype(model_dir) if dtype == "auto" else dtype,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=weight_backend),
     }
-    if not on_gpu:
+    if on_gpu:
+        arguments["enable_sleep_mode"] = True
+    else:
         arguments |= {
             "enforce_eager": True,
             "block_size": 32,

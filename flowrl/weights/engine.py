@@ -13,6 +13,7 @@ it registers the transfer engine. Three facts of vLLM 0.32 shape it:
 
 from __future__ import annotations
 
+import logging
 import mmap
 import time
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from flowrl.weights.manifest import Row, views
 from flowrl.weights.shm import DATA_OFFSET, Segment
 
 BACKEND = "flowrl_shm"
+# Warns at every update of each layer without weights of its own: rotary embeddings and tied heads.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @dataclass
@@ -58,6 +61,8 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._mappings: dict[str, mmap.mmap] = {}
+        self._parameters = {name for name, _ in self.model.named_parameters()}
+        """Tied parameters once, which is how a publisher sends them."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -71,7 +76,13 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.model.load_weights(views(self._mapping(update_info.segment), update_info.tensors, start=DATA_OFFSET))
+        tensors = views(self._mapping(update_info.segment), update_info.tensors, start=DATA_OFFSET)
+        missing = self._parameters - set(self.model.load_weights(tensors))
+        if missing:
+            raise ValueError(
+                f"the published version lacks {len(missing)} of the model's parameters, among them "
+                f"{sorted(missing)[:3]}: trainer and generator were given different models"
+            )
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
