@@ -34,7 +34,9 @@ Buffer = bytes | memoryview | np.ndarray[Any, Any]
 Place = Callable[[np.ndarray[Any, Any]], bytes | None]
 """Puts an array into shared memory and returns its address, None where that is not possible."""
 
-DTYPES = tuple(np.dtype(t) for t in "?,i1,i2,i4,i8,u1,u2,u4,u8,f2,f4,f8,c8,c16".split(","))
+DTYPES = tuple(
+    np.dtype(t) for t in ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+)
 _dtype_code = {dtype: code for code, dtype in enumerate(DTYPES)}
 _shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(9))
 _index = Struct("<Q")

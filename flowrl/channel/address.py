@@ -1,0 +1,90 @@
+"""Where an endpoint can be reached, and the keys that protect it off its machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+import zmq
+
+from flowrl.errors import ConfigError
+
+SOCKET_PATH_LIMIT = 107
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """One key pair for the whole run: who has it belongs to the run, nobody else gets in."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> CurveKeys:
+        return cls(*zmq.curve_keypair())
+
+
+@dataclass(frozen=True)
+class Address:
+    """An open endpoint. Plain data: it travels to the other processes through Ray."""
+
+    host: str
+    epoch: int
+    machine: str
+    pid: int
+    ipc: str
+    tcp: str = ""
+    """"tcp://host:port", "" if the endpoint was not asked to listen beyond its machine."""
+
+
+def this_machine() -> str:
+    """Two processes with the same value share /dev/shm and can meet over ipc."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    shared = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else 0
+    return f"{socket.gethostname()}:{boot.read_text().strip() if boot.exists() else ''}:{shared}"
+
+
+def socket_root() -> Path:
+    """The directory of all of this user's flowrl sockets, private to the user."""
+    root = Path(tempfile.gettempdir()) / f"flowrl-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.stat().st_uid != os.getuid():
+        raise ConfigError(f"{root} belongs to another user; remove it, or set TMPDIR to a directory of your own")
+    return root
+
+
+def run_prefix(run_id: str, driver_pid: int) -> str:
+    """What every name a run leaves on the machine starts with; `sweep` reads the pid from it."""
+    return f"{blake2b(run_id.encode(), digest_size=5).hexdigest()}-{driver_pid}"
+
+
+def ipc_path(run_id: str, driver_pid: int, host: str, epoch: int) -> Path:
+    """The unix socket of an endpoint. Its directory is made."""
+    folder = socket_root() / run_prefix(run_id, driver_pid)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{blake2b(host.encode(), digest_size=5).hexdigest()}-{epoch}"
+    if len(str(path)) > SOCKET_PATH_LIMIT:
+        raise ConfigError(f"{path} is too long for a unix socket; set TMPDIR to a shorter path")
+    return path
+
+
+def remove_socket(path: str) -> None:
+    """Remove an endpoint's socket, and its directory if it was the run's last."""
+    Path(path).unlink(missing_ok=True)
+    with suppress(OSError):
+        Path(path).parent.rmdir()
+
+
+def local_ip() -> str:
+    """The address under which other machines reach this one (no packet is sent)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -1,0 +1,90 @@
+"""Custody: when may a node let go of what it took in?
+
+An item is due for its ack when its turn has ended and every message made from it (its children) has
+been taken in by the next process, on every lane it was sent on. From then on the child's own producer
+keeps the copy that a crash would need.
+
+Invariants
+- Each item counts what it still waits for: its open turn, its holds, and one for each lane on which a
+  child has not arrived. It is due exactly when the count reaches 0, and then forgotten.
+- A child counts on all of its parents, and is forgotten when it has arrived on all of its lanes.
+- Arrivals of unknown children (replays of children whose parents are long acked) change nothing.
+
+Pure bookkeeping: nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Custody(Generic[K]):
+    """The items of one node replica. Each method returns the items whose acks are due now."""
+
+    def __init__(self) -> None:
+        self._counts: dict[K, int] = {}
+        self._parents: dict[K, Sequence[K]] = {}
+        self._lanes: dict[K, int] = {}
+
+    def __len__(self) -> int:
+        """Number of items taken in and not yet due."""
+        return len(self._counts)
+
+    def begin(self, item: K) -> None:
+        """The node took `item` in: its turn is open."""
+        assert item not in self._counts, "an item is taken in once; receivers drop repetitions"
+        self._counts[item] = 1
+
+    def child(self, parents: Sequence[K], child: K, num_lanes: int = 1) -> None:
+        """`child` is made from `parents` and goes out on `num_lanes` more lanes.
+
+        Call it before the send. Several edges add up. Parents must still be open here.
+        """
+        if num_lanes == 0:
+            return
+        known = self._parents.get(child)
+        if known is None:
+            self._parents[child] = parents
+            if num_lanes > 1:
+                self._lanes[child] = num_lanes
+            for parent in parents:
+                self._counts[parent] += 1
+        else:
+            assert tuple(known) == tuple(parents), "a child has one set of parents"
+            self._lanes[child] = self._lanes.get(child, 1) + num_lanes
+
+    def arrived(self, child: K) -> Sequence[K]:
+        """`child` was taken in on one of its lanes."""
+        lanes = self._lanes.pop(child, 1)
+        if lanes > 1:
+            self._lanes[child] = lanes - 1
+            return ()
+        parents = self._parents.pop(child, ())
+        return [parent for parent in parents if self._less(parent)]
+
+    def hold(self, item: K) -> None:
+        """Keep `item` open past the end of its turn."""
+        self._counts[item] += 1
+
+    def release(self, item: K) -> Sequence[K]:
+        """Undo one `hold`."""
+        return (item,) if self._less(item) else ()
+
+    def end(self, item: K) -> Sequence[K]:
+        """The turn of `item` has ended."""
+        return (item,) if self._less(item) else ()
+
+    def drop(self, item: K) -> Sequence[K]:
+        """`item` ends without (further) children: the same as `end`, whatever its holds."""
+        return self.end(item)
+
+    def _less(self, item: K) -> bool:
+        count = self._counts[item] - 1
+        if count:
+            self._counts[item] = count
+            return False
+        del self._counts[item]
+        return True

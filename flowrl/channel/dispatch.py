@@ -1,0 +1,134 @@
+"""Dispatch: which lanes of an edge a message takes.
+
+- share: the lane with most free credits, in turn among equals
+- key: the lane that the group id hashes to
+- broadcast: every lane; the slowest gates
+- gang: each lane its own part, made by the message's `split(n)`; all or nothing
+- latest: every lane, overwriting; never waits
+
+Invariant: a message goes to all the lanes its rule names in one step, or to none.
+Ends of waits: a send waits for the credits its rule needs, see `flowrl.channel.ends`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+from zlib import crc32
+
+from flowrl.channel.ends import Gate, Ids, SendLane
+from flowrl.channel.envelope import Envelope
+from flowrl.channel.inbox import Delivery, EndOfStream, Inbox
+
+__all__ = ["Delivery", "EndOfStream", "Inbox", "OutEdge", "Rule"]
+
+Rule = Literal["share", "key", "broadcast", "gang", "latest"]
+
+
+class OutEdge:
+    """One edge at one producing node replica."""
+
+    def __init__(self, lanes: Sequence[SendLane], rule: Rule, capacity: int | None = None) -> None:
+        assert lanes, "an edge has at least one lane"
+        self.name = lanes[0].spec.edge
+        self.lanes = tuple(lanes)
+        self.rule: Rule = rule
+        self.capacity = capacity if capacity is not None else lanes[0].spec.capacity
+        self.gate = Gate()
+        self._turn = 0
+        for lane in lanes:
+            lane.gate = self.gate
+
+    @property
+    def num_arrivals(self) -> int:
+        """On how many lanes each message must be taken in (`Custody.child`); a latest edge owes none."""
+        if self.rule == "latest":
+            return 0
+        return len(self.lanes) if self.rule in ("broadcast", "gang") else 1
+
+    async def send(self, envelope: Envelope) -> None:
+        """Send by the edge's rule, waiting for its credits. Cancelled while waiting it sends nothing.
+
+        Raises LaneFailed when a lane it needs has failed, WireError for a body that cannot travel.
+        """
+        rule = self.rule
+        if rule == "share":
+            await self._share(envelope)
+        elif rule == "key":
+            lane = self.lanes[crc32(envelope.group_id.encode()) % len(self.lanes)]
+            await self._all([lane], lambda: [envelope])
+        elif rule == "gang":
+            await self._all(self.lanes, lambda: self._parts(envelope))
+        elif rule == "broadcast":
+            await self._all(self.lanes, lambda: [envelope] * len(self.lanes))
+        else:
+            for lane in self.lanes:
+                lane.put(envelope)
+
+    async def _share(self, envelope: Envelope) -> None:
+        if self.gate or not self._any():
+            waited = await self.gate.wait(self._any)
+            for lane in self.lanes:
+                lane.blocked_s += waited
+        lanes = self.lanes
+        if len(lanes) == 1:
+            lanes[0].put(envelope)
+            return
+        self._turn = turn = (self._turn + 1) % len(lanes)
+        max((*lanes[turn:], *lanes[:turn]), key=lambda lane: lane.machine.credits).put(envelope)
+
+    def _any(self) -> bool:
+        # A list, so that every failed lane is noticed.
+        return any([lane.can_send() for lane in self.lanes])  # noqa: C419
+
+    async def _all(self, lanes: Sequence[SendLane], parts: Callable[[], Sequence[Envelope]]) -> None:
+        def ready() -> bool:
+            return all([lane.can_send() for lane in lanes])  # noqa: C419
+
+        if self.gate or not ready():
+            waited = await self.gate.wait(ready)
+            for lane in lanes:
+                lane.blocked_s += waited
+        for lane, part in zip(lanes, parts(), strict=True):
+            lane.put(part)
+
+    def _parts(self, envelope: Envelope) -> list[Envelope]:
+        body: Any = envelope.body
+        split = getattr(body, "split", None)
+        if split is None:
+            raise TypeError(
+                f"edge {self.name!r} has dispatch='gang' and carries a {type(body).__name__}, which has no `split(n)`; "
+                "give the message one, or use another dispatch"
+            )
+        parts: Sequence[Any] = split(len(self.lanes))
+        assert len(parts) == len(self.lanes), f"{type(body).__name__}.split({len(self.lanes)}) gave {len(parts)} parts"
+        return [Envelope(envelope.id, envelope.ticket, envelope.group_id, envelope.member, part) for part in parts]
+
+    def on_taken(self, callback: Ids) -> None:
+        """As `SendLane.on_taken`; of a message on several lanes once for each."""
+        for lane in self.lanes:
+            lane.on_taken(callback)
+
+    def on_acked(self, callback: Ids) -> None:
+        """As `SendLane.on_acked`; of a message on several lanes once for each."""
+        for lane in self.lanes:
+            lane.on_acked(callback)
+
+    def unacked(self) -> list[Envelope]:
+        """Everything kept for a replay; a message on several lanes once for each."""
+        return [envelope for lane in self.lanes for envelope in lane.unacked()]
+
+    def cancel(self, ids: Sequence[bytes]) -> None:
+        """Ask the consumers to give these messages up."""
+        for lane in self.lanes:
+            lane.cancel(ids)
+
+    def close(self) -> None:
+        """End of stream on every lane."""
+        for lane in self.lanes:
+            lane.close()
+
+    def fail(self, reason: str) -> None:
+        """Fail every lane."""
+        for lane in self.lanes:
+            lane.fail(reason)

@@ -1,0 +1,407 @@
+"""The lane protocol: two pure machines, one at each end of a lane.
+
+A lane joins one producer process to one consumer replica on one edge. Frames go in through `on_*`,
+frames to be sent collect in `out`; whoever owns the machine moves them.
+
+Invariants
+- At most `capacity` messages are sent and not yet taken in by the consumer, replays included.
+- Messages are numbered from 0 within a session and taken in in that order. A session is the pair of
+  the two processes' epochs: when either process is replaced, both ends begin a new one, and frames of
+  any other are ignored.
+- The sender keeps every message until its ack. At a new session it sends all it keeps again, in the
+  old order, before anything new. Nothing else is ever sent twice, except what a gap made the receiver
+  ask for.
+- What a replaced producer had sent and nobody has taken stays in the queue, outside the new session.
+- A message id enters the node once, on whichever lanes and in whichever sessions it comes (`Seen`). A
+  repetition gives its credit back, and its ack when the first copy has been finished.
+- `close` comes after everything sent. Failure of the other process is never an end of stream.
+
+Ends of waits: a sender without credit waits for a credit frame, a failure or a new session; a receiver
+without a message for data, `close` or a failure. The owner wakes them after each `on_*`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from flowrl.channel.codec import payload_bytes, schema_of
+from flowrl.channel.envelope import Envelope
+from flowrl.channel.seen import Seen
+from flowrl.channel.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame, lane_number
+from flowrl.messages import message_type
+
+
+@dataclass(frozen=True)
+class LaneSpec:
+    """A lane by name. Both ends are made from equal specs."""
+
+    name: str
+    edge: str
+    producer: str
+    """Node replica, as "generator/0"."""
+    consumer: str
+    producer_host: str
+    consumer_host: str
+    capacity: int
+    kind: Literal["queue", "latest"] = "queue"
+    types: tuple[str, ...] = ()
+    """Names of the message classes; both ends must have them with the same fields."""
+
+    @property
+    def number(self) -> int:
+        """32 bits that stand for the name on the wire."""
+        return lane_number(self.name)
+
+    def schemas(self) -> tuple[tuple[str, int], ...]:
+        """(name, schema hash) of every type, as this process knows them."""
+        return tuple((name, schema_of(message_type(name)).hash) for name in self.types)
+
+
+def schema_problem(spec: LaneSpec, schemas: Iterable[tuple[str, int]]) -> str:
+    """Why the sender's schemas do not fit this process's, "" if they do."""
+    here = dict(spec.schemas())
+    for name, number in schemas:
+        if here.get(name) != number:
+            return (
+                f"lane {spec.name!r} carries {name} of schema {number:#010x} at {spec.producer}, but "
+                f"{here.get(name, 0):#010x} at {spec.consumer}; run the same code in both processes"
+            )
+    return ""
+
+
+def session_number(producer_epoch: int, consumer_epoch: int) -> int:
+    """The session of these two incarnations."""
+    return producer_epoch << 16 | consumer_epoch
+
+
+@dataclass(frozen=True)
+class LaneStatistics:
+    """One end of a lane at one moment. The counts of the other end are 0."""
+
+    depth: int = 0
+    """Messages between the nodes: sent, or waiting here, and not taken in."""
+    sent: int = 0
+    received: int = 0
+    acked: int = 0
+    unacked: int = 0
+    """Messages kept until their ack."""
+    unacked_bytes: int = 0
+    blocked_s: float = 0.0
+    """Time that senders waited for credit."""
+    credits: int = 0
+    capacity: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class SenderLane:
+    """The producer's end of a queue lane."""
+
+    def __init__(self, spec: LaneSpec, session: int = 0) -> None:
+        self.spec = spec
+        self.session = session
+        self.out: list[Frame] = []
+        self.failed = ""
+        """Why nothing can be sent any more, "" while all is well."""
+        self.closed = False
+        self.num_sent = 0
+        self.num_acked = 0
+        self._number = spec.number
+        self._next = 0
+        self._taken = 0
+        self._kept: dict[int, Envelope] = {}
+        self._untaken: deque[bytes] = deque()
+        self._backlog: deque[Envelope] = deque()
+        self.say_hello()
+
+    @property
+    def credits(self) -> int:
+        """How many new messages may be sent now."""
+        return self.spec.capacity - (self._next - self._taken) - len(self._backlog)
+
+    @property
+    def depth(self) -> int:
+        return self._next - self._taken + len(self._backlog)
+
+    def send(self, envelope: Envelope) -> None:
+        """Send a new message. Only with a credit, before `close`."""
+        assert self.credits > 0 and not self.closed, f"{self.spec.name}: sent without a credit, or after close"
+        self.num_sent += 1
+        self._transmit(envelope)
+
+    def _transmit(self, envelope: Envelope) -> None:
+        seq = self._next
+        self._kept[seq] = envelope
+        self._untaken.append(envelope.id)
+        self._next = seq + 1
+        self.out.append((DATA, self._number, self.session, seq, envelope))
+
+    def unacked(self) -> list[Envelope]:
+        """Everything kept, oldest first."""
+        return [*self._kept.values(), *self._backlog]
+
+    def close(self) -> None:
+        """No more new messages. Replays still go out."""
+        if not self.closed:
+            self.closed = True
+            self._say_close()
+
+    def _say_close(self) -> None:
+        if self.closed and not self._backlog:
+            self.out.append((CLOSE, self._number, self.session, self._next, None))
+
+    def cancel(self, ids: Sequence[bytes]) -> None:
+        """Ask the consumer to give up these messages: an untaken one is skipped, and so acked."""
+        self.out.append((CANCEL, self._number, self.session, 0, tuple(ids)))
+
+    def fail(self, reason: str) -> None:
+        """Tell the consumer that this end has failed."""
+        self.failed = reason
+        self.out.append((ERROR, self._number, self.session, 0, reason))
+
+    def say_hello(self) -> None:
+        """Ask the receiver for its state: at the start, and when the transport may have lost frames."""
+        kept = tuple(self._kept)
+        self.out.append((HELLO, self._number, self.session, self._next, (self.spec.schemas(), kept)))
+        if self._next:
+            self._say_close()
+
+    def on_credit(self, taken: int) -> list[bytes]:
+        """The consumer has taken in all messages below `taken`. Returns the ids new among them."""
+        if taken <= self._taken:
+            return []
+        untaken = self._untaken
+        ids = [untaken.popleft() for _ in range(taken - self._taken)]
+        self._taken = taken
+        while self._backlog and self._next - taken < self.spec.capacity:
+            self._transmit(self._backlog.popleft())
+            if not self._backlog:
+                self._say_close()
+        return ids
+
+    def on_ack(self, seqs: Iterable[int]) -> list[bytes]:
+        """The consumer has finished these. Returns the ids new among them."""
+        ids = []
+        for seq in seqs:
+            envelope = self._kept.pop(seq, None)
+            if envelope is not None:
+                ids.append(envelope.id)
+        self.num_acked += len(ids)
+        return ids
+
+    def on_resend(self, first: int) -> None:
+        """The receiver misses `first` and what followed."""
+        for seq in range(max(first, self._taken), self._next):
+            if seq in self._kept:
+                self.out.append((DATA, self._number, self.session, seq, self._kept[seq]))
+        self._say_close()
+
+    def on_error(self, reason: str) -> None:
+        """The consumer's end cannot go on."""
+        self.failed = self.failed or reason
+
+    def flush(self) -> list[Frame]:
+        """Everything to be sent now."""
+        frames, self.out = self.out, []
+        return frames
+
+    def restart(self, session: int) -> None:
+        """The consumer was replaced: begin again with all that is kept."""
+        self.session = session
+        self.failed = ""
+        self.out.clear()
+        self._backlog = deque(self.unacked())
+        self._kept = {}
+        self._untaken.clear()
+        self._next = self._taken = 0
+        self.say_hello()
+        while self._backlog and self._next < self.spec.capacity:
+            self._transmit(self._backlog.popleft())
+        self._say_close()
+
+    def statistics(self, blocked_s: float = 0.0) -> LaneStatistics:
+        kept = self.unacked()
+        return LaneStatistics(
+            depth=self.depth,
+            sent=self.num_sent,
+            acked=self.num_acked,
+            unacked=len(kept),
+            unacked_bytes=sum(payload_bytes(envelope.body) for envelope in kept),
+            blocked_s=blocked_s,
+            credits=self.credits,
+            capacity=self.spec.capacity,
+        )
+
+
+class ReceiverLane:
+    """The consumer's end of a queue lane. Lanes into one port share their `Seen`."""
+
+    def __init__(self, spec: LaneSpec, session: int = 0, seen: Seen | None = None) -> None:
+        self.spec = spec
+        self.session = session
+        self.seen = seen if seen is not None else Seen()
+        self.out: list[Frame] = []
+        self.failed = ""
+        self.num_received = 0
+        self.num_finished = 0
+        self.owing: Callable[[ReceiverLane], None] = lambda lane: None
+        """Told when the lane begins to have something to flush."""
+        self._owing = False
+        self._number = spec.number
+        self._queue: deque[tuple[int, Envelope | None]] = deque()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._expected = 0
+        self._taken = 0
+        self._told = 0
+        self._asked = -1
+        self._last: int | None = None
+        self._open: set[int] = set()
+        self._acks: list[int] = []
+
+    @property
+    def ready(self) -> bool:
+        """There is a message to take."""
+        return bool(self._queue)
+
+    @property
+    def ended(self) -> bool:
+        """The producer has closed and everything it sent has been taken in."""
+        return self._last is not None and self._expected == self._last and not self._queue
+
+    @property
+    def depth(self) -> int:
+        return len(self._queue)
+
+    @property
+    def owes(self) -> bool:
+        """There is a credit or an ack to flush."""
+        return self._told != self._taken or bool(self._acks)
+
+    def on_data(self, seq: int, envelope: Envelope) -> None:
+        if seq != self._expected:
+            self._out_of_order(seq)
+            return
+        self._expected = seq + 1
+        self.num_received += 1
+        self._open.add(seq)
+        if self.seen.enter(envelope.id, self, seq):
+            self._queue.append((seq, envelope))
+        else:
+            self._queue.append((seq, None))
+            self._skip()
+
+    def _out_of_order(self, seq: int) -> None:
+        if seq < self._expected:
+            self._told = -1  # a repetition: the sender may have missed a credit
+        elif self._asked != self._expected:
+            self._asked = self._expected
+            self.out.append((RESEND, self._number, self.session, self._expected, None))
+
+    def _skip(self) -> None:
+        """Take repetitions in as they come to the head of the queue."""
+        queue = self._queue
+        while queue and queue[0][1] is None:
+            queue.popleft()
+            self._taken += 1
+            self._owe()
+
+    def take(self) -> Envelope:
+        """The next message; returns its credit. Only when `ready`."""
+        seq, envelope = self._queue.popleft()
+        assert envelope is not None
+        if seq >= 0:
+            self._taken += 1
+            self._owe()
+        if self._queue and self._queue[0][1] is None:
+            self._skip()
+        return envelope
+
+    def finish(self, seq: int, session: int) -> None:
+        """Ack a message: called by `Seen.finish`, in any order."""
+        if session == self.session and seq in self._open:
+            self._open.discard(seq)
+            self._acks.append(seq)
+            self.num_finished += 1
+            self._owe()
+
+    def _owe(self) -> None:
+        if not self._owing:
+            self._owing = True
+            self.owing(self)
+
+    def on_close(self, last: int) -> None:
+        self._last = last
+        if last > self._expected:
+            self._out_of_order(last)
+
+    def on_cancel(self, ids: Iterable[bytes]) -> list[bytes]:
+        """Skip these where they still wait in the queue; returns those taken in and unfinished."""
+        wanted = set(ids)
+        queue, self._queue = self._queue, deque()
+        for seq, envelope in queue:
+            if envelope is not None and envelope.id in wanted:
+                wanted.discard(envelope.id)
+                self._queue.append((seq, None))
+                self.seen.finish(envelope.id)
+            else:
+                self._queue.append((seq, envelope))
+        self._skip()
+        return [id for id in wanted if self.seen.is_open(id)]
+
+    def on_hello(self, sent: int, schemas: Iterable[tuple[str, int]], kept: Iterable[int]) -> None:
+        """Compare schemas; answer with everything the sender may have missed."""
+        problem = schema_problem(self.spec, schemas)
+        if problem:
+            self.refuse(problem)
+            return
+        self._told = -1
+        acked = set(self._acks)
+        self._acks += [seq for seq in kept if seq < self._expected and seq not in self._open and seq not in acked]
+        self._asked = -1
+        if sent > self._expected:
+            self._out_of_order(sent)
+
+    def on_error(self, reason: str) -> None:
+        """The producer's end cannot go on."""
+        self.failed = self.failed or reason
+
+    def refuse(self, reason: str) -> None:
+        """This end cannot go on: fail, and tell the producer."""
+        self.failed = reason
+        self.out.append((REFUSE, self._number, self.session, 0, reason))
+
+    def say_hello(self) -> None:
+        """The transport may have lost frames: make the sender say where it stands."""
+        self._told = -1
+        self.out.append((SYNC, self._number, self.session, 0, None))
+
+    def flush(self) -> list[Frame]:
+        """Everything to be sent now: `out`, then credit, then acks."""
+        self._owing = False
+        frames, self.out = self.out, []
+        if self._told != self._taken:
+            self._told = self._taken
+            frames.append((CREDIT, self._number, self.session, self._taken, None))
+        if self._acks:
+            frames.append((ACK, self._number, self.session, 0, self._acks))
+            self._acks = []
+        return frames
+
+    def restart(self, session: int) -> None:
+        """The producer was replaced. What it had sent stays; its repetitions are dropped as such."""
+        self._queue = deque((-1, envelope) for _, envelope in self._queue if envelope is not None)
+        self.session = session
+        self.failed = ""
+        self.out.clear()
+        self._reset()
+
+    def statistics(self) -> LaneStatistics:
+        return LaneStatistics(
+            depth=len(self._queue), received=self.num_received, acked=self.num_finished, capacity=self.spec.capacity
+        )

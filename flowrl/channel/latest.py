@@ -1,0 +1,252 @@
+"""The protocol of a latest edge: one slot, overwriting, never blocking its sender.
+
+Invariants
+- At most one message is on its way; while it is, the sender holds back only the newest other.
+- The receiver keeps the newest message. One that is overwritten before it was taken is acked as it is.
+- The sender keeps its newest message for good: a consumer that is replaced gets it first of all.
+- `close` comes after the newest message.
+
+Ends of waits: sending never waits; a receiver waits for a message newer than the last it took, for
+`close` or for a failure. Sessions are as in `flowrl.channel.lane`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from flowrl.channel.codec import payload_bytes
+from flowrl.channel.envelope import Envelope
+from flowrl.channel.lane import LaneSpec, LaneStatistics, schema_problem
+from flowrl.channel.wire import ACK, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
+
+
+class LatestSender:
+    """The producer's end."""
+
+    def __init__(self, spec: LaneSpec, session: int = 0) -> None:
+        self.spec = spec
+        self.session = session
+        self.out: list[Frame] = []
+        self.failed = ""
+        self.closed = False
+        self.num_sent = 0
+        self.num_acked = 0
+        self._number = spec.number
+        self._next = 0
+        self._arrived = 0
+        self._newest: Envelope | None = None
+        self._pending = False
+        self._on_way: dict[int, bytes] = {}
+        self.say_hello()
+
+    @property
+    def credits(self) -> int:
+        return 1
+
+    @property
+    def depth(self) -> int:
+        return self._next - self._arrived + self._pending
+
+    def send(self, envelope: Envelope) -> None:
+        """Make `envelope` the newest; it leaves now or once the one before has arrived."""
+        assert not self.closed, f"{self.spec.name}: sent after close"
+        self.num_sent += 1
+        self._newest = envelope
+        self._pending = True
+        self._advance()
+
+    def _advance(self) -> None:
+        if self._pending and self._newest is not None and self._next == self._arrived:
+            self._pending = False
+            self._on_way[self._next] = self._newest.id
+            self.out.append((DATA, self._number, self.session, self._next, self._newest))
+            self._next += 1
+            self._say_close()
+
+    def _say_close(self) -> None:
+        if self.closed and not self._pending:
+            self.out.append((CLOSE, self._number, self.session, self._next, None))
+
+    def unacked(self) -> list[Envelope]:
+        """The newest message, also once it is acked."""
+        return [] if self._newest is None else [self._newest]
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._say_close()
+
+    def cancel(self, ids: Sequence[bytes]) -> None:
+        """A newer message is what replaces an older one here; there is nothing to cancel."""
+
+    def fail(self, reason: str) -> None:
+        self.failed = reason
+        self.out.append((ERROR, self._number, self.session, 0, reason))
+
+    def say_hello(self) -> None:
+        self.out.append((HELLO, self._number, self.session, self._next, (self.spec.schemas(), ())))
+        if self._next:
+            self._say_close()
+
+    def on_credit(self, arrived: int) -> list[bytes]:
+        if arrived <= self._arrived:
+            return []
+        self._arrived = arrived
+        ids = [id for seq, id in self._on_way.items() if seq < arrived]
+        self._advance()
+        return ids
+
+    def on_ack(self, seqs: Iterable[int]) -> list[bytes]:
+        ids = [self._on_way.pop(seq) for seq in seqs if seq in self._on_way]
+        self.num_acked += len(ids)
+        return ids
+
+    def on_resend(self, first: int) -> None:
+        if self._newest is not None and first < self._next:
+            self.out.append((DATA, self._number, self.session, self._next - 1, self._newest))
+        self._say_close()
+
+    def on_error(self, reason: str) -> None:
+        self.failed = self.failed or reason
+
+    def flush(self) -> list[Frame]:
+        frames, self.out = self.out, []
+        return frames
+
+    def restart(self, session: int) -> None:
+        self.session = session
+        self.failed = ""
+        self.out.clear()
+        self._on_way.clear()
+        self._next = self._arrived = 0
+        self._pending = self._newest is not None
+        self.say_hello()
+        self._advance()
+        self._say_close()
+
+    def statistics(self, blocked_s: float = 0.0) -> LaneStatistics:
+        kept = self.unacked()
+        return LaneStatistics(
+            depth=self.depth,
+            sent=self.num_sent,
+            acked=self.num_acked,
+            unacked=len(kept),
+            unacked_bytes=sum(payload_bytes(envelope.body) for envelope in kept),
+            credits=1,
+            capacity=1,
+        )
+
+
+class LatestReceiver:
+    """The consumer's end. `newest` stays readable after it was taken."""
+
+    def __init__(self, spec: LaneSpec, session: int = 0) -> None:
+        self.spec = spec
+        self.session = session
+        self.out: list[Frame] = []
+        self.failed = ""
+        self.newest: Envelope | None = None
+        self.num_received = 0
+        self.num_finished = 0
+        self.owing: Callable[[LatestReceiver], None] = lambda lane: None
+        self._number = spec.number
+        self._fresh = False
+        self._seq = -1
+        self._expected = 0
+        self._told = 0
+        self._last: int | None = None
+        self._open: dict[bytes, tuple[int, int]] = {}
+        self._acks: list[int] = []
+
+    @property
+    def ready(self) -> bool:
+        return self._fresh
+
+    @property
+    def ended(self) -> bool:
+        return self._last is not None and self._expected >= self._last and not self._fresh
+
+    @property
+    def depth(self) -> int:
+        return int(self._fresh)
+
+    @property
+    def owes(self) -> bool:
+        return self._told != self._expected or bool(self._acks)
+
+    def on_data(self, seq: int, envelope: Envelope) -> None:
+        if seq < self._expected:
+            self._told = -1
+            return
+        self._expected = seq + 1
+        self.num_received += 1
+        if self.newest is not None and self.newest.id == envelope.id:
+            self._acks.append(seq)
+            return
+        if self._fresh and self.newest is not None:
+            self.finish(self.newest.id)
+        self.newest, self._fresh = envelope, True
+        self._open[envelope.id] = (seq, self.session)
+
+    def take(self) -> Envelope:
+        """The newest message, once. Only when `ready`."""
+        assert self.newest is not None and self._fresh
+        self._fresh = False
+        return self.newest
+
+    def finish(self, id: bytes) -> None:
+        """Ack a message that was taken or overwritten."""
+        seq, session = self._open.pop(id)
+        if session == self.session:
+            self._acks.append(seq)
+            self.num_finished += 1
+            self.owing(self)
+
+    def on_close(self, last: int) -> None:
+        self._last = last
+        if last > self._expected:
+            self.out.append((RESEND, self._number, self.session, self._expected, None))
+
+    def on_cancel(self, ids: Iterable[bytes]) -> list[bytes]:
+        return []
+
+    def on_hello(self, sent: int, schemas: Iterable[tuple[str, int]], kept: Iterable[int]) -> None:
+        problem = schema_problem(self.spec, schemas)
+        if problem:
+            self.refuse(problem)
+            return
+        self._told = -1
+        if sent > self._expected:
+            self.out.append((RESEND, self._number, self.session, self._expected, None))
+
+    def on_error(self, reason: str) -> None:
+        self.failed = self.failed or reason
+
+    def refuse(self, reason: str) -> None:
+        self.failed = reason
+        self.out.append((REFUSE, self._number, self.session, 0, reason))
+
+    def say_hello(self) -> None:
+        self._told = -1
+        self.out.append((SYNC, self._number, self.session, 0, None))
+
+    def flush(self) -> list[Frame]:
+        frames, self.out = self.out, []
+        if self._told != self._expected:
+            self._told = self._expected
+            frames.append((CREDIT, self._number, self.session, self._expected, None))
+        if self._acks:
+            frames.append((ACK, self._number, self.session, 0, self._acks))
+            self._acks = []
+        return frames
+
+    def restart(self, session: int) -> None:
+        self.session = session
+        self.failed = ""
+        self.out.clear()
+        self._expected = self._told = 0
+        self._last = None
+        self._acks = []
+
+    def statistics(self) -> LaneStatistics:
+        return LaneStatistics(depth=self.depth, received=self.num_received, acked=self.num_finished, capacity=1)

@@ -1,0 +1,177 @@
+"""Links: how frames reach another endpoint. The only place that touches sockets.
+
+Invariants
+- A link delivers in order. zmq queues without a high-water mark: what bounds it are the lanes' credits.
+- A link to a process never outlives that process's epoch: `peer_restarted` makes a new one.
+
+Waits: none. An Inlet is drained whenever its descriptor is readable, until nothing is left (the
+descriptor only tells of changes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import zmq
+from zmq.utils import z85
+
+from flowrl.channel.address import CurveKeys
+from flowrl.channel.codec import Place, freeze
+from flowrl.channel.wire import DATA, Frame, MessageEncoder
+from flowrl.errors import ConfigError
+
+COPY_BELOW_BYTES = 1 << 16
+"""Smaller frames are copied into zmq: cheaper than telling Python when zmq has let go of them."""
+ZAP_DOMAIN = b"flowrl"
+
+
+class Link(Protocol):
+    """A way to one other endpoint."""
+
+    def add(self, frames: Iterable[Frame]) -> None:
+        """Take frames for the next `flush`. Raises WireError for what cannot travel."""
+
+    def flush(self) -> None:
+        """Send what was added."""
+
+    def close(self, linger_s: float) -> None:
+        """Give up the link; what was flushed may still leave within `linger_s`."""
+
+
+class LocalLink:
+    """To an endpoint in this process: the objects themselves, frozen."""
+
+    def __init__(self, deliver: Callable[[str, int, list[Frame]], None], host: str, epoch: int) -> None:
+        self._deliver = deliver
+        self._host = host
+        self._epoch = epoch
+        self._frames: list[Frame] = []
+
+    def add(self, frames: Iterable[Frame]) -> None:
+        for frame in frames:
+            if frame[0] == DATA:
+                freeze(frame[4].body)
+            self._frames.append(frame)
+
+    def flush(self) -> None:
+        frames, self._frames = self._frames, []
+        if frames:
+            self._deliver(self._host, self._epoch, frames)
+
+    def close(self, linger_s: float) -> None:
+        self._frames.clear()
+
+
+class SocketLink:
+    """To another process, over ipc or tcp."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        url: str,
+        host: str,
+        epoch: int,
+        *,
+        curve: CurveKeys | None,
+        place: Place | None,
+    ) -> None:
+        self._encoder = MessageEncoder(host, epoch, place)
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.sndhwm = 0
+        self._socket.linger = 0
+        if url.startswith("tcp:"):
+            if curve is None:
+                raise ConfigError(f"{url} needs the run's CURVE keys; give `curve` to every Endpoint of the run")
+            self._socket.curve_serverkey = self._socket.curve_publickey = curve.public
+            self._socket.curve_secretkey = curve.secret
+        self._socket.connect(url)
+
+    def add(self, frames: Iterable[Frame]) -> None:
+        self._encoder.add(frames)
+
+    def flush(self) -> None:
+        if self._encoder.pending:
+            parts = self._encoder.take()
+            send, last = self._socket.send, len(parts) - 1
+            for index, part in enumerate(parts):
+                small = len(part) < COPY_BELOW_BYTES
+                send(part, zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0), copy=small, track=False)
+
+    def close(self, linger_s: float) -> None:
+        self._socket.close(linger=int(linger_s * 1000))
+
+
+class Inlet:
+    """The bound sockets of an endpoint: everything other processes send arrives here."""
+
+    def __init__(self, context: zmq.Context[Any], receive: Callable[[list[Any]], None]) -> None:
+        self._context = context
+        self._receive = receive
+        self._sockets: list[zmq.Socket[Any]] = []
+
+    def bind(self, url: str, curve: CurveKeys | None = None) -> str:
+        """Listen at `url`; returns the url that was bound. tcp only with keys."""
+        inlet = self._context.socket(zmq.PULL)
+        inlet.rcvhwm = 0
+        inlet.linger = 0
+        if curve is not None:
+            inlet.curve_server = True
+            inlet.curve_secretkey = curve.secret
+            inlet.zap_domain = ZAP_DOMAIN
+        inlet.bind(url)
+        self._sockets.append(inlet)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(inlet.fileno(), self._drain, inlet)
+        loop.call_soon(self._drain, inlet)
+        return str(inlet.last_endpoint.rstrip(b"\0").decode())
+
+    def _drain(self, inlet: zmq.Socket[Any]) -> None:
+        if inlet.closed:
+            return
+        recv, receive, again, more = inlet.recv, self._receive, zmq.NOBLOCK, zmq.RCVMORE
+        while True:
+            try:
+                parts: list[Any] = [recv(again)]
+            except zmq.Again:
+                return
+            while inlet.getsockopt(more):
+                parts.append(recv(again, copy=False).buffer)
+            receive(parts)
+
+    def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        for inlet in self._sockets:
+            loop.remove_reader(inlet.fileno())
+            inlet.close(linger=0)
+        self._sockets.clear()
+
+
+class Doorman:
+    """Answers zmq's authentication requests (ZAP): whoever has the run's public key comes in."""
+
+    def __init__(self, context: zmq.Context[Any], curve: CurveKeys) -> None:
+        self._key = z85.decode(curve.public)
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind("inproc://zeromq.zap.01")
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._drain)
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._socket.send_multipart(self._answer(parts))
+
+    def _answer(self, parts: list[bytes]) -> list[bytes]:
+        caller, empty, version, request, _domain, _ip, _identity, mechanism, *credentials = parts
+        known = mechanism == b"CURVE" and credentials == [self._key]
+        status, text = (b"200", b"OK") if known else (b"400", b"not of this run")
+        return [caller, empty, version, request, status, text, b"", b""]
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close(linger=0)

@@ -1,0 +1,74 @@
+"""Seen: lets every message id into a port once.
+
+Invariants
+- An id is open from its first arrival until its message is finished; each further copy adds a claim.
+- When the message is finished every claim is acked, on the lane and in the session of its copy.
+- Finished ids are remembered for at least `remember` further ones, then forgotten. A copy can only
+  come while the item it was made from is unacked at its producer, so only as long as that item's ticket
+  is open; far fewer messages than that pass one port in the meantime.
+
+Pure bookkeeping: nothing here waits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+REMEMBER = 1 << 16
+
+
+class Acks(Protocol):
+    """The receiving end of a lane, as far as acks are concerned."""
+
+    @property
+    def session(self) -> int: ...
+    def finish(self, seq: int, session: int) -> None: ...
+
+
+Claim = tuple[Acks, int, int]
+"""One copy of a message: its lane, seq and session."""
+
+
+class Seen:
+    """The ids that have entered one port."""
+
+    def __init__(self, remember: int = REMEMBER) -> None:
+        self._remember = remember
+        self._open: dict[bytes, Claim | list[Claim]] = {}
+        self._recent: set[bytes] = set()
+        self._older: set[bytes] = set()
+
+    def enter(self, id: bytes, lane: Acks, seq: int) -> bool:
+        """Note a copy; True if it is the first. A copy of a finished message is acked at once."""
+        claims = self._open.get(id)
+        if claims is None:
+            if id in self._recent or id in self._older:
+                lane.finish(seq, lane.session)
+                return False
+            self._open[id] = (lane, seq, lane.session)
+            return True
+        copies = claims if isinstance(claims, list) else [claims]
+        copies.append((lane, seq, lane.session))
+        self._open[id] = copies
+        return False
+
+    def restore(self, id: bytes) -> None:
+        """Note a message that came from a checkpoint, on no lane."""
+        assert id not in self._open
+        self._open[id] = []
+
+    def is_open(self, id: bytes) -> bool:
+        """Arrived and not finished."""
+        return id in self._open
+
+    def finish(self, id: bytes) -> None:
+        """The message is finished: ack every copy. Once per id."""
+        claims = self._open.pop(id)
+        if len(self._recent) >= self._remember:
+            self._older, self._recent = self._recent, set()
+        self._recent.add(id)
+        if isinstance(claims, list):
+            for lane, seq, session in claims:
+                lane.finish(seq, session)
+        else:
+            claims[0].finish(claims[1], claims[2])

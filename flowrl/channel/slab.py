@@ -1,0 +1,204 @@
+"""Slab: large arrays cross between processes of one machine through shared memory, with one copy.
+
+The sender copies an array into a block of one of its segments and sends the block's address; the
+receiver gets a view. When nothing in the receiving process sees the block any more (the view and all
+that was made of it without a copy are gone), it tells the owner, who uses the block again. So a message
+may be passed on, kept for a replay or finished late without ever changing under its reader.
+
+Invariants
+- A block is free, or lent to exactly one host; a lent block is never written.
+- All blocks lent to a host come back when that host's process dies.
+- Segments are reserved when they are made, so a full /dev/shm is an error there and then, and never a
+  signal later. Without room arrays travel as ordinary frames.
+- A segment's name tells run and driver pid: `sweep` removes what dead runs left.
+
+Waits: none.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from bisect import insort
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import numpy as np
+
+from flowrl.channel.codec import Place
+from flowrl.errors import WireError
+
+FROM_BYTES = 512 << 10
+"""Smaller arrays are cheaper to send as frames."""
+SEGMENT_BYTES = 64 << 20
+PAGE = 4096
+SHM = Path("/dev/shm")
+
+Block = tuple[int, int]
+"""(segment, offset)"""
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_address = Struct("<IIQ")
+
+
+def segment_path(prefix: str, host: str, epoch: int, segment: int) -> Path:
+    return SHM / f"flowrl-{prefix}-{blake2b(host.encode(), digest_size=5).hexdigest()}-{epoch}-{segment}"
+
+
+class Space:
+    """Which parts of one segment are free: first fit, neighbours merged."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._free: list[tuple[int, int]] = [(0, num_bytes)]
+        self._used: dict[int, int] = {}
+
+    def take(self, num_bytes: int) -> int | None:
+        """Offset of a block of at least `num_bytes`, None without room."""
+        size = -(-num_bytes // PAGE) * PAGE
+        for index, (offset, room) in enumerate(self._free):
+            if room >= size:
+                self._free[index : index + 1] = [(offset + size, room - size)] if room > size else []
+                self._used[offset] = size
+                return offset
+        return None
+
+    def give(self, offset: int) -> None:
+        """Free the block at `offset`."""
+        insort(self._free, (offset, self._used.pop(offset)))
+        merged: list[tuple[int, int]] = []
+        for start, size in self._free:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((start, size))
+        self._free = merged
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self._used.values())
+
+
+class Slab:
+    """The blocks that one process lends to others."""
+
+    def __init__(self, prefix: str, host: str, epoch: int) -> None:
+        self._prefix = prefix
+        self._host = host
+        self._epoch = epoch
+        self._spaces: list[Space] = []
+        self._bytes: list[Bytes] = []
+        self._lent: dict[Block, str] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(space.used_bytes for space in self._spaces)
+
+    def lender(self, borrower: str) -> Place:
+        """What copies an array into a block for `borrower` and returns its address, None for small ones."""
+        return lambda array: self._lend(array, borrower) if array.nbytes >= FROM_BYTES else None
+
+    def _lend(self, array: np.ndarray[Any, Any], borrower: str) -> bytes | None:
+        block = self._find(array.nbytes)
+        if block is None:
+            return None
+        segment, offset = block
+        place = self._bytes[segment][offset : offset + array.nbytes]
+        np.copyto(place.view(array.dtype).reshape(array.shape), array)
+        self._lent[block] = borrower
+        return _address.pack(self._epoch, segment, offset) + self._host.encode()
+
+    def _find(self, num_bytes: int) -> Block | None:
+        for segment, space in enumerate(self._spaces):
+            offset = space.take(num_bytes)
+            if offset is not None:
+                return segment, offset
+        if not self._grow(max(SEGMENT_BYTES, -(-num_bytes // PAGE) * PAGE)):
+            return None
+        offset = self._spaces[-1].take(num_bytes)
+        assert offset is not None
+        return len(self._spaces) - 1, offset
+
+    def _grow(self, num_bytes: int) -> bool:
+        path = segment_path(self._prefix, self._host, self._epoch, len(self._spaces))
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(file, 0, num_bytes)
+            memory = mmap.mmap(file, num_bytes)
+        except OSError:  # no room: /dev/shm is full, or a container's limit is reached
+            path.unlink()
+            return False
+        finally:
+            os.close(file)
+        self._spaces.append(Space(num_bytes))
+        self._bytes.append(np.frombuffer(memory, np.uint8))
+        return True
+
+    def free(self, borrower: str, blocks: Iterable[Block]) -> None:
+        """`borrower` sees these blocks no more. Blocks already taken back are ignored."""
+        for segment, offset in blocks:
+            if self._lent.get((segment, offset)) == borrower:
+                del self._lent[segment, offset]
+                self._spaces[segment].give(offset)
+
+    def take_back(self, borrower: str) -> None:
+        """The process of `borrower` is gone, and its views with it."""
+        self.free(borrower, [block for block, host in self._lent.items() if host == borrower])
+
+    def close(self) -> None:
+        """Remove the segments. Views in other processes stay valid."""
+        for segment in range(len(self._spaces)):
+            segment_path(self._prefix, self._host, self._epoch, segment).unlink(missing_ok=True)
+        self._spaces.clear()
+        self._bytes.clear()
+        self._lent.clear()
+
+
+class Attached:
+    """Other processes' segments, mapped here on first use.
+
+    `release(host, epoch, block)` is called, from any thread, when a block is no longer seen here.
+    """
+
+    def __init__(self, prefix: str, release: Callable[[str, int, Block], None]) -> None:
+        self._prefix = prefix
+        self._release = release
+        self._segments: dict[tuple[str, int, int], Bytes] = {}
+
+    def array(self, address: bytes, num_bytes: int) -> Bytes:
+        """A view of the block at `address`. Raises WireError if there is none."""
+        epoch, segment, offset = _address.unpack_from(address)
+        host = address[_address.size :].decode()
+        memory = self._segment(host, epoch, segment)
+        if offset + num_bytes > memory.nbytes:
+            raise WireError(f"a block of {num_bytes} bytes at {offset} of a segment of {memory.nbytes}")
+        # Its base is no array, so that numpy lets every view of it, and of those, keep it alive.
+        view: Bytes = np.frombuffer(memory.data[offset : offset + num_bytes], np.uint8)
+        weakref.finalize(view, self._release, host, epoch, (segment, offset)).atexit = False
+        return view
+
+    def _segment(self, host: str, epoch: int, segment: int) -> Bytes:
+        key = host, epoch, segment
+        memory = self._segments.get(key)
+        if memory is None:
+            try:
+                file = os.open(segment_path(self._prefix, host, epoch, segment), os.O_RDONLY)
+            except FileNotFoundError as error:
+                raise WireError(f"a shared segment of {host} that is gone") from error
+            try:
+                mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+            finally:
+                os.close(file)
+            memory = self._segments[key] = np.frombuffer(mapped, np.uint8)
+        return memory
+
+    def forget(self, host: str) -> None:
+        """Let go of a dead host's segments. Views still in use keep their memory."""
+        for key in [key for key in self._segments if key[0] == host]:
+            del self._segments[key]
+
+    def close(self) -> None:
+        self._segments.clear()

@@ -1,0 +1,97 @@
+"""Messages in storage: self-describing, so that a file outlives changes of its message class.
+
+A stored message carries its fields by name. On loading, fields added since take their defaults;
+anything else that does not fit is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from flowrl.channel.codec import Decoder, Encoder, schema_of
+from flowrl.errors import SchemaError, WireError
+from flowrl.messages import Message, message_type
+
+FORMAT = 1
+
+
+def dump(message: Message) -> bytes:
+    """`message` as bytes, arrays included, fields by name."""
+    return dump_value(message)
+
+
+def load(data: bytes) -> Message:
+    """The message that `dump` stored. Raises SchemaError if its class has changed incompatibly."""
+    message = load_value(data)
+    if not isinstance(message, Message):
+        raise SchemaError("the stored bytes hold no message")
+    return message
+
+
+def dump_value(value: Any) -> bytes:
+    """Any value a message may hold (a node's state, say) as bytes, messages in it by name."""
+    packed: bytes = Encoder(beside=False).pack((FORMAT, _named(value)))
+    return packed
+
+
+def load_value(data: bytes) -> Any:
+    """What `dump_value` stored. Raises SchemaError as `load` does."""
+    try:
+        content = Decoder().unpack(data)
+    except WireError as error:
+        raise SchemaError(f"no stored value: {error}") from error
+    if not isinstance(content, tuple) or len(content) != 2 or content[0] != FORMAT:
+        raise SchemaError(f"no stored value of format {FORMAT}; it was written by another flowrl")
+    return _built(content[1])
+
+
+_TYPE = "\0type"
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, Message):
+        fields = {name: _named(item) for name, item in zip(*_taken_apart(value), strict=True)}
+        return {_TYPE: type(value).__name__, **fields}
+    if isinstance(value, tuple | list):
+        return tuple(map(_named, value))
+    if isinstance(value, Mapping):
+        return {key: _named(item) for key, item in value.items()}
+    return value
+
+
+def _taken_apart(message: Message) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    schema = schema_of(type(message))
+    return schema.names, schema.values(message)
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_built, value))
+    if not isinstance(value, dict):
+        return value
+    items = {key: _built(item) for key, item in value.items()}
+    if _TYPE not in items:
+        return items
+    cls = message_type(items.pop(_TYPE))
+    _check_fields(cls, items)
+    return cls(**items)
+
+
+def _check_fields(cls: type[Message], found: Mapping[str, Any]) -> None:
+    fields = schema_of(cls).fields
+    unknown = [name for name in found if name not in fields]
+    missing = [name for name, field in fields.items() if name not in found and _required(field)]
+    if unknown or missing:
+        raise SchemaError(
+            f"a stored {cls.__name__} does not fit its class: "
+            + "; ".join(
+                [f"field {name!r} is unknown to this version" for name in unknown]
+                + [f"field {name!r} is missing and has no default" for name in missing]
+            )
+        )
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

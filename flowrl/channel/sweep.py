@@ -1,0 +1,49 @@
+"""Removing what runs left on this machine whose processes were killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from flowrl.channel.address import socket_root
+from flowrl.channel.slab import SHM
+
+NAME = re.compile(r"^(?:flowrl-)?[0-9a-f]{10}-(?P<pid>\d+)(?:-|$)")
+
+
+def sweep() -> list[str]:
+    """Remove segments and sockets of this user's runs whose driver is gone; returns their paths."""
+    removed = []
+    for path, pid in _found():
+        if not _alive(pid, path):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            removed.append(str(path))
+    return removed
+
+
+def _found() -> Iterator[tuple[Path, int]]:
+    candidates = [*SHM.glob("flowrl-*"), *socket_root().iterdir()]
+    for path in candidates:
+        match = NAME.match(path.name)
+        if match and path.stat().st_uid == os.getuid():
+            yield path, int(match["pid"])
+
+
+def _alive(pid: int, path: Path) -> bool:
+    """The process that made `path` lives: `pid` exists and is not a younger process of that number."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
+    except FileNotFoundError:
+        return False
+    if fields[0] == "Z":
+        return False
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    started_s = time.time() - uptime_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return started_s <= path.stat().st_mtime + 1.0

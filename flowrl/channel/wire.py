@@ -1,0 +1,159 @@
+"""Frames: what two processes say to each other, as bytes.
+
+Everything pending for one peer leaves as one multipart:
+
+    part 0    preamble (magic, wire version, sender's epoch, sender's host), then one record a frame:
+              header (kind, number of tensors, lane, session, seq, ticket, member, schema, body
+              length, message id) and body (msgpack)
+    part 1…   raw array buffers, which bodies refer to by index
+
+Small messages therefore share one part. Whatever does not parse is refused with WireError; nothing
+is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from struct import Struct
+from struct import error as StructError
+from typing import Any
+
+from flowrl.channel.codec import Buffer, Decoder, Encoder, Place, schema_named, schema_of
+from flowrl.channel.envelope import Envelope
+from flowrl.channel.stored import dump, load
+from flowrl.errors import WireError
+from flowrl.messages import Message, Tombstone
+
+__all__ = ["Frame", "MessageDecoder", "MessageEncoder", "Refused", "dump", "lane_number", "load"]
+
+MAGIC = b"flow"
+WIRE_VERSION = 1
+MAX_BODY_BYTES = 1 << 30
+
+# Kinds of frames. A lane's own, to its receiver (hello, data, cancel, tombstone, close, error) and to its
+# sender (credit, ack, resend, sync, refuse); and those of a pair of processes, from REQUEST on.
+HELLO, CREDIT, DATA, ACK, CANCEL, TOMBSTONE, CLOSE, ERROR, RESEND, SYNC, REFUSE = range(1, 12)
+TO_RECEIVER = frozenset((HELLO, DATA, CANCEL, TOMBSTONE, CLOSE, ERROR))
+TO_SENDER = frozenset((CREDIT, ACK, RESEND, SYNC, REFUSE))
+REQUEST, REPLY, ABORT, NOTIFY, RELEASE = range(20, 25)
+KINDS = frozenset((*TO_RECEIVER, *TO_SENDER, REQUEST, REPLY, ABORT, NOTIFY, RELEASE))
+
+Frame = tuple[int, int, int, int, Any]
+"""(kind, lane, session, seq, payload): payload is an Envelope for DATA, else a msgpack-able value."""
+
+_preamble = Struct("<4sHIH")
+_header = Struct("<BxHIIQqiII16s")
+_no_id = bytes(16)
+
+
+def lane_number(name: str) -> int:
+    """32 bits that stand for a lane's name on the wire."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big")
+
+
+class MessageEncoder:
+    """Collects frames for one peer into a multipart. `place` puts large arrays into shared memory."""
+
+    def __init__(self, host: str, epoch: int, place: Place | None = None) -> None:
+        name = host.encode()
+        self._start = _preamble.pack(MAGIC, WIRE_VERSION, epoch, len(name)) + name
+        self._encoder = Encoder(place)
+        self._records: list[bytes] = [self._start]
+
+    @property
+    def pending(self) -> bool:
+        return len(self._records) > 1
+
+    def add(self, frames: Iterable[Frame]) -> None:
+        """Encode `frames` behind those before. Raises WireError for a value that cannot travel."""
+        encoder, records = self._encoder, self._records
+        for kind, lane, session, seq, payload in frames:
+            before = len(encoder.frames)
+            try:
+                if kind == DATA:
+                    message: Message = payload.body
+                    schema = schema_of(type(message))
+                    body = encoder.pack((payload.group_id, *schema.values(message)))
+                    rest = payload.ticket, payload.member, schema.hash, len(body), payload.id
+                    kind = TOMBSTONE if schema.cls is Tombstone else DATA
+                else:
+                    body = encoder.pack(payload)
+                    rest = 0, 0, 0, len(body), _no_id
+            except (WireError, OverflowError, ValueError) as error:
+                del encoder.frames[before:]
+                raise WireError(f"cannot send: {error}") from error
+            records.append(_header.pack(kind, len(encoder.frames) - before, lane, session, seq, *rest))
+            records.append(body)
+
+    def take(self) -> list[Buffer]:
+        """The multipart of everything added since the last call."""
+        parts = [b"".join(self._records), *self._encoder.frames]
+        self._records = [self._start]
+        self._encoder.frames = []
+        return parts
+
+
+class MessageDecoder:
+    """Turns multiparts into frames. `attach` opens an array in shared memory."""
+
+    def __init__(
+        self, attach: Callable[[bytes, int], Any] | None = None, *, max_body_bytes: int = MAX_BODY_BYTES
+    ) -> None:
+        self._decoder = Decoder(attach)
+        self._max_body_bytes = max_body_bytes
+
+    def sender(self, first: bytes) -> tuple[str, int]:
+        """Host and epoch of the process that sent the multipart starting with `first`."""
+        if len(first) < _preamble.size:
+            raise WireError(f"a frame of {len(first)} bytes: too short for any")
+        magic, version, epoch, length = _preamble.unpack_from(first)
+        if magic != MAGIC:
+            raise WireError(f"a frame that starts with {magic!r}, not {MAGIC!r}: the peer is no flowrl process")
+        if version != WIRE_VERSION:
+            raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}; run one flowrl everywhere")
+        return first[_preamble.size : _preamble.size + length].decode(), epoch
+
+    def decode(self, parts: Sequence[Any]) -> Iterator[Frame | Refused]:
+        """The frames of one multipart, in order; Refused in place of one whose body is wrong.
+
+        Raises WireError when the records themselves do not parse.
+        """
+        first: bytes = parts[0]
+        view = memoryview(first)
+        decoder = self._decoder
+        decoder.frames = parts[1:]
+        at, end = _preamble.size + _preamble.unpack_from(first)[3], len(first)
+        unpack_from, header_bytes = _header.unpack_from, _header.size
+        while at < end:
+            try:
+                kind, _, lane, session, seq, ticket, member, schema, length, id = unpack_from(first, at)
+            except StructError as error:
+                raise WireError(f"a truncated header ({error})") from error
+            at += header_bytes
+            body = view[at : at + length]
+            at += length
+            try:
+                if length > self._max_body_bytes or at > end:
+                    raise WireError(f"a body of {length} bytes; at most {min(self._max_body_bytes, end)} can be")
+                if kind in (DATA, TOMBSTONE):
+                    values = decoder.unpack(body)
+                    message: Message = schema_named(schema).build(values[1:])
+                    yield DATA, lane, session, seq, Envelope(id, ticket, values[0], member, message)
+                elif kind in KINDS:
+                    yield kind, lane, session, seq, decoder.unpack(body)
+                else:
+                    raise WireError(f"a frame of unknown kind {kind}")
+            except WireError as error:
+                yield Refused(lane, session, str(error))
+
+
+class Refused:
+    """A frame that was not taken, and why. Fails its lane."""
+
+    __slots__ = ("lane", "reason", "session")
+
+    def __init__(self, lane: int, session: int, reason: str) -> None:
+        self.lane = lane
+        self.session = session
+        self.reason = reason
