@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgpack
 import numpy as np
@@ -64,11 +65,10 @@ def test_a_group_is_committed_before_its_source_gets_the_ticket(tmp_path: Path) 
 def test_groups_admitted_in_one_turn_share_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         small = SmallRun(tmp_path)
-        commits = []
-        commit = small.books.ledger.commit
-        monkeypatch.setattr(small.books.ledger, "commit", lambda: (commits.append(1), commit()))
+        commit = Mock(wraps=small.books.ledger.commit)
+        monkeypatch.setattr(small.books.ledger, "commit", commit)
         assert await asyncio.gather(*(small.admit(group) for group in range(4))) == [0, 1, 2, 3]
-        assert len(commits) == 1
+        assert commit.call_count == 1
 
     run(body())
 
@@ -154,7 +154,8 @@ def test_a_trained_sample_tells_its_whole_life(tmp_path: Path) -> None:
         assert rows(
             tmp_path,
             "SELECT state, reason, response_tokens, trained_tokens, stale_tokens, redone_tokens, reward,"
-            " oldest_version, newest_version, oldest_trained_version, trained_version, step, generator FROM samples WHERE member = 1",
+            " oldest_version, newest_version, oldest_trained_version, trained_version, step, generator"
+            " FROM samples WHERE member = 1",
         ) == [("trained", None, 3, 3, 0, 0, 0.25, 0, 0, 0, 0, 1, "generator/0")]
         times = rows(tmp_path, "SELECT admitted_s, generated_s, scored_s, trained_s FROM samples WHERE member = 1")[0]
         assert list(times) == sorted(times)
@@ -319,13 +320,12 @@ def test_a_step_without_a_weights_edge_is_recorded(tmp_path: Path) -> None:
 # When things are written
 
 
-def test_events_are_collected_and_sent_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_collected_and_sent_together(tmp_path: Path) -> None:
     async def body() -> None:
         small = SmallRun(tmp_path)
         await small.admit(0)
         sent: list[list[str]] = []
-        record = small.wire.handlers["ledger"]
-        small.wire.on("ledger", lambda host, body: (sent.append([e[0] for e in body["events"]]), record(host, body)))
+        small.wire.on("ledger", lambda host, body: sent.append([event[0] for event in body["events"]]))
         made = sample(prompts(0)[0], [0])
         small.client.generated(made)
         small.client.scored(made)
@@ -347,7 +347,12 @@ def test_events_are_sent_and_committed_without_a_further_one(tmp_path: Path, mon
         await small.admit(0)
         committed = asyncio.Event()
         commit = small.books.commit
-        monkeypatch.setattr(small.books, "commit", lambda: (commit(), committed.set()))
+
+        def commit_and_tell() -> None:
+            commit()
+            committed.set()
+
+        monkeypatch.setattr(small.books, "commit", commit_and_tell)
         small.client.generated(sample(prompts(0)[0], [0] * 6))
         await committed.wait()
         assert rows(tmp_path, "SELECT response_tokens FROM samples WHERE member = 0") == [(6,)]

@@ -60,7 +60,7 @@ class Books:
         tickets: Tickets,
         *,
         policies: Sequence[str],
-        on_step: Callable[[dict[str, Any]], None],
+        on_step: Callable[[dict[str, Any]], object],
         resume: bool = False,
     ) -> None:
         self.tickets = tickets
