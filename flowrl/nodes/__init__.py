@@ -1,0 +1,28 @@
+"""The built-in nodes. Importing them loads no heavy package; their `setup` does."""
+
+from flowrl.nodes.advantage import GroupAdvantage
+from flowrl.nodes.batch import TokenBatch
+from flowrl.nodes.dataset import Demonstrations
+from flowrl.nodes.evaluation import Evaluation
+from flowrl.nodes.generator import Generator
+from flowrl.nodes.reference import Reference
+from flowrl.nodes.reward import Reward
+from flowrl.nodes.sampling import Sampling
+from flowrl.nodes.shaping import Overlong, Shaping
+from flowrl.nodes.source import PromptSource
+from flowrl.nodes.trainer import Trainer
+
+__all__ = [
+    "Demonstrations",
+    "Evaluation",
+    "Generator",
+    "GroupAdvantage",
+    "Overlong",
+    "PromptSource",
+    "Reference",
+    "Reward",
+    "Sampling",
+    "Shaping",
+    "TokenBatch",
+    "Trainer",
+]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.graph.facts import Facts
@@ -20,21 +20,10 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample, Scored
 from flowrl.nodes.shaping import Shaping
 from flowrl.tasks import Row, Task, load_rows
+from flowrl.tasks.asking import Asking, way_of_asking
 from flowrl.tasks.judge import BadReward, Judge, Verdicts, load_judge, place_of
-from flowrl.tasks.worker import RewardWorker
 
 FAILURES_IN_A_ROW = 256
-TRUSTED = "flowrl.tasks.verify:"
-"""Functions that cannot block: called in place."""
-
-
-class Asking(Protocol):
-    """One way of asking a reward function."""
-
-    async def ask(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Sequence[Mapping[str, Any]]
-    ) -> Verdicts: ...
-    async def close(self) -> None: ...
 
 
 class Reward(Node):
@@ -92,7 +81,7 @@ class Reward(Node):
         asyncio.run(self._trial(judge, row))
 
     async def _trial(self, judge: Judge, row: Row) -> None:
-        asking = self._way(judge)
+        asking = way_of_asking(judge, self.timeout_s)
         try:
             await asking.ask([row.prompt], [row.answer or ""], [row.columns])
         except BadReward as bad:
@@ -104,17 +93,10 @@ class Reward(Node):
 
     async def setup(self) -> None:
         judge = await self.blocking(load_judge, self.place)
-        self._asking = [self._way(judge) for _ in range(self.concurrency)]
+        self._asking = [way_of_asking(judge, self.timeout_s) for _ in range(self.concurrency)]
         self._free = asyncio.Queue()
         for asking in self._asking:
             self._free.put_nowait(asking)
-
-    def _way(self, judge: Judge) -> Asking:
-        if judge.is_async:
-            return _Awaited(judge, self.timeout_s)
-        if judge.place.startswith(TRUSTED):
-            return _InPlace(judge)
-        return RewardWorker(judge.place, timeout_s=self.timeout_s)
 
     async def run(self) -> None:
         await self.rollouts.each(self._score, concurrency=self.concurrency)
@@ -155,36 +137,3 @@ class Reward(Node):
             self.context.progress(f"a sample failed: {bad}")
         if self._failures >= FAILURES_IN_A_ROW:
             raise FlowrlError(f"the reward failed for {self._failures} samples in a row; the last time: {bad}")
-
-
-class _InPlace:
-    """A function that takes no time."""
-
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
-
-    async def ask(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Sequence[Mapping[str, Any]]
-    ) -> Verdicts:
-        return self._judge(prompts, responses, columns)
-
-    async def close(self) -> None: ...
-
-
-class _Awaited:
-    """An `async` function."""
-
-    def __init__(self, judge: Judge, timeout_s: float) -> None:
-        self._judge = judge
-        self._timeout_s = timeout_s
-
-    async def ask(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Sequence[Mapping[str, Any]]
-    ) -> Verdicts:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._judge.ask(prompts, responses, columns)
-        except TimeoutError:
-            raise BadReward("reward_timed_out", f"{self._judge.place} took more than {self._timeout_s} s") from None
-
-    async def close(self) -> None: ...

@@ -1,0 +1,88 @@
+"""Demonstrations for SFT: the task's own answers in the place of a generator's responses.
+
+They go through the same books as rollouts, so an SFT run can be audited like any other.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Group, Prompt, Trainable
+from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
+from flowrl.tasks import Task, load_rows
+
+
+class Demonstrations(Node):
+    """Makes each prompt a conversation that ends with its row's answer; every assistant token is trained.
+
+    Rows of more than `max_tokens` tokens are dropped, reason `too_long`.
+    """
+
+    prompts: In[Prompt]
+    groups: Out[Group]
+
+    def __init__(self, task: Task, policy: Policy, *, max_tokens: int = 2048) -> None:
+        self.task = task
+        self.policy = policy
+        self.max_tokens = max_tokens
+
+    def facts(self) -> Facts:
+        return Facts(group_size=1, longest_response=self.max_tokens, drops=True, keeps_lineage=False)
+
+    def check(self, facts: object) -> list[str]:
+        return [f"max_tokens is {self.max_tokens}; it needs at least 2"] if self.max_tokens < 2 else []
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        without = sum(row.answer is None for row in load_rows(self.task).train)
+        if without:
+            raise ConfigError(
+                f"{without} training rows of {self.task.name!r} have no answer to learn from; set the option "
+                "answer= of the task to the column that holds it"
+            )
+
+    async def setup(self) -> None:
+        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
+        self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
+        self._turns = {row.prompt_id: row.turns for row in (await self.blocking(load_rows, self.task)).train}
+
+    async def run(self) -> None:
+        async for prompt in self.prompts:
+            sample = self.demonstration(prompt)
+            if len(sample.token_ids) > self.max_tokens:
+                self.prompts.drop(prompt, "too_long")
+                continue
+            self.context.metric("tokens_generated", sample.response_tokens)
+            self.context.ledger.generated(sample)
+            await self.groups.send(Group(prompt.group_id, (sample,), 1))
+
+    def demonstration(self, prompt: Prompt) -> Trainable:
+        """The sample that a model would have written had it known the answer."""
+        answer = str(prompt.columns["answer"])
+        token_ids, mask = self._chat.demonstration(self._turns[prompt.prompt_id], answer)
+        return Trainable(
+            sample_id=prompt.sample_id,
+            group_id=prompt.group_id,
+            prompt_id=prompt.prompt_id,
+            epoch=prompt.epoch,
+            member=prompt.member,
+            group_size=1,
+            prompt_text=prompt.text,
+            response_text=answer,
+            token_ids=token_ids,
+            policy_mask=mask,
+            behavior_logprobs=np.zeros(len(token_ids), np.float32),
+            versions=np.where(mask, self.context.start_version, -1).astype(np.int32),
+            prompt_tokens=int((~mask).sum()),
+            truncated=False,
+            generator=f"{self.name}/{self.context.replica}",
+            columns=prompt.columns,
+            generated_s=time.time(),
+            advantages=mask.astype(np.float32),
+        )

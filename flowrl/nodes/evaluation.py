@@ -1,0 +1,202 @@
+"""Held-out evaluation: the same prompts and seeds every time, outside tickets and batches.
+
+Each evaluation ends with its last answer. `run` only keeps the call edge open, until `finish`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from math import comb
+from typing import Any
+
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import Call
+from flowrl.messages import Prompt, Sample
+from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
+from flowrl.nodes.source import sampling_seed
+from flowrl.runtime.ledger_client import EvaluationRow
+from flowrl.tasks import Row, Task, load_rows
+from flowrl.tasks.asking import Asking, way_of_asking
+from flowrl.tasks.judge import BadReward, load_judge, place_of
+
+CORRECT = 1.0 - 1e-6
+"""A score from here on is an exact match."""
+
+
+class Evaluation(Node):
+    """Asks `num_samples` answers to each of `num_prompts` held-out prompts, before and after training.
+
+    With `every` also after every so many steps, beside the training. How answers are sampled is the
+    generator's `evaluation` option; they are scored by the task's verifier, or by `function`.
+    """
+
+    generate: Call[Prompt, Sample]
+
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        num_prompts: int = 512,
+        num_samples: int = 1,
+        every: int = 0,
+        function: str | Callable[..., Any] | None = None,
+        concurrency: int = 64,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self.task = task
+        self.policy = policy
+        self.num_prompts = num_prompts
+        self.num_samples = num_samples
+        self.every = every
+        self.function = function
+        self.concurrency = concurrency
+        self.timeout_s = timeout_s
+        self._finished = asyncio.Event()
+        self._asking: Asking | None = None
+
+    @property
+    def place(self) -> str:
+        """The function that scores answers, as `place:function`."""
+        if self.function is None:
+            return self.task.verifier
+        return self.function if isinstance(self.function, str) else place_of(self.function)
+
+    def facts(self) -> Facts:
+        return Facts(concurrency=self.concurrency)
+
+    def check(self, facts: Any) -> list[str]:
+        least = {"num_prompts": 1, "num_samples": 1, "every": 0, "concurrency": 1}
+        return [
+            f"{name} is {getattr(self, name)}; it needs at least {low}"
+            for name, low in least.items()
+            if getattr(self, name) < low
+        ]
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        self._held_out()
+        load_judge(self.place)
+
+    async def setup(self) -> None:
+        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
+        self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
+        self._rows = await self.blocking(self._held_out)
+        if len(self._rows) < self.num_prompts:
+            self.context.progress(f"{len(self._rows)} held-out prompts, {self.num_prompts} were asked for")
+        self._asking = way_of_asking(await self.blocking(load_judge, self.place), self.timeout_s)
+
+    async def run(self) -> None:
+        with self.context.standing("the end of training"):
+            await self._finished.wait()
+
+    async def finish(self) -> None:
+        """No further evaluation will be asked for."""
+        self._finished.set()
+
+    async def close(self) -> None:
+        if self._asking is not None:
+            await self._asking.close()
+
+    async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
+        """Ask, score, book. `phase` is before, during or after; in the first and last all answers have one version."""
+        slots = asyncio.Semaphore(self.concurrency)
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(self._answer(row, member, phase, step, slots))
+                for row in self._rows
+                for member in range(self.num_samples)
+            ]
+        rows = [task.result() for task in asked]
+        if phase != "during":
+            _require_one_version(self.name, phase, rows)
+        self.context.ledger.evaluation(rows)
+        return summary(rows, self.num_samples)
+
+    async def _answer(self, row: Row, member: int, phase: str, step: int, slots: asyncio.Semaphore) -> EvaluationRow:
+        async with slots:
+            sample = await self.generate(self._prompt(row, member, phase, step))
+        score = await self._score(sample)
+        versions = sample.versions[sample.policy_mask]
+        return EvaluationRow(
+            phase=phase,
+            step=step,
+            prompt_id=row.prompt_id,
+            member=member,
+            score=score,
+            correct=score >= CORRECT,
+            response_tokens=sample.response_tokens,
+            oldest_version=int(versions.min()),
+            newest_version=int(versions.max()),
+        )
+
+    async def _score(self, sample: Sample) -> float:
+        """The verdict on one answer; 0 if the function gives none."""
+        assert self._asking is not None
+        try:
+            verdicts = await self._asking.ask([sample.prompt_text], [sample.response_text], [sample.columns])
+        except BadReward as bad:
+            self.context.metric(f"evaluation_{bad.reason}", 1)
+            return 0.0
+        return verdicts.scores[0]
+
+    def _prompt(self, row: Row, member: int, phase: str, step: int) -> Prompt:
+        text, token_ids = self._chat.prompt(row.turns)
+        group_id = f"{self.name}:{phase}:{step}:{row.prompt_id}"
+        return Prompt(
+            sample_id=f"{group_id}:{member}",
+            group_id=group_id,
+            prompt_id=row.prompt_id,
+            epoch=0,
+            member=member,
+            group_size=self.num_samples,
+            seed=sampling_seed(0, row.prompt_id, 0, member),
+            text=text,
+            token_ids=token_ids,
+            columns=row.columns,
+        )
+
+    def _held_out(self) -> tuple[Row, ...]:
+        """The prompts to ask: the same ones whatever the order of the task's rows."""
+        rows = sorted(load_rows(self.task).held_out, key=lambda row: row.prompt_id)
+        if not rows:
+            raise ConfigError(
+                f"task {self.task.name!r} has no held-out rows to evaluate on; add rows, or no evaluation"
+            )
+        return tuple(rows[: self.num_prompts])
+
+
+def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
+    """1 − C(n − c, k) / C(n, k): the chance that one of k answers drawn from n is right (arXiv 2107.03374)."""
+    return 1.0 - comb(num_answers - num_correct, k) / comb(num_answers, k)
+
+
+def summary(rows: Sequence[EvaluationRow], num_samples: int) -> dict[str, float]:
+    """What an evaluation comes to; `pass_at_k` for k = the samples a prompt has."""
+    correct: dict[str, int] = {}
+    for row in rows:
+        correct[row.prompt_id] = correct.get(row.prompt_id, 0) + row.correct
+    figures = {
+        "exact_match": sum(row.correct for row in rows) / len(rows),
+        "score": sum(row.score for row in rows) / len(rows),
+        "num_answers": len(rows),
+        "response_tokens_mean": sum(row.response_tokens for row in rows) / len(rows),
+        "oldest_version": min(row.oldest_version for row in rows),
+        "newest_version": max(row.newest_version for row in rows),
+    }
+    if num_samples > 1:
+        passed = sum(pass_at_k(num_samples, count, num_samples) for count in correct.values())
+        figures[f"pass_at_{num_samples}"] = passed / len(correct)
+    return figures
+
+
+def _require_one_version(name: str, phase: str, rows: Sequence[EvaluationRow]) -> None:
+    oldest, newest = min(row.oldest_version for row in rows), max(row.newest_version for row in rows)
+    if oldest != newest:
+        raise FlowrlError(
+            f"{name}: the evaluation {phase} training saw the versions {oldest} to {newest} where it needs one; "
+            "this is an error in flowrl, please report it"
+        )

@@ -1,0 +1,114 @@
+"""GRPO: groups of samples of one prompt, scored, compared with each other, trained on while the next are sampled.
+
+flowrl run graphs/grpo.py --steps 60
+flowrl run graphs/grpo.py --policy smollm2 --task reasoning_gym/chain_sum --steps 60
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowrl import Graph
+from flowrl.models import Policy
+from flowrl.nodes import (
+    Evaluation,
+    Generator,
+    GroupAdvantage,
+    PromptSource,
+    Reference,
+    Reward,
+    Sampling,
+    TokenBatch,
+    Trainer,
+)
+from flowrl.tasks import Task
+from flowrl.training.recipes import PolicyObjective
+from flowrl.training.settings import ZeroSettings
+
+
+@dataclass(frozen=True)
+class GRPO:
+    policy: str = "tiny"
+    """tiny, smollm2, or the path of a Hugging Face model directory."""
+    task: Task = Task("arithmetic")
+    """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
+    group_size: int = 8
+    """Samples of one prompt."""
+    groups_per_step: int = 16
+    """Prompts of one batch."""
+    staleness: int = 1
+    """Largest staleness of any trained token, in versions. 0 is synchronous."""
+    on_limit: Literal["wait", "mask"] = "wait"
+    """At that limit generation waits, or tokens beyond it are masked out of the loss."""
+    look_ahead: int = 1
+    """Groups among which the batcher may choose a finished one; 1 is admission order."""
+    max_tokens: int = 32
+    """Longest response."""
+    temperature: float = 1.0
+    lr: float = 1e-4
+    kl_coef: float = 0.0
+    """Weight of the KL to the starting weights in the loss; above 0 adds a reference node."""
+    advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the trainer's parameters and activations."""
+    token_budget: int = 8192
+    """Most tokens of a micro-batch, padding included."""
+    num_generators: int = 1
+    num_trainers: int = 1
+    """ZeRO ranks."""
+    gpus: float = 0
+    """GPUs of each generator, trainer and reference."""
+    evaluate: int = 512
+    """Held-out prompts asked before and after; 0 for none."""
+    evaluate_every: int = 0
+    """Steps between evaluations during training; 0 for none."""
+    shuffle_rewards: bool = False
+    """A control: rewards dealt out at random within each group. Nothing must be learnt."""
+    seed: int = 0
+
+
+def graph(cfg: GRPO) -> Graph:
+    policy = Policy(cfg.policy, task=cfg.task)
+    sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens)
+    objective = PolicyObjective(kl_coef=cfg.kl_coef)
+    zero = ZeroSettings(dtype=cfg.dtype)
+    whiten: Literal["off", "full"] = "full" if cfg.advantage.startswith("reinforce") else "off"
+
+    g = Graph("grpo")
+    prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size, seed=cfg.seed))
+    generator = g.add("generator", Generator(policy, sampling=sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
+    reward = g.add("reward", Reward(cfg.task))
+    advantage = g.add(
+        "advantage", GroupAdvantage(cfg.advantage, size=cfg.group_size, shuffle_rewards=cfg.shuffle_rewards)
+    )
+    batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=cfg.token_budget, whiten=whiten))
+    trainer = g.add(
+        "trainer",
+        Trainer(policy, objective=objective, lr=cfg.lr, temperature=cfg.temperature, zero=zero),
+        replicas=cfg.num_trainers,
+        gpus=cfg.gpus,
+    )
+
+    g.connect(prompts.prompts, generator.prompts)
+    if cfg.kl_coef:
+        reference = g.add("reference", Reference(policy, temperature=cfg.temperature), gpus=cfg.gpus)
+        g.connect(generator.rollouts, reference.rollouts)
+        g.connect(reference.referenced, reward.rollouts)
+    else:
+        g.connect(generator.rollouts, reward.rollouts)
+    g.connect(reward.scored, advantage.scored)
+    g.connect(advantage.groups, batcher.groups)
+    g.connect(batcher.batches, trainer.batches, dispatch="gang")
+    g.latest(trainer.weights, generator.weights)
+    g.admit(
+        prompts.prompts,
+        until=generator.weights,
+        staleness=cfg.staleness,
+        on_limit=cfg.on_limit,
+        look_ahead=cfg.look_ahead,
+    )
+
+    if cfg.evaluate:
+        held_out = Evaluation(cfg.task, policy, num_prompts=cfg.evaluate, every=cfg.evaluate_every)
+        evaluation = g.add("evaluation", held_out)
+        g.call(evaluation.generate, generator.requests)
+    return g
