@@ -1,0 +1,197 @@
+"""Reports of hosts, the lines made from them, and the sinks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.runtime.metrics import NAMES, Metrics, flat, read, rewind
+from flowrl.runtime.sinks import open_sinks
+from flowrl.runtime.statistics import EdgeNow, NodeNow, Statistics, bottleneck
+
+LANE = "generator/0.rollouts -> reward/0.rollouts"
+OTHER_LANE = "generator/0.rollouts -> reward/1.rollouts"
+EDGE = "generator.rollouts -> reward.rollouts"
+
+
+def node(busy_s: float, counters: Mapping[str, float] | None = None, **observed: list[float]) -> dict[str, Any]:
+    return {"busy_s": busy_s, "counters": counters or {}, "observed": observed}
+
+
+def lane(depth: int, blocked_s: float, sent: int = 10) -> dict[str, Any]:
+    return {"depth": depth, "blocked_s": blocked_s, "sent": sent}
+
+
+def report(statistics: Statistics, now_s: float, **nodes: Any) -> None:
+    statistics.absorb({"nodes": {name.replace("_", "/"): body for name, body in nodes.items()}}, now_s)
+
+
+# Statistics
+
+
+def test_counters_are_summed_over_replicas_since_the_last_line() -> None:
+    statistics = Statistics()
+    report(statistics, 1.0, gen_0=node(0.5, {"tokens_generated": 10}), gen_1=node(0.2, {"tokens_generated": 5}))
+    report(statistics, 2.0, gen_0=node(1.0, {"tokens_generated": 30}))
+    line = statistics.since_line()
+    assert (line["tokens_generated"], line["gen_busy_s"]) == (35, pytest.approx(1.2))
+    assert statistics.since_line()["tokens_generated"] == 0
+    assert statistics.total("tokens_generated") == 35
+
+
+def test_a_replica_that_starts_again_counts_on() -> None:
+    statistics = Statistics()
+    report(statistics, 1.0, gen_0=node(5.0, {"tokens_generated": 100}))
+    report(statistics, 2.0, gen_0=node(0.5, {"tokens_generated": 7}))
+    line = statistics.since_line()
+    assert (line["tokens_generated"], line["gen_busy_s"]) == (107, 5.5)
+
+
+def test_observations_become_their_mean_and_largest() -> None:
+    statistics = Statistics()
+    report(statistics, 1.0, gen_0=node(0, None, weight_update_pause_s=[0.1, 0.2]), gen_1=node(0, None))
+    report(statistics, 1.0, gen_1=node(0, None, weight_update_pause_s=[0.6]))
+    line = statistics.since_line()
+    assert line["weight_update_pause_s"] == pytest.approx(0.3)
+    assert line["weight_update_pause_s_max"] == 0.6
+    assert "weight_update_pause_s" not in statistics.since_line()
+
+
+def test_fractions_are_those_of_the_last_seconds() -> None:
+    statistics = Statistics()
+    for second in range(20):
+        busy = float(second) if second < 10 else 10 + (second - 10) * 0.25
+        report(statistics, second, gen_0=node(busy), gen_1=node(0.0))
+    assert statistics.nodes() == [NodeNow("gen", 2, pytest.approx(0.125))]  # type: ignore[arg-type]
+
+
+def test_an_edge_has_the_depth_of_all_lanes_and_the_blocking_of_the_worst() -> None:
+    statistics = Statistics()
+    for second in (0, 1, 2):
+        statistics.absorb({"lanes": {LANE: lane(3, 0.5 * second), OTHER_LANE: lane(4, 0.25 * second)}}, second)
+    assert statistics.edges() == [EdgeNow(EDGE, "generator", "reward", 7, 0.5)]
+    assert statistics.since_line()["edges"] == {EDGE: {"depth": 7, "blocked_s": 1.5}}
+
+
+def test_the_receiving_end_of_a_lane_says_nothing_about_blocking() -> None:
+    statistics = Statistics()
+    statistics.absorb({"lanes": {LANE: lane(3, 1.0)}}, 0.0)
+    statistics.absorb({"lanes": {LANE: lane(0, 0.0, sent=0)}}, 0.1)
+    assert statistics.since_line()["edges"] == {EDGE: {"depth": 3, "blocked_s": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("busy", "blocked", "slowest", "why"),
+    [
+        ((0.95, 0.1, 0.4), (0.0, 0.0), "generator", "works 95% of the time"),
+        ((0.9, 0.1, 1.0), (0.0, 0.8), "trainer", "works 100% of the time, reward waits for it 80%"),
+        ((1.0, 0.9, 0.3), (0.7, 0.0), "reward", "works 90% of the time, generator waits for it 70%"),
+        ((0.3, 0.1, 0.4), (0.0, 0.0), "", "no node works more than half of the time"),
+    ],
+)
+def test_the_bottleneck_is_the_busiest_node_that_waits_for_nobody(
+    busy: tuple[float, ...], blocked: tuple[float, ...], slowest: str, why: str
+) -> None:
+    names = ("generator", "reward", "trainer")
+    nodes = [NodeNow(name, 1, fraction) for name, fraction in zip(names, busy, strict=True)]
+    edges = [
+        EdgeNow(EDGE, "generator", "reward", 1, blocked[0]),
+        EdgeNow("reward.scored -> trainer.batches", "reward", "trainer", 1, blocked[1]),
+    ]
+    assert bottleneck(nodes, edges) == (slowest, why)
+
+
+# Lines
+
+
+def test_a_line_has_every_name_and_null_where_nothing_was_reported(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, Statistics(), roles={})
+    metrics.line({"step": 1, "loss": 0.5, "kl": None, "entropy": math.nan})
+    (line,) = read(tmp_path / "metrics.jsonl")
+    assert list(line)[: len(NAMES)] == list(NAMES)
+    assert line["edges"] == {}
+    assert {name for name in NAMES if line[name] is not None} == {"step", "loss", "time_s"}
+
+
+def test_busy_time_stands_under_the_role_and_the_trainers_word_wins(tmp_path: Path) -> None:
+    statistics = Statistics()
+    metrics = Metrics(tmp_path, statistics, roles={"actor": "generator"})
+    report(statistics, 1.0, actor_0=node(0.75, {"tokens_generated": 12, "loss": 9}))
+    line = metrics.line({"step": 1, "loss": 0.5})
+    assert (line["generator_busy_s"], line["tokens_generated"], line["loss"]) == (0.75, 12, 0.5)
+    assert "actor_busy_s" not in line
+
+
+def test_a_resumed_file_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "time_s": 10.0 * step}) + "\n" for step in (1, 2, 3)) + '{"st')
+    rewind(path, 2)
+    metrics = Metrics(tmp_path, Statistics(), roles={})
+    line = metrics.line({"step": 3})
+    assert [entry["step"] for entry in read(path)] == [1, 2, 3]
+    assert 20.0 <= line["time_s"] < 30.0
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.written: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.written.append((step, dict(scalars)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_sinks_get_the_numbers_of_the_same_record(tmp_path: Path) -> None:
+    statistics, sink = Statistics(), Recorder()
+    metrics = Metrics(tmp_path, statistics, roles={}, sinks=[sink])
+    statistics.absorb({"lanes": {LANE: lane(3, 0.5)}}, 0.0)
+    line = metrics.line({"step": 4, "loss": 0.5, "kl": None})
+    metrics.evaluation(4, {"evaluation/score": 0.25})
+    metrics.close()
+    scalars = {
+        "step": 4,
+        "loss": 0.5,
+        "time_s": line["time_s"],
+        f"edges/{EDGE}/depth": 3,
+        f"edges/{EDGE}/blocked_s": 0.5,
+    }
+    assert sink.written == [(4, scalars), (4, {"evaluation/score": 0.25})]
+    assert sink.closed
+
+
+def test_only_numbers_are_scalars() -> None:
+    assert flat({"a": 1, "b": {"c": 2.5, "d": None}, "e": "text"}) == {"a": 1.0, "b/c": 2.5}
+
+
+def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    metrics = Metrics(tmp_path, Statistics(), roles={}, sinks=open_sinks(["tensorboard"], tmp_path, {}))
+    for step in (1, 2):
+        metrics.line({"step": step, "reward_mean": step / 4})
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    values = [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors("reward_mean")]
+    assert values == [(1, 0.25), (2, 0.5)]
+
+
+def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no metrics sink is called 'tensorbord'; there are tensorboard"):
+        open_sinks(["tensorbord"], tmp_path, {})
+
+
+def test_a_sink_whose_package_is_missing_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ConfigError, match="metrics go to wandb, which is not installed"):
+        open_sinks(["wandb"], tmp_path, {})
