@@ -89,6 +89,7 @@ class Driver:
         self._trace = TraceWriter(job.run_dir / "trace.json")
         self._interrupted = False
         self._watch = Watch(Topology.of(job.plan))
+        self._records: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._start_s = time.monotonic()
 
     def _open_books(self) -> Books:
@@ -111,17 +112,22 @@ class Driver:
 
     async def run(self) -> Outcome:
         """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""
-        watch: asyncio.Task[None] | None = None
         failed = True
         try:
             await self._start()
-            watch = asyncio.create_task(self._look())
-            evaluations = await _first_failure(self._train(), watch)
+            watch, lines = asyncio.create_task(self._look()), asyncio.create_task(self._write_lines())
+            try:
+                evaluations = await _first_failure(self._train(), watch, lines)
+                self._records.put_nowait(None)
+                await lines
+            finally:
+                watch.cancel()
+                lines.cancel()
             failed = False
         finally:
-            if watch is not None:
-                watch.cancel()
             await self.hosts.stop()
+            while not self._records.empty() and (record := self._records.get_nowait()) is not None:
+                self._write_line(record)
             self.books.close(orderly=not failed)
             self.metrics.close()
             self._trace.close()
@@ -161,7 +167,8 @@ class Driver:
     async def _train(self) -> dict[str, dict[str, float]]:
         running = {host: asyncio.create_task(self.hosts.ask_one(host, "run")) for host in self.hosts}
         try:
-            return await _first_failure(self.phases.run(running), *running.values())
+            evaluations: dict[str, dict[str, float]] = await _first_failure(self.phases.run(running), *running.values())
+            return evaluations
         finally:
             for task in running.values():
                 task.cancel()
@@ -170,11 +177,20 @@ class Driver:
     # Records
 
     def on_step(self, record: dict[str, Any]) -> None:
-        """A batch is finished: its line, and whatever follows from its number."""
+        """A batch is finished: whatever follows from its number, and its line."""
         self.version = int(record["step"])
+        self.phases.step(self.version)
+        self._records.put_nowait(record)
+
+    async def _write_lines(self) -> None:
+        """One line a batch, in order, each with what every host has counted until now. Ended by `_stop`."""
+        while (record := await self._records.get()) is not None:
+            await self._ask_hosts("report")
+            self._write_line(record)
+
+    def _write_line(self, record: dict[str, Any]) -> None:
         line = self.metrics.line(record)
         self.view.step(line)
-        self.phases.step(self.version)
 
     def _absorb(self, host: str, body: dict[str, Any]) -> None:
         self.statistics.absorb(body, time.monotonic())
@@ -190,7 +206,7 @@ class Driver:
             loop.call_later(LOOK_EVERY_S, tick.set_result, None)
             await tick
             verdict, text = self._watch.look(await self.hosts.waits(), time.monotonic())
-            if verdict == "deadlock" and not self.phases.busy:
+            if verdict == "deadlock":
                 raise Stalled(f"the run is deadlocked: no node works and nothing is under way.\n{text}")
             if verdict == "stall":
                 self.view.warning(f"nothing has moved for a while.\n{text}")

@@ -67,6 +67,7 @@ class HostEngine:
             "snapshot": self._snapshot,
             "restore": self._restore,
             "node": self._node,
+            "report": self._report_now,
         }
         for kind, handler in handlers.items():
             self.endpoint.on(kind, handler)
@@ -192,6 +193,10 @@ class HostEngine:
             loop.call_later(REPORT_EVERY_S, tick.set_result, None)
             await tick
             self._send_report()
+
+    async def _report_now(self, host: str, body: Any) -> None:
+        """The report is on its way before the answer, and so arrives before it."""
+        self._send_report()
 
     def _send_report(self) -> None:
         self.endpoint.notify(

@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from flowrl.channel.dispatch import Delivery, Inbox
-from flowrl.channel.endpoint import EndOfStream
+from flowrl.channel.dispatch import Delivery, EndOfStream, Inbox
 from flowrl.errors import SampleFailed
 from flowrl.graph.ports import Members
 from flowrl.messages import Message, Tombstone

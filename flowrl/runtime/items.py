@@ -127,7 +127,7 @@ class Desk:
             return
         if not item.accounted and not sink:
             raise FlowrlError(
-                f"node {self.node!r} let go of a {type(item.body).__name__} (ticket {item.envelope.ticket}) without a "
+                f"it let go of a {type(item.body).__name__} (ticket {item.envelope.ticket}) without a "
                 "send, hold or drop; end it with `self.PORT.drop(item, reason)` if nothing is to be made from it"
             )
         self.end(item)

@@ -206,7 +206,6 @@ class _Prepared:
             run_id=run_id,
             max_staleness=self.plan.numbers.max_staleness,
             window=self.plan.numbers.window,
-            window=self.plan.numbers.window,
             lease=host.lease,
         )
 

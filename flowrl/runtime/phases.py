@@ -19,8 +19,6 @@ class Phases:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self.busy = True
-        """Outside training the nodes may all be waiting for the next phase."""
         self._during: asyncio.Task[Any] | None = None
         nodes = driver.job.graph.nodes
         self._evaluations = [name for name, node in nodes.items() if hasattr(node, "evaluate")]
@@ -30,11 +28,9 @@ class Phases:
         driver, results = self._driver, {}
         if self._evaluations and driver.version == 0:
             results["before"] = await self._evaluate("before")
-        self.busy = False
         driver.view.progress("driver", "training")
         driver.books.resume_admission("start")
         await self._trainers_end(running)
-        self.busy = True
         if self._during is not None:
             await self._during
         driver.books.end_admission()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import cast
 
-from flowrl.channel.dispatch import Inbox, OutEdge
-from flowrl.channel.endpoint import Endpoint, LaneSpec
+from flowrl.channel.dispatch import Inbox, OutEdge, Rule
+from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.lane import LaneSpec
 from flowrl.graph.graph import Graph
 from flowrl.graph.plan import LanePlan, Plan
 from flowrl.graph.ports import Call, In, Out, Serve
@@ -18,7 +20,7 @@ from flowrl.runtime.requests import LiveCall, LiveServe
 def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None:
     """Give every port of `replica` its live side. Ignored ports get one without lanes, unused calls none."""
     node = graph.nodes[replica.place.node]
-    rules = {edge.name: edge.dispatch for edge in plan.edges}
+    rules: dict[str, Rule] = {edge.name: cast(Rule, edge.dispatch) for edge in plan.edges if edge.kind != "call"}
     sink = not any(isinstance(port, Out) for port in node.ports.values())
     for port in node.ports.values():
         label = f"{replica.place.node}.{port.name}"
@@ -47,24 +49,24 @@ def _spec(lane: LanePlan) -> LaneSpec:
 
 
 def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, *, sink: bool) -> Inbound:
-    inbox = Inbox()
+    inbox = Inbox(label)
     for lane in plan.lanes:
         if lane.consumer == replica.place.track and lane.edge.endswith(f" -> {label}"):
             inbox.add(endpoint.receiver(_spec(lane)))
+            sink = sink or lane.kind == "latest"
     return Inbound(label, inbox, replica.desk, replica.activity, replica, replica.lease, sink=sink)
 
 
-def _outbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, rules: dict[str, str]) -> Outbound:
+def _outbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, rules: dict[str, Rule]) -> Outbound:
     lanes: dict[str, list[LanePlan]] = defaultdict(list)
     for lane in plan.lanes:
         if lane.producer == replica.place.track and lane.edge.startswith(f"{label} -> "):
             lanes[lane.edge].append(lane)
-    edges = []
-    for edge, members in lanes.items():
-        senders = [endpoint.sender(_spec(lane)) for lane in members]
-        for sender in senders:
-            sender.on_taken(replica.desk.arrived)
-        edges.append(OutEdge(edge, senders, rules[edge]))
+    edges = [
+        OutEdge([endpoint.sender(_spec(lane)) for lane in members], rules[edge]) for edge, members in lanes.items()
+    ]
+    for out in edges:
+        out.on_taken(replica.desk.arrived)
     return Outbound(label, edges, replica)
 
 

@@ -1,0 +1,199 @@
+"""A graph whose stages take a known time: what is left of the overlap is the engine's doing.
+
+Generating one batch takes `generate_s` however many prompts are in it (a full vLLM batch does too),
+training on it `train_s`. No model is involved; admission, tickets, versions and books are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from flowrl import Batch, Graph, Group, In, Node, Out, Prompt, Sample, Trainable, Weights
+from flowrl.graph.facts import Facts
+from flowrl.nodes.batch import TokenBatch
+from flowrl.runtime.ledger_client import Use
+
+PROMPT_TOKENS, RESPONSE_TOKENS = 8, 8
+
+
+@dataclass(frozen=True)
+class Stages:
+    generate_s: float = 0.5
+    """Seconds that a batch of rollouts takes."""
+    train_s: float = 0.5
+    """Seconds that a batch's update takes."""
+    groups_per_step: int = 4
+    group_size: int = 2
+    staleness: int = 1
+    """Largest staleness of any trained token, in versions. 0 is synchronous."""
+
+
+class Numbers(Node):
+    """An endless source of prompts."""
+
+    prompts: Out[Prompt]
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.size, longest_prompt=PROMPT_TOKENS)
+
+    async def run(self) -> None:
+        number = 0
+        while await self.prompts.admit([self.prompt(number, member) for member in range(self.size)]):
+            number += 1
+
+    def prompt(self, number: int, member: int) -> Prompt:
+        group = f"group{number}"
+        ids = np.zeros(PROMPT_TOKENS, np.int32)
+        return Prompt(f"{group}:{member}", group, group, 0, member, self.size, number, "", ids)
+
+
+class SleepingGenerator(Node):
+    """Every prompt takes the stage's time; a batch's worth of them runs at once."""
+
+    cpus = 0.5
+
+    prompts: In[Prompt]
+    samples: Out[Sample]
+    weights: In[Weights]
+
+    def __init__(self, seconds: float, concurrency: int) -> None:
+        self.seconds = seconds
+        self.concurrency = concurrency
+        self.version = -1
+        self.ready = asyncio.Event()
+
+    def facts(self) -> Facts:
+        return Facts(longest_response=RESPONSE_TOKENS, concurrency=self.concurrency)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.follow())
+            await self.ready.wait()
+            await self.prompts.each(self.generate, concurrency=self.concurrency)
+            self.samples.close()
+
+    async def follow(self) -> None:
+        async for weights in self.weights:
+            self.version = weights.version
+            self.ready.set()
+            self.context.ledger.holds(f"{self.name}/{self.context.replica}", weights.policy, weights.version)
+
+    async def generate(self, prompt: Prompt) -> None:
+        version = self.version
+        with self.context.busy("generate"):
+            await asyncio.sleep(self.seconds)
+        sample = sampled(prompt, version, f"{self.name}/{self.context.replica}")
+        self.context.metric("tokens_generated", RESPONSE_TOKENS)
+        self.context.ledger.generated(sample)
+        await self.samples.send(sample)
+
+
+class Collect(Node):
+    """Groups by prompt, all advantages 0."""
+
+    keyed_state = True
+
+    samples: In[Sample]
+    groups: Out[Group]
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.size, keeps_lineage=False)
+
+    async def run(self) -> None:
+        async for members in self.samples.groups(self.size):
+            group = Group(members.group_id, tuple(map(trainable, members.items)), members.size)
+            await self.groups.send(group, made_from=members.items)
+
+
+class SleepingTrainer(Node):
+    """Takes the stage's time for a batch and makes a version."""
+
+    cpus = 0.5
+    gang = True
+
+    batches: In[Batch]
+    weights: Out[Weights]
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def run(self) -> None:
+        version = self.context.start_version
+        await self.publish(version)
+        async for batch in self.batches:
+            with self.context.busy("train"):
+                await asyncio.sleep(self.seconds)
+            version += 1
+            self.context.ledger.step(record(version, batch.samples), list(map(Use.of, batch.samples)), policy=self.name)
+            await self.publish(version)
+            self.batches.finish(batch)
+            await self.context.step_done(version)
+
+    async def publish(self, version: int) -> None:
+        await self.weights.send(Weights(self.name, version, version - 1, "unchanged", "none", 0, 0))
+
+
+def sampled(prompt: Prompt, version: int, generator: str) -> Sample:
+    """The rollout of a prompt, without content."""
+    length = PROMPT_TOKENS + RESPONSE_TOKENS
+    mask = np.arange(length) >= PROMPT_TOKENS
+    return Sample(
+        sample_id=prompt.sample_id,
+        group_id=prompt.group_id,
+        prompt_id=prompt.prompt_id,
+        epoch=prompt.epoch,
+        member=prompt.member,
+        group_size=prompt.group_size,
+        prompt_text="",
+        response_text="",
+        token_ids=np.zeros(length, np.int32),
+        policy_mask=mask,
+        behavior_logprobs=np.zeros(length, np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32),
+        prompt_tokens=PROMPT_TOKENS,
+        truncated=False,
+        generator=generator,
+    )
+
+
+def trainable(sample: Sample) -> Trainable:
+    values = {field.name: getattr(sample, field.name) for field in fields(Sample)}
+    return Trainable(**values, advantages=np.zeros(len(sample.token_ids), np.float32))
+
+
+def record(version: int, samples: Sequence[Sample]) -> dict[str, float]:
+    """What a metrics line needs to know of a batch."""
+    ages = [version - 1 - int(sample.versions[sample.policy_mask].min()) for sample in samples]
+    return {
+        "step": version,
+        "optimizer_steps": 1,
+        "tokens_trained": sum(sample.response_tokens for sample in samples),
+        "staleness_mean": float(np.mean(ages)),
+        "staleness_max": max(ages),
+    }
+
+
+def graph(cfg: Stages) -> Graph:
+    g = Graph("stages")
+    source = g.add("prompts", Numbers(cfg.group_size))
+    generator = g.add("generator", SleepingGenerator(cfg.generate_s, cfg.groups_per_step * cfg.group_size))
+    collect = g.add("collect", Collect(cfg.group_size))
+    batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
+    trainer = g.add("trainer", SleepingTrainer(cfg.train_s))
+    g.connect(source.prompts, generator.prompts)
+    g.connect(generator.samples, collect.samples)
+    g.connect(collect.groups, batcher.groups)
+    g.connect(batcher.batches, trainer.batches, dispatch="gang")
+    g.latest(trainer.weights, generator.weights)
+    g.admit(source.prompts, until=generator.weights, staleness=cfg.staleness)
+    return g
