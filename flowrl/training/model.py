@@ -78,7 +78,9 @@ def load_policy_model(
 ) -> PolicyModel:
     """The model in the Hugging Face directory `path`, dropout off: π_θ and π_p have to be one function."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:

@@ -1,0 +1,243 @@
+"""The trainer: batches in, versions out. One replica is one ZeRO rank; all ranks run in lockstep.
+
+Invariants
+- Every batch makes exactly one version, also one without an update (all tokens masked, or a gradient
+  that is not finite): such a version is published as `unchanged`, so tickets return.
+- The weights of `start_version` are published before the first batch, so generators hold exactly the
+  trainer's weights before they sample.
+- A batch is finished (acked) when its update is done and in the books, and before a checkpoint.
+
+All heavy work runs in the node's one blocking thread, in the same order on every rank; the event loop
+stays free. Waits: for a batch (end of stream ends the run), for the other ranks inside collectives
+(a rank that died is the supervisor's matter), and for a checkpoint at a batch's end.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Batch, Weights
+from flowrl.models import Policy, check_model, resolve
+from flowrl.runtime.ledger_client import Use
+from flowrl.training.packing import split_batch
+from flowrl.training.recipes import Objective, PolicyObjective
+from flowrl.training.schedule import Schedule
+from flowrl.training.settings import ZeroSettings
+from flowrl.training.tally import Tally
+
+if TYPE_CHECKING:
+    from flowrl.training.learner import Learner, Update
+    from flowrl.weights.publish import Publisher
+
+
+class Trainer(Node):
+    """Trains `policy` with `objective` under DeepSpeed ZeRO and publishes its weights.
+
+    `lr` is the peak rate; `epochs` the passes over each batch (a batch's cut into several optimizer
+    steps is the batcher's `optimizer_steps`). `temperature` has to be the generator's. Every
+    `publish_every`th version is published, every `probe_every`th publication carries the probe.
+    """
+
+    cpus = 1
+    gang = True
+
+    batches: In[Batch]
+    weights: Out[Weights]
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        objective: Objective | None = None,
+        lr: float = 1e-5,
+        schedule: Schedule | None = None,
+        epochs: int = 1,
+        temperature: float = 1.0,
+        zero: ZeroSettings | None = None,
+        publish_every: int = 1,
+        probe_every: int = 10,
+    ) -> None:
+        self.policy = policy
+        self.objective: Objective = PolicyObjective() if objective is None else objective
+        self.lr = lr
+        self.schedule = schedule or Schedule()
+        self.epochs = epochs
+        self.temperature = temperature
+        self.zero = zero or ZeroSettings()
+        self.publish_every = publish_every
+        self.probe_every = probe_every
+        self.version = 0
+        self._published = -1
+        self._learner: Learner
+        self._publisher: Publisher | None = None
+
+    # What the graph is told
+
+    def facts(self) -> Facts:
+        return Facts(publish_every=self.publish_every, optional=("weights",))
+
+    def check(self, facts: Any) -> list[str]:
+        least = {"epochs": 1, "publish_every": 1, "probe_every": 0}
+        problems = [
+            f"{name} is {getattr(self, name)}; it has to be {low} or more"
+            for name, low in least.items()
+            if getattr(self, name) < low
+        ]
+        if self.lr < 0:
+            problems.append(f"lr is {self.lr}; it has to be 0 or more")
+        if self.temperature <= 0:
+            problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
+        return problems
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+
+    # Life
+
+    async def setup(self) -> None:
+        self.version = self.context.start_version
+        if self.context.steps is None:
+            self.schedule.factor(self.version + 1, None)
+        self._learner = await self.blocking(self._load)
+
+    def _load(self) -> Learner:
+        """Meet the other ranks and load the model; collective."""
+        progress = self.context.progress
+        source = self._source()
+        progress("importing torch and DeepSpeed")
+        import torch
+
+        from flowrl.training.gang import Gang
+        from flowrl.training.learner import Learner
+        from flowrl.training.zero import ZeroEngine
+
+        torch.set_num_threads(max(1, len(self.context.cores)))
+        torch.manual_seed(self.context.seed)
+        device = torch.device("cuda", 0) if self.context.gpus else torch.device("cpu")
+        gang = Gang.meet(self.context.replica, self.context.num_replicas, self.context.gang_address, device)
+        progress("loading the model")
+        engine = ZeroEngine(source, self.zero, gang)
+        if self.context.resume_dir is not None:
+            engine.load(self._state_dir(self.context.resume_dir))
+        self._publisher = self._make_publisher(engine)
+        progress("ready")
+        return Learner(
+            engine,
+            self.objective,
+            epochs=self.epochs,
+            temperature=self.temperature,
+            max_staleness=self.context.max_staleness,
+        )
+
+    def _source(self) -> str:
+        """The model directory to start from."""
+        if self.context.resume_dir is not None:
+            return str(self._model_dir(self.context.resume_dir))
+        return resolve(self.policy, progress=self.context.progress)
+
+    def _make_publisher(self, engine: Any) -> Publisher | None:
+        if self.weights.live is None:
+            return None
+        from flowrl.weights.publish import Publisher
+
+        return Publisher(engine, self.name, run_id=self.context.run_id, probe_every=self.probe_every)
+
+    async def run(self) -> None:
+        await self._publish(changed=True)
+        async for batch in self.batches:
+            with self.context.busy("train"):
+                record, uses, changed = await self.blocking(self._train, batch)
+            self.version += 1
+            if self.context.replica == 0:
+                self.context.ledger.step(record, uses, policy=self.name)
+            if self.version % self.publish_every == 0:
+                await self._publish(changed=changed)
+            self.batches.finish(batch)
+            await self.context.step_done(self.version)
+        if self._published != self.version:
+            await self._publish(changed=True)
+
+    async def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+    async def checkpoint(self, path: str) -> None:
+        """The model as a Hugging Face directory, and each rank's master weights and optimizer state."""
+        await self.blocking(self._save, path)
+
+    # In the blocking thread; collective
+
+    def _train(self, batch: Batch) -> tuple[dict[str, Any], list[Use], bool]:
+        """One batch: its metrics line, the uses of all ranks, and whether the weights changed."""
+        from flowrl.training.learner import loss_masks
+
+        part = batch if batch.step_ends else self._alone(batch)
+        masks = loss_masks(part, self.version)
+        step = self.version + 1
+        lr = self.lr * self.schedule.factor(step, self.context.steps)
+        update = self._learner.update(part, masks, self.version, lr)
+        mine = (
+            Tally.of(part.samples, masks, self.version),
+            [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)],
+        )
+        tallies, uses = zip(*self._learner.engine.gang.gather(mine), strict=True)
+        record = {"step": step, "lr": lr, "num_groups": batch.num_groups, **batch.metrics}
+        record |= Tally.total(tallies).metrics() | _told(update)
+        return record, [use for part_uses in uses for use in part_uses], update.changed
+
+    def _alone(self, batch: Batch) -> Batch:
+        """A whole batch that came over an edge without gang dispatch."""
+        if self.context.num_replicas > 1:
+            raise ConfigError(
+                f"node {self.name!r} has {self.context.num_replicas} ranks but got a batch that nobody had split: "
+                'connect its batches with dispatch="gang"'
+            )
+        return split_batch(batch, 1)[0]
+
+    async def _publish(self, *, changed: bool) -> None:
+        """Make the current version readable and announce it; all ranks."""
+        publisher = self._publisher
+        if publisher is None:
+            self._published = self.version
+            return
+        kind = "full" if changed or self._missed() else "unchanged"
+        with self.context.busy("publish"):
+            manifest = await self.blocking(publisher.publish, self.version, kind)
+            if manifest is not None:
+                await self.weights.send(manifest)
+            await self.blocking(publisher.transmit)
+        self._published = self.version
+
+    def _missed(self) -> bool:
+        """Versions since the last publication may have changed what this one did not."""
+        return self.version - self._published > 1
+
+    def _save(self, path: str) -> None:
+        engine = self._learner.engine
+        engine.export(self._model_dir(path))
+        engine.save(self._state_dir(path))
+
+    def _model_dir(self, path: str) -> Path:
+        return Path(path) / self.policy.name
+
+    def _state_dir(self, path: str) -> Path:
+        return Path(path) / f"{self.name}_state"
+
+
+def _told(update: Update) -> dict[str, Any]:
+    """The update under the names of a metrics line."""
+    return {
+        **update.stats,
+        "optimizer_steps": update.optimizer_steps,
+        "skipped_steps": update.skipped_steps,
+        "unchanged": not update.changed,
+        "token_passes": update.token_passes,
+        "grad_norm": update.grad_norm,
+        "behavior_gap": update.behavior_gap,
+        "behavior_gap_by_staleness": {str(age): gap for age, gap in update.behavior_gap_by_staleness.items()},
+    }

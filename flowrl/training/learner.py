@@ -1,0 +1,274 @@
+"""One batch on one rank: from samples to updated weights and the numbers that tell of it.
+
+Invariants
+- What is minimised is a mean over the *global* optimizer step: denominators are summed over ranks and
+  micro-batches before the first backward, so no split changes the gradient.
+- No token older than the bound reaches a gradient: asserted before anything is computed.
+- π_p are the weights at the batch's first optimizer step. With one step they are the weights being
+  trained, so no extra pass is made.
+- All ranks run the same number of forward and backward passes: an empty micro-batch runs on padding.
+
+`update` is collective and blocking; it ends when the slowest rank has done its part.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.errors import FlowrlError
+from flowrl.messages import Batch, Bool, Trainable
+from flowrl.training.packing import trained_mask
+from flowrl.training.recipes import Objective, Seen, Totals
+from flowrl.training.rows import Rows, lay_out, policy_places
+from flowrl.training.zero import ZeroEngine
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One micro-batch: model input, loss mask, and what the objective asked for, [B, T] each."""
+
+    rows: Rows
+    mask_BT: Tensor
+    behavior_BT: Tensor
+    ages_BT: Tensor
+    columns: Mapping[str, Tensor]
+    num_tokens: int
+    num_sequences: int
+
+
+@dataclass
+class Sums:
+    """What adds up over micro-batches and ranks."""
+
+    values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    gap_by_age: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    tokens_by_age: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, stats: Mapping[str, Tensor], share: float = 1.0) -> None:
+        for name, value in stats.items():
+            self.values[name] += float(value) * share
+
+    def merge(self, other: Sums) -> None:
+        for name, value in other.values.items():
+            self.values[name] += value
+        for age, gap in other.gap_by_age.items():
+            self.gap_by_age[age] += gap
+            self.tokens_by_age[age] += other.tokens_by_age[age]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one batch did, over all ranks."""
+
+    changed: bool
+    """False: no optimizer step was applied; the weights are those from before."""
+    optimizer_steps: int
+    """Steps that were applied."""
+    skipped_steps: int
+    """Steps whose gradient was not finite."""
+    token_passes: int
+    """Tokens that entered a loss, counted once an epoch."""
+    grad_norm: float | None
+    """Mean over the applied steps, before clipping."""
+    stats: Mapping[str, float]
+    """loss and the objective's stats, means over the batch's optimizer steps."""
+    behavior_gap: float | None
+    """Mean |log π_p − log π_b| over trained tokens."""
+    behavior_gap_by_staleness: Mapping[int, float]
+
+
+class Learner:
+    """Trains one model with one objective."""
+
+    def __init__(
+        self,
+        engine: ZeroEngine,
+        objective: Objective,
+        *,
+        epochs: int = 1,
+        temperature: float = 1.0,
+        max_staleness: int | None = None,
+    ) -> None:
+        self.engine = engine
+        self.objective = objective
+        self._epochs = epochs
+        self._temperature = temperature
+        self._max_staleness = max_staleness
+
+    def update(self, part: Batch, masks: Sequence[Bool], version: int, lr: float) -> Update:
+        """Train on this rank's part of a batch. `masks` say which tokens of each sample enter the loss.
+
+        `version` is the one being updated. Raises FlowrlError if a token is older than the bound.
+        """
+        for sample, mask in zip(part.samples, masks, strict=True):
+            self._assert_bound(sample, mask, version)
+        self.engine.set_lr(lr)
+        pieces = [self._piece(part, masks, indices, version) for indices in part.micro_batches]
+        starts = (0, *part.step_ends[:-1])
+        steps = [pieces[start:end] for start, end in zip(starts, part.step_ends, strict=True)]
+        totals = self._totals(steps)
+        several = self._epochs * len(steps) > 1
+        old = self._proximal(pieces) if several and self.objective.needs_proximal else {}
+        return self._run(steps, totals, old)
+
+    def _run(self, steps: Sequence[Sequence[Piece]], totals: Sequence[Totals], old: Mapping[int, Tensor]) -> Update:
+        sums, norms, skipped = Sums(), list[float](), 0
+        planned = max(1, self._epochs * sum(total.num_tokens > 0 for total in totals))
+        for epoch in range(self._epochs):
+            for pieces, total in zip(steps, totals, strict=True):
+                if not total.num_tokens:
+                    continue
+                result = self._optimize(pieces, total, old, sums, share=1 / planned, first_epoch=epoch == 0)
+                if result is None:
+                    skipped += 1
+                else:
+                    norms.append(result)
+        merged = Sums()
+        for part in self.engine.gang.gather(sums):
+            merged.merge(part)
+        return _told(merged, norms, skipped, self._epochs * sum(total.num_tokens for total in totals))
+
+    def _optimize(
+        self,
+        pieces: Sequence[Piece],
+        total: Totals,
+        old: Mapping[int, Tensor],
+        sums: Sums,
+        *,
+        share: float,
+        first_epoch: bool,
+    ) -> float | None:
+        """One optimizer step; its gradient norm, None if it was not applied."""
+        for position, piece in enumerate(pieces):
+            logprobs_N, entropies_N = self.engine.forward(
+                piece.rows,
+                temperature=self._temperature,
+                entropy_gradient=self.objective.needs_entropy_gradient,
+            )
+            logprobs_BT = piece.rows.spread(logprobs_N)
+            old_BT = old.get(id(piece), logprobs_BT.detach())
+            seen = Seen(logprobs_BT, piece.rows.spread(entropies_N), old_BT, piece.mask_BT, piece.columns, total)
+            loss, stats = self.objective.loss(seen)
+            self.engine.backward(loss, last=position == len(pieces) - 1)
+            sums.add({"loss": loss.detach()} | stats, share)
+            if first_epoch:
+                _add_gaps(sums, piece, old_BT)
+        step = self.engine.step()
+        return step.grad_norm if step.applied else None
+
+    def _proximal(self, pieces: Sequence[Piece]) -> dict[int, Tensor]:
+        """log π_p of every piece, by its identity: one pass without gradients."""
+        with torch.no_grad():
+            return {
+                id(piece): piece.rows.spread(self.engine.forward(piece.rows, temperature=self._temperature)[0])
+                for piece in pieces
+            }
+
+    def _totals(self, steps: Sequence[Sequence[Piece]]) -> list[Totals]:
+        mine = [(sum(p.num_tokens for p in pieces), sum(p.num_sequences for p in pieces)) for pieces in steps]
+        by_rank = np.array(self.engine.gang.gather(mine))
+        return [Totals(int(tokens), int(sequences)) for tokens, sequences in by_rank.sum(axis=0)]
+
+    def _piece(self, part: Batch, masks: Sequence[Bool], indices: Sequence[int], version: int) -> Piece:
+        samples = [part.samples[i] for i in indices] or [PADDING]
+        chosen = [masks[i] for i in indices] or [np.zeros(2, np.bool_)]
+        places = [policy_places(sample.policy_mask) for sample in samples]
+        device = self.engine.device
+        rows = lay_out(
+            [s.token_ids for s in samples], [s.policy_mask for s in samples], packed=self.engine.packed, device=device
+        )
+        asked = [self.objective.columns(sample) for sample in samples]
+        columns: dict[str, Tensor] = {}
+        for name in asked[0]:
+            found = [values for column in asked if (values := column[name]) is not None]
+            if len(found) == len(samples):
+                cut = [values[where] for values, where in zip(found, places, strict=True)]
+                columns[name] = rows.column(cut, device)
+        trained = [mask[where] for mask, where in zip(chosen, places, strict=True)]
+        behavior = [s.behavior_logprobs[where] for s, where in zip(samples, places, strict=True)]
+        ages = [version - s.versions[where] for s, where in zip(samples, places, strict=True)]
+        return Piece(
+            rows,
+            rows.column(trained, device),
+            rows.column(behavior, device),
+            rows.column(ages, device),
+            columns,
+            num_tokens=int(sum(mask.sum() for mask in trained)),
+            num_sequences=int(sum(mask.any() for mask in trained)),
+        )
+
+    def _assert_bound(self, sample: Trainable, mask: Bool, version: int) -> None:
+        if self._max_staleness is None or not mask.any():
+            return
+        oldest = int(sample.versions[mask].min())
+        if version - oldest > self._max_staleness:
+            raise FlowrlError(
+                f"sample {sample.sample_id!r} has tokens of version {oldest}; training on it makes version "
+                f"{version + 1} out of {version}, a staleness of {version - oldest} where the graph allows "
+                f"{self._max_staleness}. Nothing was trained on it; this is an error in flowrl, please report it"
+            )
+
+
+def loss_masks(part: Batch, version: int) -> list[Bool]:
+    """The tokens of each sample that enter the loss in an update of `version`."""
+    masks = [trained_mask(sample) for sample in part.samples]
+    if part.mask_staleness < 0:
+        return masks
+    return [
+        mask & (version - sample.versions <= part.mask_staleness)
+        for sample, mask in zip(part.samples, masks, strict=True)
+    ]
+
+
+def _add_gaps(sums: Sums, piece: Piece, proximal_BT: Tensor) -> None:
+    """|log π_p − log π_b| of the trained tokens, by their age."""
+    trained = piece.mask_BT
+    gaps = (proximal_BT - piece.behavior_BT).abs()[trained].double().cpu().numpy()
+    ages = piece.ages_BT[trained].cpu().numpy()
+    for age in np.unique(ages):
+        sums.gap_by_age[int(age)] += float(gaps[ages == age].sum())
+        sums.tokens_by_age[int(age)] += int((ages == age).sum())
+
+
+def _told(sums: Sums, norms: Sequence[float], skipped: int, token_passes: int) -> Update:
+    tokens = sum(sums.tokens_by_age.values())
+    return Update(
+        changed=bool(norms),
+        optimizer_steps=len(norms),
+        skipped_steps=skipped,
+        token_passes=token_passes,
+        grad_norm=sum(norms) / len(norms) if norms else None,
+        stats=dict(sums.values),
+        behavior_gap=sum(sums.gap_by_age.values()) / tokens if tokens else None,
+        behavior_gap_by_staleness={
+            age: sums.gap_by_age[age] / number for age, number in sorted(sums.tokens_by_age.items())
+        },
+    )
+
+
+PADDING = Trainable(
+    sample_id="",
+    group_id="",
+    prompt_id="",
+    epoch=0,
+    member=0,
+    group_size=1,
+    prompt_text="",
+    response_text="",
+    token_ids=np.zeros(2, np.int32),
+    policy_mask=np.array([False, True]),
+    behavior_logprobs=np.zeros(2, np.float32),
+    versions=np.zeros(2, np.int32),
+    prompt_tokens=1,
+    truncated=False,
+    generator="",
+    ref_logprobs=np.zeros(2, np.float32),
+    advantages=np.zeros(2, np.float32),
+)
+"""Stands in an empty micro-batch; its mask lets nothing into the loss."""

@@ -1,0 +1,198 @@
+"""Two real ZeRO ranks against a plain full-batch loop: gradients, weights, export and checkpoints.
+
+The plain loop below shares no code with flowrl's training: full logits, the formulas written out once
+more, no micro-batches, torch's own SGD. It takes the same samples one by one, in the batch's order.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.messages import Trainable
+from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch, make_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def gang_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks left what every case gave."""
+    directory = tmp_path_factory.mktemp("gang")
+    make_model(directory / "tied", tied=True)
+    make_model(directory / "untied", tied=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-m", "tests.training_rank"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", port, str(directory)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            output, _ = rank.communicate(timeout=110)
+            assert rank.returncode == 0, output[-4000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return directory
+
+
+# The plain loop
+
+
+def places(sample: Trainable) -> list[int]:
+    return [t for t in range(1, len(sample.token_ids)) if sample.policy_mask[t]]
+
+
+def trained(sample: Trainable, case: Case, version: int) -> list[float]:
+    limit = case.mask_staleness if case.mask_staleness >= 0 else 99
+    return [float(version - sample.versions[t] <= limit) for t in places(sample)]
+
+
+def log_softmax_of(model: torch.nn.Module, sample: Trainable) -> Tensor:
+    ids = torch.tensor(sample.token_ids.astype(np.int64))[None]
+    return torch.log_softmax(model(input_ids=ids).logits[0] / TEMPERATURE, dim=-1)
+
+
+def plain_loss(model: torch.nn.Module, samples: list[Trainable], old: dict[str, Tensor], case: Case, v: int) -> Tensor:
+    """The case's loss over one whole optimizer step."""
+    options = {"kind": "ppo", "correction": "tis", "aggregation": "token"} | case.objective
+    weights = {s.sample_id: torch.tensor(trained(s, case, v)) for s in samples}
+    num_tokens = sum(float(w.sum()) for w in weights.values())
+    num_sequences = sum(bool(w.any()) for w in weights.values())
+    loss = torch.zeros(())
+    for s in samples:
+        w, where = weights[s.sample_id], places(s)
+        log_p = log_softmax_of(model, s)
+        steps = torch.tensor(where)
+        lp = log_p[steps - 1, torch.tensor(s.token_ids.astype(np.int64))[steps]]
+        ref, behavior, adv = (torch.tensor(x[where]) for x in (s.ref_logprobs, s.behavior_logprobs, s.advantages))
+        proximal = old[s.sample_id]
+        if options["kind"] == "gspo":
+            mean = ((lp - proximal) * w).sum() / max(1.0, float(w.sum()))
+            ratio = mean.exp() * torch.ones_like(lp)
+        else:
+            ratio = (lp - proximal).exp()
+        term = -torch.min(ratio * adv, ratio.clamp(0.8, 1.2) * adv)
+        if options["correction"] == "tis":
+            term = term * (proximal - behavior).exp().clamp(0.0, 2.0)
+        entropy = -(log_p[steps - 1].exp() * log_p[steps - 1]).sum(-1)
+        d = lp - ref
+        k3 = (torch.exp(-d) - 1 + d).clamp(-10, 10)
+        term = term + options.get("kl_coef", 0.0) * k3 - options.get("entropy_coef", 0.0) * entropy
+        if options["aggregation"] == "token":
+            loss = loss + (term * w).sum() / num_tokens
+        elif options["aggregation"] == "sequence":
+            loss = loss + (term * w).sum() / max(1.0, float(w.sum())) / num_sequences
+        else:
+            loss = loss + (term * w).sum() / (num_sequences * options["length"])
+    return loss
+
+
+def plain_steps(case: Case, directory: Path) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """(gradient of every optimizer step, final weights)."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory / ("tied" if case.tied else "untied"), dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    gradients = []
+    for version in range(BATCHES):
+        samples = make_batch(version, case).samples
+        with torch.no_grad():
+            old = {
+                s.sample_id: torch.stack([log_softmax_of(model, s)[t - 1, int(s.token_ids[t])] for t in places(s)])
+                for s in samples
+            }
+        for _ in range(case.epochs):
+            for indices in np.array_split(np.arange(len(samples)), case.optimizer_steps):
+                optimizer.zero_grad()
+                plain_loss(model, [samples[i] for i in indices], old, case, version).backward()
+                gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+                if case.clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+                optimizer.step()
+    return gradients, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def worst(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
+    assert ours.keys() == plain.keys()
+    return max(float((ours[name] - plain[name]).abs().max()) for name in plain)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    return request.param
+
+
+def test_gradients_and_weights_equal_the_plain_loop(case: Case, gang_dir: Path) -> None:
+    found = torch.load(gang_dir / f"{case.name}.pt")
+    gradients, weights = plain_steps(case, gang_dir)
+    assert len(found["gradients"]) == len(gradients) == BATCHES * case.epochs * case.optimizer_steps
+    sizes = [max(float(g.abs().max()) for g in gradient.values()) for gradient in gradients]
+    assert min(sizes) > 1e-3, "a gradient of nothing would prove nothing"
+    for ours, plain, size in zip(found["gradients"], gradients, sizes, strict=True):
+        assert worst(ours, plain) <= 2e-5 * max(1.0, size)
+    assert worst(found["weights"], weights) <= 1e-5
+
+
+def test_the_clipped_gradient_norm_is_told_before_clipping(gang_dir: Path) -> None:
+    for case in (c for c in CASES if c.clip):
+        told = json.loads((gang_dir / f"{case.name}.json").read_text())["updates"]
+        gradients, _ = plain_steps(case, gang_dir)
+        norms = [float(torch.stack([g.norm() for g in gradient.values()]).norm()) for gradient in gradients]
+        assert [u["grad_norm"] for u in told] == pytest.approx(norms, rel=1e-4)
+        assert min(norms) > case.clip
+
+
+def test_behavior_gap_is_that_of_the_proximal_policy(gang_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    case = next(c for c in CASES if c.name == "optimizer_steps")
+    model = AutoModelForCausalLM.from_pretrained(gang_dir / "tied", dtype=torch.float32)
+    gaps = []
+    with torch.no_grad():
+        for s in make_batch(0, case).samples:
+            log_p = log_softmax_of(model, s)
+            gaps += [abs(float(log_p[t - 1, int(s.token_ids[t])]) - float(s.behavior_logprobs[t])) for t in places(s)]
+    told = json.loads((gang_dir / f"{case.name}.json").read_text())["updates"][0]
+    assert told["gap"] == pytest.approx(np.mean(gaps), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ppo_tis", "untied", "stage_2"])
+def test_export_loads_in_transformers(name: str, gang_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found = torch.load(gang_dir / f"{name}.pt")
+    model = AutoModelForCausalLM.from_pretrained(gang_dir / f"{name}-export", dtype=torch.float32)
+    assert worst(found["weights"], {n: p.detach() for n, p in model.named_parameters()}) == 0.0
+    assert (gang_dir / f"{name}-export" / "tokenizer_config.json").exists()
+    scored = json.loads((gang_dir / f"{name}.json").read_text())["probe"]
+    for sequence, told in zip([[1, 2, 3, 4], [5, 6]], scored, strict=True):
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(input_ids=torch.tensor([sequence])).logits[0], dim=-1)
+        expected = [float(log_p[t - 1, sequence[t]]) for t in range(1, len(sequence))]
+        assert told == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ppo_tis", "stage_2"])
+def test_a_resumed_trainer_goes_on_exactly(name: str, gang_dir: Path) -> None:
+    """Adam: master weights and both moments have to come back for the next step to be the same."""
+    straight, resumed = torch.load(gang_dir / f"{name}-resumed.pt")
+    assert worst(straight, resumed) == 0.0

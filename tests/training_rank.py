@@ -1,0 +1,98 @@
+"""One ZeRO rank of the gang test: python -m tests.training_rank RANK SIZE PORT DIRECTORY
+
+Trains every case and writes gradients before each optimizer step, final weights and the records.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl.training.gang import Gang
+from flowrl.training.learner import Learner, loss_masks
+from flowrl.training.recipes import PolicyObjective
+from flowrl.training.settings import ZeroSettings
+from flowrl.training.zero import ZeroEngine
+from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch
+
+EVERYTHING_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+
+class Recording(ZeroEngine):
+    """Keeps the whole accumulated gradient of every optimizer step."""
+
+    gradients: list[dict[str, torch.Tensor]]
+
+    def step(self) -> Any:
+        from deepspeed.utils import safe_get_full_grad
+
+        self.gradients.append(
+            {
+                name: (parameter.grad if self._stage == 0 else safe_get_full_grad(parameter)).clone()
+                for name, parameter in self.model.causal_lm.named_parameters()
+            }
+        )
+        return super().step()
+
+
+def train(case: Case, gang: Gang, directory: Path) -> None:
+    settings = ZeroSettings(
+        stage=case.stage, optimizer="sgd", clip_grad_norm=case.clip, attention="sdpa", deepspeed=EVERYTHING_SHARDED
+    )
+    engine = Recording(directory / ("tied" if case.tied else "untied"), settings, gang)
+    engine.gradients = []
+    learner = Learner(
+        engine, PolicyObjective(**case.objective), epochs=case.epochs, temperature=TEMPERATURE, max_staleness=2
+    )
+    updates = []
+    for version in range(BATCHES):
+        part = make_batch(version, case).split(gang.size)[gang.rank]
+        updates.append(learner.update(part, loss_masks(part, version), version, LR))
+    weights = {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}
+    probe = engine.score([[1, 2, 3, 4], [5, 6]])
+    if gang.rank == 0:
+        torch.save({"gradients": engine.gradients, "weights": weights}, directory / f"{case.name}.pt")
+        told = [{"stats": dict(u.stats), "grad_norm": u.grad_norm, "gap": u.behavior_gap} for u in updates]
+        (directory / f"{case.name}.json").write_text(json.dumps({"updates": told, "probe": probe}))
+    engine.export(directory / f"{case.name}-export")
+    _checkpoint(case, engine, learner, gang, directory)
+
+
+def _checkpoint(case: Case, engine: Recording, learner: Learner, gang: Gang, directory: Path) -> None:
+    """Save, train on, load the saved state again, train on: the same weights both times."""
+    if case.name not in ("ppo_tis", "stage_2"):
+        return
+    settings = ZeroSettings(stage=case.stage, attention="sdpa", deepspeed=EVERYTHING_SHARDED)
+    outcomes = []
+    for resumed in (False, True):
+        source = directory / (f"{case.name}-saved" if resumed else f"{case.name}-export")
+        fresh = ZeroEngine(source, settings, gang)
+        learner = Learner(fresh, PolicyObjective(), temperature=TEMPERATURE)
+        if resumed:
+            fresh.load(directory / f"{case.name}-state")
+        for version in range(1 if resumed else 0, 2):
+            if version == 1 and not resumed:
+                fresh.export(directory / f"{case.name}-saved")
+                fresh.save(directory / f"{case.name}-state")
+            part = make_batch(version, case).split(gang.size)[gang.rank]
+            learner.update(part, loss_masks(part, version), version, 1e-2)
+        outcomes.append({n: t.clone() for ns, ts in fresh.buckets(9999) for n, t in zip(ns, ts, strict=True)})
+    if gang.rank == 0:
+        torch.save(outcomes, directory / f"{case.name}-resumed.pt")
+
+
+def main() -> None:
+    rank, size, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    gang = Gang.meet(rank, size, f"127.0.0.1:{port}", torch.device("cpu"))
+    for case in CASES:
+        train(case, gang, directory)
+    gang.leave()
+
+
+if __name__ == "__main__":
+    main()
