@@ -7,8 +7,9 @@ training on it `train_s`. No model is involved; admission, tickets, versions and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -39,14 +40,20 @@ class Numbers(Node):
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.number = 0
 
     def facts(self) -> Facts:
         return Facts(group_size=self.size, longest_prompt=PROMPT_TOKENS)
 
     async def run(self) -> None:
-        number = 0
-        while await self.prompts.admit([self.prompt(number, member) for member in range(self.size)]):
-            number += 1
+        while await self.prompts.admit([self.prompt(self.number, member) for member in range(self.size)]):
+            self.number += 1
+
+    def state(self) -> Mapping[str, Any]:
+        return {"number": self.number}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.number = int(state["number"])
 
     def prompt(self, number: int, member: int) -> Prompt:
         group = f"group{number}"

@@ -16,8 +16,9 @@ from rich.text import Text
 from flowrl.runtime.statistics import EdgeNow, NodeNow, bottleneck
 
 BARS = "▁▂▃▄▅▆▇█"
-SPARK_WIDTH = 40
+SPARK_WIDTH = 32
 BAR_WIDTH = 20
+LABEL_WIDTH = 11
 
 
 @dataclass
@@ -25,11 +26,11 @@ class Board:
     """Everything known about the run now. `steps` and `bound` are None where there is no such number."""
 
     name: str
-    run_dir: str
+    run_dir: str = ""
     steps: int | None = None
     bound: int | None = None
     capacities: Mapping[str, int] = field(default_factory=dict)
-    """By edge name."""
+    """Messages that one lane holds, by edge name."""
     elapsed_s: float = 0.0
     progress: dict[str, str] = field(default_factory=dict)
     """Node replica -> the last line of its set-up."""
@@ -52,34 +53,35 @@ def draw(board: Board) -> RenderableType:
         parts += [_bottleneck(board), _nodes(board), _edges(board)]
     if board.warning:
         parts.append(Text(f"! {board.warning}", style="yellow"))
-    title = f"[bold]flowrl[/] {board.name}"
+    title = Text.assemble(("flowrl", "bold"), f" {board.name}")
+    if board.records and "driver" in board.progress:
+        title.append(f" · {board.progress['driver']}", style="dim")
     body = Group(*(Padding(part, (0, 0, 1, 0)) for part in parts[:-1]), parts[-1])
     return Panel(body, title=title, title_align="left", subtitle=board.run_dir, subtitle_align="left", padding=(0, 1))
 
 
 def _setup(board: Board) -> RenderableType:
-    table = _grid()
+    table = _figure_grid()
     table.add_row("setting up", Text(clock(board.elapsed_s)))
     for track, text in board.progress.items():
         table.add_row(Text(track, style="cyan"), Text(text))
-    for phase, step, score, count in board.evaluations:
-        table.add_row(Text("held-out"), evaluation_text(phase, step, score, count))
+    if board.evaluations:
+        table.add_row("held-out", _held_out(board))
     return table
 
 
 def _figures(board: Board) -> RenderableType:
     record = board.records[-1]
-    table = _grid()
+    table = _figure_grid()
     table.add_row("step", _step(board))
     table.add_row("reward", _reward(board))
     if board.evaluations:
-        table.add_row("held-out", Text(", ".join(evaluation_text(*row) for row in board.evaluations[-3:])))
+        table.add_row("held-out", _held_out(board))
     table.add_row("tokens", _tokens(board))
     table.add_row("staleness", _staleness(board))
     losses = ("loss", "kl", "entropy", "grad_norm", "clip_fraction")
     table.add_row("training", Text("  ".join(f"{name} {_number(record.get(name))}" for name in losses)))
-    if board.admission:
-        table.add_row("admission", Text(f"waits: {board.admission}", style="dim"))
+    table.add_row("admission", Text(board.admission or "open", no_wrap=True, overflow="ellipsis"))
     return table
 
 
@@ -105,7 +107,14 @@ def _reward(board: Board) -> Text:
         return Text("none yet")
     text = Text(f"{rewards[-1]:.3f}  ")
     text.append(sparkline(rewards, SPARK_WIDTH), style="green")
-    return text.append(f"  from {min(rewards):.3f} to {max(rewards):.3f}", style="dim")
+    return text.append(f"  {min(rewards):.3f} to {max(rewards):.3f}", style="dim")
+
+
+def _held_out(board: Board) -> Text:
+    """The first score and the last three."""
+    rows = board.evaluations if len(board.evaluations) <= 4 else [board.evaluations[0], *board.evaluations[-3:]]
+    scores = [f"{score:.3f} {phase if phase != 'during' else f'at step {step}'}" for phase, step, score, _ in rows]
+    return Text(" → ".join(scores)).append(f"   {rows[-1][3]} answers", style="dim")
 
 
 def _tokens(board: Board) -> Text:
@@ -132,7 +141,7 @@ def _bottleneck(board: Board) -> Text:
 
 def _nodes(board: Board) -> RenderableType:
     slowest, _ = bottleneck(board.nodes, board.edges)
-    table = _grid(4)
+    table = _bar_grid()
     for now in board.nodes:
         name = Text(now.node, style="bold magenta" if now.node == slowest else "cyan")
         replicas = f"×{now.num_replicas}" if now.num_replicas > 1 else ""
@@ -141,26 +150,37 @@ def _nodes(board: Board) -> RenderableType:
 
 
 def _edges(board: Board) -> RenderableType:
-    table = _grid(4)
+    table = _bar_grid()
+    table.add_row(*(Text(head, style="dim") for head in ("edge", "full", "depth", "sender waits")))
     for edge in board.edges:
-        capacity = board.capacities.get(edge.edge)
-        depth = f"{edge.depth}" + (f" of {capacity}" if capacity else "")
-        blocked = Text(f"sender waits {edge.blocked:4.0%}", style="yellow" if edge.blocked >= 0.5 else "")
-        table.add_row(edge.edge, bar(edge.depth / capacity) if capacity else "", depth, blocked)
+        capacity = board.capacities.get(edge.edge, 0) * edge.num_lanes
+        depth = f"{edge.depth}/{capacity}" if capacity else f"{edge.depth}"
+        waits = Text(f"{edge.blocked:.0%}", style="yellow" if edge.blocked >= 0.5 else "")
+        table.add_row(edge.edge, bar(edge.depth / capacity, 10) if capacity else "", depth, waits)
     return table
 
 
-def _grid(columns: int = 2) -> Table:
+def _figure_grid() -> Table:
+    """A label and a figure, which may take several lines."""
     table = Table.grid(padding=(0, 2))
-    for _ in range(columns):
+    table.add_column(no_wrap=True, style="dim", width=LABEL_WIDTH)
+    table.add_column()
+    return table
+
+
+def _bar_grid() -> Table:
+    """A name, a bar, and what it means; the name gives way in a narrow terminal."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for _ in range(3):
         table.add_column(no_wrap=True)
     return table
 
 
-def bar(fraction: float) -> Text:
-    """A bar of BAR_WIDTH cells."""
-    full = round(min(max(fraction, 0.0), 1.0) * BAR_WIDTH)
-    return Text("█" * full + "░" * (BAR_WIDTH - full), style="blue")
+def bar(fraction: float, width: int = BAR_WIDTH) -> Text:
+    """A bar of `width` cells."""
+    full = round(min(max(fraction, 0.0), 1.0) * width)
+    return Text("█" * full + "░" * (width - full), style="blue")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

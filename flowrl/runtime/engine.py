@@ -155,6 +155,8 @@ class HostEngine:
     async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
         """This host's part of a cut; the host is frozen."""
         replicas = self.replicas.values()
+        for replica in replicas:
+            replica.context.ledger.flush()
         return {
             "messages": [
                 (replica.place.track, edge, pack(envelope))

@@ -145,9 +145,11 @@ class _Prepared:
     async def drive(self, cluster: RayCluster, view: View) -> Outcome:
         """Open the driver's endpoint and books, and run."""
         from flowrl.channel.endpoint import CurveKeys, Endpoint
+        from flowrl.channel.sweep import sweep
         from flowrl.runtime.cluster import Slot
         from flowrl.runtime.driver import Driver, Job
 
+        sweep()
         run_id = uuid.uuid4().hex[:12]
         tcp = len({host.machine for host in self.plan.hosts}) > 1
         curve = CurveKeys.new() if tcp else None

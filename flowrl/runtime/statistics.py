@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class EdgeNow:
     consumer: str
     depth: int
     """Messages sent and not yet taken in."""
+    num_lanes: int
     blocked: float
     """Fraction of the time in which a sender waited for credit; the largest of its producers."""
 
@@ -140,11 +141,11 @@ class Statistics:
             lanes.setdefault(edge_of(lane), []).append(lane)
         return [self._edge(edge, names) for edge, names in lanes.items()]
 
-    def _edge(self, edge: str, lanes: Iterable[str]) -> EdgeNow:
+    def _edge(self, edge: str, lanes: Sequence[str]) -> EdgeNow:
         producer, consumer = (port.split(".")[0] for port in edge.split(" -> "))
         depth = sum(self._depth[lane] for lane in lanes)
         blocked = max(min(self._blocked[lane].rate, 1.0) for lane in lanes)
-        return EdgeNow(edge, producer, consumer, depth, blocked)
+        return EdgeNow(edge, producer, consumer, depth, len(lanes), blocked)
 
 
 def node_of(track: str) -> str:
