@@ -75,7 +75,7 @@ def test_an_edge_has_the_depth_of_all_lanes_and_the_blocking_of_the_worst() -> N
     statistics = Statistics()
     for second in (0, 1, 2):
         statistics.absorb({"lanes": {LANE: lane(3, 0.5 * second), OTHER_LANE: lane(4, 0.25 * second)}}, second)
-    assert statistics.edges() == [EdgeNow(EDGE, "generator", "reward", 7, 0.5)]
+    assert statistics.edges() == [EdgeNow(EDGE, "generator", "reward", 7, 2, 0.5)]
     assert statistics.since_line()["edges"] == {EDGE: {"depth": 7, "blocked_s": 1.5}}
 
 
@@ -101,8 +101,8 @@ def test_the_bottleneck_is_the_busiest_node_that_waits_for_nobody(
     names = ("generator", "reward", "trainer")
     nodes = [NodeNow(name, 1, fraction) for name, fraction in zip(names, busy, strict=True)]
     edges = [
-        EdgeNow(EDGE, "generator", "reward", 1, blocked[0]),
-        EdgeNow("reward.scored -> trainer.batches", "reward", "trainer", 1, blocked[1]),
+        EdgeNow(EDGE, "generator", "reward", 1, 1, blocked[0]),
+        EdgeNow("reward.scored -> trainer.batches", "reward", "trainer", 1, 1, blocked[1]),
     ]
     assert bottleneck(nodes, edges) == (slowest, why)
 

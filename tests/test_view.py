@@ -1,0 +1,174 @@
+"""The view: what a user reads, in a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flowrl.runtime import view as view_module
+from flowrl.runtime.board import BARS, Board, bar, clock, draw, sparkline
+from flowrl.runtime.statistics import EdgeNow, NodeNow, Statistics
+from flowrl.runtime.view import LiveView, PlainView, open_view
+
+EDGE = "generator.rollouts -> trainer.batches"
+
+
+def record(step: int, **values: Any) -> Mapping[str, Any]:
+    return {
+        "step": step,
+        "time_s": 2.0 * step,
+        "reward_mean": 0.25 + step / 100,
+        "loss": -0.5,
+        "kl": None,
+        "staleness_mean": 0.5,
+        "staleness_max": 1,
+        "tokens_trained": 3000,
+    } | values
+
+
+def busy_board() -> Board:
+    return Board(
+        "grpo",
+        run_dir="runs/grpo-1",
+        steps=40,
+        bound=1,
+        capacities={EDGE: 2},
+        elapsed_s=63.4,
+        progress={"driver": "training"},
+        records=[record(step) for step in range(1, 11)],
+        evaluations=[("before", 0, 0.25, 512), ("during", 5, 0.5, 512)],
+        nodes=[NodeNow("generator", 2, 0.4), NodeNow("trainer", 1, 0.97)],
+        edges=[EdgeNow(EDGE, "generator", "trainer", 4, 2, 0.6)],
+        generated_per_s=1234.5,
+    )
+
+
+def screen(board: Board, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(draw(board))
+    return console.export_text()
+
+
+def row(text: str, label: str) -> str:
+    """The line of the view that begins with `label`, without the frame."""
+    (line,) = [line.strip("│ ") for line in text.splitlines() if line.strip("│ ").startswith(label)]
+    return line.removeprefix(label).strip()
+
+
+def test_set_up_shows_how_far_each_node_is() -> None:
+    board = Board("grpo", elapsed_s=7.0, progress={"driver": "starting Ray", "generator/0": "loading the model"})
+    text = screen(board)
+    assert row(text, "setting up") == "0:07"
+    assert row(text, "driver") == "starting Ray"
+    assert row(text, "generator/0") == "loading the model"
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_running_graph_shows_figures_nodes_and_edges(width: int) -> None:
+    text = screen(busy_board(), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "flowrl grpo · training" in text
+    assert row(text, "step") == "10 of 40   1:03   1:00 left"
+    assert row(text, "reward").startswith("0.350  ▁")
+    assert row(text, "reward").endswith("█  0.260 to 0.350")
+    assert row(text, "held-out").startswith("0.250 before → 0.500 at step 5   512 answers")
+    assert row(text, "tokens") == "1,234/s generated   1,500/s trained"
+    assert row(text, "staleness") == "mean 0.5, max 1, bound 1"
+    assert row(text, "admission") == "open"
+    assert row(text, "bottleneck") == "trainer  works 97% of the time, generator waits for it 60%"
+    assert row(text, "generator  ×2") == "████████░░░░░░░░░░░░   40% busy"
+    assert row(text, EDGE) == "██████████  4/4    60%"
+
+
+def test_a_graph_without_rewards_steps_or_bound_is_shown_too() -> None:
+    board = Board("sft", records=[{"step": 3, "time_s": 9.0, "loss": 2.5}])
+    text = screen(board)
+    assert row(text, "step") == "3   0:00"
+    assert row(text, "reward") == "none yet"
+    assert row(text, "staleness") == "mean –, max –"
+    assert "loss 2.5" in row(text, "training")
+
+
+def test_the_last_warning_stays_in_sight() -> None:
+    board = busy_board()
+    board.warning = "reward/0: the event loop stood still for 2.0 s"
+    assert row(screen(board), "!") == board.warning
+
+
+def test_a_sparkline_has_one_character_a_value_or_one_a_mean() -> None:
+    assert sparkline([1.0, 2.0, 3.0], 10) == "▁▅█"
+    assert sparkline([0.5, 0.5], 10) == "▁▁"
+    wave = [math.sin(i / 10) for i in range(1000)]
+    assert len(sparkline(wave, 32)) == 32
+    assert sparkline([float(i) for i in range(800)], 8) == BARS
+
+
+@pytest.mark.parametrize(("fraction", "full"), [(-1.0, 0), (0.0, 0), (0.5, 10), (1.0, 20), (3.0, 20)])
+def test_a_bar_stays_within_its_width(fraction: float, full: int) -> None:
+    assert bar(fraction).plain == "█" * full + "░" * (20 - full)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3725, "1:02:05")])
+def test_a_clock_has_hours_only_when_needed(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def report(busy_s: float) -> Statistics:
+    statistics = Statistics()
+    for now_s, busy in ((0.0, 0.0), (1.0, busy_s)):
+        statistics.absorb({"nodes": {"trainer/0": {"busy_s": busy, "counters": {}, "observed": {}}}}, now_s)
+    return statistics
+
+
+def test_without_a_terminal_there_is_a_line_for_every_event() -> None:
+    out = io.StringIO()
+    view = open_view(Board("grpo", steps=40), Console(file=out))
+    assert isinstance(view, PlainView)
+    view.progress("generator/0", "loading [the] model")
+    view.progress("generator/0", "loading [the] model")
+    view.evaluation("before", 0, 0.25, 512)
+    view.statistics(report(0.9), "")
+    view.step(record(1))
+    view.warning("something")
+    view.close()
+    lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
+    assert lines == [
+        "generator/0: loading [the] model",
+        "held-out 0.250 before training (512 answers)",
+        "step 1/40  reward_mean 0.26  loss -0.5  staleness_max 1  tokens_trained 3000"
+        "  bottleneck trainer (works 90% of the time)",
+        "warning: something",
+    ]
+
+
+def test_in_a_terminal_the_board_is_drawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_module, "REDRAW_PER_S", math.inf)
+    out = io.StringIO()
+    view = open_view(Board("grpo", steps=40), Console(file=out, force_terminal=True, width=100, height=50))
+    assert isinstance(view, LiveView)
+    view.progress("driver", "starting Ray")
+    assert "starting Ray" in out.getvalue()
+    view.step(record(1))
+    view.statistics(report(0.9), "all 4 tickets are out")
+    view.evaluation("during", 1, 0.5, 64)
+    view.warning("careful")
+    view.close()
+    last = out.getvalue().rpartition("╭")[2]
+    for text in ("1 of 40", "all 4 tickets are out", "0.500 at step 1", "careful", "90% busy"):
+        assert text in last
+
+
+def test_the_board_is_not_drawn_for_every_event() -> None:
+    out = io.StringIO()
+    view = open_view(Board("grpo"), Console(file=out, force_terminal=True, width=100, height=50))
+    for step in range(1, 200):
+        view.step(record(step))
+    drawn = out.getvalue().count("╭")
+    view.close()
+    assert drawn < 10
+    assert "199" in out.getvalue().rpartition("╭")[2]
