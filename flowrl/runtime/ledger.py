@@ -50,6 +50,7 @@ CREATE TABLE IF NOT EXISTS uses (
     step INTEGER NOT NULL,
     tokens INTEGER NOT NULL
 );
+CREATE INDEX IF NOT EXISTS uses_by_sample ON uses (sample_id);
 CREATE TABLE IF NOT EXISTS tickets (
     ticket INTEGER PRIMARY KEY,
     group_id TEXT NOT NULL UNIQUE,
