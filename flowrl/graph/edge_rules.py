@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import get_type_hints
 
-from flowrl.graph.graph import Edge, Graph, owner, port_name
+from flowrl.graph.graph import Edge, Graph, a_kind, owner, port_name
 from flowrl.graph.node import PORT_KINDS
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 from flowrl.messages import Message, Tombstone
@@ -67,9 +67,9 @@ def _unconnected(graph: Graph, port: Port) -> str:
     partners = [other for other in _ports(graph) if isinstance(other, PARTNER[type(port)])]
     fitting = [other for other in partners if other.node is not port.node and _partners(port, other)]
     hint = f" ({' or '.join(port_name(other) for other in fitting)} would fit)" if fitting else ""
-    kind = f"{type(port).__name__}[{', '.join(getattr(kind, '__name__', str(kind)) for kind in port.types)}]"
+    kind = f"{a_kind(type(port))}[{', '.join(getattr(kind, '__name__', str(kind)) for kind in port.types)}]"
     return (
-        f"{port_name(port)}, an {kind} port, is not connected; {verb} it{hint}, "
+        f"{port_name(port)}, {kind} port, is not connected; {verb} it{hint}, "
         f"or say g.ignore({port_name(port)}) if that is meant."
     )
 

@@ -227,6 +227,11 @@ def port_name(port: Port) -> str:
     return f"{owner(port)}.{port.name}" if isinstance(port, Port) else _what(port)
 
 
+def a_kind(kind: type[Port]) -> str:
+    """ "an In", "a Call" """
+    return f"{'an' if kind in (In, Out) else 'a'} {kind.__name__}"
+
+
 def _verb(edge: Edge) -> str:
     return {"queue": "connect", "latest": "latest", "call": "call"}[edge.kind]
 
@@ -240,8 +245,8 @@ def _port_mistakes(graph: Graph, verb: str, port: Port, kind: type[Port]) -> lis
         return [f"{verb} got {_what(port)} where a port was needed; pass a port such as node.samples."]
     if not isinstance(port, kind):
         return [
-            f"{verb} got {port_name(port)}, which is an {type(port).__name__} port, where an {kind.__name__} port "
-            f"was needed{_others(port, kind)}; pass the ports in the order {_ORDER[verb]}."
+            f"{verb} got {port_name(port)}, which is {a_kind(type(port))} port, where {a_kind(kind)} port was "
+            f"needed{_others(port, kind)}; pass the ports in the order {_ORDER[verb]}."
         ]
     if graph.nodes.get(owner(port)) is not port.node:
         return [f"{verb} got {port_name(port)}, whose node is not in this graph; g.add the node first."]

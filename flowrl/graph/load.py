@@ -121,19 +121,24 @@ def user_code(path: Path) -> Iterator[None]:
         line = _line_in(path, error)
         if line is None:
             raise
-        text = traceback.TracebackException.from_exception(error).format_exception_only()
-        raise ConfigError(f"{path}:{line}: {_sentence(error, list(text))}") from error
+        raise ConfigError(f"{path}:{line}: {_sentence(error)}") from error
 
 
-def _sentence(error: Exception, lines: list[str]) -> str:
+def _sentence(error: Exception) -> str:
+    """What Python's last line would say, with the nearest name for a misspelt attribute."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
-    return " ".join(line.strip() for line in lines)
+    lines = traceback.TracebackException.from_exception(error).format_exception_only()
+    text = " ".join(line.strip() for line in lines)
+    if isinstance(error, AttributeError) and error.name is not None and "Did you mean" not in text:
+        near = difflib.get_close_matches(error.name, dir(error.obj), 1)
+        return f"{text}. Did you mean: {near[0]!r}?" if near else text
+    return text
 
 
 def _line_in(path: Path, error: BaseException) -> int | None:
     """The line of the graph file that was being run, deepest frame first."""
-    if isinstance(error, SyntaxError) and error.filename == str(path.resolve()):
+    if isinstance(error, SyntaxError) and error.filename in (None, str(path.resolve())):
         return error.lineno or 1
     if isinstance(error, UnicodeDecodeError):
         return 1

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
@@ -67,7 +68,10 @@ def _nearest(name: str, candidates: Sequence[str], prog: str) -> str:
 
 
 def _one_sentence(box: str) -> str:
-    """tyro's framed text as one line: what it says before its first rule."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    rule = next((index for index, line in enumerate(lines) if set(line) == {"─"}), len(lines))
-    return " ".join(lines[:rule]).rstrip(".") or box.strip()
+    """The first paragraph of tyro's text, whose frame is drawn in Unicode or, on plain terminals, not at all."""
+    framed = box.startswith("╭")
+    lines = [line.strip("│ ") for line in box.splitlines() if line[:1] not in ("╭", "╰")]
+    rules = [index for index, line in enumerate(lines) if line and set(line) <= {"─", "-"}]
+    start = 0 if framed or not rules else rules[0] + 1
+    paragraph = itertools.takewhile(lambda line: line and set(line) - {"─", "-"}, lines[start:])
+    return " ".join(paragraph).rstrip(".") or box.strip()

@@ -1,0 +1,159 @@
+"""The command: what it prints, what it refuses, and with which status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.graph.machine import GB, Cluster, Machine
+
+ROOT = Path(__file__).parent.parent
+
+GRAPH = '''
+from dataclasses import dataclass
+
+from flowrl import Graph
+from tests.graph_nodes import grpo
+
+
+@dataclass(frozen=True)
+class Settings:
+    staleness: int = 1
+    """Largest staleness of a trained token."""
+    group_size: int = 4
+    token_budget: int = 4096
+    num_generators: int = 1
+
+
+def graph(cfg: Settings) -> Graph:
+    return grpo(
+        staleness=cfg.staleness,
+        group_size=cfg.group_size,
+        token_budget=cfg.token_budget,
+        num_generators=cfg.num_generators,
+    ).graph
+'''
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def graph_file(tmp_path: Path) -> str:
+    path = tmp_path / "grpo.py"
+    path.write_text(GRAPH)
+    return str(path)
+
+
+def errors(capsys: Capture, *args: str) -> str:
+    """What a refused command prints: to stderr only, beginning with its name, without frames."""
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("flowrl: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def test_check_prints_the_derived_numbers(capsys: Capture, graph_file: str) -> None:
+    assert main(["check", graph_file, "--cluster", "cpus=8 memory=16", "--staleness", "2"]) == 0
+    out = capsys.readouterr().out.split()
+    for name, value in (("tickets", "12"), ("window", "1"), ("max_staleness", "2"), ("weights", "shm")):
+        assert out[out.index(name) + 1] == value
+    assert "(derived)" in out
+
+
+def test_check_prints_all_problems_at_once(capsys: Capture, graph_file: str) -> None:
+    text = errors(capsys, "check", graph_file, "--staleness", "-1", "--group_size", "0", "--token_budget", "8")
+    assert text.splitlines()[0] == "flowrl: the graph cannot run, 4 problems:"
+    for word in ("staleness=-1", "prompts has group_size=0", "advantage has group_size=0", "token_budget=8"):
+        assert word in text
+
+
+def test_check_draws(capsys: Capture, graph_file: str, tmp_path: Path) -> None:
+    pictures = [str(tmp_path / name) for name in ("g.svg", "g.mmd")]
+    assert main(["check", graph_file, "--cluster", "cpus=4", "--draw", *pictures]) == 0
+    assert (tmp_path / "g.svg").read_text().startswith("<svg")
+    assert "flowchart LR" in (tmp_path / "g.mmd").read_text()
+
+
+def test_a_wrong_graph_is_drawn_too(capsys: Capture, graph_file: str, tmp_path: Path) -> None:
+    errors(capsys, "check", graph_file, "--staleness", "-1", "--draw", str(tmp_path / "g.svg"))
+    assert (tmp_path / "g.svg").exists()
+
+
+MISTAKES: dict[str, Callable[[str], list[str]]] = {
+    "there is no command 'chekc'; did you mean check?": lambda file: ["chekc", file],
+    "there is no command 'fly'; there are check, run": lambda file: ["fly"],
+    "flowrl check needs a graph file first": lambda file: ["check"],
+    "flowrl run needs a graph file first": lambda file: ["run", "--steps", "3"],
+    "did you mean": lambda file: ["run", file.replace("grpo", "grop")],
+    "there is no option --stpes; did you mean --steps?": lambda file: ["run", file, "--stpes", "3"],
+    "there is no option --stalenes; did you mean --staleness?": lambda file: ["run", file, "--stalenes", "3"],
+    "Error parsing --steps: no type matching {None}|INT could be instantiated from ['many'];": lambda file: [
+        "run",
+        file,
+        "--steps",
+        "many",
+    ],
+    "cluster 'big' cannot be read; write it like": lambda file: ["check", file, "--cluster", "big"],
+    "has to end in .svg or .mmd": lambda file: ["check", file, "--draw", "g.png"],
+    "needs 99 cores": lambda file: ["check", file, "--cluster", "cpus=2", "--num_generators", "98"],
+    "flowrl audit needs one run directory": lambda file: ["audit"],
+    "there is no run directory runs/nowhere": lambda file: ["audit", "runs/nowhere"],
+    "flowrl version takes no arguments, found now": lambda file: ["version", "now"],
+}
+
+
+@pytest.mark.parametrize("expected", MISTAKES)
+def test_mistakes_are_one_message_and_status_two(capsys: Capture, graph_file: str, expected: str) -> None:
+    assert expected in errors(capsys, *MISTAKES[expected](graph_file))
+
+
+def test_a_field_may_not_shadow_an_option_of_flowrl(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "shadow.py"
+    path.write_text(GRAPH.replace("    num_generators: int = 1", "    num_generators: int = 1\n    steps: int = 5"))
+    assert "Settings.steps in" in errors(capsys, "run", str(path))
+
+
+def test_help_lists_fields_with_their_meaning(capsys: Capture, graph_file: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["run", graph_file, "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert "--run-dir" in out
+    assert "--staleness" in out
+    assert "Largest staleness of a trained token." in " ".join(out.split())
+
+
+def test_usage_and_version(capsys: Capture) -> None:
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert "usage: flowrl COMMAND" in capsys.readouterr().out
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.count(".") >= 1
+
+
+def test_the_installed_command_exits_with_the_status(graph_file: str) -> None:
+    command = [sys.executable, "-m", "flowrl.cli", "check", graph_file, "--staleness", "-1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("flowrl: the graph cannot run, 1 problem:\n- g.admit has staleness=-1")
+
+
+def test_a_reader_that_goes_away_is_no_error(graph_file: str) -> None:
+    command = f"{sys.executable} -m flowrl.cli check {graph_file} --cluster cpus=4 | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout in ("141\n", "0\n")
+
+
+def test_clusters_are_read() -> None:
+    cluster = Cluster.parse("2x cpus=4 gpus=1 memory=16, cpus=2")
+    assert cluster.machines == (Machine((0, 1, 2, 3), 1, 16 * GB),) * 2 + (Machine((0, 1)),)
+    assert (cluster.num_cores, cluster.num_gpus) == (10, 2)
+    assert len(Cluster.here().machines[0].cores) >= 1
