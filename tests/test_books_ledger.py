@@ -311,8 +311,16 @@ def test_a_step_without_a_weights_edge_is_recorded(tmp_path: Path) -> None:
         small = SmallRun(tmp_path)
         books = Books(tmp_path, Tickets(1, None, consumers=()), policies=(), on_step=records.append)
         books.serve(small.wire)
-        LedgerClient(small.wire, "trainer/0").step({"step": 1, "loss": np.float64(2.0)}, [])
+        client = LedgerClient(small.wire, "sft/0")
+        await client.admit("rows/0", prompts(0, 1))
+        row = sample(prompts(0, 1)[0], [-1, -1, -1])
+        client.generated(row)
+        client.step({"step": 1, "loss": np.float64(2.0)}, [Use.of(row)], policy="sft")
         assert records == [{"step": 1, "loss": 2.0}]
+        query = "SELECT state, trained_tokens, oldest_version, oldest_trained_version, step FROM samples"
+        assert rows(tmp_path, query) == [("trained", 3, None, None, 1)]
+        (tmp_path / "graph.json").write_text('{"tickets": null, "max_staleness": null}')
+        assert audit(tmp_path).ok
 
     run(body())
 

@@ -100,8 +100,6 @@ ROW_CHECKS = (
      "SELECT sample_id, oldest_version, newest_version, oldest_trained_version, trained_version FROM samples"
      " WHERE oldest_version > newest_version OR oldest_trained_version < oldest_version"
      " OR oldest_trained_version > newest_version OR newest_version > trained_version"),
-    ("versions", "sample {0} has {1} trained tokens of no version",
-     "SELECT sample_id, trained_tokens FROM samples WHERE trained_tokens > 0 AND oldest_trained_version IS NULL"),
     ("tickets", "group {0} has samples, but never took a ticket",
      "SELECT DISTINCT group_id FROM samples WHERE group_id NOT IN (SELECT group_id FROM tickets)"),
     ("tickets", "ticket {0} was taken for group {1}, which has no samples",
@@ -120,6 +118,9 @@ ROW_CHECKS = (
      " WHERE phase <> 'during' GROUP BY phase, step HAVING MIN(oldest_version) <> MAX(newest_version)"),
 )  # fmt: skip
 
+VERSION_CHECK = (
+    "SELECT sample_id, trained_tokens FROM samples WHERE trained_tokens > 0 AND oldest_trained_version IS NULL"
+)
 BOUND_CHECK = (
     "SELECT sample_id, oldest_trained_version, trained_version FROM samples"
     " WHERE trained_version - oldest_trained_version > ?"
@@ -204,6 +205,8 @@ def _equation(figures: Mapping[str, int | None]) -> Iterator[Violation]:
 def _bound(db: sqlite3.Connection, bound: int | None) -> Iterator[Violation]:
     if bound is None:
         return
+    for sample_id, tokens in db.execute(VERSION_CHECK):
+        yield Violation("versions", f"sample {sample_id} has {tokens} trained tokens of no version")
     for sample_id, oldest, updated in db.execute(BOUND_CHECK, (bound,)):
         text = f"sample {sample_id}: a token of version {oldest} trained version {updated}"
         yield Violation("bound", f"{text} (staleness {updated - oldest}), the bound is {bound}")

@@ -50,7 +50,8 @@ class Books:
 
     `policies` are the names under which trainers publish (`Weights.policy`). The first one's use of a
     sample is what the `samples` table tells; the others stand in `uses` alone, and their records in
-    the first one's next record, under their names. `on_step` gets that record. With `resume` the groups
+    the first one's next record, under their names. Where no weights flow back there are none: then the
+    first trainer that finishes a batch is the one. `on_step` gets that record. With `resume` the groups
     that the ledger has in flight keep their tickets.
     """
 
@@ -65,7 +66,7 @@ class Books:
     ) -> None:
         self.tickets = tickets
         self.ledger = Ledger(run_dir / LEDGER)
-        self._main = policies[0] if policies else "trainer"
+        self._main = policies[0] if policies else None
         self._on_step = on_step
         self._other_records: dict[str, Any] = {}
         self._groups: dict[str, _Group] = {}
@@ -123,7 +124,7 @@ class Books:
         return ticket
 
     def _open(self, ticket: int, group_id: str, rows: Sequence[Row]) -> None:
-        born = self.tickets.floor(self._main)
+        born = self.tickets.floor(self._main) if self._main else 0
         now = time.time()
         self.ledger.add("ticket", ticket, group_id)
         for sample_id, prompt_id, epoch, member, prompt_tokens in rows:
@@ -166,7 +167,7 @@ class Books:
 
     async def until_held(self, version: int) -> None:
         """Returns when every live consumer holds `version`, or a newer one, of the first policy."""
-        while self.tickets.floor(self._main) < version:
+        while self._main and self.tickets.floor(self._main) < version:
             await self._change()
 
     # Events
@@ -202,9 +203,9 @@ class Books:
     def _in_flight_of(self, ticket: int) -> list[str]:
         return [sample for group in self._groups.values() if group.ticket == ticket for sample in group.in_flight]
 
-    def _step(self, policy: str | None, record: dict[str, Any], uses: Sequence[Row]) -> None:
+    def _step(self, policy: str, record: dict[str, Any], uses: Sequence[Row]) -> None:
         """A batch is finished and made version `record["step"]` of `policy`."""
-        policy = policy or self._main
+        self._main = self._main or policy
         step, now = int(record["step"]), time.time()
         main = policy == self._main
         tickets = list(dict.fromkeys(self._groups[use[1]].ticket for use in uses if use[1] in self._groups))

@@ -40,14 +40,14 @@ class Use:
     stale_tokens: int = 0
     """Policy tokens masked out of the loss for their age."""
     oldest_version: int | None = None
-    """Of the tokens that entered the loss; None if none did."""
+    """Of the tokens that entered the loss; None if none did, or no policy sampled them."""
 
     @classmethod
     def of(cls, sample: Sample, loss_mask: Bool | None = None) -> Use:
         """The use of `sample` with the tokens of `loss_mask` (default: all its policy tokens)."""
         mask = sample.policy_mask if loss_mask is None else loss_mask & sample.policy_mask
         tokens = int(mask.sum())
-        oldest = int(sample.versions[mask].min()) if tokens else None
+        oldest = _known(int(sample.versions[mask].min())) if tokens else None
         return cls(sample.sample_id, sample.group_id, tokens, sample.response_tokens - tokens, oldest)
 
 
@@ -86,11 +86,11 @@ class LedgerClient:
         return ticket
 
     def generated(self, sample: Sample) -> None:
-        """A rollout is finished, with the versions of its policy tokens."""
+        """A rollout is finished, with the versions of its policy tokens (of a dataset's: -1, so none)."""
         versions = sample.versions[sample.policy_mask]
-        span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
+        oldest, newest = (int(versions.min()), int(versions.max())) if len(versions) else (-1, -1)
         at_s = sample.generated_s or time.time()
-        self._add("generated", sample.sample_id, sample.generator, len(versions), *span, at_s)
+        self._add("generated", sample.sample_id, sample.generator, len(versions), _known(oldest), _known(newest), at_s)
 
     def scored(self, sample: Scored) -> None:
         """A sample has its reward."""
@@ -101,11 +101,11 @@ class LedgerClient:
         self._add("lost", ticket, marker.sample_ids, marker.state, marker.reason, marker.response_tokens)
         self.flush()
 
-    def step(self, record: Mapping[str, Any], uses: Sequence[Use], *, policy: str | None = None) -> None:
+    def step(self, record: Mapping[str, Any], uses: Sequence[Use], *, policy: str) -> None:
         """A batch is finished: its metrics line, and what it did with each of its samples.
 
         `record["step"]` is the version that the batch made. Called once a batch, with the uses of all
-        ranks. `policy` is the name the weights are published under (default: the graph's first).
+        ranks. `policy` is the name the weights are published under: the trainer node's.
         """
         rows = [(u.sample_id, u.group_id, u.tokens, u.stale_tokens, u.oldest_version) for u in uses]
         self._add("step", policy, {name: _plain(value) for name, value in record.items()}, rows)
@@ -136,6 +136,10 @@ class LedgerClient:
         self._events.append(event)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SEND_WITHIN_S, self.flush)
+
+
+def _known(version: int) -> int | None:
+    return version if version >= 0 else None
 
 
 def _plain(value: Any) -> Any:
