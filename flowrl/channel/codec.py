@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from struct import Struct
 from typing import Any
@@ -41,6 +42,8 @@ _dtype_code = {dtype: code for code, dtype in enumerate(DTYPES)}
 _shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(9))
 _index = Struct("<Q")
 _hash = Struct("<I")
+_extension = partial(tuple.__new__, msgpack.ExtType)
+"""An ExtType without the checks of its constructor."""
 
 
 class Schema:
@@ -69,7 +72,7 @@ class Schema:
         if self.slotted:
             return self.cls(*values)
         message = object.__new__(self.cls)
-        message.__dict__.update(zip(self.names, values, strict=True))
+        message.__dict__.update(zip(self.names, values))  # noqa: B905
         return message
 
 
@@ -184,14 +187,14 @@ class Encoder:
         finally:
             self._depth -= 1
 
-    def _array(self, array: np.ndarray[Any, Any]) -> msgpack.ExtType:
+    def _array(self, array: np.ndarray[Any, Any]) -> Any:
         code = _dtype_code.get(array.dtype)
         if code is None or array.ndim > 8:
             raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot travel; convert it first")
         head = _shape_structs[array.ndim].pack(code, array.ndim, *array.shape)
         array.flags.writeable = False
         if array.nbytes <= INLINE_LIMIT_BYTES or not self._beside:
-            return msgpack.ExtType(INLINE, head + array.tobytes())
+            return _extension((INLINE, head + array.tobytes()))
         address = self._place(array) if self._place is not None else None
         if address is not None:
             return msgpack.ExtType(SLAB, head + address)

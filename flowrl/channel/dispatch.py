@@ -66,11 +66,11 @@ class OutEdge:
                 lane.put(envelope)
 
     async def _share(self, envelope: Envelope) -> None:
+        lanes = self.lanes
         if self.gate or not self._any():
             waited = await self.gate.wait(self._any)
-            for lane in self.lanes:
+            for lane in lanes:
                 lane.blocked_s += waited
-        lanes = self.lanes
         if len(lanes) == 1:
             lanes[0].put(envelope)
             return
@@ -78,6 +78,8 @@ class OutEdge:
         max((*lanes[turn:], *lanes[:turn]), key=lambda lane: lane.machine.credits).put(envelope)
 
     def _any(self) -> bool:
+        if len(self.lanes) == 1:
+            return self.lanes[0].can_send()
         # A list, so that every failed lane is noticed.
         return any([lane.can_send() for lane in self.lanes])  # noqa: C419
 

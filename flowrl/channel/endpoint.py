@@ -268,17 +268,26 @@ class Endpoint:
         if isinstance(lane, SendLane):
             peer = self._peers[lane.spec.consumer_host]
             if peer.link is not None:
-                try:
-                    peer.link.add(lane.machine.flush())
-                except WireError as error:
-                    lane.machine.failed = str(error)
-                    raise WireError(f"lane {lane.spec.name!r}: {error}") from error
+                self._add(peer.link, lane)
             else:
                 peer.owing.append(lane)
         else:
             peer = self._peers[lane.spec.producer_host]
+            if lane.machine.hasty and peer.link is not None:
+                peer.link.add(lane.machine.flush())
+                peer.link.flush()
+                return
             peer.owing.append(lane)
         self._mark(peer)
+
+    def _add(self, link: Link, lane: SendLane) -> None:
+        try:
+            link.add(lane.machine.flush())
+        except WireError as error:
+            lane.machine.failed = str(error)
+            raise WireError(f"lane {lane.spec.name!r}: {error}") from error
+        if link.pending >= lane.burst:
+            link.flush()
 
     # Requests and notes
 

@@ -24,6 +24,7 @@ from flowrl.errors import LaneFailed
 if TYPE_CHECKING:
     from flowrl.channel.inbox import Inbox
 
+FRAMES_AT_ONCE = 64
 Ids = Callable[[Sequence[bytes]], None]
 
 
@@ -92,6 +93,8 @@ class SendLane:
         self.machine = machine
         self.gate = Gate()
         self.blocked_s = 0.0
+        self.burst = max(1, min(FRAMES_AT_ONCE, spec.capacity // 2))
+        """So many frames leave before the loop's turn ends, that the consumer may begin."""
         self._owner = owner
         self._taken: list[Ids] = []
         self._acked: list[Ids] = []
@@ -103,9 +106,10 @@ class SendLane:
 
     def can_send(self) -> bool:
         """True with a credit. Raises LaneFailed on a failed lane."""
-        if self.machine.failed:
-            raise LaneFailed(f"lane {self.spec.name!r}: {self.machine.failed}")
-        return self.machine.credits > 0
+        machine = self.machine
+        if machine.failed:
+            raise LaneFailed(f"lane {self.spec.name!r}: {machine.failed}")
+        return machine.credits > 0
 
     def put(self, envelope: Envelope) -> None:
         """Send now. Only after `can_send`."""

@@ -111,6 +111,7 @@ class SenderLane:
         self.num_sent = 0
         self.num_acked = 0
         self._number = spec.number
+        self._capacity = spec.capacity
         self._next = 0
         self._taken = 0
         self._kept: dict[int, Envelope] = {}
@@ -121,7 +122,7 @@ class SenderLane:
     @property
     def credits(self) -> int:
         """How many new messages may be sent now."""
-        return self.spec.capacity - (self._next - self._taken) - len(self._backlog)
+        return self._capacity - self._next + self._taken - len(self._backlog)
 
     @property
     def depth(self) -> int:
@@ -129,7 +130,7 @@ class SenderLane:
 
     def send(self, envelope: Envelope) -> None:
         """Send a new message. Only with a credit, before `close`."""
-        assert self.credits > 0 and not self.closed, f"{self.spec.name}: sent without a credit, or after close"
+        assert not self.closed and self.credits > 0, f"{self.spec.name}: sent without a credit, or after close"
         self.num_sent += 1
         self._transmit(envelope)
 
@@ -167,8 +168,7 @@ class SenderLane:
         """Ask the receiver for its state: at the start, and when the transport may have lost frames."""
         kept = tuple(self._kept)
         self.out.append((HELLO, self._number, self.session, self._next, (self.spec.schemas(), kept)))
-        if self._next:
-            self._say_close()
+        self._say_close()
 
     def on_credit(self, taken: int) -> list[bytes]:
         """The consumer has taken in all messages below `taken`. Returns the ids new among them."""
@@ -249,7 +249,8 @@ class ReceiverLane:
         self.num_received = 0
         self.num_finished = 0
         self.owing: Callable[[ReceiverLane], None] = lambda lane: None
-        """Told when the lane begins to have something to flush."""
+        """Told when the lane begins to have something to flush, and when `hasty` becomes true."""
+        self._hasten = max(1, spec.capacity // 2)
         self._owing = False
         self._number = spec.number
         self._queue: deque[tuple[int, Envelope | None]] = deque()
@@ -277,6 +278,11 @@ class ReceiverLane:
     @property
     def depth(self) -> int:
         return len(self._queue)
+
+    @property
+    def hasty(self) -> bool:
+        """So many credits are due that the sender would soon stand still without them."""
+        return self._taken - self._told >= self._hasten
 
     @property
     def owes(self) -> bool:
@@ -317,7 +323,9 @@ class ReceiverLane:
         assert envelope is not None
         if seq >= 0:
             self._taken += 1
-            self._owe()
+            if not self._owing or self._taken - self._told == self._hasten:
+                self._owing = True
+                self.owing(self)
         if self._queue and self._queue[0][1] is None:
             self._skip()
         return envelope

@@ -85,8 +85,7 @@ class LatestSender:
 
     def say_hello(self) -> None:
         self.out.append((HELLO, self._number, self.session, self._next, (self.spec.schemas(), ())))
-        if self._next:
-            self._say_close()
+        self._say_close()
 
     def on_credit(self, arrived: int) -> list[bytes]:
         if arrived <= self._arrived:
@@ -169,6 +168,10 @@ class LatestReceiver:
     @property
     def depth(self) -> int:
         return int(self._fresh)
+
+    @property
+    def hasty(self) -> bool:
+        return False
 
     @property
     def owes(self) -> bool:

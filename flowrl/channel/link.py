@@ -30,6 +30,10 @@ ZAP_DOMAIN = b"flowrl"
 class Link(Protocol):
     """A way to one other endpoint."""
 
+    @property
+    def pending(self) -> int:
+        """Number of frames that would gain by leaving together."""
+
     def add(self, frames: Iterable[Frame]) -> None:
         """Take frames for the next `flush`. Raises WireError for what cannot travel."""
 
@@ -54,6 +58,10 @@ class LocalLink:
             if frame[0] == DATA:
                 freeze(frame[4].body)
             self._frames.append(frame)
+
+    @property
+    def pending(self) -> int:
+        return 0
 
     def flush(self) -> None:
         frames, self._frames = self._frames, []
@@ -90,6 +98,10 @@ class SocketLink:
 
     def add(self, frames: Iterable[Frame]) -> None:
         self._encoder.add(frames)
+
+    @property
+    def pending(self) -> int:
+        return self._encoder.pending
 
     def flush(self) -> None:
         if self._encoder.pending:

@@ -62,8 +62,9 @@ class MessageEncoder:
         self._records: list[bytes] = [self._start]
 
     @property
-    def pending(self) -> bool:
-        return len(self._records) > 1
+    def pending(self) -> int:
+        """Number of frames added since `take`."""
+        return len(self._records) >> 1
 
     def add(self, frames: Iterable[Frame]) -> None:
         """Encode `frames` behind those before. Raises WireError for a value that cannot travel."""

@@ -1,0 +1,478 @@
+"""The lane protocol under loss, duplication, reordering, crashes and restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.channel.envelope import Envelope, source_id
+from flowrl.channel.lane import LaneSpec, ReceiverLane, SenderLane, session_number
+from flowrl.channel.latest import LatestReceiver, LatestSender
+from flowrl.channel.seen import Seen
+from flowrl.channel.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
+from flowrl.messages import Tombstone
+
+BODY = Tombstone("g", 0, "failed", "test", "node")
+
+
+def spec(capacity: int = 4, kind: str = "queue", name: str = "a/0.out -> b/0.in") -> LaneSpec:
+    return LaneSpec(name, "a.out -> b.in", "a/0", "b/0", "A", "B", capacity, kind)  # type: ignore[arg-type]
+
+
+def envelope(index: int) -> Envelope:
+    return Envelope(source_id("a", str(index)), index, "g", 0, BODY)
+
+
+Sender = SenderLane | LatestSender
+Receiver = ReceiverLane | LatestReceiver
+
+
+def to_receiver(lane: Receiver, frame: Frame) -> None:
+    kind, _, session, seq, payload = frame
+    if session != lane.session:
+        return
+    if kind == DATA:
+        lane.on_data(seq, payload)
+    elif kind == CLOSE:
+        lane.on_close(seq)
+    elif kind == HELLO:
+        lane.on_hello(seq, *payload)
+    elif kind == CANCEL:
+        lane.on_cancel(payload)
+    elif kind == ERROR:
+        lane.on_error(payload)
+
+
+def to_sender(lane: Sender, frame: Frame) -> tuple[list[bytes], list[bytes]]:
+    """Returns (taken, acked)."""
+    kind, _, session, seq, payload = frame
+    taken: list[bytes] = []
+    acked: list[bytes] = []
+    if session != lane.session:
+        return taken, acked
+    if kind == CREDIT:
+        taken = lane.on_credit(seq)
+    elif kind == ACK:
+        acked = lane.on_ack(payload)
+    elif kind == RESEND:
+        lane.on_resend(seq)
+    elif kind == SYNC:
+        lane.say_hello()
+    elif kind == REFUSE:
+        lane.on_error(payload)
+    return taken, acked
+
+
+def exchange(sender: Sender, receiver: Receiver) -> None:
+    """Deliver everything until both sides are silent."""
+    while frames := sender.flush() + receiver.flush():
+        for frame in frames:
+            if frame[0] in (CREDIT, ACK, RESEND, SYNC, REFUSE):
+                to_sender(sender, frame)
+            else:
+                to_receiver(receiver, frame)
+
+
+def kinds(frames: list[Frame]) -> list[int]:
+    return [frame[0] for frame in frames]
+
+
+# Single properties, by hand
+
+
+def test_credit_returns_when_taken_and_ack_when_finished() -> None:
+    sender, receiver = SenderLane(spec(2)), ReceiverLane(spec(2))
+    first, second = envelope(0), envelope(1)
+    sender.send(first)
+    sender.send(second)
+    assert sender.credits == 0
+    exchange(sender, receiver)
+    assert sender.credits == 0
+    assert receiver.take() is first
+    exchange(sender, receiver)
+    assert sender.credits == 1
+    assert sender.unacked() == [first, second]
+    receiver.seen.finish(first.id)
+    exchange(sender, receiver)
+    assert sender.unacked() == [second]
+
+
+def test_acks_come_in_any_order() -> None:
+    sender, receiver = SenderLane(spec(3)), ReceiverLane(spec(3))
+    items = [envelope(i) for i in range(3)]
+    for item in items:
+        sender.send(item)
+    exchange(sender, receiver)
+    for _ in items:
+        receiver.take()
+    receiver.seen.finish(items[2].id)
+    receiver.seen.finish(items[0].id)
+    exchange(sender, receiver)
+    assert sender.unacked() == [items[1]]
+
+
+def test_one_flush_holds_one_credit_and_one_ack_for_many_messages() -> None:
+    sender, receiver = SenderLane(spec(8)), ReceiverLane(spec(8))
+    for i in range(8):
+        sender.send(envelope(i))
+    exchange(sender, receiver)
+    for _ in range(8):
+        receiver.seen.finish(receiver.take().id)
+    frames = receiver.flush()
+    assert kinds(frames) == [CREDIT, ACK]
+    assert frames[0][3] == 8
+    assert frames[1][4] == list(range(8))
+
+
+def test_end_of_stream_only_after_everything_was_taken() -> None:
+    sender, receiver = SenderLane(spec()), ReceiverLane(spec())
+    sender.send(envelope(0))
+    sender.close()
+    exchange(sender, receiver)
+    assert receiver.ready and not receiver.ended
+    receiver.take()
+    assert receiver.ended
+
+
+def test_error_is_no_end_of_stream() -> None:
+    sender, receiver = SenderLane(spec()), ReceiverLane(spec())
+    sender.fail("node raised")
+    exchange(sender, receiver)
+    assert receiver.failed == "node raised" and not receiver.ended
+
+
+def test_sending_without_a_credit_is_a_broken_invariant() -> None:
+    sender = SenderLane(spec(1))
+    sender.send(envelope(0))
+    with pytest.raises(AssertionError, match="without a credit"):
+        sender.send(envelope(1))
+
+
+def test_cancel_skips_what_waits_and_reports_what_is_being_worked_on() -> None:
+    sender, receiver = SenderLane(spec(3)), ReceiverLane(spec(3))
+    items = [envelope(i) for i in range(3)]
+    for item in items:
+        sender.send(item)
+    exchange(sender, receiver)
+    assert receiver.take() is items[0]
+    assert receiver.on_cancel([items[0].id, items[1].id]) == [items[0].id]
+    assert receiver.take() is items[2]
+    exchange(sender, receiver)
+    assert sender.unacked() == [items[0], items[2]]
+    assert sender.credits == 3
+
+
+def test_schema_mismatch_names_lane_and_type_and_fails_both_ends() -> None:
+    sender = SenderLane(LaneSpec("lane", "e", "a/0", "b/0", "A", "B", 2, "queue", ("Tombstone",)))
+    receiver = ReceiverLane(spec(2, name="lane"))
+    exchange(sender, receiver)
+    assert "'lane' carries Tombstone" in receiver.failed
+    assert sender.failed == receiver.failed
+
+
+def test_a_repetition_on_another_lane_is_acked_when_the_first_copy_is_finished() -> None:
+    seen = Seen()
+    senders = [SenderLane(spec(name=n)) for n in ("one", "two")]
+    receivers = [ReceiverLane(spec(name=n), 0, seen) for n in ("one", "two")]
+    item = envelope(0)
+    for sender, receiver in zip(senders, receivers, strict=True):
+        sender.send(item)
+        exchange(sender, receiver)
+    assert receivers[0].take() is item
+    assert not receivers[1].ready
+    exchange(senders[1], receivers[1])
+    assert senders[1].credits == 4 and senders[1].unacked() == [item]
+    seen.finish(item.id)
+    for sender, receiver in zip(senders, receivers, strict=True):
+        exchange(sender, receiver)
+        assert sender.unacked() == []
+
+
+def test_replay_keeps_order_and_comes_before_anything_new() -> None:
+    sender, receiver = SenderLane(spec(2)), ReceiverLane(spec(2))
+    items = [envelope(i) for i in range(6)]
+    for item in items[:5]:
+        if not sender.credits:
+            exchange(sender, receiver)
+            receiver.take()
+            exchange(sender, receiver)
+        sender.send(item)
+    session = session_number(0, 1)
+    sender.restart(session)
+    assert sender.credits < 0  # the replay alone is beyond the capacity
+    again = ReceiverLane(spec(2), session)
+    got = []
+    for _ in range(5):
+        exchange(sender, again)
+        got.append(again.take())
+        exchange(sender, again)
+    sender.send(items[5])
+    exchange(sender, again)
+    got.append(again.take())
+    assert got == items
+
+
+def test_seen_forgets_only_long_after() -> None:
+    seen = Seen(remember=4)
+    lane = ReceiverLane(spec(100), 0, seen)
+    for i in range(9):
+        assert seen.enter(envelope(i).id, lane, i)
+        seen.finish(envelope(i).id)
+    assert not seen.enter(envelope(8).id, lane, 9)
+    assert not seen.enter(envelope(4).id, lane, 10)
+    assert seen.enter(envelope(0).id, lane, 11)
+
+
+# Latest
+
+
+def test_latest_never_blocks_and_delivers_the_newest() -> None:
+    sender, receiver = LatestSender(spec(1, "latest")), LatestReceiver(spec(1, "latest"))
+    items = [envelope(i) for i in range(5)]
+    for item in items:
+        sender.send(item)
+    assert kinds([f for f in sender.out if f[0] == DATA]) == [DATA]
+    exchange(sender, receiver)
+    assert receiver.take() is items[4]
+    assert not receiver.ready
+    assert receiver.newest is items[4]
+
+
+def test_latest_gives_a_replaced_consumer_the_newest_again() -> None:
+    sender, receiver = LatestSender(spec(1, "latest")), LatestReceiver(spec(1, "latest"))
+    sender.send(envelope(0))
+    exchange(sender, receiver)
+    receiver.finish(receiver.take().id)
+    exchange(sender, receiver)
+    again = LatestReceiver(spec(1, "latest"), session_number(0, 1))
+    sender.restart(again.session)
+    exchange(sender, again)
+    assert again.take() == envelope(0)
+
+
+def test_latest_ends_after_the_newest() -> None:
+    sender, receiver = LatestSender(spec(1, "latest")), LatestReceiver(spec(1, "latest"))
+    for i in range(3):
+        sender.send(envelope(i))
+    sender.close()
+    exchange(sender, receiver)
+    assert receiver.ready and not receiver.ended
+    assert receiver.take() == envelope(2)
+    assert receiver.ended
+
+
+# Both machines on a bad network
+
+
+@dataclass
+class World:
+    """A lane whose network loses, repeats and reorders, and whose processes are replaced."""
+
+    random: Random
+    capacity: int
+    num_messages: int
+    sender: SenderLane = field(init=False)
+    receiver: ReceiverLane = field(init=False)
+    wires: tuple[list[Frame], list[Frame]] = ([], [])
+    sent: int = 0
+    acked: set[bytes] = field(default_factory=set)
+    took: list[bytes] = field(default_factory=list)
+    open: list[bytes] = field(default_factory=list)
+    finished: set[bytes] = field(default_factory=set)
+    taken_by_consumer: set[bytes] = field(default_factory=set)
+    redo: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sender = SenderLane(spec(self.capacity))
+        self.receiver = ReceiverLane(spec(self.capacity))
+        self.wires = ([], [])
+
+    def post(self) -> None:
+        self.wires[0].extend(self.sender.flush())
+        self.wires[1].extend(self.receiver.flush())
+
+    def send(self) -> None:
+        if self.sender.credits <= 0 or self.sender.closed:
+            return
+        if self.redo:
+            self.sender.send(envelope(self.redo.pop(0)))
+        elif self.sent < self.num_messages:
+            self.sender.send(envelope(self.sent))
+            self.sent += 1
+
+    def deliver(self, direction: int, at: int = 0) -> None:
+        wire = self.wires[direction]
+        if not wire:
+            return
+        frame = wire.pop(min(at, len(wire) - 1))
+        if direction == 0:
+            to_receiver(self.receiver, frame)
+        else:
+            _, acked = to_sender(self.sender, frame)
+            self.acked.update(acked)
+        assert self.receiver.depth <= 2 * self.capacity
+
+    def lose(self) -> None:
+        wire = self.wires[self.random.randrange(2)]
+        if wire:
+            wire.pop(self.random.randrange(len(wire)))
+
+    def repeat(self) -> None:
+        wire = self.wires[self.random.randrange(2)]
+        if wire:
+            wire.append(self.random.choice(wire))
+
+    def take(self) -> None:
+        if self.receiver.ready:
+            item = self.receiver.take()
+            assert item.id not in self.took, "an incarnation of the consumer takes a message once"
+            assert item.id not in self.acked, "what was acked never comes again"
+            self.took.append(item.id)
+            self.open.append(item.id)
+            self.taken_by_consumer.add(item.id)
+
+    def finish(self) -> None:
+        if self.open:
+            id = self.open.pop(self.random.randrange(len(self.open)))
+            self.receiver.seen.finish(id)
+            self.finished.add(id)
+
+    def restart_consumer(self) -> None:
+        session = self.sender.session + 1
+        self.receiver = ReceiverLane(spec(self.capacity), session)
+        self.took, self.open = [], []
+        self.wires = ([], []) if self.random.random() < 0.5 else self.wires
+        self.sender.restart(session)
+
+    def restart_producer(self) -> None:
+        """What was made from unfinished inputs is made again: all that was not taken in, and more."""
+        session = self.sender.session + (1 << 16)
+        self.sender = SenderLane(spec(self.capacity), session)
+        self.receiver.restart(session)
+        ids = {envelope(i).id: i for i in range(self.sent)}
+        self.redo = [i for id, i in ids.items() if id not in self.taken_by_consumer or self.random.random() < 0.3]
+
+    def settle(self) -> None:
+        """The network is good again: every reconnection makes both sides say where they stand."""
+        for _ in range(10 * self.num_messages + 50):
+            self.send()
+            if self.sent == self.num_messages and not self.redo:
+                self.sender.close()
+            self.sender.say_hello()
+            self.receiver.say_hello()
+            self.post()
+            while self.wires[0] or self.wires[1]:
+                self.deliver(0)
+                self.deliver(1)
+                self.post()
+            self.take()
+            self.finish()
+            if self.receiver.ended and not self.open and not self.sender.unacked():
+                return
+        raise AssertionError("the lane does not come to rest")
+
+
+def play(seed: int, capacity: int, num_messages: int, num_steps: int, crash: Callable[[World], None] | None) -> World:
+    random = Random(seed)
+    world = World(random, capacity, num_messages)
+    for _ in range(num_steps):
+        choice = random.random()
+        if choice < 0.30:
+            world.send()
+        elif choice < 0.60:
+            # mostly in order
+            world.deliver(random.randrange(2), 0 if random.random() < 0.8 else random.randrange(4))
+        elif choice < 0.72:
+            world.take()
+        elif choice < 0.82:
+            world.finish()
+        elif choice < 0.86:
+            world.lose()
+        elif choice < 0.90:
+            world.repeat()
+        elif choice < 0.93:
+            world.sender.say_hello()
+        elif choice < 0.96:
+            world.receiver.say_hello()
+        elif crash is not None:
+            crash(world)
+        in_flight = world.sender._next - world.sender._taken
+        assert 0 <= in_flight <= capacity
+        world.post()
+    world.settle()
+    assert world.finished == {envelope(i).id for i in range(num_messages)}
+    return world
+
+
+arguments = {
+    "seed": st.integers(0, 2**32),
+    "capacity": st.integers(1, 6),
+    "num_messages": st.integers(1, 30),
+    "num_steps": st.integers(0, 400),
+}
+
+
+@given(**arguments)
+@settings(max_examples=300, deadline=None)
+def test_bad_network(seed: int, capacity: int, num_messages: int, num_steps: int) -> None:
+    world = play(seed, capacity, num_messages, num_steps, None)
+    assert world.took == [envelope(i).id for i in range(num_messages)]
+
+
+@given(**arguments)
+@settings(max_examples=300, deadline=None)
+def test_bad_network_and_consumers_that_die(seed: int, capacity: int, num_messages: int, num_steps: int) -> None:
+    play(seed, capacity, num_messages, num_steps, World.restart_consumer)
+
+
+@given(**arguments)
+@settings(max_examples=300, deadline=None)
+def test_bad_network_and_producers_that_die(seed: int, capacity: int, num_messages: int, num_steps: int) -> None:
+    play(seed, capacity, num_messages, num_steps, World.restart_producer)
+
+
+@given(seed=st.integers(0, 2**32), num_steps=st.integers(0, 300))
+@settings(max_examples=200, deadline=None)
+def test_latest_on_a_bad_network(seed: int, num_steps: int) -> None:
+    random = Random(seed)
+    sender: LatestSender = LatestSender(spec(1, "latest"))
+    receiver: LatestReceiver = LatestReceiver(spec(1, "latest"))
+    wires: tuple[list[Frame], list[Frame]] = ([], [])
+    sent, took = 0, -1
+    for _ in range(num_steps):
+        choice = random.random()
+        if choice < 0.3:
+            sender.send(envelope(sent))
+            sent += 1
+        elif choice < 0.6:
+            direction = random.randrange(2)
+            if wires[direction]:
+                frame = wires[direction].pop(0)
+                if random.random() > 0.2:
+                    to_receiver(receiver, frame) if direction == 0 else to_sender(sender, frame)
+        elif choice < 0.8 and receiver.ready:
+            item = receiver.take()
+            assert item.ticket > took, "never an older one after a newer one"
+            took = item.ticket
+            receiver.finish(item.id)
+        elif choice < 0.85:
+            receiver = LatestReceiver(spec(1, "latest"), receiver.session + 1)
+            sender.restart(receiver.session)
+            took = -1
+        wires[0].extend(sender.flush())
+        wires[1].extend(receiver.flush())
+        assert len([f for f in wires[0] if f[0] == DATA and f[2] == sender.session]) <= 1
+    sender.close()
+    for _ in range(3):
+        sender.say_hello()
+        receiver.say_hello()
+        exchange(sender, receiver)
+    if receiver.ready:
+        took = receiver.take().ticket
+    assert took == sent - 1
+    assert receiver.ended
