@@ -63,7 +63,6 @@ class GRPO:
     """Steps between evaluations during training; 0 for none."""
     shuffle_rewards: bool = False
     """A control: rewards dealt out at random within each group. Nothing must be learnt."""
-    seed: int = 0
 
 
 def graph(cfg: GRPO) -> Graph:
@@ -74,7 +73,7 @@ def graph(cfg: GRPO) -> Graph:
     whiten: Literal["off", "full"] = "full" if cfg.advantage.startswith("reinforce") else "off"
 
     g = Graph("grpo")
-    prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size, seed=cfg.seed))
+    prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
     generator = g.add("generator", Generator(policy, sampling=sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", Reward(cfg.task))
     advantage = g.add(

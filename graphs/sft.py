@@ -34,7 +34,6 @@ class SFT:
     """ZeRO ranks."""
     gpus: float = 0
     """GPUs of each trainer."""
-    seed: int = 0
 
 
 def graph(cfg: SFT) -> Graph:
@@ -42,7 +41,7 @@ def graph(cfg: SFT) -> Graph:
     trainer_node = Trainer(policy, objective=SFTObjective(), lr=cfg.lr, zero=ZeroSettings(dtype=cfg.dtype))
 
     g = Graph("sft")
-    prompts = g.add("prompts", PromptSource(cfg.task, policy, epochs=cfg.epochs, seed=cfg.seed))
+    prompts = g.add("prompts", PromptSource(cfg.task, policy, epochs=cfg.epochs))
     dataset = g.add("dataset", Demonstrations(cfg.task, policy, max_tokens=cfg.max_tokens))
     batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
     trainer = g.add("trainer", trainer_node, replicas=cfg.num_trainers, gpus=cfg.gpus)

@@ -90,10 +90,9 @@ class HostEngine:
         self._reporting = asyncio.get_running_loop().create_task(self._report())
 
     async def setup(self) -> None:
-        """Every node's own set-up, side by side."""
-        async with asyncio.TaskGroup() as tasks:
-            for replica in self.replicas.values():
-                tasks.create_task(self._named(replica, replica.node.setup()))
+        """Every node's own set-up, one after the other: heavy imports in two threads at once break."""
+        for replica in self.replicas.values():
+            await self._named(replica, replica.node.setup())
 
     async def run(self) -> None:
         """Every node's body, until all have returned."""
