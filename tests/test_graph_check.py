@@ -209,6 +209,26 @@ def test_every_feedback_edge_is_counted() -> None:
     has(parts.problem(), "write until=(generator.weights, critic.weights)")
 
 
+def test_feedback_is_found_through_requests_and_replies() -> None:
+    class Player(Node):
+        prompts: In[Prompt]
+        ask: Call[Prompt, Sample]
+        episodes: Out[Sample]
+
+    parts = grpo(admit=False)
+    parts.cut(parts.prompts.prompts)
+    parts.cut(parts.generator.rollouts)
+    player = parts.graph.add("player", Player())
+    parts.graph.connect(parts.prompts.prompts, player.prompts)
+    parts.graph.call(player.ask, parts.generator.requests)
+    parts.graph.connect(player.episodes, parts.reward.rollouts)
+    for port in (parts.generator.prompts, parts.generator.rollouts):
+        parts.graph.ignore(port)
+    has(parts.problem(), "feeds back", "write g.admit(prompts.prompts, until=generator.weights, staleness=1)")
+    parts.graph.admit(parts.prompts.prompts, until=parts.generator.weights, staleness=1)
+    assert parts.problems == ()
+
+
 def test_weights_that_do_not_come_back_need_no_admission() -> None:
     class Mirror(Node):
         weights: In[Weights]
@@ -229,6 +249,16 @@ def test_a_second_source_has_to_be_admitted_too() -> None:
     parts = grpo()
     parts.graph.connect(parts.graph.add("more", Prompts()).prompts, parts.generator.prompts)
     has(parts.problem(), "more.prompts also feeds trainer", "only prompts.prompts is admitted", "mix both sources")
+
+
+def test_a_source_that_feeds_no_trainer_needs_no_ticket() -> None:
+    class Display(Node):
+        prompts: In[Prompt]
+
+    parts = grpo()
+    display = parts.graph.add("display", Display())
+    parts.graph.connect(parts.graph.add("more", Prompts()).prompts, display.prompts)
+    assert parts.problems == ()
 
 
 @pytest.mark.parametrize(
@@ -483,6 +513,7 @@ def test_idle_generators_are_a_warning() -> None:
     has(synchronous, "staleness 0 is synchronous: generator and the trainer wait for each other")
     has(slots, "can work on 32 samples at a time but at most 16 are in flight (4 tickets × 4)", "16 slots stay idle")
     assert check(grpo(staleness=1).graph, MACHINE).warnings == ()
+    assert len(check(grpo(staleness=0).graph, MACHINE).warnings) == 1  # 16 slots, 16 samples
 
 
 def test_edges_that_hold_more_than_the_machine_are_a_warning() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from flowrl import ConfigError, Graph
 from flowrl.graph.draw import draw, mermaid
+from flowrl.graph.graph import Edge
 from flowrl.graph.layout import columns
 from flowrl.graph.plan import make_plan
 from flowrl.graph.svg import svg
@@ -87,13 +88,26 @@ def test_svg_boxes_do_not_overlap_and_lie_on_the_sheet() -> None:
             assert abs(other[0] - x) >= w or abs(other[1] - y) >= h
 
 
-def test_vertical_lines_pass_beside_boxes() -> None:
+def test_lines_pass_beside_boxes() -> None:
     graph = whole().graph
+    graph.ignored.clear()
     graph.latest(graph.nodes["critic"].weights, graph.nodes["generator"].weights)  # type: ignore[attr-defined]
     picture = svg(graph, make_plan(graph, MACHINE))
-    for start, end in re.findall(r'd="M([\d.]+) ([\d.]+)(?: H[\d.]+)? V', picture):
-        inside = [box for box in rectangles(picture) if box[0] < float(start) < box[0] + box[2]]
-        assert all(float(end) >= box[1] + box[3] - 5 or float(end) <= box[1] for box in inside)
+    ways = re.findall(r'd="M([\d.]+) ([\d.]+)(?: H([\d.]+))? V([\d.]+)', picture)
+    assert len(ways) == 2
+    for start, top, beside, level in ways:
+        x, low, high = float(beside or start), *sorted((float(top), float(level)))
+        inside = [box for box in rectangles(picture) if box[0] < x < box[0] + box[2]]
+        assert not [box for box in inside if low < box[1] < high], "the line runs over a box"
+
+
+def test_a_cycle_is_cut_where_it_closes() -> None:
+    parts = grpo()
+    loop = parts.graph.add("loop", Teacher())
+    parts.graph.connect(parts.generator.rollouts, loop.rollouts)
+    parts.graph.edges.append(Edge("queue", loop.rated, parts.generator.prompts))
+    assert columns(parts.graph)[1] == ["generator"]
+    assert set(columns(parts.graph)[2]) == {"reward", "loop"}
 
 
 def test_the_file_name_chooses_the_kind(tmp_path: Path) -> None:
