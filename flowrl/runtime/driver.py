@@ -200,11 +200,8 @@ class Driver:
     # Watching
 
     async def _look(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            tick: asyncio.Future[None] = loop.create_future()
-            loop.call_later(LOOK_EVERY_S, tick.set_result, None)
-            await tick
+            await asyncio.sleep(LOOK_EVERY_S)
             verdict, text = self._watch.look(await self.hosts.waits(), time.monotonic())
             if verdict == "deadlock":
                 raise Stalled(f"the run is deadlocked: no node works and nothing is under way.\n{text}")

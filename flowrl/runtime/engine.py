@@ -188,11 +188,8 @@ class HostEngine:
     # Reports
 
     async def _report(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            tick: asyncio.Future[None] = loop.create_future()
-            loop.call_later(REPORT_EVERY_S, tick.set_result, None)
-            await tick
+            await asyncio.sleep(REPORT_EVERY_S)
             self._send_report()
 
     async def _report_now(self, host: str, body: Any) -> None:

@@ -67,6 +67,6 @@ class Phases:
             *(driver.on_node(f"{name}/0", "evaluate", phase=phase, step=version) for name in self._evaluations)
         )
         for answer in answers:
-            driver.view.evaluation(phase, version, answer["score"], answer["count"])
+            driver.view.evaluation(phase, version, answer["exact_match"], int(answer["num_answers"]))
             driver.metrics.evaluation(version, {f"evaluation/{key}": value for key, value in answer.items()})
         return {key: value for answer in answers for key, value in answer.items()}
