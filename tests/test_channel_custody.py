@@ -80,7 +80,7 @@ def test_a_child_that_owes_no_arrival() -> None:
 @settings(deadline=None)
 def test_each_item_is_due_once_and_last(children: list[tuple[set[int], int]], random: object) -> None:
     custody: Custody[object] = Custody()
-    owed: dict[object, int] = {item: 1 for item in range(6)}
+    owed: dict[object, int] = dict.fromkeys(range(6), 1)
     events: list[tuple[str, object]] = [("end", item) for item in range(6)]
     for item in range(6):
         custody.begin(item)
@@ -132,7 +132,9 @@ class Process:
         self.ended = False
         if stage == 0:
             for index in range(NUM_GROUPS * K):
-                item = Envelope(source_id("source", str(index)), index // K, str(index // K), index % K, Text(f"{index}"))
+                item = Envelope(
+                    source_id("source", str(index)), index // K, str(index // K), index % K, Text(f"{index}")
+                )
                 self.wishes.append((item, ()))
 
     def work(self) -> bool:
@@ -180,7 +182,9 @@ class Process:
     def make(self, parents: list[Envelope], content: str) -> None:
         ids = [parent.id for parent in parents]
         first = parents[0]
-        child = Envelope(message_id(ids, NAMES[self.stage], 0), first.ticket, first.group_id, first.member, Text(content))
+        child = Envelope(
+            message_id(ids, NAMES[self.stage], 0), first.ticket, first.group_id, first.member, Text(content)
+        )
         self.wishes.append((child, ids))
 
     def acknowledge(self, ids: Sequence[bytes]) -> None:
@@ -225,7 +229,9 @@ class Chain:
     def __init__(self) -> None:
         self.epochs = [0] * 5
         self.store = Store()
-        self.wires: dict[tuple[int, bool], deque[Frame]] = {(lane, way): deque() for lane in range(4) for way in (True, False)}
+        self.wires: dict[tuple[int, bool], deque[Frame]] = {
+            (lane, way): deque() for lane in range(4) for way in (True, False)
+        }
         self.processes = [self.start(stage) for stage in range(5)]
 
     def session(self, lane: int) -> int:

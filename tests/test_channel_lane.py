@@ -243,6 +243,17 @@ def test_latest_never_blocks_and_delivers_the_newest() -> None:
     assert receiver.newest is items[4]
 
 
+def test_latest_acks_what_was_overwritten() -> None:
+    sender, receiver = LatestSender(spec(1, "latest")), LatestReceiver(spec(1, "latest"))
+    for i in range(5):
+        sender.send(envelope(i))
+        exchange(sender, receiver)
+    assert (sender.num_acked, receiver.num_finished) == (4, 4)
+    receiver.finish(receiver.take().id)
+    exchange(sender, receiver)
+    assert sender.num_acked == 5
+
+
 def test_latest_gives_a_replaced_consumer_the_newest_again() -> None:
     sender, receiver = LatestSender(spec(1, "latest")), LatestReceiver(spec(1, "latest"))
     sender.send(envelope(0))

@@ -14,7 +14,7 @@ arrive as tuples. Arrays arrive read-only, and are made read-only at the sender 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from struct import Struct
@@ -107,26 +107,37 @@ def schema_named(number: int) -> Schema:
     return _by_hash[number]
 
 
+_scalars = frozenset((str, int, float, bool, bytes, type(None)))
+
+
 def freeze(value: Any) -> None:
-    """Make every array inside a message read-only, in place."""
+    """Make every array inside a message read-only, in place. Raises WireError for what cannot travel."""
     kind = type(value)
-    if kind is np.ndarray:
+    if kind in _scalars:
+        return
+    if isinstance(value, np.ndarray):
         value.flags.writeable = False
     elif isinstance(value, Message):
-        for inner in schema_of(kind).values(value):
-            if type(inner) not in _scalars:
-                freeze(inner)
-    elif kind is tuple or kind is list:
-        for inner in value:
-            if type(inner) not in _scalars:
-                freeze(inner)
+        _freeze_all(schema_of(kind).values(value))
+    elif isinstance(value, tuple | list):
+        _freeze_all(value)
     elif isinstance(value, Mapping):
-        for inner in value.values():
-            if type(inner) not in _scalars:
-                freeze(inner)
+        _freeze_all(value.values())
+    elif not isinstance(value, str | bytes | int | float | np.generic):
+        raise _refusal(value)
 
 
-_scalars = frozenset((str, int, float, bool, bytes, type(None)))
+def _freeze_all(values: Iterable[Any]) -> None:
+    for value in values:
+        if type(value) not in _scalars:
+            freeze(value)
+
+
+def _refusal(value: Any) -> WireError:
+    return WireError(
+        f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot travel; messages hold "
+        "scalars, str, bytes, tuples, mappings, messages and numpy arrays"
+    )
 
 
 def payload_bytes(value: Any) -> int:
@@ -171,10 +182,7 @@ class Encoder:
             return self._array(np.asarray(value))
         if isinstance(value, Mapping):
             return dict(value)
-        raise WireError(
-            f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot travel; messages hold "
-            "scalars, str, bytes, tuples, mappings, messages and numpy arrays"
-        )
+        raise _refusal(value)
 
     def _nested(self, values: tuple[Any, ...]) -> bytes:
         # A packer cannot be entered twice: one for each depth of nesting.

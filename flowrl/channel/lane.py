@@ -303,9 +303,7 @@ class ReceiverLane:
             self._skip()
 
     def _out_of_order(self, seq: int) -> None:
-        if seq < self._expected:
-            self._told = -1  # a repetition: the sender may have missed a credit
-        elif self._asked != self._expected:
+        if seq > self._expected and self._asked != self._expected:
             self._asked = self._expected
             self.out.append((RESEND, self._number, self.session, self._expected, None))
 

@@ -1,0 +1,279 @@
+"""Bodies, frames and stored messages: what travels, what is refused, and what a file survives."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from flowrl.channel import codec
+from flowrl.channel.codec import DTYPES, INLINE_LIMIT_BYTES, freeze, payload_bytes
+from flowrl.channel.envelope import Envelope, message_id, source_id
+from flowrl.channel.stored import dump, dump_value, load, load_value
+from flowrl.channel.wire import ACK, CREDIT, DATA, Frame, MessageDecoder, MessageEncoder, Refused
+from flowrl.errors import SchemaError, WireError
+from flowrl.messages import Group, Int32, Message, Prompt, Tombstone, Trainable
+
+
+@dataclass(frozen=True)
+class Parcel(Message):
+    number: int = 0
+    text: str = ""
+    inner: tuple[Any, ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    values: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    if isinstance(a, Message):
+        return type(a) is type(b) and equal(shallow(a), shallow(b))
+    if isinstance(a, tuple | list):
+        return isinstance(b, tuple | list) and len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, float):
+        return a == b or (a != a and b != b)
+    return type(a) is type(b) and a == b
+
+
+def shallow(message: Message) -> tuple[Any, ...]:
+    return codec.schema_of(type(message)).values(message)
+
+
+def there_and_back(*bodies: Message) -> list[Envelope]:
+    encoder, decoder = MessageEncoder("host", 3), MessageDecoder()
+    sent = [Envelope(source_id("s", str(i)), i, "group", i, body) for i, body in enumerate(bodies)]
+    encoder.add([(DATA, 7, 1, i, envelope) for i, envelope in enumerate(sent)])
+    parts = [bytes(part) for part in encoder.take()]
+    assert decoder.sender(parts[0]) == ("host", 3)
+    frames = list(decoder.decode(parts))
+    assert [frame[:4] for frame in frames] == [(DATA, 7, 1, i) for i in range(len(bodies))]  # type: ignore[index]
+    received = [frame[4] for frame in frames]  # type: ignore[index]
+    for before, after in zip(sent, received, strict=True):
+        assert (after.id, after.ticket, after.group_id, after.member) == (
+            before.id,
+            before.ticket,
+            before.group_id,
+            before.member,
+        )
+    return received
+
+
+arrays = st.sampled_from(DTYPES).flatmap(
+    lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
+)
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
+parcels = st.deferred(
+    lambda: st.builds(
+        Parcel,
+        number=st.integers(-(2**63), 2**63),
+        text=st.text(),
+        inner=st.lists(values, max_size=3).map(tuple),
+        columns=st.dictionaries(st.text(max_size=5), values, max_size=3),
+        values=npst.arrays(np.int32, st.integers(0, 50)),
+    )
+)
+values: st.SearchStrategy[Any] = st.deferred(lambda: scalars | arrays | parcels)
+
+
+@given(st.lists(parcels, min_size=1, max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_messages_arrive_as_they_left(bodies: list[Parcel]) -> None:
+    for before, after in zip(bodies, there_and_back(*bodies), strict=True):
+        assert equal(before, after.body)
+
+
+@given(parcels)
+@settings(max_examples=100, deadline=None)
+def test_stored_messages_come_back(body: Parcel) -> None:
+    assert equal(body, load(dump(body)))
+
+
+def test_large_arrays_travel_beside_the_body_and_small_ones_inside() -> None:
+    small, large = np.arange(10), np.arange(INLINE_LIMIT_BYTES)
+    encoder = MessageEncoder("h", 0)
+    encoder.add([(DATA, 1, 0, 0, Envelope(bytes(16), body=Parcel(inner=(small, large, large + 1))))])
+    parts = encoder.take()
+    assert len(parts) == 3
+    assert np.shares_memory(np.asarray(parts[1]), large)
+    (frame,) = MessageDecoder().decode([bytes(part) for part in parts])
+    _, first, second = frame[4].body.inner  # type: ignore[index]
+    assert np.array_equal(first, large) and np.array_equal(second, large + 1)
+
+
+def test_frame_indices_count_over_the_whole_multipart() -> None:
+    arrays = [np.full(INLINE_LIMIT_BYTES, i) for i in range(5)]
+    received = there_and_back(*(Parcel(inner=(array,)) for array in arrays))
+    assert [envelope.body.inner[0][0] for envelope in received] == list(range(5))  # type: ignore[attr-defined]
+
+
+def test_arrays_are_read_only_at_both_ends() -> None:
+    array = np.arange(3)
+    (envelope,) = there_and_back(Parcel(inner=(array,)))
+    for frozen in (array, envelope.body.inner[0]):  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="read-only"):
+            frozen[0] = 9
+
+
+def test_freeze_reaches_every_array() -> None:
+    arrays = [np.arange(3) for _ in range(4)]
+    freeze(Parcel(inner=(arrays[0], Parcel(values=arrays[1])), columns={"a": (arrays[2],), "b": {"c": arrays[3]}}))
+    assert not any(array.flags.writeable for array in arrays)
+
+
+def test_views_are_copied_where_their_layout_needs_it() -> None:
+    array = np.arange(2 * INLINE_LIMIT_BYTES).reshape(2, -1)
+    (envelope,) = there_and_back(Parcel(inner=(array.T, array[:, ::2])))
+    transposed, strided = envelope.body.inner  # type: ignore[attr-defined]
+    assert np.array_equal(transposed, array.T) and np.array_equal(strided, array[:, ::2])
+
+
+def test_mappings_and_numpy_scalars() -> None:
+    (envelope,) = there_and_back(Parcel(columns=MappingProxyType({"a": np.float32(0.5)}), inner=(np.int64(3), [1, 2])))
+    assert equal(envelope.body, Parcel(columns={"a": 0.5}, inner=(3, (1, 2))))
+
+
+def test_a_tombstone_needs_no_lane_type() -> None:
+    (envelope,) = there_and_back(Tombstone("g", 1, "failed", "timeout", "reward/0", ("s",)))
+    assert envelope.lost and envelope.body.reason == "timeout"  # type: ignore[attr-defined]
+
+
+def test_nested_messages_of_the_field() -> None:
+    ids = np.arange(4, dtype=np.int32)
+    sample = Trainable(
+        "s", "g", "p", 0, 0, 2, "p", "r", ids, ids > 1, ids.astype(np.float32), ids, 2, False, "generator/0"
+    )
+    (envelope,) = there_and_back(Group("g", (sample, sample), 2))
+    assert equal(envelope.body, Group("g", (sample, sample), 2))
+    assert payload_bytes(sample) > 4 * (4 + 1 + 4 + 4)
+
+
+class Torch:
+    """Stands for a foreign type."""
+
+
+def test_foreign_types_are_refused_by_name_and_leave_nothing_behind() -> None:
+    encoder = MessageEncoder("h", 0)
+    with pytest.raises(WireError, match=r"Torch cannot travel"):
+        encoder.add([(DATA, 1, 0, 0, Envelope(bytes(16), body=Parcel(inner=(np.zeros(INLINE_LIMIT_BYTES), Torch()))))])
+    assert not encoder.pending
+    encoder.add([(CREDIT, 1, 0, 5, None)])
+    assert len(encoder.take()) == 1
+
+
+@pytest.mark.parametrize("array", [np.array(["text"]), np.array([object()]), np.zeros(2, ">i4")])
+def test_arrays_of_other_dtypes_are_refused(array: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(WireError, match="cannot travel"):
+        MessageEncoder("h", 0).add([(DATA, 1, 0, 0, Envelope(bytes(16), body=Parcel(inner=(array,))))])
+
+
+def test_freeze_refuses_foreign_types_too() -> None:
+    with pytest.raises(WireError, match=r"Torch cannot travel"):
+        freeze(Parcel(inner=(Torch(),)))
+
+
+def test_bytes_of_somebody_else() -> None:
+    with pytest.raises(WireError, match="no flowrl process"):
+        MessageDecoder().sender(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(WireError, match="too short"):
+        MessageDecoder().sender(b"")
+    with pytest.raises(WireError, match="wire version 9"):
+        MessageDecoder().sender(b"flow\x09" + bytes(20))
+
+
+def parts_of(*frames: Frame) -> list[bytes]:
+    encoder = MessageEncoder("h", 0)
+    encoder.add(frames)
+    return [bytes(part) for part in encoder.take()]
+
+
+def test_a_bad_body_is_refused_and_the_frames_around_it_are_not() -> None:
+    body = Envelope(bytes(16), body=Parcel(text="x" * 100))
+    parts = parts_of((CREDIT, 1, 0, 5, None), (DATA, 2, 4, 0, body), (ACK, 3, 0, 0, [1, 2]))
+    at = parts[0].index(b"x" * 100)
+    broken = parts[0][: at - 2] + b"\xc1\xc1" + parts[0][at:]
+    first, second, third = MessageDecoder().decode([broken])
+    assert first == (CREDIT, 1, 0, 5, None)
+    assert isinstance(second, Refused) and (second.lane, second.session) == (2, 4)
+    assert third == (ACK, 3, 0, 0, (1, 2))
+
+
+def test_an_unknown_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = parts_of((DATA, 2, 0, 0, Envelope(bytes(16), body=Parcel())))
+    monkeypatch.setattr(codec, "_by_hash", {})
+    monkeypatch.setattr(codec, "known_types", lambda: (Prompt,))
+    (frame,) = MessageDecoder().decode(parts)
+    assert isinstance(frame, Refused) and "same message classes" in frame.reason
+
+
+def test_a_body_beyond_the_limit_is_refused() -> None:
+    parts = parts_of((DATA, 2, 0, 0, Envelope(bytes(16), body=Parcel(text="x" * 100))))
+    (frame,) = MessageDecoder(max_body_bytes=50).decode(parts)
+    assert isinstance(frame, Refused) and "at most 50" in frame.reason
+
+
+@given(st.integers(0, 10_000), st.binary(min_size=1, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_damaged_bytes_never_raise_anything_but_wire_errors(at: int, damage: bytes) -> None:
+    array = np.arange(INLINE_LIMIT_BYTES, dtype=np.int16)
+    parts = parts_of((DATA, 2, 0, 0, Envelope(bytes(16), body=Parcel(1, "t", (1, array), {"a": np.arange(9)}))))
+    start = 12 + at % (len(parts[0]) - 12)
+    parts[0] = parts[0][:start] + damage + parts[0][start + len(damage) :]
+    with contextlib.suppress(WireError):
+        list(MessageDecoder().decode(parts))
+
+
+def test_ids_depend_on_lineage_alone() -> None:
+    a, b = source_id("prompts", "1"), source_id("prompts", "2")
+    assert len({a, b, source_id("prompt", "s1")}) == 3
+    assert message_id([a, b], "out", 0) == message_id((a, b), "out", 0)
+    assert len({message_id(p, o, n) for p in ([a], [b], [a, b], [b, a]) for o in ("x", "y") for n in (0, 1)}) == 16
+    assert len(a) == len(message_id([a], "out", 0)) == 16
+
+
+# Storage across changes of a class
+
+
+def redefine(fields: list[Any]) -> type[Message]:
+    return dataclasses.make_dataclass("Kept", fields, bases=(Message,), frozen=True)
+
+
+def test_added_fields_take_their_defaults() -> None:
+    stored = dump(redefine([("a", int)])(1))  # type: ignore[call-arg]
+    redefine([("b", int, field(default=7)), ("a", int, field(default=0))])
+    loaded: Any = load(stored)
+    assert (loaded.a, loaded.b) == (1, 7)
+
+
+def test_removed_and_missing_fields_are_refused_by_name() -> None:
+    stored = dump(redefine([("a", int)])(1))  # type: ignore[call-arg]
+    redefine([("c", int)])
+    with pytest.raises(SchemaError, match=r"Kept .*'a' is unknown.*'c' is missing"):
+        load(stored)
+
+
+def test_an_unknown_type_and_foreign_bytes_are_refused() -> None:
+    stored = dump_value({"\0type": "Nobody"})
+    with pytest.raises(SchemaError, match="'Nobody'"):
+        load_value(stored)
+    with pytest.raises(SchemaError):
+        load(b"\x93\x01")
+    with pytest.raises(SchemaError, match="no message"):
+        load(dump_value({"a": 1}))
+
+
+def test_values_hold_messages_too() -> None:
+    state = {"cursor": 3, "prompts": (Parcel(text="x"),), "rng": np.arange(3)}
+    loaded = load_value(dump_value(state))
+    assert equal(loaded, state)
