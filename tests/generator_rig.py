@@ -93,6 +93,7 @@ class RecordingContext:
         self.counters: dict[str, float] = {}
         self.held: list[tuple[str, str, int]] = []
         self.turns = 0
+        self._observed = asyncio.Event()
 
     async def blocking(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return await asyncio.to_thread(fn, *args, **kwargs)
@@ -102,6 +103,13 @@ class RecordingContext:
 
     def gauge(self, name: str, value: float) -> None:
         self.gauges.setdefault(name, []).append(value)
+        self._observed.set()
+
+    async def observed(self, name: str, count: int) -> None:
+        """Returns when the gauge `name` has had `count` values."""
+        while len(self.gauges.get(name, ())) < count:
+            self._observed.clear()
+            await self._observed.wait()
 
     def progress(self, text: str) -> None:
         pass

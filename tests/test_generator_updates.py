@@ -1,0 +1,135 @@
+"""The order of a weight update, and what happens to manifests that come late, twice or without content."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from flowrl.messages import Weights
+from flowrl.nodes.weight_updates import Gate, WeightUpdates
+from flowrl.weights.probe import ProbeMismatch
+from flowrl.weights.publish import Publisher
+from flowrl.weights.shm import Segment
+from tests.generator_rig import RecordingContext
+from tests.test_weights_publish import Engine, published
+
+
+class Recorder:
+    """A sampler that writes down what it is told, and whether the gate was open then."""
+
+    dtype = "float32"
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.events: list[str] = []
+        self.logprob = -1.0
+
+    def note(self, event: str) -> None:
+        self.events.append(event if self.gate.is_open else f"closed:{event}")
+
+    async def pause(self) -> None:
+        self.note("pause")
+
+    async def apply(self, manifest: Weights, segment: Segment) -> float:
+        assert segment.version == manifest.base_version
+        self.note(f"apply {manifest.base_version}")
+        return 0.0
+
+    async def label(self, version: int) -> None:
+        self.note(f"label {version}")
+
+    async def resume(self) -> None:
+        self.note("resume")
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        self.note("score")
+        return [[self.logprob] * (len(sequence) - 1) for sequence in sequences]
+
+
+class Rig:
+    def __init__(self, *, running: bool = True) -> None:
+        self.gate = Gate()
+        self.sampler = Recorder(self.gate)
+        self.context = RecordingContext()
+        sampler: Any = self.sampler
+        context: Any = self.context
+        self.updates = WeightUpdates(sampler, self.gate, context, "generator/0", running=lambda: running)
+
+    def take(self, manifest: Weights) -> bool:
+        self.sampler.events.clear()
+        return asyncio.run(self.updates.take(manifest))
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    publisher = Publisher(Engine(), "policy", run_id="unit", probe_every=0)
+    yield publisher
+    publisher.close()
+
+
+def test_pause_apply_label_resume_behind_a_closed_gate(publisher: Publisher) -> None:
+    rig = Rig()
+    assert rig.take(published(publisher, 3))
+    assert rig.sampler.events == [f"closed:{event}" for event in ("pause", "apply 3", "label 3", "resume")]
+    assert rig.gate.is_open and rig.updates.version == 3
+    assert rig.context.held == [("generator/0", "policy", 3)]
+    assert len(rig.context.gauges["weight_update_pause_s"]) == 1
+
+
+def test_an_old_or_repeated_version_is_passed_over(publisher: Publisher) -> None:
+    rig = Rig()
+    manifest = published(publisher, 3)
+    assert rig.take(manifest)
+    assert not rig.take(manifest) and rig.sampler.events == []
+
+
+def test_an_unchanged_version_is_only_a_label_for_who_has_the_content(publisher: Publisher) -> None:
+    rig, late = Rig(), Rig()
+    rig.take(published(publisher, 3))
+    unchanged = published(publisher, 4, "unchanged")
+    assert rig.take(unchanged) and late.take(unchanged)
+    assert "closed:apply 3" not in rig.sampler.events and "closed:label 4" in rig.sampler.events
+    assert "closed:apply 3" in late.sampler.events and late.updates.version == 4
+
+
+def test_a_lost_segment_leaves_the_version_as_it_is(publisher: Publisher) -> None:
+    rig = Rig()
+    rig.take(published(publisher, 0))
+    lost = published(publisher, 1)
+    published(publisher, 2)
+    newest = published(publisher, 3)
+    assert not rig.take(lost) and rig.updates.version == 0 and rig.gate.is_open
+    assert rig.take(newest) and rig.updates.version == 3
+
+
+@pytest.mark.parametrize(("running", "turns"), [(True, 1), (False, 0)])
+def test_only_a_replica_with_running_requests_waits_for_its_turn(
+    running: bool, turns: int, publisher: Publisher
+) -> None:
+    rig = Rig(running=running)
+    rig.take(published(publisher, 0))
+    assert rig.context.turns == turns
+
+
+def test_the_probe_is_scored_after_the_pause() -> None:
+    publisher = Publisher(Engine(), "policy", run_id="unit", probe_every=1)
+    rig = Rig()
+    rig.take(published(publisher, 0))
+    assert rig.sampler.events[-1] == "score"
+    assert rig.context.gauges["logprob_mismatch"] == [0.0]
+    rig.sampler.logprob = -1.5
+    with pytest.raises(ProbeMismatch, match="generator/0 loaded version 1"):
+        rig.take(published(publisher, 1))
+    publisher.close()
+
+
+def test_the_gate_opens_when_all_have_opened_it() -> None:
+    gate = Gate()
+    gate.close("checkpoint")
+    gate.open("weights")
+    assert not gate.is_open
+    gate.open("checkpoint")
+    assert gate.is_open

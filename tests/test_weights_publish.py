@@ -1,0 +1,176 @@
+"""From an engine's buckets to a verified version: manifest, checksum, unchanged versions, the probe."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl.messages import Weights
+from flowrl.weights import probe
+from flowrl.weights.manifest import Checksum, ChecksumMismatch, views, word_sum
+from flowrl.weights.publish import Publisher
+from flowrl.weights.receive import fetch
+from flowrl.weights.shm import DATA_OFFSET, SHM, SegmentLost
+from flowrl.weights.transport import SharedMemory
+
+
+class Engine:
+    """Two buckets of odd sizes and dtypes; scores every token with -version."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.vocab_size = 50
+        self.gathered = 0
+        self.value = 1.0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return {
+            "a.weight": torch.randn(3, 5, generator=generator) * self.value,
+            "a.bias": (torch.randn(7, generator=generator) * self.value).to(torch.bfloat16),
+            "b.weight": torch.randn(4, 4, generator=generator).t() * self.value,
+        }
+
+    def buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]]:
+        self.gathered += 1
+        tensors = self.tensors()
+        yield ("a.weight", "a.bias"), (tensors["a.weight"], tensors["a.bias"])
+        yield ("b.weight",), (tensors["b.weight"],)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-self.value] * (len(sequence) - 1) for sequence in sequences]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def publisher(engine: Engine) -> Iterator[Publisher]:
+    publisher = Publisher(engine, "policy", run_id="unit", probe_every=3)
+    yield publisher
+    publisher.close()
+
+
+def published(publisher: Publisher, version: int, kind: str = "full") -> Weights:
+    manifest = publisher.publish(version, kind)
+    assert manifest is not None
+    return manifest
+
+
+def loaded(manifest: Weights) -> dict[str, torch.Tensor]:
+    segment = fetch(manifest)
+    tensors = {name: tensor.clone() for name, tensor in views(segment.map(), manifest.tensors, start=DATA_OFFSET)}
+    segment.close()
+    return tensors
+
+
+def test_what_is_fetched_is_what_was_published(publisher: Publisher, engine: Engine) -> None:
+    manifest = published(publisher, 4)
+    assert (manifest.version, manifest.base_version, manifest.kind, manifest.policy) == (4, 4, "full", "policy")
+    assert all(row[3] % 64 == 0 for row in manifest.tensors)
+    for name, tensor in loaded(manifest).items():
+        expected = engine.tensors()[name]
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
+
+
+def test_another_dtype_on_the_wire(engine: Engine) -> None:
+    publisher = Publisher(engine, "policy", run_id="unit", dtype="bfloat16", probe_every=0)
+    manifest = published(publisher, 0)
+    assert {row[1] for row in manifest.tensors} == {"bfloat16"}
+    assert torch.equal(loaded(manifest)["b.weight"], engine.tensors()["b.weight"].to(torch.bfloat16))
+    publisher.close()
+
+
+def test_other_ranks_gather_and_write_nothing() -> None:
+    engine = Engine(rank=1)
+    transport = SharedMemory("unit", "policy")
+    publisher = Publisher(engine, "policy", run_id="unit", transport=transport, probe_every=1)
+    assert publisher.publish(0) is None and publisher.publish(1, "unchanged") is None
+    assert engine.gathered == 1 and len(transport.pool) == 0
+
+
+def test_an_unchanged_version_names_the_content_it_has(publisher: Publisher, engine: Engine) -> None:
+    published(publisher, 6)
+    manifest = published(publisher, 7, "unchanged")
+    assert (manifest.version, manifest.base_version, manifest.kind) == (7, 6, "unchanged")
+    assert engine.gathered == 1
+    assert torch.equal(loaded(manifest)["a.weight"], engine.tensors()["a.weight"])
+
+
+def test_the_first_publication_is_complete_whatever_it_is_called(publisher: Publisher) -> None:
+    assert published(publisher, 0, "unchanged").kind == "full"
+
+
+def test_the_probe_comes_with_the_first_and_every_third_publication(publisher: Publisher) -> None:
+    carrying = [bool(published(publisher, version).probe_logprobs) for version in range(7)]
+    assert carrying == [True, False, False, True, False, False, True]
+
+
+def test_a_byte_changed_in_the_segment_is_refused(publisher: Publisher) -> None:
+    manifest = published(publisher, 1)
+    path = SHM / manifest.transport.removeprefix("shm:")
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        mapping[DATA_OFFSET + 3] ^= 1
+    with pytest.raises(ChecksumMismatch, match="Nothing was loaded"):
+        fetch(manifest)
+
+
+def test_an_overwritten_manifest_is_lost(publisher: Publisher) -> None:
+    first = published(publisher, 0)
+    published(publisher, 1)
+    published(publisher, 2)
+    with pytest.raises(SegmentLost, match="take the newest manifest"):
+        fetch(first)
+
+
+def test_word_sum_counts_every_byte() -> None:
+    data = np.arange(21, dtype=np.uint8)
+    expected = sum(int.from_bytes(bytes(data[i : i + 8]).ljust(8, b"\0"), "little") for i in (0, 8, 16)) % 2**64
+    assert word_sum(data) == expected
+    assert word_sum(data[:3]) == 0x020100
+    assert word_sum(data[:0]) == 0
+
+
+def test_the_checksum_knows_which_tensor_is_which() -> None:
+    def of(*tensors: tuple[str, bytes]) -> int:
+        checksum = Checksum()
+        for name, data in tensors:
+            checksum.add(name, "uint8", (len(data),), np.frombuffer(data, np.uint8))
+        return checksum.value
+
+    assert of(("a", b"one"), ("b", b"two")) != of(("a", b"two"), ("b", b"one"))
+    assert 0 <= of(("a", b"one")) < 2**63
+
+
+def probed(value: float) -> Weights:
+    sequences = probe.probe_sequences(50)
+    rows = tuple((value,) * (len(sequence) - 1) for sequence in sequences)
+    return Weights("policy", 9, 9, "full", "shm:x", 0, 0, (), sequences, rows)
+
+
+def test_the_probe_is_the_same_for_ever() -> None:
+    assert probe.probe_sequences(50) == probe.probe_sequences(50)
+    assert probe.probe_sequences(50)[0] == (42, 14, 11, 38, 36)
+    assert all(0 <= token < 7 for sequence in probe.probe_sequences(7) for token in sequence)
+
+
+def test_the_mismatch_is_the_largest_difference() -> None:
+    found = [list(row) for row in probed(-2.0).probe_logprobs]
+    found[2][5] += 0.001
+    assert probe.check(probed(-2.0), found, dtype="float32", replica="generator/0") == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("wrong", [0.01, float("nan")])
+def test_a_mismatch_above_rounding_stops_the_run(wrong: float) -> None:
+    found = [list(row) for row in probed(-2.0).probe_logprobs]
+    found[0][0] += wrong
+    with pytest.raises(
+        probe.ProbeMismatch, match=r"generator/1 loaded version 9 .* does not hold the trainer's weights"
+    ):
+        probe.check(probed(-2.0), found, dtype="float32", replica="generator/1")

@@ -1,0 +1,126 @@
+"""Segments: what readers can rely on while versions come and go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.weights.shm import PREFIX, SHM, Segment, SegmentLost, SegmentPool, open_version, sweep
+
+
+def publish(pool: SegmentPool, version: int) -> str:
+    segment = pool.writable()
+    segment.write(0, memoryview(bytes([version % 256]) * 64))
+    pool.publish(segment, version, 64)
+    return segment.name
+
+
+def content(segment: Segment) -> int:
+    return os.pread(segment.fd, 1, 4096)[0]
+
+
+@pytest.fixture
+def pool() -> Iterator[SegmentPool]:
+    pool = SegmentPool(uuid.uuid4().hex[:8], "policy")
+    yield pool
+    pool.close()
+
+
+def test_two_segments_are_enough_without_readers(pool: SegmentPool) -> None:
+    names = [publish(pool, version) for version in range(6)]
+    assert len(pool) == 2
+    assert names[0] == names[2] == names[4] and names[1] == names[3] == names[5]
+
+
+def test_a_reader_keeps_its_version_while_newer_ones_are_published(pool: SegmentPool) -> None:
+    held = open_version(publish(pool, 0), 0)
+    for version in range(1, 5):
+        publish(pool, version)
+    assert held.version == 0 and content(held) == 0
+    assert len(pool) == 3
+    held.close()
+
+
+def test_a_late_reader_is_told_that_its_version_was_written_over(pool: SegmentPool) -> None:
+    name = publish(pool, 0)
+    publish(pool, 1)
+    publish(pool, 2)
+    with pytest.raises(SegmentLost, match="holds version 2, not 0"):
+        open_version(name, 0)
+
+
+def test_a_segment_being_written_is_no_version(pool: SegmentPool) -> None:
+    name = publish(pool, 0)
+    publish(pool, 1)
+    assert pool.writable().name == name
+    with pytest.raises(SegmentLost, match="holds version -1"):
+        open_version(name, 0)
+
+
+def test_a_closed_pool_leaves_no_names_and_readers_keep_theirs(pool: SegmentPool) -> None:
+    name = publish(pool, 3)
+    held = open_version(name, 3)
+    pool.close()
+    assert not (SHM / name).exists()
+    assert content(held) == 3
+    held.close()
+    with pytest.raises(SegmentLost, match="is gone"):
+        open_version(name, 3)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["publish", "take", "drop"]), st.integers(0, 2)), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_readers_plus_two_segments_whatever_the_order(moves: list[tuple[str, int]]) -> None:
+    """Three readers, each with at most one version: whatever they do, what they hold stays what it was."""
+    pool = SegmentPool(uuid.uuid4().hex[:8], "policy")
+    held: dict[int, tuple[int, Segment]] = {}
+    newest, name = 0, publish(pool, 0)
+    try:
+        for move, reader in moves:
+            if move == "publish":
+                newest += 1
+                name = publish(pool, newest)
+            elif move == "take" and reader not in held:
+                held[reader] = (newest, open_version(name, newest))
+            elif move == "drop" and reader in held:
+                held.pop(reader)[1].close()
+            assert all(segment.version == version == content(segment) for version, segment in held.values())
+        assert len(pool) <= 3 + 2
+    finally:
+        for _, segment in held.values():
+            segment.close()
+        pool.close()
+
+
+def test_sweep_removes_the_segments_of_dead_processes_only(pool: SegmentPool) -> None:
+    name = publish(pool, 0)
+    run_id = uuid.uuid4().hex[:8]
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = f"{PREFIX}{run_id}-{dead.pid}-policy-0"
+    (SHM / left).write_bytes(b"x")
+    assert left in sweep()
+    assert not (SHM / left).exists() and (SHM / name).exists()
+
+
+def test_the_lock_of_a_killed_reader_is_free(pool: SegmentPool) -> None:
+    name = publish(pool, 0)
+    code = (
+        "from flowrl.weights.shm import open_version\n"
+        f"held = open_version({name!r}, 0)\n"
+        "print('held', flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None and reader.stdout.readline() == b"held\n"
+        publish(pool, 1)
+        assert publish(pool, 2) != name
+        reader.kill()
+    assert publish(pool, 3) == name
