@@ -92,6 +92,7 @@ def graph(cfg: GRPO) -> Graph:
         reference = g.add("reference", Reference(policy, temperature=cfg.temperature), gpus=cfg.gpus)
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
+        g.turns(trainer, reference)
     else:
         g.connect(generator.rollouts, reward.rollouts)
     g.connect(reward.scored, advantage.scored)

@@ -47,6 +47,26 @@ def test_a_cancelled_wait_leaves_the_queue() -> None:
     asyncio.run(asyncio.wait_for(main(), 5))
 
 
+def test_the_ranks_of_a_gang_hold_a_turn_together() -> None:
+    def asks(node: str) -> dict[str, str]:
+        return {"name": "gpu", "node": node, "party": node.split("/")[0]}
+
+    async def main() -> list[bool]:
+        turns = Turns()
+        await turns.take("h", asks("trainer/0"))
+        reference = asyncio.ensure_future(turns.take("h", asks("reference/0")))
+        await asyncio.sleep(0)
+        await turns.take("h", asks("trainer/1"))
+        turns.over("h", asks("trainer/0"))
+        await asyncio.sleep(0)
+        early = reference.done()
+        turns.over("h", asks("trainer/1"))
+        await reference
+        return [early, reference.done()]
+
+    assert asyncio.run(main()) == [False, True]
+
+
 def test_only_the_holder_ends_a_turn() -> None:
     async def main() -> bool:
         turns = Turns()

@@ -12,19 +12,24 @@ from typing import Any
 
 
 class Turns:
-    """Named turns, one holder each, first come first served."""
+    """Named turns, first come first served.
+
+    A turn has one holder, or several hosts of one `party`: the ranks of a gang work in lockstep, so they
+    hold a turn together or wait for ever.
+    """
 
     def __init__(self) -> None:
-        self._holder: dict[str, str] = {}
-        self._queues: dict[str, list[tuple[str, asyncio.Future[None]]]] = {}
+        self._holders: dict[str, tuple[str, list[str]]] = {}
+        """Turn -> (party, its nodes that hold it)."""
+        self._queues: dict[str, list[tuple[str, str, asyncio.Future[None]]]] = {}
 
     async def take(self, host: str, body: dict[str, Any]) -> None:
         name, node = body["name"], body["node"]
-        if name not in self._holder:
-            self._holder[name] = node
+        party = body.get("party", node)
+        if self._joins(name, party, node):
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (node, waiter)
+        entry = (party, node, waiter)
         self._queues.setdefault(name, []).append(entry)
         try:
             await waiter
@@ -36,14 +41,31 @@ class Turns:
             raise
 
     def over(self, host: str, body: dict[str, Any]) -> None:
-        name = body["name"]
-        if self._holder.get(name) != body["node"]:
+        name, node = body["name"], body["node"]
+        _, nodes = self._holders.get(name, ("", []))
+        if node not in nodes:
             return
-        del self._holder[name]
+        nodes.remove(node)
+        if not nodes:
+            del self._holders[name]
+            self._call_next(name)
+
+    def _joins(self, name: str, party: str, node: str) -> bool:
+        holder, nodes = self._holders.setdefault(name, (party, []))
+        if holder == party:
+            nodes.append(node)
+        return holder == party
+
+    def _call_next(self, name: str) -> None:
+        """The first in the queue, and everybody of its party."""
         queue = self._queues.get(name, [])
-        if queue:
-            node, waiter = queue.pop(0)
-            self._holder[name] = node
+        if not queue:
+            return
+        first = queue[0][0]
+        called = [entry for entry in queue if entry[0] == first]
+        self._queues[name] = [entry for entry in queue if entry[0] != first]
+        for party, node, waiter in called:
+            self._joins(name, party, node)
             waiter.set_result(None)
 
 

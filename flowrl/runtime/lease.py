@@ -25,7 +25,7 @@ class Lease:
     """One host's share in a lease. Without a name every turn is free."""
 
     def __init__(self, name: str, host: str, link: Link) -> None:
-        self._body = {"name": name, "node": host}
+        self._body = {"name": name, "node": host, "party": host.split("/")[0]}
         self._shared = bool(name)
         self._link = link
         self._turns = 0
