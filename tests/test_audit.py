@@ -42,9 +42,11 @@ def found(run_dir: Path) -> list[tuple[str, str]]:
 
 
 def test_sound_books_pass(run_dir: Path) -> None:
+    files = sorted(path.name for path in run_dir.iterdir())
     report = audit(run_dir)
     assert report.ok, str(report)
     assert str(report).endswith("audit: ok")
+    assert sorted(path.name for path in run_dir.iterdir()) == files
     figures = report.figures
     parts = ("trained", "stale", "filtered", "failed", "dropped", "in flight")
     assert figures["tokens generated"] == sum(figures[f"  {part}"] or 0 for part in parts)

@@ -368,6 +368,20 @@ def test_events_are_sent_and_committed_without_a_further_one(tmp_path: Path, mon
     run(body())
 
 
+def test_a_full_disk_fails_the_admission_and_loses_no_row(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        small.books.ledger._db.execute("PRAGMA max_page_count = 1")
+        with pytest.raises(FlowrlError, match=r"ledger\.sqlite cannot be written \(database or disk is full\)"):
+            await small.client.admit("prompts/0", prompts(1, 500))
+        small.books.ledger._db.execute("PRAGMA max_page_count = 10000")
+        small.books.commit()
+        assert rows(tmp_path, "SELECT COUNT(*) FROM samples") == [(503,)]
+
+    run(body())
+
+
 def test_an_orderly_end_drops_what_is_in_flight(tmp_path: Path) -> None:
     async def body() -> None:
         small = SmallRun(tmp_path)

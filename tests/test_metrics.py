@@ -155,16 +155,15 @@ def test_sinks_get_the_numbers_of_the_same_record(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, statistics, roles={}, sinks=[sink])
     statistics.absorb({"lanes": {LANE: lane(3, 0.5)}}, 0.0)
     line = metrics.line({"step": 4, "loss": 0.5, "kl": None})
-    metrics.evaluation(4, {"evaluation/score": 0.25})
+    metrics.evaluation(3, {"evaluation/score": 0.25})
     metrics.close()
     scalars = {
-        "step": 4,
         "loss": 0.5,
         "time_s": line["time_s"],
         f"edges/{EDGE}/depth": 3,
         f"edges/{EDGE}/blocked_s": 0.5,
     }
-    assert sink.written == [(4, scalars), (4, {"evaluation/score": 0.25})]
+    assert sink.written == [(4, scalars), (4, {"evaluation/score": 0.25, "evaluation/step": 3})]
     assert sink.closed
 
 

@@ -175,8 +175,9 @@ def _numbers(path: Path) -> Mapping[str, Any]:
 def _open(path: Path) -> sqlite3.Connection:
     if not path.is_file():
         raise ConfigError(f"{path.parent} holds no {path.name}; name a directory in which `flowrl run` has run")
-    db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, isolation_level=None)
     try:
+        db.execute("PRAGMA query_only = ON")  # mode=ro would leave a WAL file behind
         db.execute("SELECT 1 FROM samples, tickets, uses, evaluations LIMIT 0")
     except sqlite3.DatabaseError as error:
         db.close()

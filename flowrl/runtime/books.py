@@ -256,15 +256,24 @@ class Books:
     # Storage
 
     def commit(self) -> None:
-        """Write what is buffered, and let the admissions that wait for it go on."""
+        """Write what is buffered, and let the admissions that wait for it go on.
+
+        Raises FlowrlError where the ledger cannot be written; waiting admissions raise it instead.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self.ledger.dirty:
-            self.ledger.commit()
-        if self._committing is not None:
-            self._committing.set_result(None)
-            self._committing = None
+        waiting, self._committing = self._committing, None
+        try:
+            if self.ledger.dirty:
+                self.ledger.commit()
+        except FlowrlError as error:
+            if waiting is None:
+                raise
+            waiting.set_exception(error)
+        else:
+            if waiting is not None:
+                waiting.set_result(None)
 
     def _commit_this_turn(self) -> asyncio.Future[None]:
         """One commit for all that is admitted in this turn of the loop."""

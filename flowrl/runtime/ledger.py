@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.errors import FlowrlError
+
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS samples (
     sample_id TEXT PRIMARY KEY,
@@ -125,13 +127,23 @@ class Ledger:
         return any(self._rows.values())
 
     def commit(self) -> None:
-        """Write all that is buffered, in one transaction."""
-        self._db.execute("BEGIN")
-        for name, rows in self._rows.items():
-            if rows:
+        """Write all that is buffered, in one transaction.
+
+        Raises FlowrlError where the file cannot be written; then everything is still buffered.
+        """
+        try:
+            self._db.execute("BEGIN")
+            for name, rows in self._rows.items():
                 self._db.executemany(STATEMENTS[name], rows)
-                rows.clear()
-        self._db.execute("COMMIT")
+            self._db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise FlowrlError(
+                f"the ledger {self.path} cannot be written ({error}); the run cannot go on unbooked"
+            ) from error
+        for rows in self._rows.values():
+            rows.clear()
 
     def knows(self, sample_id: str) -> bool:
         """The sample was admitted before, and that is committed."""

@@ -53,6 +53,7 @@ class Metrics:
         self._statistics = statistics
         self._roles = dict(roles)
         self._sinks = tuple(sinks)
+        self._step = 0
         before = read(run_dir / METRICS)
         self._start_s = time.monotonic() - (before[-1]["time_s"] if before else 0.0)
         self._file = (run_dir / METRICS).open("a")
@@ -67,14 +68,20 @@ class Metrics:
         full = _finite(full)
         self._file.write(json.dumps(full) + "\n")
         self._file.flush()
+        self._step = full["step"]
+        scalars = {name: value for name, value in flat(full).items() if name != "step"}
         for sink in self._sinks:
-            sink.write(full["step"], flat(full))
+            sink.write(self._step, scalars)
         return full
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Results of an evaluation go to the sinks; the ledger has them answer by answer."""
+        """Results of an evaluation go to the sinks; the ledger has them answer by answer.
+
+        One beside the training ends some steps later, and W&B takes no step twice back: so it stands at
+        the newest step, and `evaluation/step` says which one it is of.
+        """
         for sink in self._sinks:
-            sink.write(step, dict(values))
+            sink.write(max(step, self._step), {**values, "evaluation/step": step})
 
     def close(self) -> None:
         self._file.close()
