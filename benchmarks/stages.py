@@ -31,6 +31,8 @@ class Stages:
     group_size: int = 2
     staleness: int = 1
     """Largest staleness of any trained token, in versions. 0 is synchronous."""
+    turns: bool = False
+    """The two stages take turns on the same core instead of working side by side."""
 
 
 class Numbers(Node):
@@ -184,6 +186,7 @@ def record(version: int, samples: Sequence[Sample]) -> dict[str, float]:
     return {
         "step": version,
         "optimizer_steps": 1,
+        "num_samples": len(samples),
         "tokens_trained": sum(sample.response_tokens for sample in samples),
         "staleness_mean": float(np.mean(ages)),
         "staleness_max": max(ages),
@@ -197,6 +200,8 @@ def graph(cfg: Stages) -> Graph:
     collect = g.add("collect", Collect(cfg.group_size))
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
     trainer = g.add("trainer", SleepingTrainer(cfg.train_s))
+    if cfg.turns:
+        g.turns(generator, trainer)
     g.connect(source.prompts, generator.prompts)
     g.connect(generator.samples, collect.samples)
     g.connect(collect.groups, batcher.groups)

@@ -57,6 +57,10 @@ class GRPO:
     """ZeRO ranks."""
     gpus: float = 0
     """GPUs of each generator, trainer and reference."""
+    cpus: float | None = None
+    """Cores of each generator and trainer; None: one, or less for ranks that would not fit."""
+    turns: bool = False
+    """Generator and trainer take turns on the same cores and GPUs instead of working side by side."""
     evaluate: int = 512
     """Held-out prompts asked before and after; 0 for none."""
     evaluate_every: int = 0
@@ -74,7 +78,13 @@ def graph(cfg: GRPO) -> Graph:
 
     g = Graph("grpo")
     prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
-    generator = g.add("generator", Generator(policy, sampling=sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
+    generator = g.add(
+        "generator",
+        Generator(policy, sampling=sampling),
+        replicas=cfg.num_generators,
+        cpus=cfg.cpus,
+        gpus=cfg.gpus,
+    )
     reward = g.add("reward", Reward(cfg.task))
     advantage = g.add(
         "advantage", GroupAdvantage(cfg.advantage, size=cfg.group_size, shuffle_rewards=cfg.shuffle_rewards)
@@ -84,8 +94,11 @@ def graph(cfg: GRPO) -> Graph:
         "trainer",
         Trainer(policy, objective=objective, lr=cfg.lr, temperature=cfg.temperature, zero=zero),
         replicas=cfg.num_trainers,
+        cpus=cfg.cpus,
         gpus=cfg.gpus,
     )
+    if cfg.turns:
+        g.turns(generator, trainer)
 
     g.connect(prompts.prompts, generator.prompts)
     if cfg.kl_coef:
