@@ -35,6 +35,7 @@ from flowrl.channel.link import Doorman, Inlet, Link, LocalLink, SocketLink
 from flowrl.channel.slab import Attached, Block, Slab
 from flowrl.channel.wire import (
     ACK,
+    BYE,
     CANCEL,
     CLOSE,
     CREDIT,
@@ -55,7 +56,7 @@ from flowrl.errors import ConfigError, LaneFailed, WireError
 
 __all__ = ["Address", "CurveKeys", "EndOfStream", "Endpoint", "Wait"]
 
-LINGER_S = 2.0
+LINGER_S = 1.0
 _local: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictionary()
 """The open endpoints of this process, by their ipc path."""
 
@@ -211,7 +212,10 @@ class Endpoint:
         if self._closed:
             return
         await self._control.close()
+        for host in self._peers:
+            self._post(host, (BYE, 0, 0, 0, None))
         self._flush()
+        self._inlet.drain()
         self._closed = True
         ends: list[SendLane | ReceiveLane] = [*self._senders.values(), *self._receivers.values()]
         for lane in ends:
@@ -431,10 +435,26 @@ class Endpoint:
             self._touched(lane)
 
     def _to_control(self, host: str, frame: Frame) -> None:
-        if frame[0] == RELEASE:
+        if frame[0] == BYE:
+            self._left(self._peer(host))
+        elif frame[0] == RELEASE:
             self._slab.free(host, frame[4])
         else:
             self._control.receive(host, frame)
+
+    def _left(self, peer: Peer) -> None:
+        """The peer has closed its endpoint: what still waits for it would wait for ever."""
+        if peer.link is None or peer.host == self.host:
+            return
+        peer.failed = "it has closed its endpoint"
+        peer.link.close(0)
+        peer.link = None
+        self._slab.take_back(peer.host)
+        self._control.peer_failed(peer.host, peer.failed)
+        for lane in self._lanes(peer.host):
+            if not lane.machine.closed:
+                lane.machine.failed = "the process at the other end closed its endpoint before the end of the stream"
+                self._tell(lane)
 
     def _to_receiver(self, lane: ReceiveLane, frame: Frame) -> None:
         kind, _, session, seq, payload = frame

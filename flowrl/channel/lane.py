@@ -280,6 +280,11 @@ class ReceiverLane:
         return len(self._queue)
 
     @property
+    def closed(self) -> bool:
+        """The producer has closed, though not all it sent may be here yet."""
+        return self._last is not None
+
+    @property
     def hasty(self) -> bool:
         """So many credits are due that the sender would soon stand still without them."""
         return self._taken - self._told >= self._hasten

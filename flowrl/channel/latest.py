@@ -170,6 +170,11 @@ class LatestReceiver:
         return int(self._fresh)
 
     @property
+    def closed(self) -> bool:
+        """The producer has closed, though not all it sent may be here yet."""
+        return self._last is not None
+
+    @property
     def hasty(self) -> bool:
         return False
 

@@ -152,6 +152,11 @@ class Inlet:
                 parts.append(recv(again, copy=False).buffer)
             receive(parts)
 
+    def drain(self) -> None:
+        """Receive what has arrived."""
+        for inlet in self._sockets:
+            self._drain(inlet)
+
     def close(self) -> None:
         loop = asyncio.get_running_loop()
         for inlet in self._sockets:

@@ -36,8 +36,8 @@ MAX_BODY_BYTES = 1 << 30
 HELLO, CREDIT, DATA, ACK, CANCEL, TOMBSTONE, CLOSE, ERROR, RESEND, SYNC, REFUSE = range(1, 12)
 TO_RECEIVER = frozenset((HELLO, DATA, CANCEL, TOMBSTONE, CLOSE, ERROR))
 TO_SENDER = frozenset((CREDIT, ACK, RESEND, SYNC, REFUSE))
-REQUEST, REPLY, ABORT, NOTIFY, RELEASE = range(20, 25)
-KINDS = frozenset((*TO_RECEIVER, *TO_SENDER, REQUEST, REPLY, ABORT, NOTIFY, RELEASE))
+REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE = range(20, 26)
+KINDS = frozenset((*TO_RECEIVER, *TO_SENDER, REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE))
 
 Frame = tuple[int, int, int, int, Any]
 """(kind, lane, session, seq, payload): payload is an Envelope for DATA, else a msgpack-able value."""
