@@ -50,7 +50,7 @@ class _Meter:
 
     def read(self, total: float, now_s: float) -> None:
         """A replica that was started again counts from 0 again."""
-        self.since_line += total - self.total if total >= self.total else total
+        self.since_line += float(total - self.total if total >= self.total else total)
         if total < self.total:
             self._points.clear()
         self.total = total
@@ -101,7 +101,7 @@ class Statistics:
         """Sums, means and edges since the last call, by the names of a metrics line."""
         line: dict[str, Any] = {}
         for (_, name), meter in self._counters.items():
-            line[name] = line.get(name, 0.0) + meter.take()
+            line[name] = line.get(name, 0) + _whole(meter.take())
         for track, meter in self._busy.items():
             name = f"{node_of(track)}_busy_s"
             line[name] = line.get(name, 0.0) + meter.take()
@@ -146,6 +146,11 @@ class Statistics:
         depth = sum(self._depth[lane] for lane in lanes)
         blocked = max(min(self._blocked[lane].rate, 1.0) for lane in lanes)
         return EdgeNow(edge, producer, consumer, depth, len(lanes), blocked)
+
+
+def _whole(value: float) -> float:
+    """Counts stay whole numbers in JSON."""
+    return int(value) if value.is_integer() else value
 
 
 def node_of(track: str) -> str:
