@@ -223,7 +223,7 @@ class Trainer(Node):
         engine.save(self._state_dir(path))
 
     def _model_dir(self, path: str) -> Path:
-        return Path(path) / self.policy.name
+        return Path(path)
 
     def _state_dir(self, path: str) -> Path:
         return Path(path) / f"{self.name}_state"
