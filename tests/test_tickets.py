@@ -91,6 +91,16 @@ def test_a_ticket_waits_for_every_policy() -> None:
     assert books.num_open == 0
 
 
+def test_a_trainer_whose_weights_nobody_waits_for_holds_no_ticket() -> None:
+    books = tickets(per_batch=1, ahead=0)
+    books.try_admit()
+    books.trained([0], "critic", 1)
+    assert books.untrained() == [0]
+    books.trained([0], POLICY, 1)
+    books.holds("generator/0", POLICY, 1)
+    assert books.num_open == 0
+
+
 def test_the_dead_are_not_waited_for() -> None:
     books = tickets(per_batch=1, ahead=0, replicas=2)
     books.try_admit()

@@ -78,7 +78,7 @@ class Tickets:
         """Groups still to be admitted if none of those in flight is dropped; None without an end."""
         if self.max_groups is None:
             return None
-        return max(self.max_groups - self.num_trained - self.num_untrained, 0)
+        return max(self.max_groups - self.num_trained - len(self.untrained()), 0)
 
     @property
     def num_open(self) -> int:
@@ -89,14 +89,9 @@ class Tickets:
         """Taken and not yet returned."""
         return ticket in self._made
 
-    @property
-    def num_untrained(self) -> int:
-        """Open tickets whose group still has to be trained."""
-        return sum(len(made) < len(self._policies) or not made for made in self._made.values())
-
     def untrained(self) -> list[int]:
         """The open tickets whose group still has to be trained, in order of admission."""
-        return [ticket for ticket, made in self._made.items() if len(made) < len(self._policies) or not made]
+        return [ticket for ticket, made in self._made.items() if not self._is_trained(made)]
 
     def floor(self, policy: str) -> int:
         """The oldest version of `policy` that a live consumer holds; the newest held if none lives."""
@@ -112,13 +107,15 @@ class Tickets:
         return True
 
     def trained(self, tickets: Iterable[int], policy: str, version: int) -> None:
-        """A finished batch with these groups made `version` of `policy`."""
+        """A finished batch with these groups made `version` of `policy`. One that no consumer loads is ignored."""
+        if self._policies and policy not in self._policies:
+            return
         for ticket in tickets:
             made = self._made.get(ticket)
             if made is None or policy in made:
                 continue
             made[policy] = version
-            self.num_trained += len(made) == max(len(self._policies), 1)
+            self.num_trained += self._is_trained(made)
         self._return_held()
         if self.max_groups is not None and self.num_trained >= self.max_groups:
             self.closed = True
@@ -163,14 +160,16 @@ class Tickets:
 
     def _return_held(self) -> None:
         floors = {policy: self.floor(policy) for policy in self._policies}
-        for ticket in [t for t, made in self._made.items() if made and self._is_held(made, floors)]:
-            del self._made[ticket]
+        for ticket, made in list(self._made.items()):
+            if self._is_trained(made) and all(made[policy] <= floor for policy, floor in floors.items()):
+                del self._made[ticket]
 
-    def _is_held(self, made: Mapping[str, int], floors: Mapping[str, int]) -> bool:
-        return len(made) >= len(floors) and all(made[policy] <= floor for policy, floor in floors.items())
+    def _is_trained(self, made: Mapping[str, int]) -> bool:
+        """By every policy; without consumers, by whoever trains."""
+        return len(made) >= max(len(self._policies), 1)
 
     def _what_holds_them(self) -> str:
-        num_untrained = self.num_untrained
+        num_untrained = len(self.untrained())
         parts = [f"{num_untrained} groups are not trained yet"] if num_untrained else []
         wanted = {policy: version for made in self._made.values() for policy, version in made.items()}
         for (replica, policy), version in sorted(self._held.items()):
