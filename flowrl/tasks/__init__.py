@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.arithmetic import Arithmetic
+from flowrl.tasks.arithmetic import Arithmetic, demonstrate
 from flowrl.tasks.files import Keys, dataset_rows, json_rows
 from flowrl.tasks.rows import Row, Rows
 from flowrl.tasks.spec import Task
 
-__all__ = ["Row", "Rows", "Task", "load_rows"]
+__all__ = ["Row", "Rows", "Task", "demonstrator", "load_rows"]
 
 Options = TypeVar("Options")
 
@@ -24,6 +25,15 @@ def load_rows(task: Task) -> Rows:
     if not rows.train:
         raise ConfigError(f"task {task.name!r} has no training rows ({len(rows.held_out)} are held out); add rows")
     return rows
+
+
+def demonstrator(task: Task) -> Callable[[Row, random.Random], str]:
+    """Where a warm start takes the answers from that it imitates: the task's own, of the quality it offers."""
+    return demonstrate if task.source == "arithmetic" else _right_answer
+
+
+def _right_answer(row: Row, rng: random.Random) -> str:
+    return str(row.answer)
 
 
 def _source(task: Task) -> Any:

@@ -1,4 +1,9 @@
-"""The built-in task: sums small enough that a character model of a few hundred thousand weights can learn them."""
+"""The built-in task: sums small enough that a character model of a few hundred thousand weights can learn them.
+
+Its demonstrations are imperfect on purpose: most of them forget every carry. A model that imitates them
+knows both ways to add and prefers the wrong one, and RL, which sees right and wrong only, can teach it
+to carry within minutes.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +42,22 @@ class Arithmetic:
         random.Random(self.seed).shuffle(problems)
         for question, answer in problems:
             yield Row.ask(question, answer=answer)
+
+
+CARELESS = 0.75
+"""Share of demonstrations that forget to carry and to borrow."""
+
+
+def careless_answer(question: str) -> str:
+    """The answer to `a+b=` or `a-b=` digit by digit, without any carry or borrow."""
+    operator = "+" if "+" in question else "-"
+    left, right = question.rstrip("=").split(operator)
+    width = max(len(left), len(right))
+    sign = 1 if operator == "+" else -1
+    pairs = zip(left.zfill(width), right.zfill(width), strict=True)
+    return str(int("".join(str((int(a) + sign * int(b)) % 10) for a, b in pairs)))
+
+
+def demonstrate(row: Row, rng: random.Random) -> str:
+    """What an imperfect teacher writes."""
+    return careless_answer(row.prompt) if rng.random() < CARELESS else str(row.answer)
