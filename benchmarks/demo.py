@@ -17,8 +17,8 @@ from flowrl.runtime.audit import audit
 from flowrl.runtime.metrics import read
 
 GRAPH = Path(__file__).parent.parent / "graphs" / "grpo.py"
-STEPS = 200
-LEARNING_RATE = 1e-3
+STEPS = 300
+LEARNING_RATE = 1e-4
 HELD_OUT = 1024
 
 
