@@ -136,12 +136,10 @@ class Generator(Node):
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(self._follow_weights())
-            serving = tasks.create_task(self._serve())
+            tasks.create_task(self._follow_weights())
+            tasks.create_task(self._serve())
             await self.prompts.each(self._generate, concurrency=self.concurrency)
-            self.rollouts.close()  # evaluation may go on, with the weights of the last step still to come
-            await serving
-            following.cancel()
+            self.rollouts.close()  # evaluation may go on, and the weights of the last step are still to come
 
     async def close(self) -> None:
         if hasattr(self, "_sampler"):
