@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from flowrl.channel.lane import LaneSpec, ReceiverLane
 from flowrl.errors import ConfigError, FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from flowrl.messages import Int32, Message, Tombstone
 
+R = TypeVar("R")
 KEYS = CurveKeys.new()
 
 
@@ -58,8 +59,26 @@ async def opened(host: str, transport: str, *, epoch: int = 0, errors: list[Any]
         curve=KEYS if transport == "tcp" else None,
         failed=(errors if errors is not None else []).append,
     )
+    _opened.append(endpoint)
     await endpoint.open(tcp="127.0.0.1" if transport == "tcp" else False)
     return endpoint
+
+
+_opened: list[Endpoint] = []
+
+
+def play(main: Coroutine[Any, Any, R]) -> R:
+    """Run a test's coroutine and close every endpoint, whatever comes of it."""
+
+    async def guarded() -> R:
+        try:
+            async with asyncio.timeout(30):
+                return await main
+        finally:
+            while _opened:
+                await _opened.pop().close()
+
+    return asyncio.run(guarded())
 
 
 @asynccontextmanager
@@ -69,20 +88,16 @@ async def pair(transport: str) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
     a, b = await opened("A", transport, errors=errors), await opened("B", transport, errors=errors)
     a.connect("B", via(transport, b.address))
     b.connect("A", via(transport, a.address))
-    try:
-        yield a, b
-        assert errors == []
-    finally:
-        await a.close()
-        await b.close()
+    yield a, b
+    assert errors == []
 
 
 def run(body: Callable[[Endpoint, Endpoint], Awaitable[None]], transport: str = "ipc") -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), pair(transport) as (a, b):
+        async with pair(transport) as (a, b):
             await body(a, b)
 
-    asyncio.run(main())
+    play(main())
 
 
 async def drain(inbox: Inbox) -> list[int]:
@@ -228,7 +243,7 @@ def test_a_take_cancelled_between_waking_and_taking_leaves_the_message_to_the_ne
         assert (await takes[2]).envelope.id == thing(0).id
         assert takes[0].cancelled() and takes[1].cancelled()
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_one_port_merges_lanes_in_turn_and_ends_with_the_last() -> None:
@@ -603,7 +618,7 @@ def test_a_note_whose_handler_raises_is_told_to_the_owner() -> None:
         await a.close()
         await b.close()
 
-    asyncio.run(main())
+    play(main())
 
 
 # Addresses
@@ -626,7 +641,7 @@ def test_order_of_wiring_does_not_matter() -> None:
         await a.close()
         await b.close()
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_lanes_with_other_schemas_fail_at_both_ends() -> None:
@@ -646,7 +661,7 @@ def test_tcp_needs_keys() -> None:
         with pytest.raises(ConfigError, match="CURVE keys"):
             await Endpoint("A", run_id="test", driver_pid=os.getpid()).open(tcp=True)
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_a_stranger_with_other_keys_is_not_heard() -> None:
@@ -654,6 +669,7 @@ def test_a_stranger_with_other_keys_is_not_heard() -> None:
         heard: list[Any] = []
         b, friend = await opened("B", "tcp"), await opened("A", "tcp")
         stranger = Endpoint("X", run_id="test", driver_pid=os.getpid(), curve=CurveKeys.new())
+        _opened.append(stranger)
         await stranger.open(tcp="127.0.0.1")
         for endpoint in (stranger, friend):
             endpoint.connect("B", via("tcp", b.address))
@@ -667,7 +683,7 @@ def test_a_stranger_with_other_keys_is_not_heard() -> None:
         for endpoint in (stranger, friend, b):
             await endpoint.close()
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_a_key_of_the_server_alone_does_not_open_the_door() -> None:
@@ -679,6 +695,7 @@ def test_a_key_of_the_server_alone_does_not_open_the_door() -> None:
         thief = Endpoint(
             "X", run_id="test", driver_pid=os.getpid(), curve=CurveKeys(KEYS.public, CurveKeys.new().secret)
         )
+        _opened.append(thief)
         await thief.open(tcp="127.0.0.1")
         for endpoint in (thief, friend):
             endpoint.connect("B", via("tcp", b.address))
@@ -692,7 +709,7 @@ def test_a_key_of_the_server_alone_does_not_open_the_door() -> None:
         for endpoint in (thief, friend, b):
             await endpoint.close()
 
-    asyncio.run(main())
+    play(main())
 
 
 # Restarts, in one process; with real processes in test_channel_replay.py
@@ -704,14 +721,14 @@ def test_a_restarted_consumer_gets_what_was_not_acked() -> None:
         a.connect("B", via("ipc", b.address))
         b.connect("A", via("ipc", a.address))
         edge, inbox = OutEdge([a.sender(lane(8))], "share"), inbox_of(b, lane(8))
-        acked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        edge.on_acked(lambda ids: acked.set_result(None))
+        acked = asyncio.Event()
+        edge.on_acked(lambda ids: acked.set())
         for index in range(6):
             await edge.send(thing(index))
         for _ in range(3):
             delivery = await inbox.take()
         delivery.ack()
-        await acked
+        await acked.wait()
         a.peer_failed("B", "killed")
         await b.close()
         again = await opened("B", "ipc", epoch=1)
@@ -723,7 +740,7 @@ def test_a_restarted_consumer_gets_what_was_not_acked() -> None:
         await a.close()
         await again.close()
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
@@ -757,7 +774,7 @@ def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
         await again.close()
         await b.close()
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_nothing_is_left_on_the_machine() -> None:
@@ -766,5 +783,5 @@ def test_nothing_is_left_on_the_machine() -> None:
         await a.close()
         return a.address.ipc
 
-    path = asyncio.run(main())
+    path = play(main())
     assert not os.path.exists(path) and not os.path.exists(os.path.dirname(path))

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from flowrl.channel.envelope import Envelope
-from flowrl.channel.lane import LaneSpec, LaneStatistics, ReceiverLane, SenderLane
+from flowrl.channel.lane import ReceiverLane, SenderLane
 from flowrl.channel.latest import LatestReceiver, LatestSender
+from flowrl.channel.spec import LaneSpec, LaneStatistics
 from flowrl.errors import LaneFailed
 
 if TYPE_CHECKING:

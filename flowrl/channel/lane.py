@@ -24,78 +24,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
 
-from flowrl.channel.codec import payload_bytes, schema_of
+from flowrl.channel.codec import payload_bytes
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.seen import Seen
-from flowrl.channel.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame, lane_number
-from flowrl.messages import message_type
+from flowrl.channel.spec import LaneSpec, LaneStatistics, schema_problem, session_number
+from flowrl.channel.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
 
-
-@dataclass(frozen=True)
-class LaneSpec:
-    """A lane by name. Both ends are made from equal specs."""
-
-    name: str
-    edge: str
-    producer: str
-    """Node replica, as "generator/0"."""
-    consumer: str
-    producer_host: str
-    consumer_host: str
-    capacity: int
-    kind: Literal["queue", "latest"] = "queue"
-    types: tuple[str, ...] = ()
-    """Names of the message classes; both ends must have them with the same fields."""
-
-    @property
-    def number(self) -> int:
-        """32 bits that stand for the name on the wire."""
-        return lane_number(self.name)
-
-    def schemas(self) -> tuple[tuple[str, int], ...]:
-        """(name, schema hash) of every type, as this process knows them."""
-        return tuple((name, schema_of(message_type(name)).hash) for name in self.types)
-
-
-def schema_problem(spec: LaneSpec, schemas: Iterable[tuple[str, int]]) -> str:
-    """Why the sender's schemas do not fit this process's, "" if they do."""
-    here = dict(spec.schemas())
-    for name, number in schemas:
-        if here.get(name) != number:
-            return (
-                f"lane {spec.name!r} carries {name} of schema {number:#010x} at {spec.producer}, but "
-                f"{here.get(name, 0):#010x} at {spec.consumer}; run the same code in both processes"
-            )
-    return ""
-
-
-def session_number(producer_epoch: int, consumer_epoch: int) -> int:
-    """The session of these two incarnations."""
-    return producer_epoch << 16 | consumer_epoch
-
-
-@dataclass(frozen=True)
-class LaneStatistics:
-    """One end of a lane at one moment. The counts of the other end are 0."""
-
-    depth: int = 0
-    """Messages between the nodes: sent, or waiting here, and not taken in."""
-    sent: int = 0
-    received: int = 0
-    acked: int = 0
-    unacked: int = 0
-    """Messages kept until their ack."""
-    unacked_bytes: int = 0
-    blocked_s: float = 0.0
-    """Time that senders waited for credit."""
-    credits: int = 0
-    capacity: int = 0
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
+__all__ = ["LaneSpec", "LaneStatistics", "ReceiverLane", "SenderLane", "schema_problem", "session_number"]
 
 
 class SenderLane:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from flowrl.channel.codec import payload_bytes
 from flowrl.channel.envelope import Envelope
-from flowrl.channel.lane import LaneSpec, LaneStatistics, schema_problem
+from flowrl.channel.spec import LaneSpec, LaneStatistics, schema_problem
 from flowrl.channel.wire import ACK, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
 
 

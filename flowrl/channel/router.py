@@ -1,0 +1,334 @@
+"""Router: the frames of one endpoint, between its lanes and the links to its peers.
+
+Invariants
+- Frames to one peer keep their order, whatever they belong to. Everything that becomes due for one peer
+  within one turn of the loop leaves as one multipart, or as several when it is much.
+- Frames for a lane that nobody has opened here yet wait for it, and frames from a process (or an epoch of
+  it) that `join` has not named yet wait for that word. Credits bound both.
+- Frames from an earlier epoch of a peer are dropped: what they said is said again.
+- A peer's process is declared dead by the supervisor alone, or by its own farewell.
+
+Waits: none here. A failed or departed peer fails its lanes, which ends the waits at their ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flowrl.channel.ends import ReceiveLane, SendLane
+from flowrl.channel.link import Link
+from flowrl.channel.spec import LaneSpec, session_number
+from flowrl.channel.wire import (
+    ACK,
+    BYE,
+    CANCEL,
+    CLOSE,
+    CREDIT,
+    DATA,
+    ERROR,
+    HELLO,
+    REFUSE,
+    REQUEST,
+    RESEND,
+    SYNC,
+    TO_RECEIVER,
+    Frame,
+    Refused,
+)
+from flowrl.errors import ConfigError, LaneFailed, WireError
+
+LINGER_S = 1.0
+
+
+@dataclass(eq=False)
+class Peer:
+    """One host (this one included), as known here."""
+
+    host: str
+    epoch: int | None = None
+    """None until `join`."""
+    link: Link | None = None
+    failed: str = ""
+    pending: list[Frame] = field(default_factory=list)
+    """Frames of the control link that wait for `join`."""
+    early: list[tuple[int, Sequence[Any]]] = field(default_factory=list)
+    """(epoch, frames) that wait for `join`."""
+    owing: list[SendLane | ReceiveLane] = field(default_factory=list)
+    dirty: bool = False
+
+
+class Control(Protocol):
+    """Where frames go that belong to no lane."""
+
+    def receive(self, host: str, frame: Frame) -> None: ...
+    def gone(self, host: str, reason: str) -> None: ...
+
+
+class Router:
+    """See the module. `control` gets the frames of the control link, `failed` errors without another place."""
+
+    def __init__(self, host: str, epoch: int, failed: Callable[[BaseException], None]) -> None:
+        self.host = host
+        self.epoch = epoch
+        self.loop: asyncio.AbstractEventLoop
+        self.control: Control
+        self.senders: dict[int, SendLane] = {}
+        self.receivers: dict[int, ReceiveLane] = {}
+        self.closed = False
+        self._failed = failed
+        self._peers: dict[str, Peer] = {}
+        self._parked: dict[tuple[bool, int], list[Frame]] = {}
+        """(is for a sender, lane number): frames."""
+        self._dirty: list[Peer] = []
+        self._scheduled = False
+
+    # Peers
+
+    def peer(self, host: str) -> Peer:
+        peer = self._peers.get(host)
+        if peer is None:
+            peer = self._peers[host] = Peer(host)
+        return peer
+
+    def join(self, host: str, epoch: int, link: Link) -> None:
+        """`host` is alive at `epoch` and reached by `link`: send what waits, replay what is kept."""
+        peer = self.peer(host)
+        if peer.link is not None:
+            peer.link.close(LINGER_S if peer.epoch == epoch else 0)
+        peer.failed, peer.epoch, peer.link = "", epoch, link
+        for lane in self.lanes(host):
+            session = self.session(lane.spec)
+            if lane.machine.session != session:
+                lane.machine.restart(session)
+                self._tell(lane)
+            peer.owing.append(lane)
+        link.add(peer.pending)
+        peer.pending = []
+        self._mark(peer)
+        early, peer.early = peer.early, []
+        for early_epoch, frames in early:
+            self.receive(host, early_epoch, frames)
+
+    def fail(self, host: str, reason: str, lanes: Iterable[SendLane | ReceiveLane]) -> None:
+        """`host` is gone: fail `lanes` and the requests to it. What is kept stays kept, for `join`."""
+        peer = self.peer(host)
+        peer.failed = reason
+        if peer.link is not None:
+            peer.link.close(0)
+            peer.link = None
+        peer.pending.clear()
+        self.control.gone(host, reason)
+        for lane in lanes:
+            lane.machine.failed = f"the process at the other end failed: {reason}"
+            self._tell(lane)
+
+    def close(self) -> None:
+        """Say farewell, send what is due, and end every wait at a lane."""
+        for host in self._peers:
+            self.post(host, (BYE, 0, 0, 0, None))
+        self._flush()
+        self.closed = True
+        self._dirty.clear()
+        lanes: list[SendLane | ReceiveLane] = [*self.senders.values(), *self.receivers.values()]
+        for lane in lanes:
+            lane.machine.failed = lane.machine.failed or "this endpoint was closed"
+            self._tell(lane)
+
+    def close_links(self) -> None:
+        for peer in self._peers.values():
+            if peer.link is not None:
+                peer.link.close(LINGER_S)
+
+    # Lanes
+
+    def session(self, spec: LaneSpec) -> int:
+        """The session of a lane from or to here."""
+        producer, consumer = self.peer(spec.producer_host), self.peer(spec.consumer_host)
+        mine = self.peer(self.host)
+        return session_number(
+            self.epoch if producer is mine else producer.epoch or 0,
+            self.epoch if consumer is mine else consumer.epoch or 0,
+        )
+
+    def lanes(self, host: str) -> list[SendLane | ReceiveLane]:
+        """Every lane to and from `host`."""
+        senders = [lane for lane in self.senders.values() if lane.spec.consumer_host == host]
+        return [*senders, *(lane for lane in self.receivers.values() if lane.spec.producer_host == host)]
+
+    def add_sender(self, lane: SendLane) -> None:
+        _register(self.senders, lane)
+        peer = self.peer(lane.spec.consumer_host)
+        peer.owing.append(lane)
+        self._mark(peer)
+        for frame in self._parked.pop((True, lane.spec.number), ()):
+            self._to_sender(lane, frame)
+
+    def add_receiver(self, lane: ReceiveLane) -> None:
+        _register(self.receivers, lane)
+
+    def opened(self, lane: ReceiveLane) -> None:
+        """See `ends.Owner`."""
+        for frame in self._parked.pop((False, lane.spec.number), ()):
+            self._to_receiver(lane, frame)
+        self._touched(lane)
+
+    # Frames out
+
+    def pump(self, lane: SendLane | ReceiveLane) -> None:
+        """See `ends.Owner`. A sender's frames are encoded at once, so that its caller hears of a bad body."""
+        if isinstance(lane, SendLane):
+            peer = self._peers[lane.spec.consumer_host]
+            if peer.link is not None:
+                self._add(peer.link, lane)
+            else:
+                peer.owing.append(lane)
+        else:
+            peer = self._peers[lane.spec.producer_host]
+            if lane.machine.hasty and peer.link is not None:
+                peer.link.add(lane.machine.flush())
+                peer.link.flush()
+                return
+            peer.owing.append(lane)
+        self._mark(peer)
+
+    def _add(self, link: Link, lane: SendLane) -> None:
+        try:
+            link.add(lane.machine.flush())
+        except WireError as error:
+            lane.machine.failed = str(error)
+            raise WireError(f"lane {lane.spec.name!r}: {error}") from error
+        if link.pending >= lane.burst:
+            link.flush()
+
+    def post(self, host: str, frame: Frame) -> None:
+        """Send a frame that belongs to no lane. Raises LaneFailed for a request to a host that is gone."""
+        peer = self.peer(host)
+        if peer.failed and frame[0] == REQUEST:
+            raise LaneFailed(f"host {host!r} cannot be asked: {peer.failed}")
+        if peer.link is not None:
+            peer.link.add([frame])
+            self._mark(peer)
+        elif not peer.failed:
+            peer.pending.append(frame)
+
+    def _mark(self, peer: Peer) -> None:
+        if not peer.dirty:
+            peer.dirty = True
+            self._dirty.append(peer)
+            if not self._scheduled and not self.closed:
+                self._scheduled = True
+                self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        dirty, self._dirty = self._dirty, []
+        for peer in dirty:
+            peer.dirty = False
+            if peer.link is not None:
+                owing, peer.owing = peer.owing, []
+                for lane in owing:
+                    peer.link.add(lane.machine.flush())
+                peer.link.flush()
+
+    # Frames in
+
+    def receive(self, host: str, epoch: int, frames: Sequence[Frame | Refused]) -> None:
+        """Take in what `host` sent in `epoch`."""
+        peer = self.peer(host)
+        if peer.epoch is None or epoch > peer.epoch:
+            peer.early.append((epoch, frames))
+            return
+        if epoch < peer.epoch or peer.failed or self.closed:
+            return
+        touched: dict[ReceiveLane, None] = {}
+        for frame in frames:
+            if isinstance(frame, Refused):
+                self._refused(host, frame)
+            elif frame[0] in TO_RECEIVER:
+                lane = self.receivers.get(frame[1])
+                if lane is not None and lane.changed is not None:
+                    self._to_receiver(lane, frame)
+                    touched[lane] = None
+                else:
+                    self._parked.setdefault((False, frame[1]), []).append(frame)
+            elif frame[0] == BYE:
+                self._left(peer)
+            elif frame[0] >= REQUEST:
+                self.control.receive(host, frame)
+            elif (sender := self.senders.get(frame[1])) is not None:
+                self._to_sender(sender, frame)
+            else:
+                self._parked.setdefault((True, frame[1]), []).append(frame)
+        for lane in touched:
+            self._touched(lane)
+
+    def _to_receiver(self, lane: ReceiveLane, frame: Frame) -> None:
+        kind, _, session, seq, payload = frame
+        machine = lane.machine
+        if session != machine.session:
+            return
+        if kind == DATA:
+            machine.on_data(seq, payload)
+        elif kind == CLOSE:
+            machine.on_close(seq)
+        elif kind == HELLO:
+            machine.on_hello(seq, *payload)
+        elif kind == CANCEL:
+            lane.cancelled(machine.on_cancel(payload))
+        elif kind == ERROR:
+            machine.on_error(payload)
+
+    def _touched(self, lane: ReceiveLane) -> None:
+        """Wake who takes from the lane, and answer its producer where something is due."""
+        self._tell(lane)
+        if lane.machine.out or lane.machine.owes:
+            self.pump(lane)
+
+    def _to_sender(self, lane: SendLane, frame: Frame) -> None:
+        kind, _, session, seq, payload = frame
+        machine = lane.machine
+        if session != machine.session:
+            return
+        if kind == CREDIT:
+            lane.taken(machine.on_credit(seq))
+        elif kind == ACK:
+            lane.acked(machine.on_ack(payload))
+        elif kind == RESEND:
+            machine.on_resend(seq)
+        elif kind == SYNC:
+            machine.say_hello()
+        elif kind == REFUSE:
+            machine.on_error(payload)
+            lane.gate.wake()
+        if machine.out:
+            self.pump(lane)
+
+    def _tell(self, lane: SendLane | ReceiveLane) -> None:
+        if isinstance(lane, SendLane):
+            lane.gate.wake()
+        elif lane.changed is not None:
+            lane.changed(lane)
+
+    def _left(self, peer: Peer) -> None:
+        """The peer has closed its endpoint: what still waits for it would wait for ever."""
+        if peer.link is not None and peer.host != self.host:
+            cut_off = [lane for lane in self.lanes(peer.host) if not lane.machine.closed]
+            self.fail(peer.host, "it closed its endpoint before the end of the stream", cut_off)
+
+    def _refused(self, host: str, frame: Refused) -> None:
+        lane = self.receivers.get(frame.lane)
+        if lane is None:
+            self._failed(WireError(f"host {host!r} sent {frame.reason}"))
+        elif frame.session == lane.machine.session:
+            lane.fail(f"refused a message: {frame.reason}")
+            self._tell(lane)
+
+
+def _register(lanes: dict[int, Any], lane: SendLane | ReceiveLane) -> None:
+    other = lanes.get(lane.spec.number)
+    if other is not None:
+        raise ConfigError(f"lanes {other.spec.name!r} and {lane.spec.name!r} have the same number; rename one node")
+    lanes[lane.spec.number] = lane
