@@ -96,6 +96,7 @@ class Endpoint:
         """Listen: on ipc, and with `tcp` (True, or the local IP to use) on tcp behind CURVE."""
         if tcp and self._curve is None:
             raise ConfigError("to listen on tcp an endpoint needs the run's CURVE keys; pass `curve=CurveKeys.new()`")
+        self._slab.open()
         self._loop = self._router.loop = asyncio.get_running_loop()
         self._context: zmq.Context[Any] = zmq.Context()
         self._inlet = Inlet(self._context, self._arrived)
@@ -123,9 +124,13 @@ class Endpoint:
         self._router.fail(host, reason, self._router.lanes(host))
 
     def peer_restarted(self, host: str, address: Address, epoch: int | None = None) -> None:
-        """The supervisor's word that `host` runs anew at `address`: replay to it all that is kept."""
+        """The supervisor's word that `host` runs anew at `address`: replay to it all that is kept.
+
+        Sends and takes go on as if nothing had happened, unless `peer_failed` had ended them; requests to
+        the process before raise LaneFailed.
+        """
         assert epoch is None or epoch == address.epoch, "the address names the epoch"
-        self.peer_failed(host, "its process was restarted")
+        self._router.fail(host, "its process was restarted", ())
         self.connect(host, address)
 
     def _link(self, address: Address) -> Link:

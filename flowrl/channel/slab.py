@@ -45,7 +45,11 @@ _address = Struct("<IIQ")
 
 
 def segment_path(prefix: str, host: str, epoch: int, segment: int) -> Path:
-    return SHM / f"flowrl-{prefix}-{blake2b(host.encode(), digest_size=5).hexdigest()}-{epoch}-{segment}"
+    return SHM / f"{_stem(prefix, host)}{epoch}-{segment}"
+
+
+def _stem(prefix: str, host: str) -> str:
+    return f"flowrl-{prefix}-{blake2b(host.encode(), digest_size=5).hexdigest()}-"
 
 
 class Space:
@@ -100,6 +104,11 @@ class Slab:
     def lender(self, borrower: str) -> Place:
         """What copies an array into a block for `borrower` and returns its address, None for small ones."""
         return lambda array: self._lend(array, borrower) if array.nbytes >= FROM_BYTES else None
+
+    def open(self) -> None:
+        """Remove what earlier epochs of this host left. Views of it in other processes stay valid."""
+        for path in SHM.glob(f"{_stem(self._prefix, self._host)}*"):
+            path.unlink(missing_ok=True)
 
     def _lend(self, array: np.ndarray[Any, Any], borrower: str) -> bytes | None:
         block = self._find(array.nbytes)

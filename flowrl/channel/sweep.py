@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flowrl.channel.address import socket_root
+from flowrl.channel.address import run_prefix, socket_root
 from flowrl.channel.slab import SHM
 
 NAME = re.compile(r"^(?:flowrl-)?[0-9a-f]{10}-(?P<pid>\d+)(?:-|$)")
@@ -20,12 +20,25 @@ def sweep() -> list[str]:
     removed = []
     for path, pid in _found():
         if not _alive(pid, path):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            _remove(path)
             removed.append(str(path))
     return removed
+
+
+def clear(run_id: str, driver_pid: int) -> list[str]:
+    """Remove what is left of one run, whoever lives: for its driver, once every host has ended."""
+    prefix = run_prefix(run_id, driver_pid)
+    left = [path for path, _ in _found() if path.name.removeprefix("flowrl-").split("-", 2)[:2] == prefix.split("-")]
+    for path in left:
+        _remove(path)
+    return [str(path) for path in left]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _found() -> Iterator[tuple[Path, int]]:

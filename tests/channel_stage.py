@@ -1,0 +1,99 @@
+"""A stage in a process of its own, for test_channel_replay.py: takes, maps, sends on, and dies when told.
+
+usage: python -m tests.channel_stage ADDRESS EPOCH STEP COUNT
+Kills itself with SIGKILL right after the COUNT-th STEP ("take", "send", "ack"; "none" for never).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import pickle
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowrl.channel.address import Address
+from flowrl.channel.custody import Custody
+from flowrl.channel.dispatch import Delivery, EndOfStream, Inbox, OutEdge
+from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.envelope import Envelope, message_id
+from flowrl.channel.lane import LaneSpec
+from flowrl.messages import Float32, Message
+
+
+@dataclass(frozen=True)
+class Item(Message):
+    index: int
+    values: Float32
+
+
+INTO = LaneSpec("source/0 -> map/0", "source -> map", "source/0", "map/0", "A", "M", 8, "queue", ("Item",))
+OUT = LaneSpec("map/0 -> sink/0", "map -> sink", "map/0", "sink/0", "M", "A", 8, "queue", ("Item",))
+
+
+def to_text(address: Address) -> str:
+    return base64.b64encode(pickle.dumps(address)).decode()
+
+
+def from_text(text: str) -> Address:
+    address = pickle.loads(base64.b64decode(text))
+    assert isinstance(address, Address)
+    return address
+
+
+class Fate:
+    """Counts steps and ends the process at the chosen one."""
+
+    def __init__(self, step: str, count: int) -> None:
+        self._end = (step, count)
+        self._done: Counter[str] = Counter()
+
+    def step(self, name: str) -> None:
+        self._done[name] += 1
+        if (name, self._done[name]) == self._end:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def stage(parent: Address, epoch: int, fate: Fate) -> None:
+    endpoint = Endpoint("M", run_id="replay", driver_pid=os.getppid(), epoch=epoch)
+    print(to_text(await endpoint.open()), flush=True)
+    endpoint.connect("A", parent)
+    inbox, edge = Inbox("map.in"), OutEdge([endpoint.sender(OUT)], "share")
+    inbox.add(endpoint.receiver(INTO))
+    custody: Custody[bytes] = Custody()
+    deliveries: dict[bytes, Delivery] = {}
+
+    def ack(ids: Iterable[bytes]) -> None:
+        for id in ids:
+            deliveries.pop(id).ack()
+            fate.step("ack")
+
+    edge.on_taken(lambda children: ack(id for child in children for id in custody.arrived(child)))
+    try:
+        while True:
+            delivery = await inbox.take()
+            item, body = delivery.envelope, delivery.envelope.body
+            fate.step("take")
+            assert isinstance(body, Item)
+            deliveries[item.id] = delivery
+            custody.begin(item.id)
+            child = Envelope(message_id([item.id], "out", 0), body=Item(body.index, np.sqrt(body.values)))
+            custody.child([item.id], child.id)
+            await edge.send(child)
+            fate.step("send")
+            ack(custody.end(item.id))
+    except EndOfStream:
+        edge.close()
+    await endpoint.request("A", "done")
+    await endpoint.close()
+
+
+if __name__ == "__main__":
+    _, address, epoch, step, count = sys.argv
+    asyncio.run(stage(from_text(address), int(epoch), Fate(step, int(count))))

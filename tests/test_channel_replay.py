@@ -1,0 +1,103 @@
+"""Replay between real processes: a stage is killed again and again, and the sink sees everything once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowrl.channel.address import run_prefix
+from flowrl.channel.dispatch import EndOfStream, Inbox, OutEdge
+from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.envelope import Envelope, source_id
+from flowrl.channel.slab import FROM_BYTES
+from flowrl.channel.sweep import clear
+from tests.channel_stage import INTO, OUT, Item, from_text, to_text
+
+pytestmark = pytest.mark.slow
+NUM_ITEMS = 120
+
+
+def item(index: int) -> Envelope:
+    """Every tenth is large enough for the slab."""
+    size = FROM_BYTES // 4 if index % 10 == 0 else 50
+    return Envelope(source_id("source", str(index)), body=Item(index, np.full(size, index, np.float32)))
+
+
+async def send_all(edge: OutEdge) -> None:
+    for index in range(NUM_ITEMS):
+        await edge.send(item(index))
+    edge.close()
+
+
+async def take_all(inbox: Inbox) -> list[int]:
+    """What the sink sees. An ack only after a few more, so that some are always open."""
+    found, open_ = [], []
+    try:
+        while True:
+            delivery = await inbox.take()
+            body = delivery.envelope.body
+            assert isinstance(body, Item)
+            assert np.all(body.values == np.sqrt(np.float32(body.index)))
+            found.append(body.index)
+            open_.append(delivery)
+            if len(open_) > 3:
+                open_.pop(0).ack()
+    except EndOfStream:
+        for delivery in open_:
+            delivery.ack()
+        return found
+
+
+async def lives(endpoint: Endpoint, fates: list[tuple[str, int]]) -> list[int]:
+    """Run the stage once for each fate, each time as soon as the life before has ended; exit codes."""
+    codes = []
+    for epoch, (step, count) in enumerate(fates):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "tests.channel_stage", to_text(endpoint.address), str(epoch), step, str(count)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        address = from_text((await process.stdout.readline()).decode())
+        endpoint.peer_restarted("M", address, epoch) if epoch else endpoint.connect("M", address)
+        codes.append(await process.wait())
+    return codes
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [("take", 1)],
+        [("take", 30), ("take", 9)],
+        [("send", 1), ("send", 40)],
+        [("ack", 1), ("ack", 25)],
+        [("send", 100), ("ack", 1), ("take", 1), ("send", 8)],
+    ],
+    ids=lambda deaths: "-".join(f"{step}{count}" for step, count in deaths),
+)
+def test_a_stage_that_is_killed_loses_and_repeats_nothing(deaths: list[tuple[str, int]]) -> None:
+    async def main() -> None:
+        endpoint = Endpoint("A", run_id="replay", driver_pid=os.getpid())
+        await endpoint.open()
+        endpoint.on("done", lambda host, body: None)
+        edge, inbox = OutEdge([endpoint.sender(INTO)], "share"), Inbox("sink.in")
+        inbox.add(endpoint.receiver(OUT))
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(send_all(edge))
+            found = tasks.create_task(take_all(inbox))
+            codes = tasks.create_task(lives(endpoint, [*deaths, ("none", 0)]))
+        assert codes.result() == [-9] * len(deaths) + [0]
+        assert sorted(found.result()) == list(range(NUM_ITEMS))
+        assert edge.unacked() == []
+        await endpoint.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        clear("replay", os.getpid())
+    assert not list(Path("/dev/shm").glob(f"flowrl-{run_prefix('replay', os.getpid())}-*"))
