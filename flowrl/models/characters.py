@@ -1,14 +1,15 @@
-"""The tokenizer of `tiny`: one token a character, for printable ASCII and newline.
+"""The tokenizer of `tiny`: one token a byte, so one a character for ASCII, and every text comes back.
 
-Every such text comes back unchanged from decode(encode(text)); other characters become <|unknown|>.
+Its pieces are those of Qwen2's own tokenizer (byte-level BPE), without a single merge: transformers
+builds that class for every Qwen2 model directory, whatever tokenizer was saved there, and a word-level
+one would silently lose blanks and newlines.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-SPECIAL = ("<|pad|>", "<|end|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>")
-CHARACTERS = (*(chr(code) for code in range(32, 127)), "\n")
+SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -17,19 +18,20 @@ CHAT_TEMPLATE = (
 
 def character_tokenizer() -> Any:
     """A fast tokenizer, ready for `save_pretrained`."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import Qwen2Tokenizer
 
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *pieces))}
+    core = Tokenizer(models.BPE(vocabulary, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    return PreTrainedTokenizerFast(
+    return Qwen2Tokenizer(
         tokenizer_object=core,
         pad_token="<|pad|>",
         eos_token="<|end|>",
-        unk_token="<|unknown|>",
+        unk_token="<|pad|>",
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=2048,

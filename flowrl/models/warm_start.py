@@ -135,10 +135,9 @@ class _Run:
         width = max(map(len, prompts))
         pad, most = self._tokenizer.pad_token_id, max(len(row.answer or "") for row in self._checked) + 1
         ids_BT = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
+        how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
         with torch.no_grad():
-            out_BT = self._model.generate(
-                ids_BT, attention_mask=ids_BT != pad, do_sample=not greedy, top_k=0, max_new_tokens=most
-            )
+            out_BT = self._model.generate(ids_BT, attention_mask=ids_BT != pad, max_new_tokens=most, **how)
         return list(self._tokenizer.batch_decode(out_BT[:, width:], skip_special_tokens=True))
 
     def _prompt(self, row: Row) -> list[int]:

@@ -1,0 +1,186 @@
+"""Models: names that are refused, the character tokenizer, chat by template, and a cache without halves."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.errors import ConfigError
+from flowrl.models import Chat, Policy, check_model, resolve
+from flowrl.models.cache import cached_model
+from flowrl.models.characters import SPECIAL, character_tokenizer
+from flowrl.models.warm_start import Recipe
+from flowrl.tasks import Task
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return character_tokenizer()
+
+
+def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither tiny nor smollm2 nor a directory"):
+        check_model(Policy("tinny"))
+    with pytest.raises(ConfigError, match=r"config.json is missing"):
+        check_model(Policy(str(tmp_path)))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no weights"):
+        check_model(Policy(str(tmp_path)))
+    with pytest.raises(ConfigError, match="empty"):
+        Policy("")
+
+
+@given(text=st.text(alphabet=st.characters(max_codepoint=127)))
+def test_every_ascii_text_comes_back_from_its_characters(tokenizer: Any, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_the_special_tokens_differ_and_no_character_is_unknown(tokenizer: Any) -> None:
+    assert len(tokenizer) == 256 + len(SPECIAL)
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    ids = tokenizer("è→", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == "è→"
+    assert min(ids) >= len(SPECIAL)
+
+
+def test_a_prompt_ends_where_the_assistant_begins(tokenizer: Any) -> None:
+    text, ids = Chat(tokenizer, "be brief").prompt([{"role": "user", "content": "1+1="}])
+    assert text == "<|system|>be brief<|end|><|user|>1+1=<|end|><|assistant|>"
+    assert tokenizer.decode(ids) == text
+    assert ids.dtype == np.int32
+
+
+def test_every_assistant_turn_and_its_end_are_trained(tokenizer: Any) -> None:
+    turns = [("user", "a"), ("assistant", "bc"), ("user", "d")]
+    ids, mask = Chat(tokenizer).demonstration([{"role": r, "content": c} for r, c in turns], "ef")
+    assert tokenizer.decode(ids) == "<|user|>a<|end|><|assistant|>bc<|end|><|user|>d<|end|><|assistant|>ef<|end|>"
+    assert tokenizer.decode(ids[mask]) == "bc<|end|>ef<|end|>"
+
+
+def test_a_template_that_ends_turns_with_a_newline_trains_up_to_the_end_token(tokenizer: Any) -> None:
+    newline = character_tokenizer()
+    newline.chat_template = tokenizer.chat_template.replace("<|end|>", "<|end|>\n")
+    ids, mask = Chat(newline).demonstration([{"role": "user", "content": "a"}], "b")
+    assert newline.decode(ids) == "<|user|>a<|end|>\n<|assistant|>b<|end|>"
+    assert newline.decode(ids[mask]) == "b<|end|>"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    strange = character_tokenizer()
+    strange.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(ConfigError, match="rewrites earlier turns"):
+        Chat(strange).demonstration([{"role": "user", "content": "a"}], "b")
+
+
+def test_without_a_template_the_last_turn_is_the_prompt() -> None:
+    bare = character_tokenizer()
+    bare.chat_template = None
+    assert Chat(bare).prompt([{"role": "user", "content": "ab"}])[0] == "ab"
+    ids, mask = Chat(bare).demonstration([{"role": "user", "content": "ab"}], "c")
+    assert bare.decode(ids) == "abc<|end|>"
+    assert mask.tolist() == [False, False, True, True]
+
+
+def test_a_model_is_made_once_and_the_others_wait_for_it(cache: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    made, told, found = [], [], []
+
+    def make(target: Path) -> None:
+        made.append(target)
+        begun.set()
+        assert go_on.wait(10)
+        (target / "model").write_text("whole")
+
+    def get() -> None:
+        found.append(cached_model("m", {"a": 1}, make, lambda text: (told.append(text), go_on.set())))  # type: ignore[func-returns-value]
+
+    first, second = threading.Thread(target=get), threading.Thread(target=get)
+    first.start()
+    assert begun.wait(10)
+    second.start()
+    first.join(10)
+    second.join(10)
+    assert len(made) == 1
+    assert found[0] == found[1]
+    assert (found[0] / "model").read_text() == "whole"
+    assert ["waiting for the process" in text for text in told] == [True]
+    assert cached_model("m", {"a": 2}, lambda target: None, told.append) != found[0]
+
+
+def test_a_model_whose_making_fails_leaves_nothing(cache: Path) -> None:
+    def make(target: Path) -> None:
+        (target / "half").write_text("")
+        raise ConfigError("no")
+
+    with pytest.raises(ConfigError):
+        cached_model("m", {}, make, print)
+    assert [path.suffix for path in (cache / "models").iterdir()] == [".lock"]
+
+
+def test_what_a_killed_process_left_is_swept(cache: Path) -> None:
+    final = cached_model("m", {}, lambda target: None, print)
+    leftover = final.parent / f"{final.name}.part-dead"
+    leftover.mkdir()
+    final.rename(final.parent / "elsewhere")
+    assert cached_model("m", {}, lambda target: None, print) == final
+    assert not leftover.exists()
+
+
+@pytest.mark.slow
+def test_an_untrained_tiny_loads_as_an_ordinary_model() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = resolve(Policy("tiny"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert 300_000 < sum(p.numel() for p in model.parameters()) < 400_000
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.decode(tokenizer("7+5=\n x", add_special_tokens=False)["input_ids"]) == "7+5=\n x"
+    with torch.no_grad():
+        assert torch.isfinite(model(torch.tensor([[3, 9, 2]])).logits).all()
+    assert resolve(Policy("tiny")) == path
+
+
+@pytest.mark.slow
+def test_a_warm_start_stops_at_its_target_and_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from flowrl.models import tiny
+
+    recipe = Recipe(batch=16, max_steps=300, check_every=20, sampled_target=0.05, greedy_target=0.05)
+    monkeypatch.setattr(tiny, "Recipe", lambda: recipe)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    told: list[str] = []
+    resolve(Policy("tiny", task=Task("arithmetic:max_value=9")), progress=told.append)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+    assert told[-1].startswith("tiny: SFT step ")
+    assert "held-out exact match" in told[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+@pytest.mark.timeout(300)
+def test_smollm2_converts_and_answers() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = resolve(Policy("smollm2"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    _, ids = Chat(tokenizer).prompt([{"role": "user", "content": "What is the capital of France?"}])
+    out = model.generate(torch.tensor(ids[None].astype(np.int64)), max_new_tokens=16, do_sample=False)
+    assert "Paris" in tokenizer.decode(out[0, len(ids) :])

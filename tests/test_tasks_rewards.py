@@ -1,0 +1,176 @@
+"""Reward functions: every shape that is accepted, every fault named, and a process that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.tasks.asking import way_of_asking
+from flowrl.tasks.judge import BadReward, Judge, Verdicts, load_judge, place_of
+from flowrl.tasks.worker import RewardWorker
+
+
+def judge(tmp_path: Path, source: str, name: str = "f") -> Judge:
+    path = tmp_path / f"reward_{abs(hash(source))}.py"
+    path.write_text(source)
+    return load_judge(f"{path}:{name}")
+
+
+def ask(tmp_path: Path, source: str, columns: dict[str, Any] | None = None) -> Verdicts:
+    return judge(tmp_path, source)(["p", "q"], ["a", "bb"], [columns or {}] * 2)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(prompts, responses): return [len(r) for r in responses]",
+        "def f(prompt, response): return len(response)",
+        "def f(prompts, responses): return {'rewards': [1, 2]}",
+        "def f(prompt, response): return {'reward': len(response)}",
+        "import numpy as np\ndef f(prompts, responses): return np.array([1.0, 2.0])",
+        "def f(prompts, responses, answer=None, **rest): return [1, 2]",
+    ],
+)
+def test_every_accepted_shape_gives_the_same_rewards(tmp_path: Path, source: str) -> None:
+    assert ask(tmp_path, source) == Verdicts((1.0, 2.0), (1.0, 2.0))
+
+
+def test_a_mapping_carries_scores_and_named_parts(tmp_path: Path) -> None:
+    source = "def f(prompts, responses): return {'rewards': [1, 2], 'scores': [0, 1], 'logs': {'form': [3, 4]}}"
+    assert ask(tmp_path, source) == Verdicts((1.0, 2.0), (0.0, 1.0), {"form": (3.0, 4.0)})
+
+
+def test_parts_of_single_samples_are_joined_by_name(tmp_path: Path) -> None:
+    source = "def f(prompt, response): return {'reward': 1, 'logs': {response: 2}}"
+    assert ask(tmp_path, source).logs == {"a": (2.0, 0.0), "bb": (0.0, 2.0)}
+
+
+def test_columns_go_by_name_to_those_who_want_them(tmp_path: Path) -> None:
+    columns = {"answer": "x", "level": 3}
+    assert ask(tmp_path, "def f(prompt, response, level): return level", columns).rewards == (3.0, 3.0)
+    everything = "def f(prompts, responses, **columns): return [len(columns)] * 2"
+    assert ask(tmp_path, everything, columns).rewards == (2.0, 2.0)
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    needy = judge(tmp_path, "def f(prompt, response, answer, level=1): return 1")
+    needy.check_columns({"answer": "x"})
+    with pytest.raises(ConfigError, match="needs the column answer, but the task's rows have entry"):
+        needy.check_columns({"entry": 1})
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "says"),
+    [
+        ("return 'good'", "reward_malformed", "returned rewards = 'good'"),
+        ("return ['1', '2']", "reward_malformed", "with '1'; it needs numbers"),
+        ("return [None, 1]", "reward_malformed", "with None"),
+        ("return 1.0", "reward_malformed", "rewards = 1.0; it needs a list of 2"),
+        ("return [1.0]", "reward_wrong_length", "1 rewards for 2"),
+        ("return [float('nan'), 1]", "reward_not_finite", "nan"),
+        ("return [float('inf'), 1]", "reward_not_finite", "inf"),
+        ("return {'score': [1, 2]}", "reward_malformed", "a mapping of score; it needs the key 'rewards'"),
+        ("return {'rewards': [1, 2], 'logs': {'a': [1]}}", "reward_wrong_length", "logs['a']"),
+        ("raise KeyError('answer')", "reward_raised", "KeyError: 'answer'"),
+    ],
+)
+def test_a_bad_answer_is_named(tmp_path: Path, body: str, reason: str, says: str) -> None:
+    with pytest.raises(BadReward) as error:
+        ask(tmp_path, f"def f(prompts, responses):\n    {body}")
+    assert error.value.reason == reason
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("def g(prompts, responses): ...", "has no function 'f'; it has g"),
+        ("def f(x): ...", "begins with the parameters (x)"),
+        ("def f(:", "does not import: SyntaxError"),
+        ("import no_such_package", "does not import: ModuleNotFoundError"),
+    ],
+)
+def test_a_function_that_does_not_load_is_refused(tmp_path: Path, source: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        judge(tmp_path, source)
+    assert says in str(error.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"rewards.py does not exist"):
+        load_judge("no/such/rewards.py:f")
+
+
+def module_level(prompt: str, response: str) -> float:
+    return 1.0
+
+
+def test_a_function_object_is_found_again_by_its_place() -> None:
+    assert load_judge(place_of(module_level))(["p"], ["r"], [{}]).rewards == (1.0,)
+    with pytest.raises(ConfigError, match="cannot be found again"):
+        place_of(lambda prompt, response: 1.0)
+
+
+def test_an_async_function_is_awaited_and_timed(tmp_path: Path) -> None:
+    quick = judge(tmp_path, "async def f(prompts, responses): return [1, 2]")
+    each = judge(tmp_path, "async def f(prompt, response): return len(response)")
+    stuck = judge(tmp_path, "import asyncio\nasync def f(prompts, responses): await asyncio.Event().wait()")
+    for function in (quick, each):
+        asking = way_of_asking(function, 5.0)
+        assert asyncio.run(asking.ask(["p", "q"], ["a", "bb"], [{}, {}])).rewards == (1.0, 2.0)
+    with pytest.raises(BadReward) as error:
+        asyncio.run(way_of_asking(stuck, 0.01).ask(["p"], ["a"], [{}]))
+    assert error.value.reason == "reward_timed_out"
+
+
+WORKER = """
+import os
+def f(prompt, response):
+    print("chatter")
+    if response == "loop":
+        while True: pass
+    if response == "die":
+        os._exit(3)
+    if response == "text":
+        return "text"
+    return os.getpid()
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_is_killed_on_timeout_and_another_takes_over(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        worker = RewardWorker(judge(tmp_path, WORKER).place, timeout_s=1.0)
+
+        async def one(response: str) -> float:
+            return (await worker.ask(["p"], [response], [{"unused": (1, "x")}])).rewards[0]
+
+        reasons = {}
+        try:
+            first = await one("fine")
+            assert await one("fine") == first
+            for response in ("text", "loop", "die"):
+                with pytest.raises(BadReward) as error:
+                    await one(response)
+                reasons[response] = error.value.reason
+            assert await one("fine") != first
+            with pytest.raises(ProcessLookupError):
+                __import__("os").kill(int(first), 0)
+        finally:
+            await worker.close()
+        assert reasons == {"text": "reward_malformed", "loop": "reward_timed_out", "die": "reward_died"}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_load_its_function_says_why(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match="does not exist"):
+            await RewardWorker(f"{tmp_path}/gone.py:f", timeout_s=5.0).start()
+
+    asyncio.run(scenario())
