@@ -58,7 +58,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, sums = [], [], []
         kept_CV: Tensor | None = None
-        for start in range(0, len(targets_N), chunk):
+        for start in range(0, max(1, len(targets_N)), chunk):
             places = slice(start, start + chunk)
             logits_CV = _logits(hidden_NH[places], weight_VH, bias_V, temperature)
             log_sum_C = torch.logsumexp(logits_CV, dim=-1)

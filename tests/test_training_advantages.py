@@ -1,0 +1,116 @@
+"""Advantages against hand-computed values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.training.advantages import GROUP_ESTIMATORS, advantages, group_rewards, whiten
+
+REWARDS = [1.0, 0.0, 0.5, 2.0, 2.5]
+GROUPS = ["a", "a", "a", "b", "b"]
+MASK = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 1], [1, 1, 0]], bool)
+
+
+def last_tokens(values: np.ndarray) -> list[float]:
+    return [float(row[np.flatnonzero(mask)[-1]]) for row, mask in zip(values, MASK, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("reinforce", REWARDS),
+        ("reinforce_baseline", [0.5, -0.5, 0.0, -0.25, 0.25]),
+        ("dr_grpo", [0.5, -0.5, 0.0, -0.25, 0.25]),
+        ("rloo", [0.75, -0.75, 0.0, -0.5, 0.5]),
+        ("group_norm", [1.0, -1.0, 0.0, -(0.5**0.5), 0.5**0.5]),
+    ],
+)
+def test_estimators(estimator: str, expected: list[float]) -> None:
+    found, returns = advantages(REWARDS, GROUPS, MASK, estimator=estimator, whiten=False)
+    assert last_tokens(found) == pytest.approx(expected, abs=1e-8)
+    assert np.array_equal(found, np.where(MASK, np.array(last_tokens(found))[:, None], 0.0))
+    assert np.array_equal(found, returns)
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_equal_rewards_give_exactly_zero(estimator: str) -> None:
+    rewards = np.full(8, 0.1, np.float32)
+    assert group_rewards(rewards, estimator).tolist() == [0.0] * 8
+    assert group_rewards(rewards * 1e6 + np.arange(8) * 1e-2, estimator).tolist() == [0.0] * 8
+    assert np.abs(group_rewards(rewards + np.arange(8, dtype=np.float32) * 1e-3, estimator)).max() > 0
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_a_group_of_one_is_refused(estimator: str) -> None:
+    with pytest.raises(ValueError, match="needs two, got 1"):
+        group_rewards([1.0], estimator)
+
+
+def test_kl_is_taken_off_every_policy_token_and_summed_to_go() -> None:
+    kl = np.arange(15, dtype=float).reshape(5, 3) / 10
+    found, _ = advantages(REWARDS, GROUPS, MASK, estimator="dr_grpo", kl_BT=kl, kl_coef=0.5)
+    assert found[0].tolist() == pytest.approx([0.5 - 0.5 * 0.1, 0.5 - 0.5 * 0.1, 0.0])
+    assert found[3].tolist() == pytest.approx([-0.25 - 0.5 * (0.9 + 1.1), 0.0, -0.25 - 0.5 * 1.1])
+
+
+def test_kl_before_baseline_enters_the_groups_mean() -> None:
+    kl = np.ones((5, 3))
+    found, _ = advantages(REWARDS, GROUPS, MASK, estimator="rloo", kl_BT=kl, kl_coef=0.1, kl_before_baseline=True)
+    shaped = [1 - 0.2, 0 - 0.1, 0.5 - 0.3]
+    assert found[0, 0] == pytest.approx(shaped[0] - (shaped[1] + shaped[2]) / 2)
+
+
+def test_gamma_discounts_over_policy_tokens_alone() -> None:
+    found, _ = advantages([4.0], ["a"], np.array([[1, 0, 1, 1]], bool), estimator="reinforce", gamma=0.5, whiten=False)
+    assert found.tolist() == [[1.0, 0.0, 2.0, 4.0]]
+    with pytest.raises(ValueError, match="gamma"):
+        advantages(REWARDS, GROUPS, MASK, estimator="rloo", gamma=0.9)
+
+
+def test_gae_by_hand() -> None:
+    mask = np.array([[1, 0, 1]], bool)
+    values = np.array([[0.5, 99.0, 0.25]])
+    found, returns = advantages([1.0], ["a"], mask, estimator="gae", values_BT=values, gamma=0.9, lam=0.8, whiten=False)
+    last = 1.0 - 0.25
+    first = 0.9 * 0.25 - 0.5 + 0.9 * 0.8 * last
+    assert found.tolist() == [[pytest.approx(first), 0.0, pytest.approx(last)]]
+    assert returns.tolist() == [[pytest.approx(first + 0.5), 0.0, pytest.approx(1.0)]]
+    with pytest.raises(ValueError, match="values_BT"):
+        advantages([1.0], ["a"], mask, estimator="gae")
+
+
+def test_whitening_is_over_all_masked_tokens_with_the_population_variance() -> None:
+    values = np.arange(15, dtype=float).reshape(5, 3)
+    found = whiten(values, MASK)
+    chosen = values[MASK]
+    assert found[MASK] == pytest.approx((chosen - chosen.mean()) / chosen.std())
+    assert (found[~MASK] == 0).all()
+    assert whiten(values, MASK, mean_only=True)[MASK] == pytest.approx(chosen - chosen.mean())
+    assert whiten(np.full((5, 3), 0.3), MASK)[MASK] == pytest.approx(0.0)
+
+
+def test_returns_are_not_whitened_and_group_estimators_neither() -> None:
+    found, returns = advantages(REWARDS, GROUPS, MASK, estimator="reinforce")
+    assert found[MASK].mean() == pytest.approx(0.0) and found[MASK].std() == pytest.approx(1.0)
+    assert last_tokens(returns) == REWARDS
+    normed, _ = advantages(REWARDS, GROUPS, MASK, estimator="group_norm")
+    assert last_tokens(normed) == pytest.approx([1.0, -1.0, 0.0, -(0.5**0.5), 0.5**0.5], abs=1e-8)
+
+
+def test_tensors_in_tensors_out() -> None:
+    found, returns = advantages(
+        torch.tensor(REWARDS, dtype=torch.float32), torch.tensor([0, 0, 0, 1, 1]), torch.tensor(MASK), estimator="rloo"
+    )
+    assert found.dtype == returns.dtype == torch.float32
+    expected, _ = advantages(REWARDS, GROUPS, MASK, estimator="rloo")
+    assert found.numpy() == pytest.approx(expected)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=16))
+def test_group_baselines_sum_to_zero(rewards: list[float]) -> None:
+    for estimator in GROUP_ESTIMATORS:
+        assert float(group_rewards(rewards, estimator).sum()) == pytest.approx(0.0, abs=1e-6)

@@ -1,0 +1,122 @@
+"""Chunked logprobs against full logits, and the two row layouts against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl.errors import ConfigError
+from flowrl.training.logprobs import chunked_logprobs
+from flowrl.training.model import PolicyModel, load_policy_model
+from flowrl.training.rows import lay_out, policy_places
+from tests.training_cases import CASES, make_batch, make_model
+
+N, H, V = 7, 5, 11
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in ((N, H), (V, H), (V,))
+    )
+    return hidden, weight, bias, torch.randint(0, V, (N,), generator=generator)
+
+
+@pytest.mark.parametrize("rows_a_chunk", [1, 3, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_equal_full_logits(rows_a_chunk: int, temperature: float) -> None:
+    hidden, weight, bias, targets = inputs()
+    upstream = torch.randn(N, dtype=torch.float64), torch.randn(N, dtype=torch.float64)
+    log_p = torch.log_softmax((hidden @ weight.T + bias) / temperature, -1)
+    expected = log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    sum((value * up).sum() for value, up in zip(expected, upstream, strict=True)).backward()
+    gradients = [x.grad.clone() for x in (hidden, weight, bias)]
+    for x in (hidden, weight, bias):
+        x.grad = None
+    found = chunked_logprobs(
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature=temperature,
+        entropy_gradient=True,
+        logits_bytes=rows_a_chunk * V * 8,
+    )
+    sum((value * up).sum() for value, up in zip(found, upstream, strict=True)).backward()
+    for ours, plain in zip([*found, hidden.grad, weight.grad, bias.grad], [*expected, *gradients], strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
+
+
+def test_without_entropy_gradient_only_the_logprobs_are_differentiable() -> None:
+    hidden, weight, _, targets = inputs()
+    logprobs, entropies = chunked_logprobs(hidden, weight, None, targets)
+    assert logprobs.requires_grad and not entropies.requires_grad
+    logprobs.sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+
+
+@pytest.mark.parametrize("rows_a_chunk", [2, 100])
+def test_bfloat16_softmax_is_computed_wide(rows_a_chunk: int) -> None:
+    hidden, weight, _, targets = inputs(torch.bfloat16)
+    logprobs, _ = chunked_logprobs(hidden, weight, None, targets, logits_bytes=rows_a_chunk * V * 4)
+    assert logprobs.dtype == torch.float32
+    expected = torch.log_softmax((hidden @ weight.T).float(), -1).gather(-1, targets[:, None]).squeeze(-1)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)
+    logprobs.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_no_policy_token_at_all() -> None:
+    hidden, weight, _, targets = inputs()
+    logprobs, entropies = chunked_logprobs(hidden[:0], weight, None, targets[:0])
+    assert logprobs.shape == entropies.shape == (0,)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PolicyModel:
+    path = tmp_path_factory.mktemp("model")
+    make_model(path, tied=True)
+    return load_policy_model(path)
+
+
+def logprobs_of(model: PolicyModel, *, packed: bool, change: int | None = None) -> list[np.ndarray]:
+    samples = make_batch(0, CASES[0]).samples
+    token_ids = [s.token_ids.copy() for s in samples]
+    if change is not None:
+        token_ids[change] = (token_ids[change] + 1) % 40
+    rows = lay_out(token_ids, [s.policy_mask for s in samples], packed=packed)
+    logprobs_BT = rows.spread(model(rows)[0])
+    return [
+        row[: len(policy_places(s.policy_mask))].detach().numpy() for row, s in zip(logprobs_BT, samples, strict=True)
+    ]
+
+
+def test_packed_equals_padded_equals_one_by_one(model: PolicyModel) -> None:
+    padded, packed = logprobs_of(model, packed=False), logprobs_of(model, packed=True)
+    for row, (sample, ours, theirs) in enumerate(zip(make_batch(0, CASES[0]).samples, padded, packed, strict=True)):
+        alone = model(lay_out([sample.token_ids], [sample.policy_mask], packed=False))[0].detach().numpy()
+        assert ours == pytest.approx(alone, abs=1e-5), row
+        assert theirs == pytest.approx(alone, abs=1e-5), row
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_neighbour_changes_nothing(model: PolicyModel, packed: bool) -> None:
+    before, after = logprobs_of(model, packed=packed), logprobs_of(model, packed=packed, change=2)
+    differences = [float(np.abs(a - b).max()) for a, b in zip(before, after, strict=True)]
+    assert differences.pop(2) > 0.1
+    assert max(differences) < 1e-5
+
+
+def test_a_first_token_is_no_policy_place() -> None:
+    assert policy_places(np.array([True, True, False, True])).tolist() == [1, 3]
+    assert policy_places(np.array([False, True])).tolist() == [1]
+    assert policy_places(np.array([False, False])).tolist() == []
+
+
+def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no Hugging Face model directory"):
+        load_policy_model(tmp_path)
