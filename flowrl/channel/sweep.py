@@ -41,6 +41,14 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_run(run_id: str, driver_pid: int) -> None:
+    """Remove what processes of this run left on this machine that were killed. The run has ended."""
+    prefix = run_prefix(run_id, driver_pid)
+    for path in SHM.glob(f"flowrl-{prefix}-*"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(socket_root() / prefix, ignore_errors=True)
+
+
 def _found() -> Iterator[tuple[Path, int]]:
     candidates = [*SHM.glob("flowrl-*"), *socket_root().iterdir()]
     for path in candidates:

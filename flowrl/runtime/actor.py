@@ -45,11 +45,14 @@ class HostActor:
 
     def __init__(self, spec: HostSpec) -> None:
         pin(spec.cores)
+        self._spec = spec
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._turn_loop, name="flowrl-engine", daemon=True)
         self._thread.start()
         self._engine = asyncio.run_coroutine_threadsafe(self._make(spec), self._loop).result()
         self._done = threading.Event()
+        self._still: tuple[str, str, float] | None = None
+        """(node, line of code, since) of a loop that stands still."""
         threading.Thread(target=self._watch, name="flowrl-watch", daemon=True).start()
 
     @staticmethod
@@ -78,8 +81,18 @@ class HostActor:
         return await self._on_loop(self._engine.guarded(self._engine.run()))
 
     async def waits(self) -> list[dict[str, Any]]:
-        """What every node here is doing and waiting for."""
-        return await self._on_loop(self._engine.waits())
+        """What every node here is doing and waiting for; of a loop that stands still, what holds it."""
+        asking = asyncio.ensure_future(self._on_loop(self._engine.waits()))
+        while not asking.done():
+            if (still := self._still) is not None:
+                return [self._standing_still(*still)]
+            await asyncio.wait((asking,), timeout=BLOCKED_S)
+        return asking.result()
+
+    def _standing_still(self, node: str, where: str, since: float) -> dict[str, Any]:
+        track = f"{node}/{self._spec.places[0].replica}" if node else self._spec.host
+        waits = [("return", where, time.monotonic() - since)]
+        return {"node": track, "working": 1, "moves": -1, "waits": waits, "open": 0, "still": where}
 
     async def stop(self) -> None:
         """Close nodes and sockets; in whatever state the run is."""
@@ -96,7 +109,9 @@ class HostActor:
                 continue
             frame = sys._current_frames().get(self._thread.ident or 0)
             culprit = _culprit(frame)
+            self._still = (*culprit, start)
             alive.wait()
+            self._still = None
             self._loop.call_soon_threadsafe(self._engine.loop_blocked, culprit, time.monotonic() - start)
 
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.tickets import Tickets
-from flowrl.errors import Stalled
+from flowrl.errors import FlowrlError, Stalled
 from flowrl.graph.graph import Graph
 from flowrl.graph.plan import Plan
 from flowrl.runtime import checkpoint, ledger
@@ -32,12 +33,14 @@ from flowrl.runtime.hosts import Hosts
 from flowrl.runtime.metrics import METRICS, Metrics, rewind
 from flowrl.runtime.options import RunOptions
 from flowrl.runtime.phases import Phases
+from flowrl.runtime.rundir import writing
 from flowrl.runtime.sinks import open_sinks
 from flowrl.runtime.stall import LOOK_EVERY_S, Topology, Watch
 from flowrl.runtime.statistics import Statistics
 from flowrl.runtime.trace import TraceWriter
 from flowrl.runtime.view import View
 
+STOP_AT_ONCE_S = 1.0
 UNBOUNDED = 1 << 40
 """Batches that admission runs ahead by where no weights flow back: the lanes' credits bound it."""
 
@@ -88,6 +91,9 @@ class Driver:
         )
         self._trace = TraceWriter(job.run_dir / "trace.json")
         self._interrupted = False
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._still: set[str] = set()
+        """Lines of code that have been reported to hold an event loop."""
         self._watch = Watch(Topology.of(job.plan))
         self._records: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._start_s = time.monotonic()
@@ -112,26 +118,50 @@ class Driver:
 
     async def run(self) -> Outcome:
         """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""
-        failed = True
         try:
-            await self._start()
-            watch, lines = asyncio.create_task(self._look()), asyncio.create_task(self._write_lines())
-            try:
-                evaluations = await _first_failure(self._train(), watch, lines)
-                self._records.put_nowait(None)
-                await lines
-            finally:
-                watch.cancel()
-                lines.cancel()
-            failed = False
+            evaluations = await self._work()
+        except BaseException as error:
+            at_once = isinstance(error, asyncio.CancelledError)
+            await (self.hosts.stop(within_s=STOP_AT_ONCE_S) if at_once else self.hosts.stop())
+            with suppress(FlowrlError):  # what ended the run is the one thing to tell
+                self._close_records(orderly=False)
+            raise
+        await self.hosts.stop()
+        self._close_records(orderly=True)
+        return Outcome(self.version, evaluations, self._interrupted, time.monotonic() - self._start_s)
+
+    async def _work(self) -> dict[str, dict[str, float]]:
+        """Everything between the first process and the last record; ended by what fails first."""
+        await self._start_hosts()
+        watch, lines = asyncio.create_task(self._look()), asyncio.create_task(self._write_lines())
+        try:
+            evaluations: dict[str, dict[str, float]] = await _first_failure(self._lead(), watch, lines, self._broken)
+            self._records.put_nowait(None)
+            await _first_failure(lines, watch, self._broken)
         finally:
-            await self.hosts.stop()
+            watch.cancel()
+            lines.cancel()
+        return evaluations
+
+    def fail(self, error: BaseException) -> None:
+        """An exception that nobody waits for (a note's handler, a timer) ends the run."""
+        if not self._broken.done():
+            self._broken.set_exception(error)
+            self._broken.exception()  # it counts as retrieved: the run may be ending already
+
+    def unretrieved(self, context: Mapping[str, Any]) -> None:
+        """The event loop's exception handler."""
+        error = context.get("exception")
+        self.fail(error if isinstance(error, Exception) else FlowrlError(str(context["message"])))
+
+    def _close_records(self, *, orderly: bool) -> None:
+        """Every record is closed, whatever happens to the others; raises what happened last."""
+        with writing(self.job.run_dir), ExitStack() as records:
+            for close in (self._trace.close, self.metrics.close):
+                records.callback(close)
+            records.callback(self.books.close, orderly=orderly)
             while not self._records.empty() and (record := self._records.get_nowait()) is not None:
                 self._write_line(record)
-            self.books.close(orderly=not failed)
-            self.metrics.close()
-            self._trace.close()
-        return Outcome(self.version, evaluations, self._interrupted, time.monotonic() - self._start_s)
 
     def interrupt(self) -> None:
         """End admission; what is in flight is finished, then the run ends in order."""
@@ -143,7 +173,7 @@ class Driver:
     def interrupted(self) -> bool:
         return self._interrupted
 
-    async def _start(self) -> None:
+    async def _start_hosts(self) -> None:
         turns = Turns()
         trainers = sum(len(self.replicas(name)) for name, node in self.job.graph.nodes.items() if node.gang)
         batch_end = BatchEnd(trainers, self._checkpoint_is_due, self._checkpoint)
@@ -160,11 +190,11 @@ class Driver:
             self._endpoint.on(kind, handler)
         self.view.progress("driver", f"starting {len(self.job.slots)} processes")
         await self.hosts.start(self.job.slots, self.job.specs)
+
+    async def _lead(self) -> dict[str, dict[str, float]]:
         await self.hosts.ask("setup")
         if self.job.resume_from is not None:
             await self._restore(self.job.resume_from)
-
-    async def _train(self) -> dict[str, dict[str, float]]:
         running = {host: asyncio.create_task(self.hosts.ask_one(host, "run")) for host in self.hosts}
         try:
             evaluations: dict[str, dict[str, float]] = await _first_failure(self.phases.run(running), *running.values())
@@ -189,24 +219,35 @@ class Driver:
             self._write_line(record)
 
     def _write_line(self, record: dict[str, Any]) -> None:
-        line = self.metrics.line(record)
+        with writing(self.job.run_dir):
+            line = self.metrics.line(record)
         self.view.step(line)
 
     def _absorb(self, host: str, body: dict[str, Any]) -> None:
         self.statistics.absorb(body, time.monotonic())
         self.view.statistics(self.statistics, self.books.tickets.why_waiting())
-        self._trace.write(body["trace"])
+        with writing(self.job.run_dir):
+            self._trace.write(body["trace"])
 
     # Watching
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            verdict, text = self._watch.look(await self.hosts.waits(), time.monotonic())
+            reports = await self.hosts.waits()
+            self._tell_blocked(reports)
+            verdict, text = self._watch.look(reports, time.monotonic())
             if verdict == "deadlock":
                 raise Stalled(f"the run is deadlocked: no node works and nothing is under way.\n{text}")
             if verdict == "stall":
                 self.view.warning(f"nothing has moved for a while.\n{text}")
+
+    def _tell_blocked(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Name code that holds an event loop right now, once; the host tells how long it was afterwards."""
+        for report in reports:
+            if (where := report.get("still")) and where not in self._still:
+                self._still.add(where)
+                self.view.warning(f"{report['node']}: its event loop stands still at {where}")
 
     async def describe(self) -> str:
         """What every node waits for, on request (SIGUSR1)."""
@@ -233,17 +274,30 @@ class Driver:
         self.books.pause_admission("checkpoint")
         try:
             await self.write_checkpoint(version)
+        except FlowrlError as error:
+            self.fail(error)  # no matter of the trainer that happens to wait for it
+            raise
         finally:
             self.books.resume_admission("checkpoint")
 
     async def write_checkpoint(self, version: int) -> None:
         """One consistent cut through the graph, as flowrl.runtime.checkpoint explains."""
         start_s = time.monotonic()
-        run_dir = self.job.run_dir
-        final = run_dir / "checkpoints" / f"step_{version:06d}"
+        final = self.job.run_dir / "checkpoints" / f"step_{version:06d}"
         temporary = final.with_name(f".{final.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        try:
+            with writing(self.job.run_dir):
+                temporary.mkdir()
+                await self._write_cut(version, temporary)
+                checkpoint.publish(temporary, final)
+                checkpoint.prune(final.parent, self.job.options.keep)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        self.view.progress("driver", f"checkpoint {final.name} in {time.monotonic() - start_s:.1f} s")
+
+    async def _write_cut(self, version: int, temporary: Path) -> None:
+        """Freeze the graph, write everything below `temporary`, and let it go on."""
         cut = checkpoint.Cut()
         generators = self._with_method("snapshot")
         for prefixes in await asyncio.gather(*(self.on_node(track, "snapshot") for track in generators)):
@@ -258,11 +312,8 @@ class Driver:
         self.books.commit()
         self.books.backup(temporary)
         checkpoint.write_state(temporary, cut, {"version": version})
-        checkpoint.publish(temporary, final)
-        checkpoint.prune(final.parent, self.job.options.keep)
         await self._ask_hosts("thaw")
         await asyncio.gather(*(self.on_node(track, "resume") for track in generators))
-        self.view.progress("driver", f"checkpoint {final.name} in {time.monotonic() - start_s:.1f} s")
 
     def _with_method(self, method: str) -> list[str]:
         nodes = self.job.graph.nodes
@@ -296,7 +347,7 @@ def roles(graph: Graph) -> dict[str, str]:
     }
 
 
-async def _first_failure(work: Awaitable[Any], *others: asyncio.Task[Any]) -> Any:
+async def _first_failure(work: Awaitable[Any], *others: asyncio.Future[Any]) -> Any:
     """The result of `work`, unless one of `others` fails first: then that failure is raised."""
     main = asyncio.ensure_future(work)
     pending: set[asyncio.Future[Any]] = {main, *others}

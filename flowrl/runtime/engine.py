@@ -8,6 +8,7 @@ ends the other hosts.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import traceback
 from collections.abc import Coroutine, Mapping
@@ -17,18 +18,19 @@ from typing import Any
 
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.channel.stored import dump_value, load_value
-from flowrl.errors import FlowrlError, LaneFailed
+from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed
 from flowrl.graph.load import rebuild
 from flowrl.runtime.checkpoint import pack, unpack
 from flowrl.runtime.cluster import meeting_place
 from flowrl.runtime.context import DRIVER, Place
-from flowrl.runtime.items import current
 from flowrl.runtime.lease import Lease
 from flowrl.runtime.replica import Replica
 from flowrl.runtime.trace import TraceBuffer
 from flowrl.runtime.wiring import join
 
 REPORT_EVERY_S = 1.0
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Errors of the disk, not of the code that writes: told without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,22 @@ class HostEngine:
         self.endpoint = Endpoint(spec.host, run_id=spec.run_id, driver_pid=spec.driver_pid, curve=spec.curve)
         self.replicas: dict[str, Replica] = {}
         self._reporting: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().set_exception_handler(self._unretrieved)
+
+    def fail(self, error: BaseException) -> None:
+        """An exception that nobody waits for ends the run of this host."""
+        if not self._broken.done():
+            self._broken.set_exception(NodeError(self._host_failure(error)))
+            self._broken.exception()  # it counts as retrieved: there may be no run to raise it
+
+    def _unretrieved(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback or task raised, and nobody waited for it."""
+        if isinstance(error := context.get("exception"), Exception):
+            self.fail(error)
+        else:
+            loop.default_exception_handler(context)
 
     async def open(self) -> dict[str, Any]:
         """Bind. The answer goes to every other host through the driver."""
@@ -95,11 +113,18 @@ class HostEngine:
             await self._named(replica, replica.node.setup())
 
     async def run(self) -> None:
-        """Every node's body, until all have returned."""
+        """Every node's body, until all have returned, or one has failed."""
+        self._running = asyncio.create_task(self._run_nodes())
+        await asyncio.wait((self._running, self._broken), return_when=asyncio.FIRST_COMPLETED)
+        if not self._running.done():
+            self._broken.result()
+        await self._running
+        self._send_report()
+
+    async def _run_nodes(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for replica in self.replicas.values():
                 tasks.create_task(self._named(replica, replica.run()))
-        self._send_report()
 
     async def _named(self, replica: Replica, body: Coroutine[Any, Any, None]) -> None:
         """Run a node's coroutine; its failure becomes plain data that names the node. A node boundary."""
@@ -116,14 +141,21 @@ class HostEngine:
             failures = [error.report for error in _leaves(group)]
         except* FlowrlError as group:
             first = _leaves(group)[0]
-            failures = [{"node": self.spec.host, "replica": 0, "reason": str(first), "consequence": False}]
+            failures = [self._host_failure(first)]
         failures.sort(key=lambda report: report["consequence"])
         return {"failure": failures[0]}
 
+    def _host_failure(self, error: BaseException) -> dict[str, Any]:
+        """A failure that belongs to no single node."""
+        place = self.spec.places[0]
+        return _report(error) | {"node": ", ".join(p.node for p in self.spec.places), "replica": place.replica}
+
     async def stop(self) -> None:
-        """Close nodes and sockets, in whatever state the run is."""
-        if self._reporting is not None:
-            self._reporting.cancel()
+        """End the bodies that still run, then close nodes and sockets."""
+        for task in (self._reporting, self._running):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait((task,))
         for replica in self.replicas.values():
             with suppress(FlowrlError):
                 await replica.node.close()
@@ -164,7 +196,7 @@ class HostEngine:
                 for edge, envelope in out.unacked()
             ],
             "ended": [key for replica in replicas for key in replica.desk.waiting_for_children()],
-            "sent": [key for replica in replicas for key in replica.desk.sent_by_open_items()],
+            "sent": [key for replica in replicas for key in replica.sent_already()],
             "states": {track: dump_value(dict(r.node.state())) for track, r in self.replicas.items()},
         }
 
@@ -183,7 +215,13 @@ class HostEngine:
         """Call a node's coroutine method: checkpoint, snapshot, evaluate, finish."""
         replica = self.replicas[body["track"]]
         method = getattr(replica.node, body["method"])
-        return await method(**body.get("arguments", {}))
+        try:
+            return await method(**body.get("arguments", {}))
+        except Exception as error:  # a node boundary
+            told = _failure(replica, error)
+            raise NodeFailed(
+                told["node"], told["replica"], told["reason"], remote_traceback=told["traceback"], ticket=told["ticket"]
+            ) from error
 
     # Reports
 
@@ -223,17 +261,23 @@ class NodeError(Exception):
 
 
 def _failure(replica: Replica, error: BaseException) -> dict[str, Any]:
+    place = replica.place
+    return _report(error) | {"node": place.node, "replica": place.replica, "ticket": replica.desk.failed_ticket}
+
+
+def _report(error: BaseException) -> dict[str, Any]:
+    """What there is to say of an exception; of a group of them, of the first that is a cause."""
     while isinstance(error, BaseExceptionGroup):
         leaves = _leaves(error)
         error = next((leaf for leaf in leaves if not isinstance(leaf, LaneFailed)), leaves[0])
-    told = isinstance(error, FlowrlError)
-    item = current.get()
+    told = isinstance(error, FlowrlError) or (isinstance(error, OSError) and error.errno in NO_SPACE)
+    reason = str(error) if isinstance(error, FlowrlError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, SampleFailed):
+        reason = f"it raised SampleFailed({reason!r}) outside of `self.PORT.each(...)`, the only place that knows whose"
     return {
-        "node": replica.place.node,
-        "replica": replica.place.replica,
-        "reason": str(error) if told else f"{type(error).__name__}: {error}",
+        "reason": reason,
         "traceback": "" if told else "".join(traceback.format_exception(error)),
-        "ticket": item.envelope.ticket if item is not None else None,
+        "ticket": None,
         "consequence": isinstance(error, LaneFailed),
     }
 

@@ -16,7 +16,7 @@ from flowrl.runtime.actor import HostActor
 from flowrl.runtime.cluster import RayCluster, Slot
 from flowrl.runtime.engine import HostSpec
 
-STOP_WITHIN_S = 8.0
+STOP_WITHIN_S = 6.0
 
 
 class Hosts:
@@ -68,7 +68,9 @@ class Hosts:
         try:
             answer = await asyncio.wrap_future(getattr(self._actors[host], method).remote(*args).future())
         except (ActorDiedError, RayActorError) as error:
-            raise self._death(host, error) from None
+            death = self._death(host, error)
+            self._endpoint.peer_failed(host, death.reason)
+            raise death from None
         except RayError as error:
             raise NodeFailed(self._node(host), 0, f"its host {host!r} could not do {method!r}: {error}") from None
         if isinstance(answer, dict) and "failure" in answer:
@@ -86,15 +88,14 @@ class Hosts:
         return NodeFailed(self._node(host), place.replica, reason)
 
     async def waits(self) -> list[dict[str, Any]]:
-        """What every node replica does and waits for; hosts that do not answer are left out."""
-        answers = await asyncio.gather(*(self.ask_one(host, "waits") for host in self._actors), return_exceptions=True)
-        return [report for answer in answers if isinstance(answer, list) for report in answer]
+        """What every node replica does and waits for. Raises NodeFailed for a host whose process has died."""
+        return [report for answer in (await self.ask("waits")).values() for report in answer]
 
-    async def stop(self) -> None:
-        """Orderly if the hosts still answer, by force otherwise; done within STOP_WITHIN_S."""
+    async def stop(self, *, within_s: float = STOP_WITHIN_S) -> None:
+        """Orderly if the hosts still answer, by force after `within_s` seconds."""
         tasks = [asyncio.ensure_future(self.ask_one(host, "stop")) for host in self._actors]
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=STOP_WITHIN_S)
+            _, late = await asyncio.wait(tasks, timeout=within_s)
             for task in late:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,7 +16,7 @@ from flowrl.errors import SampleFailed
 from flowrl.graph.ports import Members
 from flowrl.messages import Message, Tombstone
 from flowrl.runtime.activity import Activity
-from flowrl.runtime.items import Desk, Item, OpenGroup, current, tombstone
+from flowrl.runtime.items import Desk, Item, OpenGroup, at_hand, current, tombstone
 from flowrl.runtime.lease import Lease
 
 in_turn: ContextVar[bool] = ContextVar("flowrl_in_turn", default=False)
@@ -78,7 +78,9 @@ class Inbound:
         return None
 
     async def _begin(self, item: Item) -> None:
-        await self._lease.begin()
+        if self._lease.name:
+            with self._activity.waiting("turn", self._lease.name, inside=False):
+                await self._lease.begin()
         self._activity.work(+1)
         self._losses.flow(item, begins=True)
 
@@ -92,11 +94,21 @@ class Inbound:
         while (item := await self._next()) is not None:
             await self._begin(item)
             current.set(item)
-            in_turn.set(True)
+            self._enter(item)
             yield item.body
             current.set(None)
-            in_turn.set(False)
             await self._finish(item)
+            self._leave()
+
+    @staticmethod
+    def _enter(item: Item) -> None:
+        in_turn.set(True)
+        at_hand.set(item.envelope.ticket)
+
+    @staticmethod
+    def _leave() -> None:
+        in_turn.set(False)
+        at_hand.set(-1)
 
     async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None:
         slots = asyncio.Semaphore(concurrency)
@@ -110,13 +122,14 @@ class Inbound:
 
     async def _turn(self, body: Callable[[Any], Awaitable[None]], item: Item, slots: asyncio.Semaphore) -> None:
         current.set(item)
-        in_turn.set(True)
-        await self._begin(item)
-        try:
-            await body(item.body)
-        except SampleFailed as failure:
-            self.drop(item.body, str(failure), "failed")
-        await self._finish(item)
+        self._enter(item)
+        with self._desk.noting_failure():
+            await self._begin(item)
+            try:
+                await body(item.body)
+            except SampleFailed as failure:
+                self.drop(item.body, str(failure), "failed")
+            await self._finish(item)
         slots.release()
 
     async def groups(self, size: int) -> AsyncIterator[Members[Any]]:
@@ -129,9 +142,9 @@ class Inbound:
                 continue
             self._activity.work(+1)
             self._losses.flow(item, begins=True)
-            in_turn.set(True)
+            self._enter(item)
             yield self._members(group)
-            in_turn.set(False)
+            self._leave()
             self._losses.flow(item, begins=False)
             self._activity.work(-1)
 
@@ -174,9 +187,9 @@ class Inbound:
                 continue
             item.held = True
             self._activity.work(+1)
-            in_turn.set(True)
+            self._enter(item)
             yield ticket, item.body
-            in_turn.set(False)
+            self._leave()
             self._activity.work(-1)
 
     def hold(self, item: Message) -> None:

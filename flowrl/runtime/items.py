@@ -10,7 +10,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -61,6 +62,8 @@ class OpenGroup:
 
 
 current: ContextVar[Item | None] = ContextVar("flowrl_current_item", default=None)
+at_hand: ContextVar[int] = ContextVar("flowrl_ticket_at_hand", default=-1)
+"""The ticket that the present turn works for, -1 outside of turns."""
 
 
 class Desk:
@@ -71,6 +74,8 @@ class Desk:
         self._custody: Custody[bytes] = Custody()
         self._open: dict[int, Item] = {}
         self._by_id: dict[bytes, Item] = {}
+        self.failed_ticket: int | None = None
+        """What the node worked on when its first exception was raised, None if that was on no ticket."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -116,6 +121,17 @@ class Desk:
     def sent_by_open_items(self) -> list[bytes]:
         """Ids of what was made from items whose turn goes on."""
         return [child for item in self._open.values() for child in item.children]
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Keeps the ticket of the first turn that raises; the exception goes on."""
+        try:
+            yield
+        except Exception:
+            ticket = at_hand.get()
+            if self.failed_ticket is None and ticket >= 0:
+                self.failed_ticket = ticket
+            raise
 
     def _ack(self, keys: Iterable[bytes]) -> None:
         for key in keys:

@@ -22,7 +22,7 @@ from flowrl.graph.load import dump
 from flowrl.graph.machine import Cluster
 from flowrl.graph.plan import HostPlan, Plan, make_plan
 from flowrl.runtime.options import RunOptions
-from flowrl.runtime.rundir import RunDir, provenance
+from flowrl.runtime.rundir import RunDir, provenance, writing
 
 if TYPE_CHECKING:
     from flowrl.channel.endpoint import CurveKeys
@@ -92,7 +92,10 @@ class Launch:
                 num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
                 cluster.start(graph_dir=self.graph_file.parent, num_cpus=num_cpus, num_gpus=machines.num_gpus)
             job = _Prepared(self, directory, plan, version, resume_from)
-            outcome = asyncio.run(job.drive(cluster, view))
+            try:
+                outcome = asyncio.run(job.drive(cluster, view))
+            except asyncio.CancelledError:  # a second interrupt
+                raise KeyboardInterrupt from None
         finally:
             view.close()
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
@@ -145,7 +148,7 @@ class _Prepared:
     async def drive(self, cluster: RayCluster, view: View) -> Outcome:
         """Open the driver's endpoint and books, and run."""
         from flowrl.channel.endpoint import CurveKeys, Endpoint
-        from flowrl.channel.sweep import sweep
+        from flowrl.channel.sweep import remove_run, sweep
         from flowrl.runtime.cluster import Slot
         from flowrl.runtime.driver import Driver, Job
 
@@ -167,12 +170,15 @@ class _Prepared:
             resume_from=self.resume_from,
             start_version=self.version,
         )
-        driver = Driver(job, cluster, endpoint, view, dump(self.launch.config))
+        with writing(self.directory.path):
+            driver = Driver(job, cluster, endpoint, view, dump(self.launch.config))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: driver.unretrieved(context))
         try:
             with _signals(driver, view):
                 return await driver.run()
         finally:
             await endpoint.close()
+            remove_run(run_id, os.getpid())
 
     def _spec(self, host: HostPlan, run_id: str, tcp: bool, curve: CurveKeys | None) -> Any:
         from flowrl.runtime.engine import HostSpec
@@ -225,10 +231,11 @@ class _signals:
         assert task is not None
 
         def stop() -> None:
-            if self._driver.interrupted:
-                task.cancel()
-            else:
+            if not self._driver.interrupted:
                 self._driver.interrupt()
+            elif not task.cancelling():
+                self._view.progress("driver", "stopping at once")
+                task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)

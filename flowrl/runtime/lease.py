@@ -26,7 +26,7 @@ class Lease:
 
     def __init__(self, name: str, host: str, link: Link) -> None:
         self._body = {"name": name, "node": host, "party": host.split("/")[0]}
-        self._shared = bool(name)
+        self.name = name
         self._link = link
         self._turns = 0
         self._change = asyncio.Lock()
@@ -34,7 +34,7 @@ class Lease:
 
     async def begin(self) -> None:
         """A turn wants to begin; returns when the devices are this host's."""
-        if not self._shared:
+        if not self.name:
             return
         async with self._change:
             if self._turns == 0:
@@ -45,7 +45,7 @@ class Lease:
 
     async def end(self) -> None:
         """A turn has ended."""
-        if not self._shared:
+        if not self.name:
             return
         async with self._change:
             self._turns -= 1

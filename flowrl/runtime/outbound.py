@@ -39,6 +39,10 @@ class Outbound:
         self._desk = owner.desk
         self._activity = owner.activity
         self._cursor = 0
+        self._admitted: list[bytes] = []
+        """What is already sent of a group whose other members still wait for credit."""
+        self._restoring: list[tuple[str, Envelope]] = []
+        """A checkpoint's messages that still wait for credit."""
         self.already_sent: set[bytes] = set()
         """Ids that a turn cut off by a checkpoint had sent: its repetition leaves them out."""
 
@@ -60,6 +64,8 @@ class Outbound:
         for prompt in prompts:
             key = source_id(self._desk.node.split("/")[0], prompt.sample_id)
             await self._send(Envelope(key, ticket, prompt.group_id, prompt.member, prompt), ())
+            self._admitted.append(key)
+        self._admitted.clear()
         return True
 
     async def bury(self, marker: Tombstone, items: Sequence[Item]) -> None:
@@ -67,17 +73,25 @@ class Outbound:
         if self.carries_tombstones:
             envelope = self._envelope(marker, items)
             envelope.group_id, envelope.member = marker.group_id, marker.member
-            await self._send(envelope, items)
+            await self._send(envelope, items, uses_up=False)
 
     async def restore(self, edge: str, envelope: Envelope) -> None:
         """Send a message that a checkpoint kept, on the edge where it was under way."""
+        waiting = (edge, envelope)
+        self._restoring.append(waiting)
         for candidate in self.edges:
             if candidate.name == edge:
                 await candidate.send(envelope)
+        self._restoring.remove(waiting)
 
     def unacked(self) -> list[tuple[str, Envelope]]:
         """(edge, message) of all that no consumer has finished."""
-        return [(edge.name, envelope) for edge in self.edges if edge.rule != "latest" for envelope in edge.unacked()]
+        kept = [(edge.name, envelope) for edge in self.edges if edge.rule != "latest" for envelope in edge.unacked()]
+        return kept + self._restoring
+
+    def sent_of_open_group(self) -> list[bytes]:
+        """Ids of the members that are sent of a group whose admission has not returned yet."""
+        return list(self._admitted)
 
     def close(self) -> None:
         for edge in self.edges:
@@ -112,7 +126,7 @@ class Outbound:
             body,
         )
 
-    async def _send(self, envelope: Envelope, parents: Sequence[Item]) -> None:
+    async def _send(self, envelope: Envelope, parents: Sequence[Item], *, uses_up: bool = True) -> None:
         for item in parents:
             item.accounted = True
         if envelope.id in self.already_sent:
@@ -125,5 +139,5 @@ class Outbound:
                 await edge.send(envelope)
         self._owner.sent(envelope)
         for item in parents:
-            if item.held:
+            if item.held and uses_up:
                 self._desk.end(item)

@@ -34,19 +34,27 @@ class Replica:
         self.calls: list[LiveCall] = []
         self.lease = lease
         self._trace = trace
-        self._background: set[asyncio.Task[None]] = set()
+        self._tasks = asyncio.TaskGroup()
+        self._restored: list[tuple[Outbound, str, Envelope]] = []
+        self.ended = False
         node.context = self.context
 
     async def run(self) -> None:
-        """The body, then the end of its out ports. Raises what the body raised."""
-        await self.node.run()
-        while self._background:
-            await asyncio.gather(*self._background)
+        """The body, then the end of its out ports. Raises what the body, or a loss on its way, raised."""
+        async with self._tasks as tasks:
+            for out, edge, envelope in self._restored:
+                tasks.create_task(out.restore(edge, envelope))
+            tasks.create_task(self._body())
+        self.ended = True
         self.context.ledger.flush()
         for out in self.outbound.values():
             out.close()
         for call in self.calls:
             call.close()
+
+    async def _body(self) -> None:
+        with self.desk.noting_failure():
+            await self.node.run()
 
     def lose(self, items: list[Item], marker: Tombstone, ticket: int) -> None:
         self.context.ledger.lost(marker, ticket)
@@ -54,15 +62,20 @@ class Replica:
             self.pass_on(items, marker)
 
     def pass_on(self, items: list[Item], marker: Tombstone) -> None:
-        task = asyncio.get_running_loop().create_task(self._bury(items, marker))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        for item in items:
+            item.held = True  # its turn may end before the marker is on its way
+        self._tasks.create_task(self._bury(items, marker))
 
     async def _bury(self, items: list[Item], marker: Tombstone) -> None:
         for out in self.outbound.values():
             await out.bury(marker, items)
         for item in items:
             self.desk.end(item)
+
+    def sent_already(self) -> list[bytes]:
+        """Ids of what was made from items, or for a group, whose turn goes on."""
+        admitted = [key for out in self.outbound.values() for key in out.sent_of_open_group()]
+        return self.desk.sent_by_open_items() + admitted
 
     async def admit(self, samples: Sequence[Prompt]) -> int | None:
         return await self.context.ledger.admit(self.place.node, samples)
@@ -71,12 +84,9 @@ class Replica:
         self._trace.sent(self.place.track, envelope)
 
     def restore(self, edge: str, envelope: Envelope) -> None:
-        """Send a checkpoint's message again, in the background: the lane may have to wait for credit."""
-        for out in self.outbound.values():
-            if edge.startswith(f"{out.port} -> "):
-                task = asyncio.get_running_loop().create_task(out.restore(edge, envelope))
-                self._background.add(task)
-                task.add_done_callback(self._background.discard)
+        """Send a checkpoint's message again, as soon as the node runs: the lane may have to wait for credit."""
+        ports = [out for out in self.outbound.values() if edge.startswith(f"{out.port} -> ")]
+        self._restored += [(out, edge, envelope) for out in ports]
 
     def flow(self, item: Item, *, begins: bool) -> None:
         self._trace.item(self.place.track, item.envelope, begins=begins)
@@ -87,4 +97,8 @@ class Replica:
             port.gate(open_=open_)
 
     def report(self) -> dict[str, Any]:
-        return self.activity.report() | {"open": len(self.desk)}
+        """A node that has not ended and waits for nothing the engine knows of is inside its own code."""
+        report = self.activity.report() | {"open": len(self.desk)}
+        if not report["waits"] and not self.ended:
+            report["working"] = max(self.activity.working, 1)
+        return report

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
-from flowrl.errors import SampleFailed
+from flowrl.errors import LaneFailed, SampleFailed
 from flowrl.graph.plan import CallPlan
 from flowrl.messages import Message
 from flowrl.runtime.activity import Activity
@@ -70,7 +70,7 @@ class LiveServe:
         self._body: asyncio.Future[Callable[[Any], Awaitable[Message]]] = asyncio.get_running_loop().create_future()
         self._slots = asyncio.Semaphore(1)
         self._callers = {way.caller for way in ways}
-        self._all_closed = asyncio.Event()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._port = port
         self._activity = activity
         self._lease = lease
@@ -78,13 +78,13 @@ class LiveServe:
             endpoint.on(f"call:{way.server}:{way.edge}", self._answer)
             endpoint.on(f"callers:{way.server}:{way.edge}", self._closed)
         if not ways:
-            self._all_closed.set()
+            self._ended.set_result(None)
 
     async def serve(self, body: Callable[[Any], Awaitable[Message]], concurrency: int) -> None:
         self._slots = asyncio.Semaphore(concurrency)
         self._body.set_result(body)
         with self._activity.waiting("item", self._port, inside=False):
-            await self._all_closed.wait()
+            await self._ended
 
     async def _answer(self, host: str, message: dict[str, Any]) -> dict[str, Any]:
         body = await self._body
@@ -96,11 +96,15 @@ class LiveServe:
                 return {"reply": await body(message["request"])}
             except SampleFailed as failure:
                 return {"failed": str(failure)}
+            except Exception as error:  # a node boundary: the server fails, and with it the run
+                if not self._ended.done():
+                    self._ended.set_exception(error)
+                raise LaneFailed(f"{self._port} failed") from error
             finally:
                 self._activity.work(-1)
                 await self._lease.end()
 
     def _closed(self, host: str, message: dict[str, Any]) -> None:
         self._callers.discard(message["closed"])
-        if not self._callers:
-            self._all_closed.set()
+        if not self._callers and not self._ended.done():
+            self._ended.set_result(None)

