@@ -5,6 +5,7 @@ Waits: a send waits for credit on its lane, an admission for a ticket. Both end 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -27,6 +28,9 @@ class Owner(Protocol):
 
     def sent(self, envelope: Envelope) -> None:
         """For the trace."""
+
+    def waited(self, what: str, since_ns: int) -> None:
+        """For the trace: a wait that ends now."""
 
 
 class Outbound:
@@ -57,8 +61,10 @@ class Outbound:
 
     async def admit(self, items: Sequence[Message]) -> bool:
         prompts = [item for item in items if isinstance(item, Prompt)]
+        began = time.time_ns()
         with self._activity.waiting("ticket", self.port, inside=in_turn.get()):
             ticket = await self._owner.admit(prompts)
+        self._owner.waited("ticket", began)
         if ticket is None:
             return False
         for prompt in prompts:
@@ -135,8 +141,10 @@ class Outbound:
         for edge in self.edges:
             if parents and edge.rule != "latest":
                 self._desk.child(parents, envelope.id, edge.num_arrivals)
+            began = time.time_ns()
             with self._activity.waiting("credit", edge.name, inside=in_turn.get()):
                 await edge.send(envelope)
+            self._owner.waited(f"credit {edge.name}", began)
         self._owner.sent(envelope)
         for item in parents:
             if item.held and uses_up:

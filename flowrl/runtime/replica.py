@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from flowrl.runtime.lease import Lease
 from flowrl.runtime.outbound import Outbound
 from flowrl.runtime.requests import LiveCall
 from flowrl.runtime.trace import TraceBuffer
+
+TRACED_WAIT_NS = 1_000_000
+"""Shorter waits are not worth a slice."""
 
 
 class Replica:
@@ -82,6 +86,11 @@ class Replica:
 
     def sent(self, envelope: Envelope) -> None:
         self._trace.sent(self.place.track, envelope)
+
+    def waited(self, what: str, since_ns: int) -> None:
+        now = time.time_ns()
+        if now - since_ns >= TRACED_WAIT_NS:
+            self._trace.slice(self.place.track, what, since_ns, now, kind="wait")
 
     def restore(self, edge: str, envelope: Envelope) -> None:
         """Send a checkpoint's message again, as soon as the node runs: the lane may have to wait for credit."""
