@@ -1,0 +1,101 @@
+"""The batcher: whole groups in admission order, remainders at the end, denominators, whitening over the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowrl.messages import Batch, Group
+from flowrl.nodes import GroupAdvantage, TokenBatch
+from tests.node_rig import InMemoryIn, InMemoryOut, attach, members, run, scored
+
+
+def group(name: str, *, rewards: tuple[float, ...] = (1.0, 0.0), response: int = 2) -> Group:
+    items = [scored(m, reward, response=response, group=name) for m, reward in enumerate(rewards)]
+    return GroupAdvantage("reinforce", size=len(items)).group(members(items, size=len(items)))
+
+
+def batches(node: TokenBatch, arrivals: list[tuple[int, Group | None]], *, window: int | None = 1) -> list[Batch]:
+    out = InMemoryOut()
+    attach(node).window = window
+    run(node, groups=InMemoryIn(arrivals), batches=out)
+    assert [sorted({s.group_id for s in batch.samples}) for batch in out.sent] == [
+        sorted(g.group_id for g in groups) for groups in out.made_from
+    ]
+    return out.sent
+
+
+def names(found: list[Batch]) -> list[list[str]]:
+    return [list(dict.fromkeys(sample.group_id for sample in batch.samples)) for batch in found]
+
+
+def test_groups_leave_in_admission_order_and_the_rest_at_the_end() -> None:
+    arrivals = [(t, group(f"g{t}")) for t in (1, 0, 3, 2, 4)]
+    assert names(batches(TokenBatch(2), arrivals)) == [["g0", "g1"], ["g2", "g3"], ["g4"]]
+
+
+def test_a_dropped_group_is_stepped_over() -> None:
+    arrivals = [(1, group("g1")), (2, group("g2")), (0, None)]
+    assert names(batches(TokenBatch(2), arrivals)) == [["g1", "g2"]]
+
+
+def test_the_window_lets_finished_groups_overtake() -> None:
+    arrivals = [(t, group(f"g{t}")) for t in (1, 2, 0, 3)]
+    assert names(batches(TokenBatch(2), arrivals, window=3)) == [["g1", "g2"], ["g0", "g3"]]
+
+
+@pytest.mark.parametrize(("window", "mask_staleness"), [(0, 1), (None, -1), (1, -1)])
+def test_only_masking_tells_the_trainer_to_mask(window: int | None, mask_staleness: int) -> None:
+    found = batches(TokenBatch(1), [(0, group("g0"))], window=window)
+    assert [batch.mask_staleness for batch in found] == [mask_staleness]
+
+
+def test_without_a_window_groups_leave_as_they_come() -> None:
+    arrivals = [(t, group(f"g{t}")) for t in (5, 1, 3)]
+    assert names(batches(TokenBatch(1), arrivals, window=0)) == [["g5"], ["g1"], ["g3"]]
+
+
+def test_a_batch_carries_the_denominators_of_all_its_ranks() -> None:
+    (batch,) = batches(TokenBatch(2, token_budget=64), [(0, group("a", response=3)), (1, group("b"))])
+    assert (batch.num_groups, batch.num_sequences, batch.num_tokens, batch.token_budget) == (2, 4, 10, 64)
+    parts = batch.split(2)
+    assert sorted(s.sample_id for part in parts for s in part.samples) == ["a:0", "a:1", "b:0", "b:1"]
+    assert {part.num_tokens for part in parts} == {10}
+
+
+def test_metrics_are_those_of_the_whole_batch() -> None:
+    (batch,) = batches(TokenBatch(2), [(0, group("a", response=4)), (1, group("b", rewards=(1.0, 1.0)))])
+    assert batch.metrics == {
+        "reward_mean": 0.75,
+        "raw_reward_mean": 0.75,
+        "response_tokens_mean": 3.0,
+        "truncated_share": 0.0,
+        "all_equal_groups_share": 0.5,
+    }
+
+
+def test_whitening_is_over_the_trained_tokens_of_the_whole_batch() -> None:
+    arrivals = [(0, group("a", response=4)), (1, group("b", rewards=(3.0, 1.0)))]
+    (batch,) = batches(TokenBatch(2, whiten="full"), arrivals)
+    values = np.concatenate([sample.advantages[sample.policy_mask] for sample in batch.samples])
+    assert values.mean() == pytest.approx(0.0, abs=1e-6)
+    assert values.var() == pytest.approx(1.0, abs=1e-5)
+    assert all((sample.advantages[~sample.policy_mask] == 0).all() for sample in batch.samples)
+    (centred,) = batches(TokenBatch(2, whiten="mean"), arrivals)
+    raw = np.array([1.0] * 4 + [0.0] * 4 + [3.0] * 2 + [1.0] * 2)
+    values = np.concatenate([sample.advantages[sample.policy_mask] for sample in centred.samples])
+    np.testing.assert_allclose(values, raw - raw.mean(), atol=1e-6)
+
+
+def test_the_window_goes_on_where_a_checkpoint_left_it() -> None:
+    first = TokenBatch(2)
+    assert names(batches(first, [(0, group("g0")), (1, group("g1"))])) == [["g0", "g1"]]
+    resumed = TokenBatch(2)
+    resumed.load_state(first.state())
+    assert names(batches(resumed, [(3, group("g3")), (2, group("g2"))])) == [["g2", "g3"]]
+
+
+def test_settings_out_of_range_are_problems() -> None:
+    assert TokenBatch(2).check(None) == []
+    problems = TokenBatch(0, token_budget=0, optimizer_steps=0, whiten="on").check(None)  # type: ignore[arg-type]
+    assert [problem.split()[0] for problem in problems] == ["num_groups", "token_budget", "optimizer_steps", "whiten"]

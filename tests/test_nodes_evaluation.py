@@ -1,0 +1,130 @@
+"""Evaluation: the same held-out prompts and seeds each time, one version, every answer in the books."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.messages import Prompt, Sample
+from flowrl.models import Policy
+from flowrl.nodes import Evaluation
+from flowrl.nodes.evaluation import pass_at_k
+from flowrl.tasks import Row, Task, load_rows
+from tests.node_rig import FakeContext, attach, sample
+
+TASK = Task("arithmetic:max_value=9")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+class Answers:
+    """The live side of the call: right for members below `right`, by the versions in turn."""
+
+    def __init__(self, *, right: int = 99, versions: tuple[int, ...] = (3,)) -> None:
+        self.asked: list[Prompt] = []
+        self._right = right
+        self._versions = versions
+
+    async def call(self, prompt: Prompt, **options: Any) -> Sample:
+        self.asked.append(prompt)
+        version = self._versions[len(self.asked) % len(self._versions)]
+        answer = prompt.columns["answer"] if prompt.member < self._right else "?"
+        base = sample(prompt.member, response_text=answer, columns=prompt.columns)
+        return sample(
+            prompt.member,
+            response_text=answer,
+            columns=prompt.columns,
+            versions=np.where(base.policy_mask, version, -1).astype(np.int32),
+        )
+
+
+def evaluate(answers: Answers, phase: str = "before", **options: Any) -> tuple[dict[str, float], FakeContext]:
+    node = Evaluation(TASK, Policy("tiny"), **options)
+    node.name = "evaluation"
+    context = attach(node, generate=answers)
+
+    async def life() -> dict[str, float]:
+        await node.setup()
+        figures = await node.evaluate(phase=phase, step=0)
+        ending = asyncio.create_task(node.run())
+        await node.finish()
+        await ending
+        await node.close()
+        return figures
+
+    return asyncio.run(life()), context
+
+
+def test_only_held_out_prompts_are_asked_with_seeds_that_stay() -> None:
+    first, again = Answers(), Answers()
+    evaluate(first, num_prompts=5, num_samples=2)
+    evaluate(again, phase="after", num_prompts=5, num_samples=2)
+    held_out = {row.prompt_id for row in load_rows(TASK).held_out}
+    assert {prompt.prompt_id for prompt in first.asked} <= held_out
+    assert len(first.asked) == len({prompt.seed for prompt in first.asked}) == 10
+    assert [(p.prompt_id, p.seed) for p in first.asked] == [(p.prompt_id, p.seed) for p in again.asked]
+    assert not {p.sample_id for p in first.asked} & {p.sample_id for p in again.asked}
+
+
+def test_figures_and_books_say_the_same() -> None:
+    figures, context = evaluate(Answers(right=1), num_prompts=6, num_samples=4)
+    assert figures["exact_match"] == figures["score"] == 0.25
+    assert (figures["num_answers"], figures["pass_at_4"]) == (24, 1.0)
+    ((name, rows),) = context.ledger.events
+    assert name == "evaluation"
+    assert [row.correct for row in rows] == [row.member == 0 for row in rows]
+    assert {(row.phase, row.step, row.oldest_version, row.newest_version) for row in rows} == {("before", 0, 3, 3)}
+
+
+def test_fewer_held_out_prompts_than_asked_for_are_said() -> None:
+    figures, context = evaluate(Answers(), num_prompts=1000)
+    assert figures["num_answers"] == len(load_rows(TASK).held_out)
+    assert "1000 were asked for" in context.told[-1]
+
+
+def test_several_versions_are_an_error_except_beside_training() -> None:
+    assert evaluate(Answers(versions=(3, 4)), phase="during")[0]["newest_version"] == 4
+    with pytest.raises(FlowrlError, match="saw the versions 3 to 4"):
+        evaluate(Answers(versions=(3, 4)))
+
+
+def test_an_answer_without_a_verdict_counts_as_wrong() -> None:
+    figures, context = evaluate(Answers(), num_prompts=3, function="tests.test_nodes_evaluation:judge_of_nothing")
+    assert figures["score"] == 0.0
+    assert context.metrics == {"evaluation_reward_raised": 3}
+
+
+async def judge_of_nothing(prompts: list[str], responses: list[str]) -> list[float]:
+    raise ValueError("no verdict")
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 0, 2), (4, 1, 2), (5, 3, 3), (4, 4, 1), (6, 2, 6)])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n: int, c: int, k: int) -> None:
+    draws = list(combinations(range(n), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(min(draw) < c for draw in draws) / len(draws))
+
+
+def test_preflight_needs_held_out_rows(tmp_path: Path) -> None:
+    question = next(text for text in map(str, range(99)) if not Row.ask(text).held_out)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": question, "answer": "1"}))
+    with pytest.raises(ConfigError, match="has no held-out rows"):
+        Evaluation(Task(str(path)), Policy("tiny")).preflight()
+    Evaluation(TASK, Policy("tiny")).preflight()
+
+
+def test_settings_out_of_range_are_problems() -> None:
+    node = Evaluation(TASK, Policy("tiny"), num_prompts=0, num_samples=0, every=-1, concurrency=0)
+    assert [text.split()[0] for text in node.check(None)] == ["num_prompts", "num_samples", "every", "concurrency"]

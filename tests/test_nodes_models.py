@@ -1,0 +1,87 @@
+"""Nodes that hold a model or make samples of answers: the reference and the demonstrations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Prompt
+from flowrl.models import Policy, resolve
+from flowrl.nodes import Demonstrations, PromptSource, Reference
+from flowrl.tasks import Task
+from tests.node_rig import InMemoryIn, InMemoryOut, attach, run, sample
+
+TASK = Task("arithmetic:max_value=3")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.slow
+def test_the_reference_gives_the_models_logprobs_at_policy_tokens() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    out = InMemoryOut()
+    given = [sample(0, response=4), sample(1, response=1)]
+    run(Reference(Policy("tiny"), temperature=2.0), rollouts=InMemoryIn(given), referenced=out)
+    model = AutoModelForCausalLM.from_pretrained(resolve(Policy("tiny")))
+    for before, after in zip(given, out.sent, strict=True):
+        ids = torch.from_numpy(before.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids).logits[0].double() / 2.0, -1)
+        expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(after.ref_logprobs[1:], np.where(before.policy_mask[1:], expected, 0.0), atol=1e-5)
+        assert after.ref_logprobs[0] == 0.0
+
+
+def prompts(task: Task) -> list[Prompt]:
+    source, out = PromptSource(task, Policy("tiny")), InMemoryOut()
+    source.name = "prompts"
+    run(source, prompts=out)
+    return [prompt for group in out.groups for prompt in group]
+
+
+def test_a_demonstration_is_the_prompt_with_its_answer_trained() -> None:
+    from flowrl.models import load_tokenizer
+
+    out = InMemoryOut()
+    node = Demonstrations(TASK, Policy("tiny"))
+    asked = prompts(TASK)
+    context = run(node, prompts=InMemoryIn(asked), groups=out)
+    tokenizer = load_tokenizer(resolve(Policy("tiny")))
+    assert len(out.sent) == len(asked)
+    for prompt, group in zip(asked, out.sent, strict=True):
+        (made,) = group.samples
+        assert made.sample_id == prompt.sample_id
+        np.testing.assert_array_equal(made.token_ids[: made.prompt_tokens], prompt.token_ids)
+        assert tokenizer.decode(made.token_ids[made.policy_mask]) == f"{prompt.columns['answer']}<|end|>"
+        assert made.response_tokens == len(str(prompt.columns["answer"])) + 1
+    assert [event[0] for event in context.ledger.events] == ["generated"] * len(asked)
+
+
+def test_long_demonstrations_are_dropped_with_a_reason() -> None:
+    taken, out = InMemoryIn(prompts(TASK)), InMemoryOut()
+    run(Demonstrations(TASK, Policy("tiny"), max_tokens=3), prompts=taken, groups=out)
+    assert not out.sent
+    assert {reason for _, _, reason in taken.dropped} == {"too_long"}
+
+
+def test_rows_without_an_answer_are_refused_before_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(f'{{"prompt": "{n}"}}' for n in range(20)))
+    with pytest.raises(ConfigError, match="have no answer to learn from"):
+        Demonstrations(Task(str(path)), Policy("tiny")).preflight()
+
+
+def test_settings_out_of_range_are_problems() -> None:
+    assert attach(Reference(Policy("tiny")))
+    assert len(Reference(Policy("tiny"), temperature=0).check(None)) == 1
+    assert len(Demonstrations(TASK, Policy("tiny"), max_tokens=1).check(None)) == 1

@@ -1,0 +1,138 @@
+"""The reward node: verdicts, shaping, failed samples, and the preflight that finds faults before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.messages import Sample
+from flowrl.nodes import Overlong, Reward, Shaping
+from flowrl.nodes.reward import FAILURES_IN_A_ROW
+from flowrl.tasks import Task
+from tests.node_rig import FakeContext, InMemoryIn, InMemoryOut, run, sample
+
+TASK = Task("arithmetic:max_value=9")
+
+
+def score(node: Reward, samples: list[Sample]) -> tuple[InMemoryOut, InMemoryIn, FakeContext]:
+    taken, out = InMemoryIn(samples), InMemoryOut()
+    context = run(node, rollouts=taken, scored=out)
+    return out, taken, context
+
+
+def reward_file(tmp_path: Path, body: str, head: str = "async def f(prompts, responses, **columns)") -> str:
+    (tmp_path / "reward.py").write_text(f"{head}:\n    {body}\n")
+    return f"{tmp_path}/reward.py:f"
+
+
+def test_the_tasks_own_verifier_judges_by_exact_match() -> None:
+    out, _, context = score(Reward(TASK), [sample(0), sample(1, response_text=" 2\n"), sample(2, response_text="3")])
+    assert [(s.sample_id, s.reward, s.raw_reward) for s in out.sent] == [("g:0", 1, 1), ("g:1", 1, 1), ("g:2", 0, 0)]
+    assert [event[0] for event in context.ledger.events] == ["scored"] * 3
+    assert out.sent[0].token_ids is out.sent[0].token_ids
+    assert out.sent[0].columns == {"answer": "2"}
+    assert out.sent[0].scored_s > 0
+
+
+def test_parts_are_logged_and_scores_stand_for_the_raw_reward(tmp_path: Path) -> None:
+    place = reward_file(tmp_path, "return {'rewards': [2.0], 'scores': [1.0], 'logs': {'form': [0.5]}}")
+    out, _, _ = score(Reward(TASK, function=place, shaping=Shaping(weights={"form": 3.0})), [sample()])
+    assert (out.sent[0].reward, out.sent[0].raw_reward, out.sent[0].reward_parts) == (3.5, 1.0, {"form": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("return 'text'", "reward_malformed"),
+        ("return []", "reward_wrong_length"),
+        ("return [float('nan')]", "reward_not_finite"),
+        ("raise ValueError", "reward_raised"),
+    ],
+)
+def test_a_sample_without_a_verdict_fails_and_the_others_go_on(tmp_path: Path, body: str, reason: str) -> None:
+    place = reward_file(tmp_path, f"if responses == ['bad']: {body}\n    return [1.0]")
+    out, taken, context = score(Reward(TASK, function=place), [sample(0), sample(1, response_text="bad"), sample(2)])
+    assert [s.member for s in out.sent] == [0, 2]
+    assert [(item.member, state, why) for item, state, why in taken.dropped] == [(1, "failed", reason)]
+    assert context.metrics == {reason: 1}
+    assert "a sample failed: " in context.told[0]
+
+
+def test_a_function_that_never_succeeds_ends_the_run(tmp_path: Path) -> None:
+    node = Reward(TASK, function=reward_file(tmp_path, "raise RuntimeError('no judge')"))
+    with pytest.raises(FlowrlError, match=rf"failed for {FAILURES_IN_A_ROW} samples in a row; .*no judge"):
+        score(node, [sample(n) for n in range(FAILURES_IN_A_ROW)])
+
+
+def test_a_success_ends_a_row_of_failures(tmp_path: Path) -> None:
+    node = Reward(TASK, function=reward_file(tmp_path, "return [1.0] if responses == ['2'] else 1 / 0"))
+    bad = [sample(n, response_text="bad") for n in range(FAILURES_IN_A_ROW - 1)]
+    out, taken, _ = score(node, [*bad, sample(), *bad])
+    assert (len(out.sent), len(taken.dropped)) == (1, 2 * len(bad))
+
+
+def test_preflight_tries_the_function_once(tmp_path: Path) -> None:
+    Reward(TASK).preflight()
+    Reward(TASK, function=reward_file(tmp_path, "return [1.0]")).preflight()
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "says"),
+    [
+        ("async def f(prompts, responses)", "return 'text'", "the trial reward failed"),
+        ("async def f(prompts, responses, solution)", "return [1]", "needs the column solution"),
+        ("async def f(responses)", "return [1]", "begins with the parameters"),
+        ("async def g(prompts, responses)", "return [1]", "has no function 'f'"),
+        ("async def f(prompts, responses", "return [1]", "does not import: SyntaxError"),
+    ],
+)
+def test_preflight_names_what_cannot_work(tmp_path: Path, head: str, body: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Reward(TASK, function=reward_file(tmp_path, body, head)).preflight()
+    assert says in str(error.value)
+
+
+@pytest.mark.slow
+def test_preflight_does_not_wait_for_a_function_that_hangs(tmp_path: Path) -> None:
+    place = reward_file(tmp_path, "while True: pass", "def f(prompts, responses)")
+    with pytest.raises(ConfigError, match=r"took more than 0.5 s"):
+        Reward(TASK, function=place, timeout_s=0.5).preflight()
+
+
+@pytest.mark.slow
+def test_synchronous_functions_run_in_a_process_that_a_timeout_kills(tmp_path: Path) -> None:
+    place = reward_file(
+        tmp_path, "while response == 'bad': pass\n    return len(answer)", "def f(prompt, response, answer)"
+    )
+    node = Reward(TASK, function=place, timeout_s=1.0)
+    out, taken, _ = score(node, [sample(0), sample(1, response_text="bad"), sample(2)])
+    assert [(s.member, s.reward) for s in out.sent] == [(0, 1.0), (2, 1.0)]
+    assert [why for _, _, why in taken.dropped] == ["reward_timed_out"]
+
+
+@pytest.mark.parametrize(
+    ("shaping", "truncated", "tokens", "expected"),
+    [
+        (Shaping(), True, 99, 1.0),
+        (Shaping(stop_penalty=0.25), True, 10, 0.25),
+        (Shaping(stop_penalty=0.25), False, 10, 1.0),
+        (Shaping(stop_penalty=-2.0), True, 10, -2.0),
+        (Shaping(overlong=Overlong(max_tokens=100, buffer=20)), False, 80, 1.0),
+        (Shaping(overlong=Overlong(max_tokens=100, buffer=20)), False, 90, 0.5),
+        (Shaping(overlong=Overlong(max_tokens=100, buffer=20, factor=2.0)), True, 100, -1.0),
+        (Shaping(weights={"form": -4.0}, clip=(-1.0, 1.0)), False, 10, -1.0),
+        (Shaping(weights={"absent": 5.0}), False, 10, 1.0),
+        (Shaping(stop_penalty=0.5, overlong=Overlong(10, 10)), True, 10, -0.5),
+    ],
+)
+def test_shaping_steps_in_their_order(shaping: Shaping, truncated: bool, tokens: int, expected: float) -> None:
+    assert shaping.shaped(1.0, {"form": 1.0}, num_tokens=tokens, truncated=truncated) == pytest.approx(expected)
+
+
+def test_settings_that_cannot_work_are_problems() -> None:
+    shaping = Shaping(stop_penalty=1.5, overlong=Overlong(10, 0), clip=(1.0, 0.0))
+    problems = Reward(TASK, timeout_s=0, concurrency=0, shaping=shaping).check(None)
+    assert len(problems) == 5
+    assert Reward(TASK).check(None) == []

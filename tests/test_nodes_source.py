@@ -1,0 +1,107 @@
+"""The source: an order that seed and epoch decide, members with seeds of their own, a cursor to go on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Prompt
+from flowrl.models import Policy
+from flowrl.nodes import PromptSource
+from flowrl.nodes.source import epoch_order, sampling_seed
+from flowrl.tasks import Task
+from tests.node_rig import FakeContext, InMemoryOut, attach, run
+
+TASK = Task("arithmetic:max_value=3")
+NUM_TRAIN = 13
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def groups(source: PromptSource, *, tickets: int = 1 << 30, steps: int | None = None) -> list[list[Prompt]]:
+    out = InMemoryOut(tickets)
+    source.name = "prompts"
+    attach(source).steps = steps
+    run(source, prompts=out)
+    return out.groups
+
+
+def texts(source: PromptSource, **options: int | None) -> list[str]:
+    return [group[0].text for group in groups(source, **options)]  # type: ignore[arg-type]
+
+
+def test_an_epoch_is_a_permutation_of_seed_and_epoch() -> None:
+    assert sorted(epoch_order(20, 1, 0)) == list(range(20))
+    assert epoch_order(20, 1, 0) == epoch_order(20, 1, 0)
+    assert len({tuple(epoch_order(20, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
+
+
+def test_seeds_differ_by_each_of_their_parts_and_fit_31_bits() -> None:
+    places = [(s, p, e, m) for s in (0, 1) for p in ("a", "b") for e in (0, 1) for m in (0, 1)]
+    seeds = [sampling_seed(*place) for place in places]
+    assert len(set(seeds)) == len(places)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert sampling_seed(0, "a", 0, 0) == seeds[0]
+
+
+def test_without_steps_every_training_row_is_one_group_once() -> None:
+    found = groups(PromptSource(TASK, Policy("tiny"), repeat=3))
+    assert len(found) == len({group[0].prompt_id for group in found}) == NUM_TRAIN
+    for group in found:
+        assert [prompt.member for prompt in group] == [0, 1, 2]
+        assert {prompt.group_id for prompt in group} == {f"prompts:0:{group[0].prompt_id}"}
+        assert len({prompt.sample_id for prompt in group}) == len({prompt.seed for prompt in group}) == 3
+        question = group[0].text.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
+        assert len(group[0].token_ids) == len(question) + 3
+        assert group[0].columns["answer"] == str(sum(map(int, question.rstrip("=").split("+"))))
+
+
+def test_with_steps_epochs_follow_each_other_in_other_orders() -> None:
+    seen = texts(PromptSource(TASK, Policy("tiny")), tickets=2 * NUM_TRAIN, steps=9)
+    first, second = seen[:NUM_TRAIN], seen[NUM_TRAIN:]
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_an_explicit_number_of_epochs_ends_the_stream() -> None:
+    assert len(groups(PromptSource(TASK, Policy("tiny"), epochs=3), steps=1000)) == 3 * NUM_TRAIN
+
+
+def test_the_cursor_goes_on_after_the_last_admitted_group() -> None:
+    whole = texts(PromptSource(TASK, Policy("tiny"), epochs=2))
+    first = PromptSource(TASK, Policy("tiny"), epochs=2)
+    begin = texts(first, tickets=NUM_TRAIN + 3)
+    rest = PromptSource(TASK, Policy("tiny"), epochs=2)
+    rest.load_state(first.state())
+    assert begin + texts(rest) == whole
+
+
+def test_the_order_is_that_of_the_seed_given_else_of_the_run() -> None:
+    assert texts(PromptSource(TASK, Policy("tiny"), seed=FakeContext.seed)) == texts(PromptSource(TASK, Policy("tiny")))
+    assert texts(PromptSource(TASK, Policy("tiny"), seed=1)) != texts(PromptSource(TASK, Policy("tiny")))
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(f'{{"prompt": "{"x" * n}"}}' for n in range(1, 41)))
+    source = PromptSource(Task(str(path)), Policy("tiny"), max_prompt_tokens=23)
+    found = groups(source)
+    assert found
+    assert all(len(group[0].token_ids) <= 23 for group in found)
+    (told,) = [text for text in source.context.told if "left out" in text]  # type: ignore[attr-defined]
+    assert "max_prompt_tokens = 23" in told
+    with pytest.raises(ConfigError, match="longer than max_prompt_tokens = 2; raise it"):
+        groups(PromptSource(Task(str(path)), Policy("tiny"), max_prompt_tokens=2))
+
+
+def test_settings_out_of_range_are_problems() -> None:
+    assert PromptSource(TASK, Policy("tiny")).check(None) == []
+    problems = PromptSource(TASK, Policy("tiny"), repeat=0, epochs=0, max_prompt_tokens=0).check(None)
+    assert [problem.split()[0] for problem in problems] == ["repeat", "epochs", "max_prompt_tokens"]
