@@ -51,10 +51,20 @@ class Live:
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
         self.version = -1
+        self.run: asyncio.Task[None] | None = None
         self.do(self._start())
 
     def do(self, work: Coroutine[Any, Any, R]) -> R:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=120)
+        return asyncio.run_coroutine_threadsafe(self._unless_it_fails(work), self.loop).result(timeout=120)
+
+    async def _unless_it_fails(self, work: Coroutine[Any, Any, R]) -> R:
+        """The result of `work`; if the generator's body ends first, what it raised."""
+        task = asyncio.create_task(work)
+        await asyncio.wait({task, self.run} if self.run else {task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and self.run:
+            task.cancel()
+            self.run.result()
+        return await task
 
     async def _start(self) -> None:
         sampling = Sampling(max_tokens=24)
@@ -78,8 +88,12 @@ class Live:
     async def _stop(self) -> None:
         self.prompts.queue.put_nowait(None)
         self.requests.closed.set()
-        await self.run
-        await self.generator.close()
+        run, self.run = self.run, None
+        assert run is not None
+        try:
+            await run
+        finally:
+            await self.generator.close()
 
     def train(self) -> int:
         """Change every weight, publish, and have the generator told; returns the version."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from flowrl.messages import Weights
 from flowrl.nodes.weight_updates import Gate, WeightUpdates
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
+from flowrl.weights.receive import SegmentReceiver
 from flowrl.weights.shm import Segment
 from tests.generator_rig import RecordingContext
 from tests.test_weights_publish import Engine, published
@@ -33,9 +34,10 @@ class Recorder:
     async def pause(self) -> None:
         self.note("pause")
 
-    async def apply(self, manifest: Weights, segment: Segment) -> float:
-        assert segment.version == manifest.base_version
-        self.note(f"apply {manifest.base_version}")
+    async def load(self, update: Mapping[str, Any]) -> float:
+        segment = Segment(update["segment"])
+        self.note(f"load {segment.version}")
+        segment.close()
         return 0.0
 
     async def label(self, version: int) -> None:
@@ -56,7 +58,9 @@ class Rig:
         self.context = RecordingContext()
         sampler: Any = self.sampler
         context: Any = self.context
-        self.updates = WeightUpdates(sampler, self.gate, context, "generator/0", running=lambda: running)
+        self.updates = WeightUpdates(
+            sampler, SegmentReceiver("unit"), self.gate, context, "generator/0", running=lambda: running
+        )
 
     def take(self, manifest: Weights) -> bool:
         self.sampler.events.clear()
@@ -73,7 +77,7 @@ def publisher() -> Iterator[Publisher]:
 def test_pause_apply_label_resume_behind_a_closed_gate(publisher: Publisher) -> None:
     rig = Rig()
     assert rig.take(published(publisher, 3))
-    assert rig.sampler.events == [f"closed:{event}" for event in ("pause", "apply 3", "label 3", "resume")]
+    assert rig.sampler.events == [f"closed:{event}" for event in ("pause", "load 3", "label 3", "resume")]
     assert rig.gate.is_open and rig.updates.version == 3
     assert rig.context.held == [("generator/0", "policy", 3)]
     assert len(rig.context.gauges["weight_update_pause_s"]) == 1
@@ -91,8 +95,8 @@ def test_an_unchanged_version_is_only_a_label_for_who_has_the_content(publisher:
     rig.take(published(publisher, 3))
     unchanged = published(publisher, 4, "unchanged")
     assert rig.take(unchanged) and late.take(unchanged)
-    assert "closed:apply 3" not in rig.sampler.events and "closed:label 4" in rig.sampler.events
-    assert "closed:apply 3" in late.sampler.events and late.updates.version == 4
+    assert "closed:load 3" not in rig.sampler.events and "closed:label 4" in rig.sampler.events
+    assert "closed:load 3" in late.sampler.events and late.updates.version == 4
 
 
 def test_a_lost_segment_leaves_the_version_as_it_is(publisher: Publisher) -> None:

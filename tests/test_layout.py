@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "channel": BASE | {"graph"},
     "runtime": BASE | {"graph", "channel"},
     "training": BASE,
-    "weights": BASE,
+    "weights": BASE | {"graph", "channel"},
     "tasks": BASE,
     "models": BASE | {"tasks", "training"},
     "nodes": ENGINE | LIBRARIES,

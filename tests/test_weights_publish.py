@@ -13,9 +13,8 @@ from flowrl.messages import Weights
 from flowrl.weights import probe
 from flowrl.weights.manifest import Checksum, ChecksumMismatch, views, word_sum
 from flowrl.weights.publish import Publisher
-from flowrl.weights.receive import fetch
-from flowrl.weights.shm import DATA_OFFSET, SHM, SegmentLost
-from flowrl.weights.transport import SharedMemory
+from flowrl.weights.receive import SegmentReceiver
+from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost
 
 
 class Engine:
@@ -64,9 +63,13 @@ def published(publisher: Publisher, version: int, kind: str = "full") -> Weights
 
 
 def loaded(manifest: Weights) -> dict[str, torch.Tensor]:
-    segment = fetch(manifest)
-    tensors = {name: tensor.clone() for name, tensor in views(segment.map(), manifest.tensors, start=DATA_OFFSET)}
+    """As vLLM's worker does it: from the update that a receiver makes of the manifest."""
+    fetched = SegmentReceiver("unit").fetch(manifest)
+    segment = Segment(fetched.update["segment"])
+    rows = fetched.update["tensors"]
+    tensors = {name: tensor.clone() for name, tensor in views(segment.map(), rows, start=DATA_OFFSET)}
     segment.close()
+    fetched.close()
     return tensors
 
 
@@ -89,10 +92,10 @@ def test_another_dtype_on_the_wire(engine: Engine) -> None:
 
 def test_other_ranks_gather_and_write_nothing() -> None:
     engine = Engine(rank=1)
-    transport = SharedMemory("unit", "policy")
-    publisher = Publisher(engine, "policy", run_id="unit", transport=transport, probe_every=1)
+    before = set(SHM.glob("flowrl-*"))
+    publisher = Publisher(engine, "policy", run_id="rank 1", probe_every=1)
     assert publisher.publish(0) is None and publisher.publish(1, "unchanged") is None
-    assert engine.gathered == 1 and len(transport.pool) == 0
+    assert engine.gathered == 1 and not [path for path in set(SHM.glob("flowrl-*")) - before if "policy" in path.name]
 
 
 def test_an_unchanged_version_names_the_content_it_has(publisher: Publisher, engine: Engine) -> None:
@@ -118,7 +121,7 @@ def test_a_byte_changed_in_the_segment_is_refused(publisher: Publisher) -> None:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
         mapping[DATA_OFFSET + 3] ^= 1
     with pytest.raises(ChecksumMismatch, match="Nothing was loaded"):
-        fetch(manifest)
+        SegmentReceiver("unit").fetch(manifest)
 
 
 def test_an_overwritten_manifest_is_lost(publisher: Publisher) -> None:
@@ -126,7 +129,7 @@ def test_an_overwritten_manifest_is_lost(publisher: Publisher) -> None:
     published(publisher, 1)
     published(publisher, 2)
     with pytest.raises(SegmentLost, match="take the newest manifest"):
-        fetch(first)
+        SegmentReceiver("unit").fetch(first)
 
 
 def test_word_sum_counts_every_byte() -> None:

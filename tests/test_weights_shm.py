@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.weights.shm import PREFIX, SHM, Segment, SegmentLost, SegmentPool, open_version, sweep
+from flowrl.channel.address import run_prefix
+from flowrl.channel.sweep import sweep
+from flowrl.weights.shm import SHM, Segment, SegmentLost, SegmentPool, open_version
 
 
 def publish(pool: SegmentPool, version: int) -> str:
@@ -99,15 +101,14 @@ def test_readers_plus_two_segments_whatever_the_order(moves: list[tuple[str, int
         pool.close()
 
 
-def test_sweep_removes_the_segments_of_dead_processes_only(pool: SegmentPool) -> None:
+def test_the_segments_of_a_killed_writer_are_swept_and_no_others(pool: SegmentPool) -> None:
     name = publish(pool, 0)
-    run_id = uuid.uuid4().hex[:8]
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    left = f"{PREFIX}{run_id}-{dead.pid}-policy-0"
-    (SHM / left).write_bytes(b"x")
-    assert left in sweep()
-    assert not (SHM / left).exists() and (SHM / name).exists()
+    left = SHM / f"flowrl-{run_prefix('gone', dead.pid)}-weights-policy-0"
+    left.write_bytes(b"x")
+    assert str(left) in sweep()
+    assert not left.exists() and (SHM / name).exists()
 
 
 def test_the_lock_of_a_killed_reader_is_free(pool: SegmentPool) -> None:

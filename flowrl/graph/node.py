@@ -20,10 +20,24 @@ Instances are built wherever the graph is built (the command line, `flowrl check
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from flowrl.graph.facts import Facts
 from flowrl.graph.ports import Call, In, Out, Port, Serve
+
+if TYPE_CHECKING:
+    from flowrl.graph.routes import WeightRoute
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +65,8 @@ class Context(Protocol):
     """Finished groups among which a batcher may choose, by admission order; 0: any, None: no admission."""
     gang_address: str
     """"host:port" at which the ranks of this gang meet, "" if the node is no gang."""
+    weight_routes: tuple[WeightRoute, ...]
+    """The readers of a trainer's weights, or of those this generator reads."""
     ledger: Any
     """Ledger events, see flowrl.runtime.books.LedgerClient."""
 

@@ -31,6 +31,7 @@ from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.vllm_sampler import EVALUATION, TRAINING, VllmSampler
 from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
 from flowrl.nodes.weight_updates import Gate, WeightUpdates
+from flowrl.weights.receive import Receiver, receiver
 
 Prefix = tuple[Int32, Float32, Int32]
 """token_ids, logprobs, versions of an unfinished response"""
@@ -52,6 +53,7 @@ class Generator(Node):
     weights: In[Weights]
     requests: Serve[Prompt, Sample]
 
+    _receiver: Receiver
     _sampler: VllmSampler
     _updates: WeightUpdates
 
@@ -117,6 +119,7 @@ class Generator(Node):
         self.context.progress("finding the model")
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self.context.progress("starting vLLM")
+        self._receiver = receiver(self.context.weight_routes, self.replica_name, self.context.run_id)
         self._sampler = await self.blocking(
             VllmSampler.start,
             model_dir,
@@ -127,10 +130,16 @@ class Generator(Node):
             max_num_seqs=2 * self.concurrency,
             kv_cache_bytes=self.kv_cache_bytes,
             seed=self.context.seed,
+            weight_backend=self._receiver.backend,
             engine=self.engine,
         )
         self._updates = WeightUpdates(
-            self._sampler, self._gate, self.context, self.replica_name, running=lambda: bool(self._running)
+            self._sampler,
+            self._receiver,
+            self._gate,
+            self.context,
+            self.replica_name,
+            running=lambda: bool(self._running),
         )
         self.context.progress("vLLM is ready")
 
@@ -144,6 +153,7 @@ class Generator(Node):
     async def close(self) -> None:
         if hasattr(self, "_sampler"):
             await self.blocking(self._sampler.close)
+            self._receiver.close()
 
     async def _serve(self) -> None:
         if self.requests.live is not None:

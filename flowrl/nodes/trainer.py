@@ -145,7 +145,13 @@ class Trainer(Node):
             return None
         from flowrl.weights.publish import Publisher
 
-        return Publisher(engine, self.name, run_id=self.context.run_id, probe_every=self.probe_every)
+        return Publisher(
+            engine,
+            self.name,
+            run_id=self.context.run_id,
+            routes=self.context.weight_routes,
+            probe_every=self.probe_every,
+        )
 
     async def run(self) -> None:
         await self._publish(changed=True)

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from flowrl.errors import FlowrlError, SampleFailed
-from flowrl.messages import Int32, Weights
+from flowrl.messages import Int32
 from flowrl.nodes.sampling import Completion, Sampling, spread_versions
 from flowrl.nodes.vllm_start import engine_arguments, prepare_environment
-from flowrl.weights.shm import Segment
 
 TRAINING, EVALUATION = 0, 1
 """Priorities: vLLM takes the smaller first."""
@@ -49,7 +48,7 @@ class VllmSampler:
         engine: Mapping[str, Any] | None = None,
     ) -> VllmSampler:
         """Load the model in a child process. Blocks; the process it makes ends with this one."""
-        prepare_environment(cores=cores, on_gpu=on_gpu)
+        prepare_environment(cores=cores, on_gpu=on_gpu, weight_backend=weight_backend)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -155,10 +154,13 @@ class VllmSampler:
         """Tokens sampled from now on carry `version`. Only while paused."""
         await self._engine.update_weight_version(str(version))
 
-    async def apply(self, manifest: Weights, segment: Segment) -> float:
-        """Load the segment into the model, in every worker; returns the slowest worker's seconds. Only while paused."""
-        update = {"segment": segment.name, "tensors": [list(row) for row in manifest.tensors]}
-        seconds: list[float] = await self._engine.collective_rpc("apply_weights", args=(update,))
+    async def join(self, init_info: Mapping[str, Any]) -> None:
+        """Set up vLLM's transfer engine; for NCCL this ends when the whole group has met."""
+        await self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": dict(init_info)})
+
+    async def load(self, update: Mapping[str, Any]) -> float:
+        """Load one version into the model, in every worker; the slowest worker's seconds. Only while paused."""
+        seconds: list[float] = await self._engine.collective_rpc("apply_weights", args=(dict(update),))
         return max(seconds)
 
     async def sleep(self) -> None:

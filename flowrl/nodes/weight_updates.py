@@ -19,8 +19,8 @@ from flowrl.graph.node import Context
 from flowrl.messages import Weights
 from flowrl.nodes.vllm_sampler import VllmSampler
 from flowrl.weights import probe
-from flowrl.weights.receive import fetch
-from flowrl.weights.shm import Segment, SegmentLost
+from flowrl.weights.receive import Fetched, Receiver
+from flowrl.weights.shm import SegmentLost
 
 
 class Gate:
@@ -51,12 +51,20 @@ class WeightUpdates:
     """The version that one sampler holds. `running()` says whether requests are in vLLM."""
 
     def __init__(
-        self, sampler: VllmSampler, gate: Gate, context: Context, replica: str, *, running: Callable[[], bool]
+        self,
+        sampler: VllmSampler,
+        receiver: Receiver,
+        gate: Gate,
+        context: Context,
+        replica: str,
+        *,
+        running: Callable[[], bool],
     ) -> None:
         self.version = -1
         self._content = -1
         """The version whose tensors are loaded: older than `version` after an unchanged one."""
         self._sampler = sampler
+        self._receiver = receiver
         self._gate = gate
         self._context = context
         self._replica = replica
@@ -67,27 +75,32 @@ class WeightUpdates:
         if manifest.version <= self.version:
             return False
         async with AsyncExitStack() as stack:
-            segment = None
+            fetched = None
             if manifest.base_version != self._content:
                 try:
-                    segment = await self._context.blocking(fetch, manifest)
+                    fetched = await self._fetch(manifest)
                 except SegmentLost:
                     return False
-                stack.callback(segment.close)
-            if self._running():
+                stack.callback(fetched.close)
+            if self._running() and self._receiver.takes_turns:
                 await stack.enter_async_context(self._context.turn("weights"))
-            await self._exchange(manifest, segment)
+            await self._exchange(manifest, fetched)
         self._context.ledger.holds(self._replica, manifest.policy, manifest.version)
         await self._probe(manifest)
         return True
 
-    async def _exchange(self, manifest: Weights, segment: Segment | None) -> None:
+    async def _fetch(self, manifest: Weights) -> Fetched:
+        info = self._receiver.join(manifest)
+        if info is not None:
+            await self._sampler.join(info)
+        return await self._context.blocking(self._receiver.fetch, manifest)
+
+    async def _exchange(self, manifest: Weights, fetched: Fetched | None) -> None:
         self._gate.close("weights")
         began = time.perf_counter()
         await self._sampler.pause()
-        if segment is not None:
-            apply_s = await self._sampler.apply(manifest, segment)
-            self._context.gauge("weight_apply_s", apply_s)
+        if fetched is not None:
+            self._context.gauge("weight_apply_s", await self._sampler.load(fetched.update))
         await self._sampler.label(manifest.version)
         self.version, self._content = manifest.version, manifest.base_version
         await self._sampler.resume()

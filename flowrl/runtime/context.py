@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from flowrl.channel.endpoint import Endpoint
+from flowrl.graph.routes import WeightRoute
 from flowrl.runtime.activity import Activity
 from flowrl.runtime.books import LedgerClient
 from flowrl.runtime.inbound import in_turn
@@ -41,6 +42,7 @@ class Place:
     window: int | None = None
     lease: str = ""
     """Turn that a host with shared devices needs for its work."""
+    weight_routes: tuple[WeightRoute, ...] = ()
 
     @property
     def track(self) -> str:
@@ -57,6 +59,7 @@ class NodeContext:
         self.cores, self.gpus = place.cores, place.gpus
         self.resume_dir, self.start_version = place.resume_dir, place.start_version
         self.max_staleness, self.window = place.max_staleness, place.window
+        self.weight_routes = place.weight_routes
         self.gang_address = ""
         self.run_id = place.run_id
         self.ledger = LedgerClient(endpoint, place.track)

@@ -15,11 +15,12 @@ so `transmit` has to come after `send`, and ends with the slowest.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from flowrl.graph.routes import WeightRoute, common_transport
 from flowrl.messages import Weights
 from flowrl.weights.probe import probe_sequences
-from flowrl.weights.shm import sweep
 from flowrl.weights.transport import SharedMemory, Source, Transport
 
 
@@ -36,7 +37,7 @@ class Publisher:
     """Publishes the versions of one policy.
 
     `probe_every=n` adds the probe to every nth publication, the first included; 0 leaves it out.
-    `transport` is shared memory by default; see flowrl.weights.device for NCCL and CUDA IPC.
+    `routes` are its readers, which decide the transport; without any it is shared memory.
     """
 
     def __init__(
@@ -45,18 +46,17 @@ class Publisher:
         policy: str,
         *,
         run_id: str,
-        transport: Transport | None = None,
+        routes: Sequence[WeightRoute] = (),
         dtype: str | None = None,
         probe_every: int = 10,
     ) -> None:
         self.policy = policy
         self.times = PublishTimes()
         self._source = source
-        self._transport = transport or SharedMemory(run_id, policy, dtype=dtype)
+        self._transport = _transport(routes, run_id, policy, dtype)
         self._probe_every = probe_every
         self._num_published = 0
         self._last: Weights | None = None
-        sweep()
 
     def publish(self, version: int, kind: str = "full") -> Weights | None:
         """Make `version` readable; collective. Returns the manifest on rank 0, None elsewhere.
@@ -98,3 +98,12 @@ class Publisher:
         return replace(
             manifest, probe_token_ids=sequences, probe_logprobs=tuple(tuple(float(p) for p in row) for row in logprobs)
         )
+
+
+def _transport(routes: Sequence[WeightRoute], run_id: str, policy: str, dtype: str | None) -> Transport:
+    kind = common_transport(routes)
+    if kind in ("shm", "tcp"):
+        return SharedMemory(run_id, policy, dtype=dtype, serve=kind == "tcp")
+    from flowrl.weights import device
+
+    return device.Nccl(routes) if kind == "nccl" else device.Ipc(routes, run_id)

@@ -1,29 +1,155 @@
-"""The generator's side: get a published version onto this machine, checked, before anything is paused."""
+"""The generator's side: get a published version onto this machine, checked, before anything is paused.
+
+A receiver turns a manifest into an update that vLLM's worker can load. `fetch` blocks and belongs off
+the event loop. What it returns is closed after the update, which gives back locks and tells the trainer.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
 from flowrl.errors import FlowrlError
+from flowrl.graph.routes import WeightRoute
 from flowrl.messages import Weights
 from flowrl.weights.manifest import verify
-from flowrl.weights.shm import DATA_OFFSET, Segment, open_version
+from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost, SegmentPool, open_version
+
+if TYPE_CHECKING:
+    from flowrl.weights.tcp import Origin
 
 
-def fetch(manifest: Weights) -> Segment:
-    """The segment with the manifest's content, locked for reading and its checksum verified. Blocks.
+@dataclass(frozen=True)
+class Fetched:
+    """One version, ready to load."""
 
-    The caller closes it after use. Raises SegmentLost when newer weights took its place, for which the
-    answer is the next manifest, and ChecksumMismatch.
-    """
-    scheme, _, name = manifest.transport.partition(":")
-    if scheme != "shm":
+    update: Mapping[str, Any]
+    """Update info of the vLLM transfer engine behind this receiver."""
+    close: Callable[[], None]
+    """Call once, when the update is over or given up."""
+
+
+class Receiver(Protocol):
+    """How one replica gets one policy's versions."""
+
+    backend: str
+    """Name of the transfer engine in vLLM."""
+    takes_turns: bool
+    """Replicas may update one after another. False where a transfer needs all of them at once."""
+
+    def join(self, manifest: Weights) -> Mapping[str, Any] | None:
+        """Init info for vLLM's transfer engine, the first time; None afterwards, or where there is none."""
+        ...
+
+    def fetch(self, manifest: Weights) -> Fetched:
+        """Raises SegmentLost when newer weights took this version's place: go on with the next manifest."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SegmentReceiver:
+    """Reads shared memory; versions that lie on another machine are copied here first, once a machine."""
+
+    backend = "flowrl_shm"
+    takes_turns = True
+
+    def __init__(self, run_id: str, *, machine: str | None = None) -> None:
+        self._run_id = run_id
+        self._machine = machine
+        """Stands for this machine's name, in tests of the way to another one."""
+        self._pool: SegmentPool | None = None
+        self._notes: set[Path] = set()
+
+    def join(self, manifest: Weights) -> None:
+        return None
+
+    def fetch(self, manifest: Weights) -> Fetched:
+        segment = self._segment(manifest)
+        try:
+            verify(manifest, segment.map(), start=DATA_OFFSET)
+        except FlowrlError:
+            segment.close()
+            raise
+        return Fetched({"segment": segment.name, "tensors": [list(row) for row in manifest.tensors]}, segment.close)
+
+    def _segment(self, manifest: Weights) -> Segment:
+        scheme, _, place = manifest.transport.partition(":")
+        if scheme == "shm":
+            return open_version(place, manifest.base_version)
+        if scheme == "tcp":
+            from flowrl.weights.tcp import Origin, machine_name
+
+            origin = Origin.parse(place)
+            if origin.machine == (self._machine or machine_name()):
+                return open_version(origin.segment, manifest.base_version)
+            return self._copied(origin, manifest)
         raise FlowrlError(
-            f"weights of {manifest.policy!r} were published over {manifest.transport!r}; "
-            "this generator reads shared memory (shm:NAME)"
+            f"weights of {manifest.policy!r} were published over {scheme}, but this generator reads shared memory: "
+            "its routes and its trainer's differ"
         )
-    segment = open_version(name, manifest.base_version)
-    try:
-        verify(manifest, segment.map(), start=DATA_OFFSET)
-    except FlowrlError:
-        segment.close()
-        raise
-    return segment
+
+    def _copied(self, origin: Origin, manifest: Weights) -> Segment:
+        """The local copy of a remote segment. One process copies; the others wait for its lock and read it."""
+        path = SHM / f"{origin.segment}-copy"
+        self._notes.add(path)
+        with _locked(path) as note:
+            known = os.pread(note, 4096, 0).decode()
+            if known:
+                try:
+                    return open_version(known, manifest.base_version)
+                except SegmentLost:
+                    pass  # an older copy
+            name = self._download(origin, manifest)
+            os.truncate(note, 0)
+            os.pwrite(note, name.encode(), 0)
+            return open_version(name, manifest.base_version)
+
+    def _download(self, origin: Origin, manifest: Weights) -> str:
+        from flowrl.weights.tcp import download
+
+        if self._pool is None:
+            self._pool = SegmentPool(self._run_id, manifest.policy)
+        segment = self._pool.writable()
+        try:
+            download(origin, manifest.base_version, manifest.num_bytes, segment)
+        except FlowrlError:
+            segment.unlock()
+            raise
+        self._pool.publish(segment, manifest.base_version, manifest.num_bytes)
+        return segment.name
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        for path in self._notes:
+            path.unlink(missing_ok=True)
+
+
+class _locked:
+    """An exclusive lock on a small file beside the segments; its content is shared by who holds it in turn."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> int:
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        return self._fd
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._fd)
+
+
+def receiver(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Receiver:
+    """What fits the route of `replica`; shared memory if it has none."""
+    kind = next((route.transport for route in routes if route.consumer == replica), "shm")
+    if kind in ("shm", "tcp"):
+        return SegmentReceiver(run_id)
+    from flowrl.weights import device_receive
+
+    return device_receive.NcclReceiver(routes, replica) if kind == "nccl" else device_receive.IpcReceiver()

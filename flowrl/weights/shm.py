@@ -25,7 +25,6 @@ from pathlib import Path
 from flowrl.errors import FlowrlError
 
 SHM = Path("/dev/shm")
-PREFIX = "flowrl-weights-"
 DATA_OFFSET = 4096
 """Where the tensors begin: a page, so that every mapping is aligned."""
 _HEADER = struct.Struct("<8sqQ")
@@ -93,11 +92,16 @@ class Segment:
 
 
 class SegmentPool:
-    """The writer's segments of one policy, reused so that their pages stay warm."""
+    """The writer's segments of one policy, reused so that their pages stay warm.
+
+    Their names tell the writer's pid, so that `flowrl.channel.sweep` removes what a killed writer left.
+    """
 
     def __init__(self, run_id: str, policy: str) -> None:
+        from flowrl.channel.address import run_prefix
+
         safe = "".join(c if c.isalnum() else "_" for c in policy)[-40:]
-        self._stem = f"{PREFIX}{run_id}-{os.getpid()}-{safe}-"
+        self._stem = f"flowrl-{run_prefix(run_id, os.getpid())}-weights-{safe}-"
         self._segments: list[Segment] = []
         self._newest: Segment | None = None
 
@@ -139,14 +143,3 @@ def open_version(name: str, version: int) -> Segment:
     held = segment.version
     segment.close()
     raise SegmentLost(f"weights segment {name} holds version {held}, not {version}; take the newest manifest")
-
-
-def sweep() -> list[str]:
-    """Remove the segments of processes that no longer live; returns their names."""
-    removed = []
-    for path in SHM.glob(f"{PREFIX}*"):
-        pid = path.name.removeprefix(PREFIX).split("-")[-3]
-        if not Path("/proc", pid).exists():
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
-    return sorted(removed)

@@ -20,6 +20,8 @@ from flowrl.weights.shm import Segment, SegmentPool
 if TYPE_CHECKING:
     import torch
 
+    from flowrl.weights.tcp import ChunkServer
+
 BUCKET_BYTES = 64 << 20
 
 
@@ -64,11 +66,22 @@ class Transport(Protocol):
 class SharedMemory:
     """Rank 0 writes the gathered buckets into a segment from which any process of the machine reads.
 
-    `dtype` ("bfloat16", ...) converts on the way; default is the engine's own.
+    `dtype` ("bfloat16", ...) converts on the way; default is the engine's own. With `serve`, generators
+    on other machines may fetch the segments over TCP.
     """
 
-    def __init__(self, run_id: str, policy: str, *, dtype: str | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        policy: str,
+        *,
+        dtype: str | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        serve: bool = False,
+    ) -> None:
         self.copy_s = 0.0
+        self._serve = serve
+        self._server: ChunkServer | None = None
         self.pool = SegmentPool(run_id, policy)
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
@@ -87,11 +100,20 @@ class SharedMemory:
             version=version,
             base_version=version,
             kind="full",
-            transport=f"shm:{segment.name}",
+            transport=self._location(segment),
             num_bytes=num_bytes,
             checksum=checksum,
             tensors=tuple(rows),
         )
+
+    def _location(self, segment: Segment) -> str:
+        if not self._serve:
+            return f"shm:{segment.name}"
+        if self._server is None:
+            from flowrl.weights.tcp import ChunkServer
+
+            self._server = ChunkServer()
+        return f"tcp:{self._server.origin(segment.name)}"
 
     def _write(
         self, segment: Segment, buckets: Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]]
@@ -121,4 +143,7 @@ class SharedMemory:
         """Readers fetch by themselves."""
 
     def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         self.pool.close()

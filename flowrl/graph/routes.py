@@ -1,0 +1,74 @@
+"""Who gets a trainer's weights, and how. Trainer ranks and generators are told the same routes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flowrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flowrl.graph.plan import Plan
+
+
+@dataclass(frozen=True)
+class WeightRoute:
+    """One generator replica as a reader of one trainer's weights."""
+
+    consumer: str
+    """Node replica, as "generator/1"."""
+    transport: str
+    """shm | tcp | nccl | ipc"""
+    num_workers: int = 1
+    """vLLM worker processes of the replica: its GPUs, 1 on CPU."""
+
+
+def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
+    """The routes that concern `node`: those of the trainer that it is, or of the trainer that it reads.
+
+    Under a lease trainer and generator never work at the same time, as a GPU transfer needs: there the
+    weights wait in host memory.
+    """
+
+    def name(track: str) -> str:
+        return track.split("/")[0]
+
+    trainers = {name(p.producer) for p in plan.weights if node in (name(p.producer), name(p.consumer))}
+    kinds = {p.consumer: p.transport for p in plan.weights if name(p.producer) in trainers}
+    hosts = {reader: plan.host_of(reader) for reader in kinds}
+    return tuple(
+        WeightRoute(reader, "shm" if kind == "ipc" and hosts[reader].lease else kind, len(hosts[reader].gpus) or 1)
+        for reader, kind in sorted(kinds.items())
+    )
+
+
+def common_transport(routes: Sequence[WeightRoute]) -> str:
+    """The transport that serves all readers; shared memory where there are none."""
+    kinds = {route.transport for route in routes}
+    if kinds <= {"shm"}:
+        return "shm"
+    if kinds <= {"shm", "tcp"}:
+        return "tcp"
+    if len(kinds) == 1:
+        return kinds.pop()
+    readers = ", ".join(f"{route.consumer} by {route.transport}" for route in routes)
+    raise ConfigError(
+        f"one trainer cannot publish over different GPU transports at once ({readers}); "
+        "place its generators alike: all on GPUs of their own, all sharing the trainer's, or all without GPUs"
+    )
+
+
+def rank_offset(routes: Sequence[WeightRoute], consumer: str) -> int:
+    """First rank of `consumer`'s workers in the group whose rank 0 is the sending trainer rank."""
+    offset = 1
+    for route in routes:
+        if route.consumer == consumer:
+            return offset
+        offset += route.num_workers
+    raise ValueError(f"{consumer} is not among the readers {[route.consumer for route in routes]}")
+
+
+def world_size(routes: Sequence[WeightRoute]) -> int:
+    """The sender and every worker of every reader."""
+    return 1 + sum(route.num_workers for route in routes)

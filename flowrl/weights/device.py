@@ -1,0 +1,179 @@
+"""The trainer's side on GPUs: vLLM's own NCCL and CUDA IPC engines, fed from ZeRO-3 shards.
+
+vLLM's trainer engines drive the inference side through a client. Here the manifest on the latest edge
+does that: every generator starts, loads and finishes by itself when it gets one. So the clients below
+have little to say, and `transmit`, which runs after the manifest was sent, is where ranks and generators
+meet. It ends when every generator has the version, or with the run when one of them dies.
+
+Read in vLLM 0.32 and written to it; not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+from flowrl.channel.address import local_ip
+from flowrl.graph.routes import WeightRoute, world_size
+from flowrl.messages import Weights
+from flowrl.weights.handles import HandleServer
+from flowrl.weights.transport import BUCKET_BYTES, Source
+
+
+class ZeroSource(WeightSource):  # type: ignore[misc]
+    """A training engine's buckets as vLLM's stream of whole tensors; collective over the trainer's ranks."""
+
+    def __init__(self, source: Source, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._source = source
+        self._bucket_bytes = bucket_bytes
+        self._metadata: list[ParamMeta] | None = None
+
+    def metadata(self) -> list[ParamMeta]:
+        """Names, dtypes and shapes; the first call gathers once to learn them, on all ranks."""
+        if self._metadata is None:
+            self._metadata = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._gathered()]
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # vLLM packs across buckets, and a bucket's tensors are gone when the next one is gathered.
+        for name, tensor in self._gathered():
+            yield name, tensor.clone()
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for names, tensors in self._source.buckets(self._bucket_bytes):
+            yield from zip(names, tensors, strict=True)
+
+
+class _Announced:
+    """A client whose generators learn all of it from the manifest."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: Any) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class _Handles(_Announced):
+    """Hands CUDA IPC handles to the generators that ask, and returns when all have loaded them."""
+
+    def __init__(self, server: HandleServer, num_readers: int) -> None:
+        self._server = server
+        self._num_readers = num_readers
+        self.version = -1
+
+    def update_weights(self, update_info: Any) -> None:
+        fields = {key: value for key, value in update_info.items() if value is not None}
+        handles = pickle.dumps(fields.pop("ipc_handles"))
+        fields["ipc_handles_pickled"] = base64.b64encode(handles).decode()
+        self._server.hand_out(self.version, fields, self._num_readers)
+
+
+class _DeviceTransport:
+    """Common part: the manifest names the tensors, `transmit` moves them."""
+
+    def __init__(self, routes: Sequence[WeightRoute]) -> None:
+        self.copy_s = 0.0
+        self._routes = tuple(routes)
+        self._source: ZeroSource | None = None
+        self._engine: Any = None
+
+    def stage(self, source: Source, policy: str, version: int) -> Weights | None:
+        if self._source is None:
+            self._source = ZeroSource(source)
+        rows = [_row(meta) for meta in self._source.metadata()]
+        self._rank, self._version = source.rank, version
+        if source.rank != 0:
+            return None
+        return Weights(
+            policy=policy,
+            version=version,
+            base_version=version,
+            kind="full",
+            transport=self._meeting(),
+            num_bytes=sum(row[4] for row in rows),
+            checksum=0,
+            tensors=tuple(rows),
+        )
+
+    def transmit(self) -> None:
+        assert self._source is not None
+        began = time.perf_counter()
+        if self._engine is None:
+            self._engine = self._open(self._source)
+        self._send()
+        self.copy_s = time.perf_counter() - began
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    def _send(self) -> None:
+        self._engine.send_weights()
+
+    def _meeting(self) -> str:
+        raise NotImplementedError
+
+    def _open(self, source: ZeroSource) -> Any:
+        raise NotImplementedError
+
+
+class Nccl(_DeviceTransport):
+    """One broadcast from rank 0 to every worker of every generator, packed by vLLM."""
+
+    _port = 0
+
+    def _meeting(self) -> str:
+        if not self._port:
+            self._port = _free_port()
+        return f"nccl:{local_ip()}/{self._port}"
+
+    def _open(self, source: ZeroSource) -> Any:
+        info = NCCLTrainerInitInfo(
+            master_address=local_ip(), master_port=self._port, world_size=world_size(self._routes), rank=self._rank
+        )
+        return WeightTransferTrainerFactory.trainer_init(info, client=_Announced(), source=source)
+
+
+class Ipc(_DeviceTransport):
+    """CUDA IPC handles to generators that share the trainer's GPUs."""
+
+    def __init__(self, routes: Sequence[WeightRoute], run_id: str) -> None:
+        super().__init__(routes)
+        self._server = HandleServer(run_id)
+        self._client = _Handles(self._server, len(routes))
+
+    def _meeting(self) -> str:
+        return f"ipc:{self._server.open()}"
+
+    def _open(self, source: ZeroSource) -> Any:
+        info = IPCTrainerInitInfo(rank=self._rank, packed=False)
+        return WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
+
+    def _send(self) -> None:
+        self._client.version = self._version
+        super()._send()
+
+    def close(self) -> None:
+        super().close()
+        self._server.close()
+
+
+def _row(meta: ParamMeta) -> tuple[str, str, tuple[int, ...], int, int]:
+    dtype = str(meta.dtype).removeprefix("torch.")
+    return meta.name, dtype, tuple(meta.shape), 0, torch.Size(meta.shape).numel() * meta.dtype.itemsize
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

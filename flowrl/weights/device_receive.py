@@ -1,0 +1,77 @@
+"""The generator's side on GPUs: joining the trainer's NCCL group, or reading its CUDA IPC handles.
+
+Both transfers happen inside the update itself, while generation is paused: there is no place to fetch to.
+Read in vLLM 0.32 and written to it; not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrl.graph.routes import WeightRoute, rank_offset, world_size
+from flowrl.messages import Weights
+from flowrl.weights.handles import HandleReader
+from flowrl.weights.receive import Fetched
+
+
+class NcclReceiver:
+    """Takes part in the trainer's broadcast; all replicas at once, or it never ends."""
+
+    backend = "nccl"
+    takes_turns = False
+
+    def __init__(self, routes: Sequence[WeightRoute], replica: str) -> None:
+        self._routes = tuple(routes)
+        self._replica = replica
+        self._joined = False
+
+    def join(self, manifest: Weights) -> Mapping[str, Any] | None:
+        if self._joined:
+            return None
+        self._joined = True
+        host, port = manifest.transport.removeprefix("nccl:").split("/")
+        return {
+            "master_address": host,
+            "master_port": int(port),
+            "rank_offset": rank_offset(self._routes, self._replica),
+            "world_size": world_size(self._routes),
+            "packed": True,
+        }
+
+    def fetch(self, manifest: Weights) -> Fetched:
+        return Fetched(
+            {
+                "names": [row[0] for row in manifest.tensors],
+                "dtype_names": [row[1] for row in manifest.tensors],
+                "shapes": [list(row[2]) for row in manifest.tensors],
+            },
+            lambda: None,
+        )
+
+    def close(self) -> None:
+        """vLLM leaves the group when it shuts down."""
+
+
+class IpcReceiver:
+    """Maps the trainer's tensors on the GPU both use, and says when they are copied."""
+
+    backend = "ipc"
+    takes_turns = True
+
+    def __init__(self) -> None:
+        self._reader: HandleReader | None = None
+
+    def join(self, manifest: Weights) -> Mapping[str, Any] | None:
+        if self._reader is not None:
+            return None
+        self._reader = HandleReader(manifest.transport.removeprefix("ipc:"))
+        return {"packed": False}
+
+    def fetch(self, manifest: Weights) -> Fetched:
+        assert self._reader is not None
+        return Fetched(self._reader.ask(manifest.base_version), self._reader.loaded)
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()

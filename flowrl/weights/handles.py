@@ -1,0 +1,78 @@
+"""Update infos handed from a trainer to the generators of its machine, who say when they are done.
+
+CUDA IPC handles are valid only while the trainer keeps the tensors, so it has to know when every reader
+has loaded them. Waits: the trainer for each reader's "loaded", a reader for the trainer's answer; both
+end with the processes, which the supervisor ends together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+
+from flowrl.channel.address import run_prefix, socket_root
+
+
+class HandleServer:
+    """The trainer's end. One thread at a time."""
+
+    def __init__(self, run_id: str) -> None:
+        self._path = socket_root() / f"{run_prefix(run_id, os.getpid())}-handles"
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def open(self) -> str:
+        """The address for readers."""
+        if self._socket is None:
+            self._context = zmq.Context()
+            self._socket = self._context.socket(zmq.ROUTER)
+            self._socket.bind(f"ipc://{self._path}")
+        return str(self._path)
+
+    def hand_out(self, version: int, update: Mapping[str, Any], num_readers: int) -> None:
+        """Answer `num_readers` readers of `version`; returns when all have loaded it."""
+        self.open()
+        assert self._socket is not None
+        answer = json.dumps({"version": version, "update": dict(update)}).encode()
+        loaded = 0
+        while loaded < num_readers:
+            reader, word = self._socket.recv_multipart()
+            if word == b"loaded":
+                loaded += 1
+            else:
+                self._socket.send_multipart([reader, answer])
+
+    def close(self) -> None:
+        if self._socket is not None and self._context is not None:
+            self._socket.close(linger=0)
+            self._context.term()
+            self._socket = None
+            self._path.unlink(missing_ok=True)
+
+
+class HandleReader:
+    """A generator's end."""
+
+    def __init__(self, path: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(f"ipc://{path}")
+
+    def ask(self, version: int) -> dict[str, Any]:
+        """The update info of `version`; blocks until the trainer has it."""
+        self._socket.send(b"wanted")
+        answer = json.loads(self._socket.recv())
+        assert answer["version"] == version, (answer["version"], version)
+        update: dict[str, Any] = answer["update"]
+        return update
+
+    def loaded(self) -> None:
+        """The trainer may let go of the tensors."""
+        self._socket.send(b"loaded")
+
+    def close(self) -> None:
+        self._context.destroy(linger=1000)

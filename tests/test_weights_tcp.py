@@ -1,0 +1,146 @@
+"""Weights fetched from another machine: over a real encrypted TCP connection, on one machine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.errors import FlowrlError
+from flowrl.graph.routes import WeightRoute
+from flowrl.messages import Weights
+from flowrl.weights.handles import HandleReader, HandleServer
+from flowrl.weights.manifest import views
+from flowrl.weights.publish import Publisher
+from flowrl.weights.receive import SegmentReceiver
+from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost
+from flowrl.weights.tcp import CHUNK_BYTES, Origin
+
+
+class Engine:
+    """One tensor of several chunks and a bit, filled with the version."""
+
+    rank = 0
+    vocab_size = 10
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]]:
+        yield ("weight",), (torch.full((10 * CHUNK_BYTES // 4 + 3,), self.value),)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[0.0] * (len(sequence) - 1) for sequence in sequences]
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    routes = [WeightRoute("generator/0", "shm"), WeightRoute("generator/1", "tcp")]
+    publisher = Publisher(Engine(), "policy", run_id="tcp", routes=routes, probe_every=0)
+    yield publisher
+    publisher.close()
+
+
+def publish(publisher: Publisher, version: int) -> Weights:
+    engine = publisher._source
+    assert isinstance(engine, Engine)
+    engine.value = float(version)
+    manifest = publisher.publish(version)
+    assert manifest is not None
+    return manifest
+
+
+def value(receiver: SegmentReceiver, manifest: Weights) -> float:
+    fetched = receiver.fetch(manifest)
+    segment = Segment(fetched.update["segment"])
+    ((_, tensor),) = views(segment.map(), fetched.update["tensors"], start=DATA_OFFSET)
+    assert tensor.min() == tensor.max()
+    segment.close()
+    fetched.close()
+    return float(tensor[0])
+
+
+def elsewhere() -> SegmentReceiver:
+    return SegmentReceiver("tcp", machine="another")
+
+
+def test_a_version_arrives_whole_on_another_machine(publisher: Publisher) -> None:
+    reader = elsewhere()
+    assert [value(reader, publish(publisher, version)) for version in (1, 2, 3)] == [1.0, 2.0, 3.0]
+    reader.close()
+
+
+def test_on_the_trainers_machine_the_segment_itself_is_read(publisher: Publisher) -> None:
+    manifest = publish(publisher, 1)
+    fetched = SegmentReceiver("tcp").fetch(manifest)
+    assert fetched.update["segment"] == Origin.parse(manifest.transport.removeprefix("tcp:")).segment
+    fetched.close()
+
+
+def test_one_reader_a_machine_copies_and_the_others_read_its_copy(publisher: Publisher) -> None:
+    first, second = elsewhere(), elsewhere()
+    manifest = publish(publisher, 1)
+    one, two = first.fetch(manifest), second.fetch(manifest)
+    assert one.update["segment"] == two.update["segment"]
+    one.close()
+    two.close()
+    assert value(second, publish(publisher, 2)) == 2.0
+    first.close()
+    second.close()
+
+
+def test_a_version_written_over_is_lost_to_a_remote_reader_too(publisher: Publisher) -> None:
+    reader = elsewhere()
+    first = publish(publisher, 1)
+    publish(publisher, 2)
+    publish(publisher, 3)
+    with pytest.raises(SegmentLost, match="was written over"):
+        reader.fetch(first)
+    assert value(reader, publish(publisher, 4)) == 4.0
+    reader.close()
+
+
+def test_nobody_without_the_key_is_answered(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrl.weights.tcp.SILENCE_S", 0.3)
+    manifest = publish(publisher, 1)
+    origin = Origin.parse(manifest.transport.removeprefix("tcp:"))
+    wrong = replace(manifest, transport=f"tcp:{replace(origin, public_key='00' * 32)}")
+    reader = elsewhere()
+    with pytest.raises(FlowrlError, match=r"did not answer for 0.3 s"):
+        reader.fetch(wrong)
+    reader.close()
+
+
+def test_nothing_is_left_behind(publisher: Publisher) -> None:
+    reader = elsewhere()
+    value(reader, publish(publisher, 1))
+    prefix = Origin.parse(publish(publisher, 2).transport.removeprefix("tcp:")).segment.rsplit("-", 1)[0]
+    publisher.close()
+    reader.close()
+    assert not list(SHM.glob(f"{prefix}*"))
+
+
+def test_handles_are_kept_until_every_reader_has_loaded() -> None:
+    server = HandleServer("handles")
+    path = server.open()
+    order: list[str] = []
+
+    def trainer() -> None:
+        server.hand_out(7, {"names": ["a"]}, 2)
+        order.append("released")
+
+    handing_out = threading.Thread(target=trainer)
+    handing_out.start()
+    readers = [HandleReader(path), HandleReader(path)]
+    for reader in readers:
+        assert reader.ask(7) == {"names": ["a"]}
+        order.append("loaded")
+        reader.loaded()
+    handing_out.join(10)
+    assert order == ["loaded", "loaded", "released"]
+    for reader in readers:
+        reader.close()
+    server.close()
