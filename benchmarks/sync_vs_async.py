@@ -57,13 +57,23 @@ class Done:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options, graph_args = _parser().parse_known_args(argv)
+    done: list[Done] = []
     try:
         file = load_file(options.graph)
         cases = make_cases(file, options.staleness, graph_args)
-        done = [run for repetition in range(options.repeat) for run in repeat(file, cases, repetition, options)]
+        for repetition in range(options.repeat):
+            done.extend(repeat(file, cases, repetition, options))
     except (FlowrlError, ValueError) as error:
         print(f"sync_vs_async: {error}", file=sys.stderr)
-        return 2
+        if not done:
+            return 2
+        print(f"sync_vs_async: {len(done) // len(cases)} repetitions are complete:", file=sys.stderr)
+    tell(cases, done, options)
+    return 0 if len(done) == options.repeat * len(cases) else 2
+
+
+def tell(cases: Sequence[Case], done: Sequence[Done], options: argparse.Namespace) -> None:
+    """The tables, the JSON lines, the plot."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(pace_table(cases, done))
     if any(line["reward_mean"] is not None for run in done for line in run.lines):
@@ -72,7 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(record))
     if options.plot:
         plot(cases, done, options.plot)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,23 +128,20 @@ def _all_cores(file: GraphFile, names: set[str], args: Sequence[str]) -> tuple[s
     return ("--cpus", str(Cluster.here().num_cores // replicas))
 
 
-def repeat(file: GraphFile, cases: Sequence[Case], repetition: int, options: argparse.Namespace) -> Iterator[Done]:
+def repeat(file: GraphFile, cases: Sequence[Case], repetition: int, options: argparse.Namespace) -> list[Done]:
     """One repetition: every case once, `sync` first."""
     options.run_dir = options.run_dir or Path("runs") / f"sync_vs_async-{time.strftime('%Y%m%d-%H%M%S')}"
-    sync: Pace | None = None
+    done: list[Done] = []
     for case in cases:
         run_dir = options.run_dir / f"{case.name.replace(' ', '_')}-{repetition}"
         run(file.path, case, repetition, run_dir, options.steps)
         lines = read(run_dir / "metrics.jsonl")
         generators, ranks = _replicas(run_dir)
         here = pace(lines, skip=options.skip, tail=case.staleness, generators=generators, ranks=ranks)
-        sync = sync or here
-        gain = Gain.of(sync, here)
-        print(
-            f"{case.name}, repetition {repetition}: {here.step_s:.3f} s a step, overlap {gain.overlap:.3f}",
-            file=sys.stderr,
-        )
-        yield Done(case, repetition, lines, here, gain)
+        done.append(Done(case, repetition, lines, here, Gain.of(done[0].pace if done else here, here)))
+        told = f"{here.step_s:.3f} s a step, overlap {done[-1].gain.overlap:.3f}"
+        print(f"{case.name}, repetition {repetition}: {told}", file=sys.stderr)
+    return done
 
 
 def run(graph: Path, case: Case, seed: int, run_dir: Path, steps: int) -> None:

@@ -95,7 +95,12 @@ class Inbound:
             await self._begin(item)
             current.set(item)
             self._enter(item)
-            yield item.body
+            try:
+                yield item.body
+            except GeneratorExit:  # the loop was left or cancelled inside this turn; its item stays unfinished
+                self._activity.work(-1)
+                await self._lease.end()
+                raise
             current.set(None)
             await self._finish(item)
             self._leave()
