@@ -68,11 +68,14 @@ async def stage(parent: Address, epoch: int, fate: Fate) -> None:
     inbox.add(endpoint.receiver(INTO))
     custody: Custody[bytes] = Custody()
     deliveries: dict[bytes, Delivery] = {}
+    idle = asyncio.Event()
 
     def ack(ids: Iterable[bytes]) -> None:
         for id in ids:
             deliveries.pop(id).ack()
             fate.step("ack")
+        if not deliveries:
+            idle.set()
 
     edge.on_taken(lambda children: ack(id for child in children for id in custody.arrived(child)))
     try:
@@ -82,6 +85,7 @@ async def stage(parent: Address, epoch: int, fate: Fate) -> None:
             fate.step("take")
             assert isinstance(body, Item)
             deliveries[item.id] = delivery
+            idle.clear()
             custody.begin(item.id)
             child = Envelope(message_id([item.id], "out", 0), body=Item(body.index, np.sqrt(body.values)))
             custody.child([item.id], child.id)
@@ -90,6 +94,7 @@ async def stage(parent: Address, epoch: int, fate: Fate) -> None:
             ack(custody.end(item.id))
     except EndOfStream:
         edge.close()
+    await idle.wait()
     await endpoint.request("A", "done")
     await endpoint.close()
 

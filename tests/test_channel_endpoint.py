@@ -221,7 +221,10 @@ def test_a_cancelled_send_has_sent_nothing_and_the_next_goes_on() -> None:
 class Silent:
     """An owner of lane ends that sends nothing: frames are fed by hand."""
 
-    def pump(self, lane: SendLane | ReceiveLane) -> None:
+    def sent(self, lane: SendLane) -> None:
+        pass
+
+    def owed(self, lane: ReceiveLane) -> None:
         pass
 
     def opened(self, lane: ReceiveLane) -> None:

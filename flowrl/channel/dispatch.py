@@ -53,7 +53,9 @@ class OutEdge:
         """
         rule = self.rule
         if rule == "share":
-            await self._share(envelope)
+            if self.gate or not self._any():
+                await self._wait(self.lanes, self._any)
+            self._freest().put(envelope)
         elif rule == "key":
             lane = self.lanes[crc32(envelope.group_id.encode()) % len(self.lanes)]
             await self._all([lane], lambda: [envelope])
@@ -65,34 +67,32 @@ class OutEdge:
             for lane in self.lanes:
                 lane.put(envelope)
 
-    async def _share(self, envelope: Envelope) -> None:
-        lanes = self.lanes
-        if self.gate or not self._any():
-            waited = await self.gate.wait(self._any)
-            for lane in lanes:
-                lane.blocked_s += waited
-        if len(lanes) == 1:
-            lanes[0].put(envelope)
-            return
-        self._turn = turn = (self._turn + 1) % len(lanes)
-        max((*lanes[turn:], *lanes[:turn]), key=lambda lane: lane.machine.credits).put(envelope)
-
     def _any(self) -> bool:
         if len(self.lanes) == 1:
             return self.lanes[0].can_send()
         # A list, so that every failed lane is noticed.
         return any([lane.can_send() for lane in self.lanes])  # noqa: C419
 
+    def _freest(self) -> SendLane:
+        lanes = self.lanes
+        if len(lanes) == 1:
+            return lanes[0]
+        self._turn = turn = (self._turn + 1) % len(lanes)
+        return max((*lanes[turn:], *lanes[:turn]), key=lambda lane: lane.machine.credits)
+
     async def _all(self, lanes: Sequence[SendLane], parts: Callable[[], Sequence[Envelope]]) -> None:
         def ready() -> bool:
             return all([lane.can_send() for lane in lanes])  # noqa: C419
 
         if self.gate or not ready():
-            waited = await self.gate.wait(ready)
-            for lane in lanes:
-                lane.blocked_s += waited
+            await self._wait(lanes, ready)
         for lane, part in zip(lanes, parts(), strict=True):
             lane.put(part)
+
+    async def _wait(self, lanes: Sequence[SendLane], ready: Callable[[], bool]) -> None:
+        waited = await self.gate.wait(ready)
+        for lane in lanes:
+            lane.blocked_s += waited
 
     def _parts(self, envelope: Envelope) -> list[Envelope]:
         body: Any = envelope.body

@@ -256,7 +256,7 @@ class Endpoint:
     def _arrived(self, parts: list[Any]) -> None:
         try:
             host, epoch = self._decoder.sender(parts[0])
-            self._router.receive(host, epoch, list(self._decoder.decode(parts)))
+            self._router.receive(host, epoch, self._decoder.decode(parts))
         except WireError as error:
             self._failed(error)
 

@@ -79,8 +79,11 @@ class Gate:
 class Owner(Protocol):
     """What the ends need from their endpoint."""
 
-    def pump(self, lane: SendLane | ReceiveLane) -> None:
+    def sent(self, lane: SendLane) -> None:
         """Send what the lane's machine has to say. Raises WireError for what cannot travel."""
+
+    def owed(self, lane: ReceiveLane) -> None:
+        """The lane's machine has credits, acks or other things to flush, soon."""
 
     def opened(self, lane: ReceiveLane) -> None:
         """Somebody will take what arrives on `lane`: deliver what came before."""
@@ -115,7 +118,7 @@ class SendLane:
     def put(self, envelope: Envelope) -> None:
         """Send now. Only after `can_send`."""
         self.machine.send(envelope)
-        self._owner.pump(self)
+        self._owner.sent(self)
 
     async def send(self, envelope: Envelope) -> None:
         """Wait for a credit and send. Cancelled while waiting it sends nothing. Raises LaneFailed."""
@@ -138,17 +141,17 @@ class SendLane:
     def cancel(self, ids: Sequence[bytes]) -> None:
         """Ask the consumer to give these messages up. Those it has not taken in are acked unseen."""
         self.machine.cancel(ids)
-        self._owner.pump(self)
+        self._owner.sent(self)
 
     def close(self) -> None:
         """End of stream, once everything sent has been taken in."""
         self.machine.close()
-        self._owner.pump(self)
+        self._owner.sent(self)
 
     def fail(self, reason: str) -> None:
         """Fail the lane: at the other end `take` raises LaneFailed, here `send` does."""
         self.machine.fail(reason)
-        self._owner.pump(self)
+        self._owner.sent(self)
         self.gate.wake()
 
     def statistics(self) -> LaneStatistics:
@@ -187,7 +190,7 @@ class ReceiveLane:
         machine.owing = self._owing
 
     def _owing(self, machine: ReceiverLane | LatestReceiver) -> None:
-        self._owner.pump(self)
+        self._owner.owed(self)
 
     def open(self, inbox: Inbox, changed: Callable[[ReceiveLane], None]) -> None:
         """From now on `inbox` takes the lane's messages."""
@@ -206,7 +209,7 @@ class ReceiveLane:
     def fail(self, reason: str) -> None:
         """Fail the lane from this end: the producer's sends raise LaneFailed."""
         self.machine.refuse(reason)
-        self._owner.pump(self)
+        self._owner.owed(self)
 
     def statistics(self) -> LaneStatistics:
         return self.machine.statistics()

@@ -30,6 +30,9 @@ ZAP_DOMAIN = b"flowrl"
 class Link(Protocol):
     """A way to one other endpoint."""
 
+    eager: bool
+    """The first frames of a turn of the loop should leave at once: another process can begin on them."""
+
     @property
     def pending(self) -> int:
         """Number of frames that would gain by leaving together."""
@@ -46,6 +49,8 @@ class Link(Protocol):
 
 class LocalLink:
     """To an endpoint in this process: the objects themselves, frozen."""
+
+    eager = False
 
     def __init__(self, deliver: Callable[[str, int, list[Frame]], None], host: str, epoch: int) -> None:
         self._deliver = deliver
@@ -74,6 +79,8 @@ class LocalLink:
 
 class SocketLink:
     """To another process, over ipc or tcp."""
+
+    eager = True
 
     def __init__(
         self,
@@ -142,14 +149,11 @@ class Inlet:
     def _drain(self, inlet: zmq.Socket[Any]) -> None:
         if inlet.closed:
             return
-        recv, receive, again, more = inlet.recv, self._receive, zmq.NOBLOCK, zmq.RCVMORE
-        while True:
-            try:
-                parts: list[Any] = [recv(again)]
-            except zmq.Again:
-                return
-            while inlet.getsockopt(more):
-                parts.append(recv(again, copy=False).buffer)
+        recv, get, receive = inlet.recv, inlet.getsockopt, self._receive
+        while int(get(zmq.EVENTS)) & zmq.POLLIN:
+            parts: list[Any] = [recv(zmq.NOBLOCK)]
+            while get(zmq.RCVMORE):
+                parts.append(recv(zmq.NOBLOCK, copy=False).buffer)
             receive(parts)
 
     def drain(self) -> None:

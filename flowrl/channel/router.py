@@ -58,6 +58,9 @@ class Peer:
     """(epoch, frames) that wait for `join`."""
     owing: list[SendLane | ReceiveLane] = field(default_factory=list)
     dirty: bool = False
+    """Something may be due at the end of the loop's turn."""
+    begun: bool = False
+    """Something has left in this turn already: what follows leaves together."""
 
 
 class Control(Protocol):
@@ -177,31 +180,46 @@ class Router:
 
     # Frames out
 
-    def pump(self, lane: SendLane | ReceiveLane) -> None:
-        """See `ends.Owner`. A sender's frames are encoded at once, so that its caller hears of a bad body."""
-        if isinstance(lane, SendLane):
-            peer = self._peers[lane.spec.consumer_host]
-            if peer.link is not None:
-                self._add(peer.link, lane)
-            else:
-                peer.owing.append(lane)
-        else:
-            peer = self._peers[lane.spec.producer_host]
-            if lane.machine.hasty and peer.link is not None:
-                peer.link.add(lane.machine.flush())
-                peer.link.flush()
-                return
+    def sent(self, lane: SendLane) -> None:
+        """See `ends.Owner`. Frames are encoded here, so that the sender hears of a bad body."""
+        peer = self._peers[lane.spec.consumer_host]
+        link = peer.link
+        if link is None:
             peer.owing.append(lane)
-        self._mark(peer)
-
-    def _add(self, link: Link, lane: SendLane) -> None:
+            return
         try:
             link.add(lane.machine.flush())
         except WireError as error:
             lane.machine.failed = str(error)
             raise WireError(f"lane {lane.spec.name!r}: {error}") from error
-        if link.pending >= lane.burst:
+        if not peer.begun and link.eager:
+            self._begin(peer)
+        elif link.pending >= lane.burst:
             link.flush()
+        if not peer.dirty:
+            self._mark(peer)
+
+    def owed(self, lane: ReceiveLane) -> None:
+        """See `ends.Owner`."""
+        peer = self._peers[lane.spec.producer_host]
+        if lane.machine.hasty and peer.link is not None:
+            peer.link.add(lane.machine.flush())
+            peer.link.flush()
+        else:
+            peer.owing.append(lane)
+            self._mark(peer)
+
+    def _begin(self, peer: Peer) -> None:
+        """Send what is due now, without waiting for the end of the turn."""
+        peer.begun = True
+        self._send_due(peer)
+
+    def _send_due(self, peer: Peer) -> None:
+        if peer.link is not None:
+            owing, peer.owing = peer.owing, []
+            for lane in owing:
+                peer.link.add(lane.machine.flush())
+            peer.link.flush()
 
     def post(self, host: str, frame: Frame) -> None:
         """Send a frame that belongs to no lane. Raises LaneFailed for a request to a host that is gone."""
@@ -210,6 +228,8 @@ class Router:
             raise LaneFailed(f"host {host!r} cannot be asked: {peer.failed}")
         if peer.link is not None:
             peer.link.add([frame])
+            if not peer.begun and peer.link.eager:
+                self._begin(peer)
             self._mark(peer)
         elif not peer.failed:
             peer.pending.append(frame)
@@ -226,12 +246,8 @@ class Router:
         self._scheduled = False
         dirty, self._dirty = self._dirty, []
         for peer in dirty:
-            peer.dirty = False
-            if peer.link is not None:
-                owing, peer.owing = peer.owing, []
-                for lane in owing:
-                    peer.link.add(lane.machine.flush())
-                peer.link.flush()
+            peer.dirty = peer.begun = False
+            self._send_due(peer)
 
     # Frames in
 
@@ -285,7 +301,7 @@ class Router:
         """Wake who takes from the lane, and answer its producer where something is due."""
         self._tell(lane)
         if lane.machine.out or lane.machine.owes:
-            self.pump(lane)
+            self.owed(lane)
 
     def _to_sender(self, lane: SendLane, frame: Frame) -> None:
         kind, _, session, seq, payload = frame
@@ -304,7 +320,7 @@ class Router:
             machine.on_error(payload)
             lane.gate.wake()
         if machine.out:
-            self.pump(lane)
+            self.sent(lane)
 
     def _tell(self, lane: SendLane | ReceiveLane) -> None:
         if isinstance(lane, SendLane):

@@ -13,7 +13,7 @@ is ever unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from struct import Struct
 from struct import error as StructError
@@ -68,24 +68,23 @@ class MessageEncoder:
 
     def add(self, frames: Iterable[Frame]) -> None:
         """Encode `frames` behind those before. Raises WireError for a value that cannot travel."""
-        encoder, records = self._encoder, self._records
+        arrays, records, pack = self._encoder.frames, self._records, self._encoder.pack
         for kind, lane, session, seq, payload in frames:
-            before = len(encoder.frames)
+            before = len(arrays)
             try:
                 if kind == DATA:
                     message: Message = payload.body
                     schema = schema_of(type(message))
-                    body = encoder.pack((payload.group_id, *schema.values(message)))
+                    body = pack((payload.group_id, *schema.values(message)))
+                    mark = TOMBSTONE if schema.cls is Tombstone else DATA
                     rest = payload.ticket, payload.member, schema.hash, len(body), payload.id
-                    kind = TOMBSTONE if schema.cls is Tombstone else DATA
                 else:
-                    body = encoder.pack(payload)
+                    mark, body = kind, pack(payload)
                     rest = 0, 0, 0, len(body), _no_id
             except (WireError, OverflowError, ValueError) as error:
-                del encoder.frames[before:]
+                del arrays[before:]
                 raise WireError(f"cannot send: {error}") from error
-            records.append(_header.pack(kind, len(encoder.frames) - before, lane, session, seq, *rest))
-            records.append(body)
+            records += (_header.pack(mark, len(arrays) - before, lane, session, seq, *rest), body)
 
     def take(self) -> list[Buffer]:
         """The multipart of everything added since the last call."""
@@ -115,7 +114,7 @@ class MessageDecoder:
             raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}; run one flowrl everywhere")
         return first[_preamble.size : _preamble.size + length].decode(), epoch
 
-    def decode(self, parts: Sequence[Any]) -> Iterator[Frame | Refused]:
+    def decode(self, parts: Sequence[Any]) -> list[Frame | Refused]:
         """The frames of one multipart, in order; Refused in place of one whose body is wrong.
 
         Raises WireError when the records themselves do not parse.
@@ -126,6 +125,7 @@ class MessageDecoder:
         decoder.frames = parts[1:]
         at, end = _preamble.size + _preamble.unpack_from(first)[3], len(first)
         unpack_from, header_bytes = _header.unpack_from, _header.size
+        frames: list[Frame | Refused] = []
         while at < end:
             try:
                 kind, _, lane, session, seq, ticket, member, schema, length, id = unpack_from(first, at)
@@ -140,13 +140,14 @@ class MessageDecoder:
                 if kind in (DATA, TOMBSTONE):
                     values = decoder.unpack(body)
                     message: Message = schema_named(schema).build(values[1:])
-                    yield DATA, lane, session, seq, Envelope(id, ticket, values[0], member, message)
+                    frames.append((DATA, lane, session, seq, Envelope(id, ticket, values[0], member, message)))
                 elif kind in KINDS:
-                    yield kind, lane, session, seq, decoder.unpack(body)
+                    frames.append((kind, lane, session, seq, decoder.unpack(body)))
                 else:
                     raise WireError(f"a frame of unknown kind {kind}")
             except WireError as error:
-                yield Refused(lane, session, str(error))
+                frames.append(Refused(lane, session, str(error)))
+        return frames
 
 
 class Refused:
