@@ -200,7 +200,7 @@ class Encoder:
         if code is None or array.ndim > 8:
             raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot travel; convert it first")
         head = _shape_structs[array.ndim].pack(code, array.ndim, *array.shape)
-        array.flags.writeable = False
+        array.setflags(write=False)
         if array.nbytes <= INLINE_LIMIT_BYTES or not self._beside:
             return _extension((INLINE, head + array.tobytes()))
         address = self._place(array) if self._place is not None else None

@@ -185,6 +185,10 @@ class ReceiveLane:
         self.changed: Callable[[ReceiveLane], None] | None = None
         """Told after the machine has changed. Set by the inbox; frames wait until it is."""
         self.inbox: Inbox | None = None
+        self.finish: Callable[[bytes], None] = (
+            machine.finish if isinstance(machine, LatestReceiver) else machine.seen.finish
+        )
+        """Acks a message by its id."""
         self._owner = owner
         self._cancelled: list[Ids] = []
         machine.owing = self._owing

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from flowrl.channel.ends import ReceiveLane
@@ -30,17 +31,15 @@ class EndOfStream(Exception):
 class Delivery:
     """One message taken in, to be finished with `ack`."""
 
-    __slots__ = ("_inbox", "envelope", "lane")
+    __slots__ = ("_finish", "envelope")
 
-    def __init__(self, envelope: Envelope, lane: ReceiveLane | None, inbox: Inbox) -> None:
+    def __init__(self, envelope: Envelope, finish: Callable[[bytes], None]) -> None:
         self.envelope = envelope
-        self.lane = lane
-        """None for a message that came from a checkpoint."""
-        self._inbox = inbox
+        self._finish = finish
 
     def ack(self) -> None:
         """The message is finished: everything made from it is with the next process. Once."""
-        self._inbox.finished(self)
+        self._finish(self.envelope.id)
 
 
 class Inbox:
@@ -60,6 +59,7 @@ class Inbox:
         self.lanes.append(lane)
         if isinstance(lane.machine, ReceiverLane):
             lane.machine.seen = self._seen
+            lane.finish = self._seen.finish
         lane.open(self, self._changed)
 
     def restore(self, envelope: Envelope) -> None:
@@ -94,28 +94,21 @@ class Inbox:
         """When the present wait of `take` began (time.monotonic), None if nothing waits."""
         return self._waiting_since if self._waiting else None
 
-    def finished(self, delivery: Delivery) -> None:
-        """Called by `Delivery.ack`."""
-        lane, id = delivery.lane, delivery.envelope.id
-        if lane is None or isinstance(lane.machine, ReceiverLane):
-            self._seen.finish(id)
-        else:
-            lane.machine.finish(id)
-
     def _next(self) -> Delivery:
         if self._restored:
-            return Delivery(self._restored.popleft(), None, self)
+            return Delivery(self._restored.popleft(), self._seen.finish)
         ready = self._ready
         lane = ready[0]
-        envelope = lane.machine.take()
-        if not lane.machine.ready:
+        machine = lane.machine
+        envelope = machine.take()
+        if not machine.ready:
             ready.popleft()
             lane.listed = False
         elif len(ready) > 1:
             ready.rotate(-1)
         if self._waiting:
             self._wake()
-        return Delivery(envelope, lane, self)
+        return Delivery(envelope, lane.finish)
 
     def _check_failed(self) -> None:
         for lane in self.lanes:
