@@ -34,9 +34,9 @@ class Recipe:
     check_every: int = 50
     num_checked: int = 256
     """Held-out prompts answered at every check."""
-    sampled_target: float = 0.35
+    sampled_target: float = 0.45
     """Stop when so many sampled answers match exactly ..."""
-    greedy_target: float = 0.42
+    greedy_target: float = 0.46
     """... or so many greedy ones."""
     seed: int = 0
 

@@ -1,6 +1,6 @@
 """The built-in task: sums small enough that a character model of a few hundred thousand weights can learn them.
 
-Its demonstrations are imperfect on purpose: most of them forget every carry. A model that imitates them
+Its demonstrations are imperfect on purpose: two in three forget every carry. A model that imitates them
 knows both ways to add and prefers the wrong one, and RL, which sees right and wrong only, can teach it
 to carry within minutes.
 """
@@ -44,7 +44,7 @@ class Arithmetic:
             yield Row.ask(question, answer=answer)
 
 
-CARELESS = 0.75
+CARELESS = 2 / 3
 """Share of demonstrations that forget to carry and to borrow."""
 
 
