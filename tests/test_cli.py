@@ -94,7 +94,7 @@ MISTAKES: dict[str, Callable[[str], list[str]]] = {
     "did you mean": lambda file: ["run", file.replace("grpo", "grop")],
     "there is no option --stpes; did you mean --steps?": lambda file: ["run", file, "--stpes", "3"],
     "there is no option --stalenes; did you mean --staleness?": lambda file: ["run", file, "--stalenes", "3"],
-    "Error parsing --steps: no type matching {None}|INT could be instantiated from ['many'];": lambda file: [
+    "--steps is 'many'; it needs an integer, or None": lambda file: [
         "run",
         file,
         "--steps",

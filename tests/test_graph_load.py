@@ -111,9 +111,9 @@ def test_a_configuration_of_another_shape_is_refused_by_name(write) -> None:  # 
         (["--stalness", "2"], "there is no option --stalness; did you mean --staleness?"),
         (["--polcy", "2"], "there is no option --polcy; did you mean --policy?"),
         (["--xyz"], "there is no option --xyz; flowrl run .*mine.py --help lists the options"),
-        (["--staleness", "many"], "Error parsing --staleness: invalid literal for int.*'many'"),
-        (["--staleness"], "Missing value for argument '--staleness'"),
-        (["--on_limit", "drop"], "invalid choice 'drop' for argument '--on-limit'"),
+        (["--staleness", "many"], "--staleness is 'many'; it needs an integer"),
+        (["--staleness"], "--staleness has no value; write one behind it"),
+        (["--on_limit", "drop"], "--on-limit is 'drop'; it needs one of 'wait', 'mask'"),
         (["stray"], "stray"),
         (["--staleness", "-1"], "^staleness is -1; it needs 0 or more$"),
     ],
@@ -131,7 +131,7 @@ def test_faults_read_the_same_on_plain_terminals(write, encoding: str, monkeypat
     path = write(GOOD)
     with pytest.raises(ConfigError) as error:
         load_file(path).parse(["--staleness", "many"])
-    sentence = "Error parsing --staleness: invalid literal for int() with base 10: 'many'"
+    sentence = "--staleness is 'many'; it needs an integer"
     assert str(error.value) == f"{sentence}; flowrl run {path} --help lists the options"
 
 

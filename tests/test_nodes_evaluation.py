@@ -88,10 +88,10 @@ def test_figures_and_books_say_the_same() -> None:
     assert {(row.phase, row.step, row.oldest_version, row.newest_version) for row in rows} == {("before", 0, 3, 3)}
 
 
-def test_fewer_held_out_prompts_than_asked_for_are_said() -> None:
-    figures, context = evaluate(Answers(), num_prompts=1000)
-    assert figures["num_answers"] == len(load_rows(TASK).held_out)
-    assert "1000 were asked for" in context.told[-1]
+def test_fewer_held_out_prompts_than_asked_for_are_refused() -> None:
+    found = len(load_rows(TASK).held_out)
+    with pytest.raises(ConfigError, match=f"has {found} held-out rows .* ask for {found} at most"):
+        Evaluation(TASK, Policy("tiny"), num_prompts=1000).preflight()
 
 
 def test_several_versions_are_an_error_except_beside_training() -> None:
@@ -122,7 +122,7 @@ def test_preflight_needs_held_out_rows(tmp_path: Path) -> None:
     path.write_text(json.dumps({"prompt": question, "answer": "1"}))
     with pytest.raises(ConfigError, match="has no held-out rows"):
         Evaluation(Task(str(path)), Policy("tiny")).preflight()
-    Evaluation(TASK, Policy("tiny")).preflight()
+    Evaluation(TASK, Policy("tiny"), num_prompts=1).preflight()
 
 
 def test_settings_out_of_range_are_problems() -> None:

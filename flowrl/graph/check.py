@@ -50,7 +50,7 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from flow_rules.cycle_problems(graph, numbers)
     yield from flow_rules.feedback_problems(graph)
     yield from flow_rules.admission_problems(graph, numbers)
-    yield from size_rules.count_problems(graph)
+    yield from size_rules.count_problems(graph, numbers)
     yield from size_rules.ticket_problems(graph, numbers)
     yield from size_rules.group_problems(graph)
     yield from flow_rules.lineage_problems(graph)

@@ -7,10 +7,28 @@ import dataclasses
 import difflib
 import io
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from flowrl.errors import ConfigError
+
+REWORDED = (
+    (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", "{0} is {1}; it needs an integer"),
+    (r"Error parsing (\S+): could not convert string to float: (.*)", "{0} is {1}; it needs a number"),
+    (
+        r"Error parsing (\S+): no type matching \{?None\}?\|INT could be instantiated from \[(.*)\]",
+        "{0} is {1}; it needs an integer, or None",
+    ),
+    (
+        r"Error parsing (\S+): no type matching \{?None\}?\|FLOAT could be instantiated from \[(.*)\]",
+        "{0} is {1}; it needs a number, or None",
+    ),
+    (r"invalid choice (.*) for argument '(\S+)'\. Expected one of \((.*)\)", "{1} is {0}; it needs one of {2}"),
+    (r"Missing value for argument '(\S+)'\. Expected .*", "{0} has no value; write one behind it"),
+    (r"Unrecognized options: (.*)", "{0} belongs to no option; write --field value"),
+)
+"""(what tyro says, what is said instead), as regular expression and format string."""
 
 
 def parse_options(config_type: type[Any], args: Sequence[str], *, prog: str, others: Iterable[str] = ()) -> Any:
@@ -74,4 +92,12 @@ def _one_sentence(box: str) -> str:
     rules = [index for index, line in enumerate(lines) if line and set(line) <= {"─", "-"}]
     start = 0 if framed or not rules else rules[0] + 1
     paragraph = itertools.takewhile(lambda line: line and set(line) - {"─", "-"}, lines[start:])
-    return " ".join(paragraph).rstrip(".") or box.strip()
+    return _reworded(" ".join(paragraph).rstrip(".")) or box.strip()
+
+
+def _reworded(sentence: str) -> str:
+    """What tyro and Python say of the commonest mistakes, as found and needed."""
+    for pattern, words in REWORDED:
+        if match := re.fullmatch(pattern, sentence):
+            return words.format(*match.groups())
+    return sentence

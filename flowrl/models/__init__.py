@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from flowrl.errors import ConfigError
 from flowrl.models.cache import Progress, cache_dir
-from flowrl.models.chat import Chat, load_tokenizer
+from flowrl.models.chat import Chat, Turns, load_tokenizer
+from flowrl.models.directory import check_directory
 from flowrl.models.spec import Policy
 
-__all__ = ["Chat", "Policy", "cache_dir", "check_model", "load_tokenizer", "resolve"]
+__all__ = ["Chat", "Policy", "cache_dir", "check_model", "check_prompts", "load_tokenizer", "resolve"]
 
 
 def silent(text: str) -> None:
@@ -36,17 +38,29 @@ def resolve(policy: Policy, *, progress: Progress = silent) -> str:
 
 def check_model(policy: Policy) -> None:
     """Raise ConfigError unless `policy` names a built-in model or a directory that looks like a model."""
-    path = Path(policy.model).expanduser()
     if policy.model == "smollm2":
         from flowrl.models.smollm2 import find_gguf
 
         find_gguf()
-    elif not policy.built_in and not path.is_dir():
+    elif not policy.built_in:
+        check_directory(Path(policy.model).expanduser())
+
+
+def check_prompts(policy: Policy, conversations: Sequence[Turns], system_prompt: str) -> None:
+    """Raise ConfigError unless the model's tokenizer renders these. Built-in models render everything."""
+    if policy.built_in:
+        return
+    path = Path(policy.model).expanduser()
+    tokenizer = load_tokenizer(path)
+    if not tokenizer.chat_template and (system_prompt or any(len(turns) > 1 for turns in conversations)):
         raise ConfigError(
-            f"there is no model {policy.model!r}: it is neither tiny nor smollm2 nor a directory on this machine; "
-            "download the model and name its directory"
+            f"{path} has no chat template, so a system prompt and earlier turns cannot be told to it; name a chat "
+            "model, add a chat_template.jinja, or ask with single turns and without a system prompt"
         )
-    elif not policy.built_in and not (path / "config.json").is_file():
-        raise ConfigError(f"{path} is no model directory: config.json is missing; name one that transformers can load")
-    elif not policy.built_in and not any(path.glob("*.safetensors")):
-        raise ConfigError(f"{path} holds no weights (*.safetensors); save the model there with save_pretrained")
+    try:
+        Chat(tokenizer, system_prompt).prompt(conversations[0])
+    except Exception as problem:  # the boundary to the template, which is the model author's program
+        raise ConfigError(
+            f"the chat template of {path} does not render a prompt of this task ({problem}); "
+            "leave out the system prompt, or change the template"
+        ) from None

@@ -21,6 +21,7 @@ from flowrl.runtime.ledger_client import EvaluationRow
 from flowrl.tasks import Row, Task, load_rows
 from flowrl.tasks.asking import Asking, way_of_asking
 from flowrl.tasks.judge import BadReward, load_judge, place_of
+from flowrl.tasks.rows import HELD_OUT_ONE_IN
 
 CORRECT = 1.0 - 1e-6
 """A score from here on is an exact match."""
@@ -78,15 +79,18 @@ class Evaluation(Node):
 
     def preflight(self) -> None:
         check_model(self.policy)
-        self._held_out()
+        found = len(self._held_out())
+        if found < self.num_prompts:
+            raise ConfigError(
+                f"task {self.task.name!r} has {found or 'no'} held-out rows (about one row in {HELD_OUT_ONE_IN} is held "
+                f"out) and {self.num_prompts} are to be evaluated; ask for {found} at most, or add rows"
+            )
         load_judge(self.place)
 
     async def setup(self) -> None:
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
         self._rows = await self.blocking(self._held_out)
-        if len(self._rows) < self.num_prompts:
-            self.context.progress(f"{len(self._rows)} held-out prompts, {self.num_prompts} were asked for")
         self._asking = way_of_asking(await self.blocking(load_judge, self.place), self.timeout_s)
 
     async def run(self) -> None:
@@ -162,10 +166,6 @@ class Evaluation(Node):
     def _held_out(self) -> tuple[Row, ...]:
         """The prompts to ask: the same ones whatever the order of the task's rows."""
         rows = sorted(load_rows(self.task).held_out, key=lambda row: row.prompt_id)
-        if not rows:
-            raise ConfigError(
-                f"task {self.task.name!r} has no held-out rows to evaluate on; add rows, or no evaluation"
-            )
         return tuple(rows[: self.num_prompts])
 
 

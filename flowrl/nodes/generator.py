@@ -99,7 +99,8 @@ class Generator(Node):
 
     def check(self, facts: Any) -> list[str]:
         problems = [f"sampling: {text}" for text in self.sampling.problems(trained=True)]
-        problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False)]
+        known = self.sampling.problems(trained=False)
+        problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
         problems += refused_arguments(self.engine)
         if self.concurrency < 1:
             problems.append(f"concurrency is {self.concurrency}; a generator needs at least 1 slot")

@@ -74,11 +74,12 @@ class Reward(Node):
         return problems
 
     def preflight(self) -> None:
-        """Load the function and try it on the first training row."""
-        row = load_rows(self.task).train[0]
+        """Load the function, look for its columns in every row, and try it on the first."""
         judge = load_judge(self.place)
-        judge.check_columns(row.columns)
-        asyncio.run(self._trial(judge, row))
+        rows = load_rows(self.task)
+        for row in (*rows.train, *rows.held_out):
+            judge.check_columns(row.columns)
+        asyncio.run(self._trial(judge, rows.train[0]))
 
     async def _trial(self, judge: Judge, row: Row) -> None:
         asking = way_of_asking(judge, self.timeout_s)

@@ -12,7 +12,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Out
 from flowrl.messages import Prompt
-from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
+from flowrl.models import Chat, Policy, check_model, check_prompts, load_tokenizer, resolve
 from flowrl.tasks import Row, Task, load_rows
 
 
@@ -53,7 +53,8 @@ class PromptSource(Node):
 
     def preflight(self) -> None:
         check_model(self.policy)
-        load_rows(self.task)
+        rows = load_rows(self.task).train
+        check_prompts(self.policy, [row.turns for row in rows], self.task.system_prompt)
 
     async def setup(self) -> None:
         self._seed = self.context.seed if self.seed is None else self.seed

@@ -14,6 +14,7 @@ stays free. Waits: for a batch (end of stream ends the run), for the other ranks
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +89,8 @@ class Trainer(Node):
             for name, low in least.items()
             if getattr(self, name) < low
         ]
-        if self.lr < 0:
-            problems.append(f"lr is {self.lr}; it has to be 0 or more")
+        if not 0 <= self.lr < math.inf:
+            problems.append(f"lr is {self.lr}; it has to be a number from 0 up")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
         return problems

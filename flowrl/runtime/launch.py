@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowrl.errors import FlowrlError
+from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph
-from flowrl.graph.load import dump
+from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.plan import HostPlan, Plan, make_plan
+from flowrl.graph.routes import routes_of
 from flowrl.runtime.options import RunOptions
 from flowrl.runtime.rundir import RunDir, provenance, writing
 
@@ -59,7 +60,8 @@ class Launch:
         directory = RunDir(self.options.run_dir or RunDir.fresh(self.graph.name))
         try:
             machines = self._machines(cluster)
-            self.graph.check(machines)
+            with user_code(self.graph_file):
+                self.graph.check(machines)
             directory.claim(resume=self.options.resume)
             return self._claimed(directory, machines, cluster)
         finally:
@@ -80,11 +82,9 @@ class Launch:
         if resume_from is not None:
             self._check_steps(version)
         plan = make_plan(self.graph, machines)
+        self._preflight()
         view = self._open_view(plan, directory.path)
         try:
-            for name, node in self.graph.nodes.items():
-                view.progress(name, "preflight")
-                node.preflight()
             directory.write("config.json", self._describe())
             directory.write("graph.json", plan.to_json())
             if not cluster.started:
@@ -99,6 +99,18 @@ class Launch:
         finally:
             view.close()
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
+
+    def _preflight(self) -> None:
+        """Every node's trial. All that is wrong becomes one message; what several nodes say is said once."""
+        found: dict[str, None] = {}
+        for node in self.graph.nodes.values():
+            try:
+                with user_code(self.graph_file):
+                    node.preflight()
+            except ConfigError as error:
+                found[str(error)] = None
+        if found:
+            raise ConfigError(next(iter(found)) if len(found) == 1 else "".join(f"\n- {text}" for text in found))
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
         from rich.console import Console
@@ -117,7 +129,7 @@ class Launch:
 
     def _check_steps(self, version: int) -> None:
         if self.options.steps is not None and self.options.steps <= version:
-            raise FlowrlError(
+            raise ConfigError(
                 f"--resume: the newest checkpoint is of step {version} and --steps is {self.options.steps}; nothing is "
                 "left to do, ask for more steps"
             )
@@ -215,6 +227,7 @@ class _Prepared:
             max_staleness=self.plan.numbers.max_staleness,
             window=self.plan.numbers.window,
             lease=host.lease,
+            weight_routes=routes_of(self.plan, node),
         )
 
 

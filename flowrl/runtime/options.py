@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowrl.errors import ConfigError
+from flowrl.runtime.sinks import check_sinks
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -26,3 +29,13 @@ class RunOptions:
     """Plain lines instead of the live view."""
     track: tuple[str, ...] = ()
     """Further sinks of the metrics: tensorboard, wandb, trackio."""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"--steps is {self.steps}; a run has at least 1, leave it out to use all the data")
+        for name in ("save_every", "keep", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it has to be 0 or more")
+        if self.resume and self.run_dir is None:
+            raise ConfigError("--resume needs to know which run: give its directory with --run-dir")
+        check_sinks(self.track)

@@ -6,6 +6,7 @@ Each is a package of its own, imported when it is asked for.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,11 +73,19 @@ SINKS: Mapping[str, Callable[[Path, Mapping[str, Any]], Sink]] = {
 }
 
 
+def check_sinks(names: Sequence[str]) -> None:
+    """Raise ConfigError for a sink that there is not, or whose package is not installed. Imports nothing."""
+    for name in names:
+        if name not in SINKS:
+            raise ConfigError(f"no metrics sink is called {name!r}; there are {', '.join(SINKS)}")
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a directory of that name is no package
+            raise ConfigError(f"metrics go to {name}, which is not installed; pip install {name}")
+
+
 def open_sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> list[Sink]:
     """The sinks of these names. Raises ConfigError for an unknown one and for a missing package."""
-    unknown = [name for name in names if name not in SINKS]
-    if unknown:
-        raise ConfigError(f"no metrics sink is called {unknown[0]!r}; there are {', '.join(SINKS)}")
+    check_sinks(names)
     return [SINKS[name](run_dir, config) for name in names]
 
 

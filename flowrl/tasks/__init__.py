@@ -22,6 +22,8 @@ Options = TypeVar("Options")
 def load_rows(task: Task) -> Rows:
     """Read or generate all rows of `task`. Raises ConfigError if it does not exist or a row is malformed."""
     rows = Rows.split(_source(task))
+    if not rows.train and not rows.held_out:
+        raise ConfigError(f"task {task.name!r} has no rows at all; write one problem a line")
     if not rows.train:
         raise ConfigError(f"task {task.name!r} has no training rows ({len(rows.held_out)} are held out); add rows")
     return rows

@@ -44,7 +44,8 @@ def dataset_rows(path: Path, keys: Keys) -> Iterator[Row]:
         found: Dataset | DatasetDict = load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as refusal:
         raise ConfigError(
-            f"{path} is no dataset directory written by save_to_disk: {refusal}; save one there, or name a .jsonl file"
+            f"{path} is no dataset directory written by save_to_disk ({str(refusal).rstrip('.')}); save one there, or "
+            "name a .jsonl file"
         ) from None
     if isinstance(found, DatasetDict):
         if keys.split not in found:
@@ -68,7 +69,7 @@ def _row(place: str, row: Mapping[str, Any], keys: Keys) -> Row:
     if keys.prompt not in row:
         close = difflib.get_close_matches(keys.prompt, row, 1)
         hint = f"did you mean prompt={close[0]}?" if close else f"set prompt= to one of {', '.join(row) or 'none'}"
-        raise ConfigError(f"{place}: no column {keys.prompt!r}; {hint}")
+        raise ConfigError(f"{place}: no column {keys.prompt!r}; {hint} (behind the task's name: FILE:prompt=COLUMN)")
     columns = {key: _plain(value) for key, value in row.items() if key not in (keys.prompt, keys.answer)}
     if row.get(keys.answer) is not None:
         columns["answer"] = str(row[keys.answer])

@@ -63,6 +63,12 @@ class Judge:
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Raise ConfigError if the rows of a task lack a column that the function needs."""
         missing = sorted(self.required - set(columns))
+        if missing and self.place.startswith("flowrl.tasks."):
+            raise ConfigError(
+                f"a row of the task has no {', '.join(missing)} to compare responses with (it has "
+                f"{', '.join(columns) or 'the prompt alone'}); set the option answer= of the task to the column that "
+                "holds it, or give the task a reward function"
+            )
         if missing:
             raise ConfigError(
                 f"reward {self.place} needs the column {', '.join(missing)}, but the task's rows have "

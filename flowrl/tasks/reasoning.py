@@ -15,7 +15,7 @@ from flowrl.errors import ConfigError
 from flowrl.tasks.rows import Row
 from flowrl.tasks.spec import Task
 
-DEFAULT_SIZE = 4096
+DEFAULT_SIZE = 5120
 """Entries generated, held-out ones included, unless the option `size` says otherwise."""
 
 

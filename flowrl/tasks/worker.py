@@ -8,6 +8,7 @@ A call ends with the answer, the timeout, or the child's death.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -82,6 +83,9 @@ class RewardWorker:
 
     async def _died(self) -> int | None:
         process = self._process
+        if process is not None:
+            with contextlib.suppress(TimeoutError):  # one that closed its output only is killed
+                await asyncio.wait_for(process.wait(), 1.0)
         await self.close()
         return None if process is None else process.returncode
 

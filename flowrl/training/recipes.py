@@ -181,6 +181,8 @@ def _problem_of(chosen: PolicyObjective) -> str | None:
     for name, choices in names.items():
         if getattr(chosen, name) not in choices:
             return f"{name} is {getattr(chosen, name)!r}; choose one of {', '.join(map(str, choices))}"
+    if not chosen.kl_coef >= 0:
+        return f"kl_coef is {chosen.kl_coef}; it has to be 0 or more"
     if chosen.kl_estimator not in ("k2", "k3", "k3_unbiased"):
         return (
             f"kl_estimator is {chosen.kl_estimator!r}; as a loss choose k2, k3 or k3_unbiased "

@@ -1,0 +1,84 @@
+"""Whether a directory holds a model that transformers and vLLM will load: found out without loading it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+LENGTH = struct.Struct("<Q")
+
+
+def check_directory(path: Path) -> None:
+    """Raise ConfigError unless `path` holds the config of a causal language model and all its weights."""
+    if not path.is_dir():
+        raise ConfigError(
+            f"there is no model {str(path)!r}: it is neither tiny nor smollm2 nor a directory on this machine; "
+            "download the model and name its directory"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path} is no model directory: config.json is missing; name one that transformers can load")
+    config = _json(path / "config.json")
+    for file in _weight_files(path):
+        _check_weights(file)
+    _check_kind(path, config)
+
+
+def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{path}/config.json names no model_type; save the model there with save_pretrained")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "auto_map" not in config:
+        raise ConfigError(
+            f"{path}/config.json says model_type {kind!r}, which is no causal language model that the installed "
+            "transformers knows; name another model, or install a transformers that has it"
+        )
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The safetensors files, by the index where there is one."""
+    if (path / INDEX).is_file():
+        names = _json(path / INDEX).get("weight_map", {}).values()
+        files = [path / name for name in dict.fromkeys(names)]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ConfigError(f"{path} lacks {', '.join(missing)}, which its {INDEX} names; download the model again")
+    if not files:
+        raise ConfigError(f"{path} holds no weights (*.safetensors); save the model there with save_pretrained")
+    return files
+
+
+def _check_weights(file: Path) -> None:
+    """The header says how long the file is: a truncated download, or a pointer in its place, is found here."""
+    with file.open("rb") as stream:
+        start = stream.read(LENGTH.size)
+        (length,) = LENGTH.unpack(start) if len(start) == LENGTH.size else (0,)
+        size = file.stat().st_size
+        header = stream.read(length) if 0 < length < size else b""
+    try:
+        tensors = json.loads(header)
+    except ValueError:
+        raise ConfigError(f"{file} is no safetensors file ({size} bytes); download the model again") from None
+    ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+    needed = LENGTH.size + length + max(ends, default=0)
+    if size < needed:
+        raise ConfigError(f"{file} is cut off: {size} bytes of {needed}; download the model again")
+
+
+def _json(file: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ConfigError(f"{file} is no JSON ({problem}); save the model there again with save_pretrained") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds a {type(content).__name__} where an object was needed; save the model again")
+    return content
