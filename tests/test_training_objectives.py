@@ -80,7 +80,7 @@ def test_gspo_takes_the_sequence_ratio_and_deals_its_gradient_to_the_tokens() ->
         mean = (again[b] - OLD[b])[MASK[b]].mean()
         plain = plain - mean.exp() * ADVANTAGES[b, 0] / 3
     plain.backward()
-    assert float(loss) == pytest.approx(float(plain), abs=1e-12)
+    torch.testing.assert_close(loss, plain, rtol=0, atol=1e-12)
     torch.testing.assert_close(logprobs.grad, again.grad, rtol=0, atol=1e-12)
 
 
@@ -125,7 +125,7 @@ WEIGHTS = {
 @pytest.mark.parametrize(("correction", "level"), WEIGHTS)
 def test_corrections_weigh_numerators_alone(correction: Any, level: Any) -> None:
     weight = WEIGHTS[correction, level]
-    old, behavior = OLD.clone().requires_grad_(), BEHAVIOR.clone()
+    old, behavior = OLD.clone().requires_grad_(), BEHAVIOR
     loss, stats = policy_loss(
         LOGPROBS,
         old,
@@ -137,7 +137,7 @@ def test_corrections_weigh_numerators_alone(correction: Any, level: Any) -> None
         correction_level=level,
     )
     expected = by_token(lambda b, t: weight(b, t) * ppo(at(LOGPROBS, b, t), at(OLD, b, t), at(ADVANTAGES, b, t)))
-    assert float(loss) == pytest.approx(expected, abs=1e-12)
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
     assert float(stats["correction_mean"]) == pytest.approx(by_token(weight))
     weights = correction_weights(old, behavior, MASK, correction, (LOW, HIGH), level)
     assert not weights.requires_grad

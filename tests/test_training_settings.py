@@ -1,0 +1,108 @@
+"""Schedules, settings and objectives: wrong values are refused, right ones give the known numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.models import Policy
+from flowrl.nodes.trainer import Trainer
+from flowrl.training.recipes import SFT, PolicyObjective
+from flowrl.training.schedule import Schedule
+from flowrl.training.settings import ZeroSettings
+from flowrl.training.tally import Tally
+from tests.training_cases import CASES, make_batch
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Schedule(), [1, 1, 1, 1, 1, 1]),
+        (Schedule(warmup_steps=2), [0.5, 1, 1, 1, 1, 1]),
+        (Schedule("linear"), [1, 0.8, 0.6, 0.4, 0.2, 0]),
+        (Schedule("linear", warmup_steps=1, floor=0.2), [1, 1, 0.8, 0.6, 0.4, 0.2]),
+        (Schedule("cosine", warmup_steps=1), [1, 1, 0.8535534, 0.5, 0.1464466, 0]),
+    ],
+)
+def test_learning_rate_of_six_steps(schedule: Schedule, expected: list[float]) -> None:
+    assert [schedule.factor(step, 6) for step in range(1, 7)] == pytest.approx(expected)
+
+
+def test_a_decay_needs_the_number_of_steps() -> None:
+    assert Schedule(warmup_steps=3).factor(9, None) == 1.0
+    with pytest.raises(ConfigError, match="--steps"):
+        Schedule("cosine").factor(1, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kind": "dpo"}, "kind is 'dpo'; choose one of ppo"),
+        ({"kl_estimator": "k1"}, "expected gradient of k1 is zero"),
+        ({"old": "behavior"}, "set correction=None"),
+        ({"kind": "cispo"}, "needs clip_high"),
+        ({"aggregation": "constant"}, "needs length"),
+        ({"dual_clip": 0.5}, "above 1"),
+        ({"correction_range": (2.0, 1.0)}, "0 <= low < high"),
+    ],
+)
+def test_objectives_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        PolicyObjective(**options)
+
+
+def test_a_kl_loss_without_reference_names_the_missing_node() -> None:
+    from dataclasses import replace
+
+    sample = replace(make_batch(0, CASES[0]).samples[0], ref_logprobs=None)
+    with pytest.raises(FlowrlError, match=r"'0-0-0' has no reference logprobs.*connect a Reference node"):
+        PolicyObjective(kl_coef=0.1).columns(sample)
+    assert PolicyObjective().columns(sample)["ref_logprobs"] is None
+    assert SFT().columns(sample) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"stage": 4}, "choose 0, 1, 2 or 3"),
+        ({"dtype": "float16"}, "choose one of float32, bfloat16"),
+        ({"offload": "all", "stage": 2}, "needs ZeRO stage 3"),
+        ({"dtype": "bfloat16", "stage": 0}, "fp32 master weights"),
+        ({"clip_grad_norm": -1.0}, "0 \\(off\\) or more"),
+    ],
+)
+def test_settings_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ZeroSettings(**options)
+
+
+def test_one_rank_shards_no_parameters_unless_they_are_offloaded() -> None:
+    assert ZeroSettings().effective_stage(1) == 2
+    assert ZeroSettings().effective_stage(2) == 3
+    assert ZeroSettings(offload="all").effective_stage(1) == 3
+    assert ZeroSettings(stage=1).effective_stage(1) == 1
+
+
+def test_the_trainer_names_its_wrong_settings() -> None:
+    trainer = Trainer(Policy("tiny"), lr=-1.0, epochs=0, publish_every=0, temperature=0.0)
+    assert [problem.split(" is ")[0] for problem in trainer.check(None)] == [
+        "epochs",
+        "publish_every",
+        "lr",
+        "temperature",
+    ]
+
+
+def test_tallies_of_parts_add_up_to_the_whole() -> None:
+    samples = make_batch(3, CASES[0]).samples
+    masks = [s.policy_mask & (np.arange(len(s.policy_mask)) % 2 == 0) for s in samples]
+    whole = Tally.of(samples, masks, 3)
+    parts = [Tally.of(samples[i::2], masks[i::2], 3) for i in range(2)]
+    assert Tally.total(parts).metrics() == pytest.approx(whole.metrics())
+    trained = np.concatenate([s.versions[m] for s, m in zip(samples, masks, strict=True)])
+    assert whole.metrics()["staleness_mean"] == pytest.approx((3 - trained).mean())
+    assert whole.metrics()["tokens_trained"] == trained.size
+    assert Tally().metrics()["staleness_max"] is None
