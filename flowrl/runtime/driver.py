@@ -21,7 +21,7 @@ from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.tickets import Tickets
-from flowrl.errors import FlowrlError, Stalled
+from flowrl.errors import FlowrlError, LaneFailed, Stalled
 from flowrl.graph.graph import Graph
 from flowrl.graph.plan import Plan
 from flowrl.runtime import checkpoint, ledger
@@ -125,9 +125,13 @@ class Driver:
             await (self.hosts.stop(within_s=STOP_AT_ONCE_S) if at_once else self.hosts.stop())
             with suppress(FlowrlError):  # what ended the run is the one thing to tell
                 self._close_records(orderly=False)
+            if isinstance(error, LaneFailed) and self.hosts.death is not None:
+                raise self.hosts.death from None
             raise
         await self.hosts.stop()
         self._close_records(orderly=True)
+        if self._interrupted:
+            self.view.progress("driver", f"ended after step {self.version}; --resume goes on from there")
         return Outcome(self.version, evaluations, self._interrupted, time.monotonic() - self._start_s)
 
     async def _work(self) -> dict[str, dict[str, float]]:

@@ -28,6 +28,8 @@ class Hosts:
         self._actors: dict[str, Any] = {}
         self._specs: dict[str, HostSpec] = {}
         self.pids: dict[str, int] = {}
+        self.death: NodeFailed | None = None
+        """The first death of a process; what else fails in the meantime is its consequence."""
 
     def __iter__(self) -> Any:
         return iter(self._actors)
@@ -69,6 +71,7 @@ class Hosts:
             answer = await asyncio.wrap_future(getattr(self._actors[host], method).remote(*args).future())
         except (ActorDiedError, RayActorError) as error:
             death = self._death(host, error)
+            self.death = self.death or death
             self._endpoint.peer_failed(host, death.reason)
             raise death from None
         except RayError as error:
@@ -83,8 +86,9 @@ class Hosts:
     def _death(self, host: str, error: Exception) -> NodeFailed:
         place = self._specs[host].places[0]
         pid = self.pids.get(host)
-        why = next((line.strip() for line in str(error).splitlines() if "exit" in line.lower()), "")
-        reason = f"the process of host {host!r} (pid {pid}) died. {why}".strip()
+        why = next((line for line in str(error).splitlines() if "exit" in line.lower()), "")
+        why = why.partition("Worker exit detail:")[2].partition("Some common causes")[0].strip()
+        reason = f"the process of host {host!r} (pid {pid}) died; killed, out of memory, or crashed. {why}".strip()
         return NodeFailed(self._node(host), place.replica, reason)
 
     async def waits(self) -> list[dict[str, Any]]:

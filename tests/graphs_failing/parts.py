@@ -1,0 +1,89 @@
+"""What the small graphs here are made of: the stages of benchmarks/stages.py, and nodes that go wrong."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer, record
+from flowrl import Batch, In, Node, Out, Sample
+from flowrl.errors import SampleFailed
+from flowrl.graph.facts import Facts
+from flowrl.runtime.ledger_client import Use
+
+__all__ = ["Collect", "Faulty", "Generator", "Numbers", "Ranks", "Trainer"]
+
+
+def leave_word(node: Node, text: str = "") -> None:
+    """A file NODE-REPLICA in the run directory that grows by one line: for tests to read."""
+    with open(Path(node.context.run_dir) / f"{node.name}-{node.context.replica}", "a") as file:
+        file.write(f"{text or os.getpid()}\n")
+
+
+class Generator(SleepingGenerator):
+    async def setup(self) -> None:
+        leave_word(self)
+
+
+class Trainer(SleepingTrainer):
+    async def setup(self) -> None:
+        leave_word(self)
+
+
+class Ranks(Trainer):
+    """A gang: the first rank reports what it knows of, which is its own part of the batch."""
+
+    async def run(self) -> None:
+        version = self.context.start_version
+        await self.publish(version)
+        async for batch in self.batches:
+            version += 1
+            if self.context.replica == 0:
+                self.report(version, batch)
+                await self.publish(version)
+            self.batches.finish(batch)
+            await self.context.step_done(version)
+
+    def report(self, version: int, batch: Batch) -> None:
+        uses = list(map(Use.of, batch.samples))
+        self.context.ledger.step(record(version, batch.samples), uses, policy=self.name)
+
+
+class Faulty(Node):
+    """Lets samples pass, and does `fault` with those of group number `at`."""
+
+    samples: In[Sample]
+    passed: Out[Sample]
+
+    def __init__(self, fault: str, at: int) -> None:
+        self.fault = fault
+        self.at = at
+
+    def facts(self) -> Facts:
+        return Facts(drops=True)
+
+    async def setup(self) -> None:
+        leave_word(self)
+        if self.fault == "setup":
+            raise RuntimeError("no such device")
+
+    async def run(self) -> None:
+        if self.fault == "raise_in_loop":
+            async for sample in self.samples:
+                await self.treat(sample)
+        else:
+            await self.samples.each(self.treat, concurrency=2)
+
+    async def treat(self, sample: Sample) -> None:
+        if sample.group_id == f"group{self.at}":
+            match self.fault:
+                case "raise" | "raise_in_loop":
+                    raise ZeroDivisionError("the reward divided by zero")
+                case "forget":
+                    return
+                case "hang":
+                    time.sleep(3600)  # noqa: ASYNC251
+                case "fail" if sample.member == 0:
+                    raise SampleFailed("no_answer")
+        await self.passed.send(sample)

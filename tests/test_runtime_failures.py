@@ -1,0 +1,246 @@
+"""What a run does when something goes wrong, seen from outside: one message, an exit status, closed books
+that can be resumed, and nothing left on the machine.
+
+The runs are small graphs in `graphs_failing/`. Those that leave Ray in peace share one, joined by
+RAY_ADDRESS as a cluster is; those that kill it start their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.run_process import GRAPHS, ROOT, Run, audit, pids_of, states
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+FAULTS = GRAPHS / "faults.py"
+DIES_WITHIN_S = 10
+RAY_DIES_WITHIN_S = 40
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which a run joins this module's Ray; the same Ray has to be there at the end."""
+    ports = free_ports(4)
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    options = [
+        f"--port={ports[0]}",
+        f"--ray-client-server-port={ports[1]}",
+        f"--dashboard-agent-listen-port={ports[2]}",
+        f"--dashboard-agent-grpc-port={ports[3]}",
+        "--num-cpus=8",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+    ]
+    head = subprocess.Popen(
+        [Path(sys.executable).with_name("ray"), "start", "--head", "--block", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path_factory.mktemp("ray"),
+        env={**os.environ, **token, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert head.stdout is not None
+    for line in head.stdout:
+        if "Ray runtime started" in line:
+            break
+    try:
+        yield {"RAY_ADDRESS": f"127.0.0.1:{ports[0]}", **token}
+        assert head.poll() is None, "a run ended the Ray that it had joined"
+    finally:
+        head.terminate()
+        head.stdout.read()
+        head.wait(30)
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [int(sock.getsockname()[1]) for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+def test_a_node_that_raises_ends_the_run_once_and_it_can_be_resumed(tmp_path: Path, ray: dict[str, str]) -> None:
+    runs = {
+        fault: Run(FAULTS, tmp_path / fault, "--fault", fault, "--steps", "6", "--save-every", "1", env=ray)
+        for fault in ("raise", "raise_in_loop", "forget", "setup")
+    }
+    for fault, run in runs.items():
+        assert run.wait() == 2, run.stdout
+        assert run.stderr.count("failed") == 1, run.stderr
+        assert run.stderr.startswith("flowrl: node 'faulty', replica 0, failed"), run.stderr
+        assert run.ended_within(DIES_WITHIN_S), fault
+        assert not run.socket_dirs
+    for fault in ("raise", "raise_in_loop"):
+        stderr = runs[fault].stderr
+        assert "failed (ticket 6): ZeroDivisionError: the reward divided by zero\n" in stderr
+        assert stderr.count("Traceback") == stderr.count("parts.py") == 1 or "async for" in stderr
+        assert stderr.count("Traceback") == 1
+    assert "without a send, hold or drop; end it with" in runs["forget"].stderr
+    assert "Traceback" not in runs["forget"].stderr
+    assert "RuntimeError: no such device" in runs["setup"].stderr
+
+    assert "audit: ok" in audit(tmp_path / "raise")
+    again = Run(FAULTS, tmp_path / "raise", "--steps", "6", "--resume", env=ray)
+    again.until("resumed from step_")
+    assert again.wait() == 0, again.stderr
+    assert states(tmp_path / "raise") == {("trained", None): 6 * 4}
+
+
+@pytest.mark.parametrize("victim", ["generator-0", "trainer-1", "faulty-0"])
+def test_the_death_of_a_host_is_named_and_nothing_is_left(tmp_path: Path, ray: dict[str, str], victim: str) -> None:
+    run = Run(FAULTS, tmp_path / "run", "--processes", "--ranks", "2", "--steps", "100000", env=ray)
+    run.until("step 3/")
+    pid = int(run.words(victim)[0])
+    start_s = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    assert run.wait() == 2, run.stdout
+    assert time.monotonic() - start_s < DIES_WITHIN_S
+    assert run.ended_within(DIES_WITHIN_S)
+    node = victim.split("-")[0]
+    assert run.stderr.count("failed") == 1 and run.stderr.count("\n") == 1, run.stderr
+    assert node in run.stderr.split("failed")[0] and f"(pid {pid}) died" in run.stderr
+    assert not run.socket_dirs
+
+
+@pytest.mark.parametrize("victim", ["driver", "raylet"])
+def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path: Path, victim: str) -> None:
+    options = ["--processes", "--generators", "2", "--generate-s", "0.1", "--save-every", "1"]
+    run = Run(FAULTS, tmp_path / "run", *options, "--steps", "100000")
+    run.until("checkpoint step_000004")
+    pid = run.process.pid if victim == "driver" else raylet_of(run.mark)
+    os.kill(pid, signal.SIGKILL)
+    run.wait()
+    assert run.ended_within(RAY_DIES_WITHIN_S)
+    assert "Traceback" not in run.stderr, run.stderr
+
+    steps = 4 + max(int(path.name.removeprefix("step_")) for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    again = Run(FAULTS, tmp_path / "run", *options, "--steps", str(steps), "--resume")
+    again.until("resumed from step_")
+    assert again.wait() == 0, again.stderr
+    assert "audit: ok" in again.stdout
+    assert states(tmp_path / "run") == {("trained", None): steps * 4}
+    assert again.ended_within(DIES_WITHIN_S)
+    assert not run.socket_dirs and not list(Path("/dev/shm").glob(f"flowrl-*-{run.process.pid}-*"))
+
+
+def raylet_of(mark: str) -> int:
+    (raylet,) = [pid for pid in pids_of(mark) if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"]
+    return raylet
+
+
+def test_the_first_interrupt_finishes_what_is_in_flight(tmp_path: Path, ray: dict[str, str]) -> None:
+    run = Run(FAULTS, tmp_path / "run", "--steps", "100000", env=ray)
+    run.until("step 3/")
+    run.signal(signal.SIGINT)
+    run.until("interrupted: finishing what is in flight")
+    assert run.wait() == 0, run.stderr
+    assert "audit: ok" in run.stdout and "--resume" in run.stdout
+    assert set(states(tmp_path / "run")) == {("trained", None)}
+    assert run.stderr == ""
+
+
+def test_the_second_interrupt_stops_at_once(tmp_path: Path, ray: dict[str, str]) -> None:
+    run = Run(FAULTS, tmp_path / "run", "--steps", "100000", "--generate-s", "20", "--processes", env=ray)
+    run.until("training$")
+    run.signal(signal.SIGINT)
+    run.until("interrupted: finishing what is in flight")
+    start_s = time.monotonic()
+    run.signal(signal.SIGINT)
+    assert run.wait() == 130
+    assert time.monotonic() - start_s < 5
+    assert run.stderr == "flowrl: interrupted\n"
+    assert run.ended_within(DIES_WITHIN_S)
+
+
+def test_a_deadlock_is_reported_with_its_cycle_and_waits_can_be_asked_for(tmp_path: Path, ray: dict[str, str]) -> None:
+    run = Run(GRAPHS / "deadlock.py", tmp_path / "run", env=ray)
+    run.until("training$")
+    start_s = time.monotonic()
+    os.kill(run.process.pid, signal.SIGUSR1)
+    run.until(r"source/0 waits: credit of source.lefts -> pairs.lefts for \d+ s")
+    assert run.wait() == 2
+    assert time.monotonic() - start_s < 25
+    assert run.stderr.startswith("flowrl: the run is deadlocked")
+    assert "pairs waits for item of pairs.rights, held up by source" in run.stderr
+    assert "source waits for credit of source.lefts -> pairs.lefts, held up by pairs" in run.stderr
+
+
+def test_code_that_holds_the_event_loop_is_named_while_it_does(tmp_path: Path, ray: dict[str, str]) -> None:
+    run = Run(FAULTS, tmp_path / "run", "--fault", "hang", "--steps", "10", env=ray)
+    line = run.until("stands still")
+    assert "faulty/0: its event loop stands still at" in line and "parts.py" in line and "in treat" in line
+    run.signal(signal.SIGINT)
+    run.until("interrupted: finishing")
+    run.signal(signal.SIGINT)
+    assert run.wait() == 130
+
+
+def test_every_edge_and_every_way_to_lose_a_sample_in_one_run(tmp_path: Path, ray: dict[str, str]) -> None:
+    run = Run(GRAPHS / "everything.py", tmp_path / "run", "--steps", "10", env=ray)
+    blocked = run.until("the event loop stood still")
+    assert "reward: " in blocked and "everything.py" in blocked and "in score" in blocked
+    assert run.wait() == 0, run.stderr
+
+    lost = states(tmp_path / "run")
+    samples = sum(lost.values())
+    numbers = range(samples // 3)
+    filtered = {n for n in numbers if n % 7 == 6}
+    short = {n for n in numbers if n % 5 == 4} - filtered
+    failed = {n for n in numbers if n % 3 == 2} - filtered
+    assert len(numbers) - len(filtered) == 10 * 2
+    assert lost[("filtered", "too_short")] == 3 * len(filtered) + len(short)
+    assert lost[("failed", "no_answer")] == len(failed)
+    assert lost[("trained", None)] == samples - 3 * len(filtered) - len(short) - len(failed)
+
+    sizes = {f"group{n}": 3 - (n in short) - (n in failed) for n in numbers if n not in filtered}
+    for tap in ("tap-0", "tap-1"):
+        assert dict(group_and_number(run.words(tap))) == sizes
+    answers = [pair for reward in ("reward-0", "reward-1") for pair in group_and_number(run.words(reward))]
+    assert len(set(answers)) == len(dict(answers)) == len(sizes), "a session went to two judges"
+    assert sorted(word for judge in ("judge-0", "judge-1") for word in run.words(judge)[1:]) == ["cancelled"]
+    assert run.words("filter-0")[0] == run.words("generator-0")[0] != run.words("generator-1")[0]
+
+
+def group_and_number(words: list[str]) -> list[tuple[str, int]]:
+    pairs = [word.split() for word in words[1:]]
+    return [(group, int(number)) for group, number in pairs]
+
+
+def test_nodes_in_turns_never_work_at_the_same_time(tmp_path: Path, ray: dict[str, str]) -> None:
+    options = ["--turns", "--generate-s", "0.1", "--train-s", "0.1", "--steps", "4"]
+    run = Run(ROOT / "benchmarks" / "stages.py", tmp_path / "run", *options, env=ray)
+    run.until("step 4/4")
+    start_s = time.monotonic()
+    assert run.wait() == 0, run.stderr
+    assert time.monotonic() - start_s < 8
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())
+    spans = {name: [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == name] for name in STAGES}
+    assert len(spans["train"]) == 4 and len(spans["generate"]) >= 4 * 8
+    assert not any(a < d and c < b for a, b in spans["train"] for c, d in spans["generate"])
+
+
+STAGES = ("generate", "train")
+
+
+def test_a_full_disk_and_an_unwritable_directory_are_one_clear_message(tmp_path: Path, ray: dict[str, str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "metrics.jsonl").symlink_to("/dev/full")
+    full = Run(FAULTS, tmp_path / "full", "--steps", "4", env=ray)
+    nowhere = Run(FAULTS, Path("/dev/null/run"), "--steps", "4")
+    assert nowhere.wait() == full.wait() == 2
+    assert "No space left on device" in full.stderr and full.stderr.count("\n") == 1, full.stderr
+    assert "cannot be written: Not a directory" in nowhere.stderr and nowhere.stderr.count("\n") == 1, nowhere.stderr
