@@ -18,6 +18,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.machine import Cluster, Machine
 
 PLACEMENT_TIMEOUT_S = 120.0
+ANSWER_WITHIN_S = 5.0
 EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
 
 
@@ -58,10 +59,13 @@ class RayCluster:
 
     def start(self, *, graph_dir: Path, num_cpus: int, num_gpus: int) -> None:
         """Join the cluster of RAY_ADDRESS, or start a local Ray."""
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            check_address(address)
         import ray
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        address = os.environ.get("RAY_ADDRESS")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets all else on the machine go before the models
         self.started = True
         quiet = {"log_to_driver": bool(os.environ.get("FLOWRL_RAY_LOGS")), "logging_level": logging.ERROR}
         if not address:
@@ -79,10 +83,7 @@ class RayCluster:
         try:
             ray.init(address=address, runtime_env=runtime_env, **quiet)
         except ConnectionError as error:
-            raise ConfigError(
-                f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one with `ray start --head`, "
-                "or unset RAY_ADDRESS to let flowrl start its own"
-            ) from None
+            raise _nobody(address, error) from None
 
     @staticmethod
     def _runtime_env(graph_dir: Path) -> dict[str, Any]:
@@ -164,6 +165,26 @@ class RayCluster:
         if self._placement is not None and not self.owned:
             remove_placement_group(self._placement)
         ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Raise ConfigError unless somebody listens at RAY_ADDRESS: Ray itself would go on trying for minutes."""
+    if address in ("auto", "local"):
+        return
+    host, colon, port = address.rpartition(":")
+    if "://" in address or not colon or not port.isdigit():
+        raise ConfigError(f"RAY_ADDRESS={address} is no address of a cluster's head; write it as HOST:6379, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_WITHIN_S).close()
+    except (OSError, OverflowError) as error:
+        raise _nobody(address, error) from None
+
+
+def _nobody(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one with `ray start --head`, or unset "
+        "RAY_ADDRESS to let flowrl start its own"
+    )
 
 
 def meeting_place() -> str:
