@@ -13,7 +13,9 @@ TOPOLOGY = Topology(
 )
 
 
-def report(node: str, *, moves: int, working: int = 0, waits: tuple[tuple[str, str, float], ...] = ()) -> dict[str, Any]:
+def report(
+    node: str, *, moves: int, working: int = 0, waits: tuple[tuple[str, str, float], ...] = ()
+) -> dict[str, Any]:
     return {"node": node, "moves": moves, "working": working, "waits": list(waits)}
 
 
