@@ -288,3 +288,8 @@ def _node_mistakes(
     for key, value in (("cpus", cpus), ("gpus", gpus)):
         if value is not None and value < 0:
             yield f"node {name!r} has {key}={value}; it needs 0 or more."
+    if node.cpus > 0 and cpus == 0 and not (node.gpus if gpus is None else gpus):
+        yield (
+            f"node {name!r} has cpus=0 and no gpus, but a {type(node).__name__} needs a process of its own; give it "
+            "cpus or gpus above 0."
+        )

@@ -146,16 +146,25 @@ def audit(run_dir: Path) -> AuditReport:
     run_dir = Path(run_dir)
     numbers = _numbers(run_dir / "graph.json")
     with closing(_open(run_dir / LEDGER)) as db:
-        db.execute("BEGIN")  # one snapshot of a run that may still be writing
-        figures = {name: _integer(db.execute(query).fetchone()[0]) for name, query in FIGURES.items()}
-        figures["bound"] = numbers["max_staleness"]
-        violations = [
-            *_rows(db),
-            *_equation(figures),
-            *_bound(db, numbers["max_staleness"]),
-            *_tickets(db, numbers["tickets"]),
-            *_metrics(db, read(run_dir / METRICS)),
-        ]
+        try:
+            return _prove(db, numbers, run_dir / METRICS)
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(
+                f"{run_dir / LEDGER} is damaged ({error}), so nothing can be proven; take the newest checkpoint's copy"
+            ) from None
+
+
+def _prove(db: sqlite3.Connection, numbers: Mapping[str, Any], metrics: Path) -> AuditReport:
+    db.execute("BEGIN")  # one snapshot of a run that may still be writing
+    figures = {name: _integer(db.execute(query).fetchone()[0]) for name, query in FIGURES.items()}
+    figures["bound"] = numbers["max_staleness"]
+    violations = [
+        *_rows(db),
+        *_equation(figures),
+        *_bound(db, numbers["max_staleness"]),
+        *_tickets(db, numbers["tickets"]),
+        *_metrics(db, read(metrics)),
+    ]
     return AuditReport(violations, figures)
 
 

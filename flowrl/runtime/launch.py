@@ -82,6 +82,8 @@ class Launch:
         if resume_from is not None:
             self._check_steps(version)
         plan = make_plan(self.graph, machines)
+        if resume_from is not None:
+            directory.check_edges([edge.name for edge in plan.edges if edge.kind == "queue"])
         self._preflight()
         view = self._open_view(plan, directory.path)
         try:
@@ -109,8 +111,12 @@ class Launch:
                     node.preflight()
             except ConfigError as error:
                 found[str(error)] = None
+        if len(found) > 1:
+            raise ConfigError(
+                f"the run cannot start, {len(found)} problems:" + "".join(f"\n- {text}" for text in found)
+            )
         if found:
-            raise ConfigError(next(iter(found)) if len(found) == 1 else "".join(f"\n- {text}" for text in found))
+            raise ConfigError(*found)
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
         from rich.console import Console

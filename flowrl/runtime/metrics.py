@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.errors import ConfigError
 from flowrl.runtime.sinks import Sink
 from flowrl.runtime.statistics import Statistics
 
@@ -94,11 +95,26 @@ class Metrics:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file, [] if there is none. A half-written last line is left out."""
+    """All lines of a metrics file, [] if there is none. A half-written last line is left out.
+
+    Raises ConfigError for any other line that is no JSON.
+    """
     if not path.exists():
         return []
     whole, _, _ = path.read_text().rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    return [_parse(path, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as problem:
+        raise ConfigError(
+            f"{path}:{number} is damaged: no JSON ({problem.msg}); remove that line, or the file"
+        ) from None
+    if not isinstance(record, dict) or "step" not in record:
+        raise ConfigError(f"{path}:{number} is damaged: it has no step; remove that line, or the file")
+    return record
 
 
 def rewind(path: Path, step: int) -> None:

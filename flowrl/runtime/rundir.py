@@ -15,7 +15,7 @@ import re
 import sqlite3
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -119,6 +119,16 @@ class RunDir:
                 "(--save-every N makes checkpoints while a run goes on)"
             )
         return max(found)
+
+    def check_edges(self, edges: Collection[str]) -> None:
+        """Raise ConfigError unless these are the queue edges of the run that is to go on: its messages lie on them."""
+        graph = json.loads((self.path / "graph.json").read_text())
+        before = {edge["name"] for edge in graph["edges"] if edge["kind"] == "queue"}
+        if strange := sorted(before ^ set(edges)):
+            raise ConfigError(
+                f"--resume: the run in {self.path} was of another graph ({', '.join(strange)} is only in one of the "
+                "two); resume with the file and options it was started with, config.json there has them"
+            )
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file whole or not at all."""
