@@ -7,6 +7,7 @@ node's preflight (models, tokenizer, task, reward, one trial reward).
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from flowrl.runtime.cluster import RayCluster
     from flowrl.runtime.driver import Driver, Outcome
     from flowrl.runtime.view import View
+
+RAY_PARTS = 10_000
+"""Ray counts resources in ten-thousandths; rounded down, parts never add up to more than the whole."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,7 @@ class _Prepared:
         curve = CurveKeys.new() if tcp else None
         endpoint = Endpoint("driver", run_id=run_id, driver_pid=os.getpid(), curve=curve)
         await endpoint.open(tcp=tcp)
-        slots = tuple(Slot(h.name, h.cpus, h.num_gpus, h.cores, h.machine) for h in self.plan.hosts)
+        slots = tuple(Slot(h.name, *self._claim(h), h.cores, h.machine) for h in self.plan.hosts)
         cluster.place(slots)
         job = Job(
             graph=self.launch.graph,
@@ -197,6 +201,12 @@ class _Prepared:
         finally:
             await endpoint.close()
             remove_run(run_id, os.getpid())
+
+    def _claim(self, host: HostPlan) -> tuple[float, float]:
+        """(cpus, gpus) that Ray reserves: hosts that take turns reserve their devices once, in equal parts."""
+        sharers = sum(other.lease == host.lease for other in self.plan.hosts) if host.lease else 1
+        cpus, gpus = (math.floor(amount / sharers * RAY_PARTS) / RAY_PARTS for amount in (host.cpus, host.num_gpus))
+        return cpus, gpus
 
     def _spec(self, host: HostPlan, run_id: str, tcp: bool, curve: CurveKeys | None) -> Any:
         from flowrl.runtime.engine import HostSpec
