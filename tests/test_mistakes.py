@@ -1,0 +1,374 @@
+"""What a new user gets wrong: each answered by one message and status 2, before Ray is touched."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.runtime.cluster import RayCluster
+
+ROOT = Path(__file__).parent.parent
+GRPO = str(ROOT / "graphs" / "grpo.py")
+SMALL = ("--task", "arithmetic:max_value=20", "--evaluate", "1")
+"""A task of few rows: reading it takes no time."""
+
+
+class Told:
+    """Runs the command and returns what it told a user who erred."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *args: object) -> str:
+        status = main([str(arg) for arg in args])
+        out, err = self._capsys.readouterr()
+        assert status == 2
+        assert out == "", "nothing but the message"
+        assert err.startswith("flowrl: ")
+        assert "Traceback" not in err
+        if "problems:\n" not in err:
+            assert err.count("\n") <= 1 + err.count("\n- "), "one message is one line"
+        return err
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Told]:
+    """The command in an empty directory, on a machine where Ray cannot be started."""
+
+    def refuse(cluster: RayCluster, **options: object) -> None:
+        raise AssertionError("the mistake was not found before Ray was started")
+
+    monkeypatch.setattr(RayCluster, "start", refuse)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield Told(capsys)
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+    assert list(tmp_path.glob("runs/*")) == [], "a run that never began leaves no directory"
+
+
+# Options
+
+WRONG_VALUES = {
+    "--staleness -1": "g.admit has staleness=-1; it needs 0",
+    "--group-size 0": "node prompts: repeat is 0; it needs at least 1",
+    "--group-size 1": "compares the members of a group, but the group size is 1",
+    "--groups-per-step 0": "num_groups is 0; it needs at least 1",
+    "--token-budget 100": "a sample can be 544 tokens long",
+    "--gpus 4096": "the graph needs 8192 GPUs",
+    "--cpus 4096": "the graph needs 8192 cores",
+    "--cpus 0": "'generator' has cpus=0 and no gpus, but a Generator needs a process of its own",
+    "--num-generators 0": "node 'generator' has replicas=0",
+    "--lr -1": "lr is -1.0; it has to be a number from 0 up",
+    "--lr nan": "lr is nan; it has to be a number from 0 up",
+    "--kl-coef -1": "kl_coef is -1.0; it has to be 0 or more",
+    "--temperature 0": "temperature is 0: all members of a group would be the same",
+    "--max-tokens 0": "max_tokens is 0; a response needs at least 1 token",
+    "--evaluate -1": "num_prompts is -1; it needs at least 1",
+    "--evaluate-every -1": "every is -1; it needs at least 0",
+    "--steps 0": "--steps is 0; a run has at least 1",
+    "--steps -3": "--steps is -3",
+    "--steps many": "--steps is 'many'; it needs an integer, or None",
+    "--steps": "--steps has no value",
+    "--lr big": "--lr is 'big'; it needs a number",
+    "--save-every -1": "--save-every is -1; it has to be 0 or more",
+    "--keep -1": "--keep is -1",
+    "--seed -1": "--seed is -1",
+    "--track foo": "no metrics sink is called 'foo'; there are tensorboard, wandb, trackio",
+    "--resume": "--resume needs to know which run",
+    "--on-limit never": "--on-limit is 'never'; it needs one of 'wait', 'mask'",
+    "--stalness 2": "there is no option --stalness; did you mean --staleness?",
+    "-steps 4": "-steps, 4 belongs to no option",
+    "stray": "stray belongs to no option",
+}
+
+
+@pytest.mark.parametrize("options", WRONG_VALUES)
+def test_options_out_of_range(told: Told, options: str) -> None:
+    assert WRONG_VALUES[options] in told("run", GRPO, *options.split())
+
+
+@pytest.mark.parametrize("options", ["--group-size 0", "--max-tokens 0", "--groups-per-step 0"])
+def test_a_number_is_complained_of_once_by_each_node(told: Told, options: str) -> None:
+    nodes = [line.split(":")[0] for line in told("run", GRPO, *options.split()).splitlines()[1:]]
+    assert len(nodes) == len(set(nodes)) >= 1
+
+
+# Graph files
+
+FILES = {
+    "x = 1": "is no graph file: it has no function `graph`",
+    "import nothing_of_that_name": "mine.py:1: ModuleNotFoundError",
+    "def graph(cfg": "mine.py:1: SyntaxError",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_files_that_are_no_graph(told: Told, tmp_path: Path, command: str, text: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    assert FILES[text] in told(command, tmp_path / "mine.py")
+
+
+def test_files_that_are_not_there(told: Told) -> None:
+    assert "did you mean" in told("check", GRPO.replace("grpo", "gropo"))
+    assert "is a directory; name a graph file" in told("run", ROOT / "graphs")
+
+
+EDITS = {
+    ("reward.scored, advantage.scored", "generator.rollouts, advantage.scored"): "generator.rollouts sends Sample but advantage.scored takes Scored",
+    ("    g.connect(advantage.groups, batcher.groups)\n", ""): "advantage.groups, an Out[Group] port, is not connected",
+    ("g.latest(", "g.connect("): "has no latest edge and will fill up and stop; write g.latest(trainer.weights,",
+    ("reward.scored, advantage", "reward.score, advantage"): "AttributeError: 'Reward' object has no attribute 'score'",
+    ('"reward", Reward', '"trainer", Reward'): "g.add was called twice with the name 'trainer'",
+}
+
+
+@pytest.mark.parametrize(("old", "new"), EDITS)
+def test_wrong_wiring(told: Told, tmp_path: Path, old: str, new: str) -> None:
+    source = Path(GRPO).read_text()
+    assert source.count(old) == 1
+    (tmp_path / "mine.py").write_text(source.replace(old, new))
+    assert EDITS[old, new] in told("run", tmp_path / "mine.py")
+
+
+# Models
+
+
+def weights(path: Path, *, tensors: int = 0) -> None:
+    """A safetensors file of one tensor of `tensors` bytes that are not there."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [tensors], "data_offsets": [0, tensors]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def a_model(path: Path, case: str) -> None:
+    """A directory that is a model but for `case`."""
+    path.mkdir()
+    configs = {"broken": "{broken", "list": "[]", "no type": "{}"}
+    if case != "no config":
+        (path / "config.json").write_text(configs.get(case, '{"model_type": "llama"}'))
+    if case == "pointer":
+        (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    elif case == "shard":
+        shards = {"weight_map": {"a": "model-1.safetensors"}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(shards))
+    elif case != "no weights":
+        weights(path / "model.safetensors", tensors=16 if case == "cut off" else 0)
+
+
+MODELS = {
+    "no config": "is no model directory: config.json is missing",
+    "broken": "config.json is no JSON (Expecting property name",
+    "list": "config.json holds a list where an object was needed",
+    "no type": "config.json names no model_type",
+    "no weights": "holds no weights (*.safetensors)",
+    "pointer": "model.safetensors is no safetensors file (42 bytes); download the model again",
+    "cut off": "model.safetensors is cut off",
+    "shard": "lacks model-1.safetensors, which its model.safetensors.index.json names",
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_directories_that_are_no_model(told: Told, tmp_path: Path, case: str) -> None:
+    a_model(tmp_path / "model", case)
+    assert MODELS[case] in told("run", GRPO, *SMALL, "--policy", tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "Qwen/Qwen2.5-0.5B"])
+def test_models_that_are_not_there(told: Told, name: str) -> None:
+    assert f"there is no model {name!r}: it is neither tiny nor smollm2" in told("run", GRPO, *SMALL, "--policy", name)
+
+
+def test_everything_wrong_with_model_and_task_is_said_at_once(told: Told) -> None:
+    text = told("run", GRPO, "--policy", "/nowhere", "--task", "nothing")
+    assert text.splitlines()[0] == "flowrl: the run cannot start, 2 problems:"
+    assert "there is no model" in text
+    assert "there is no task" in text
+
+
+# Tasks
+
+TASKS = {
+    "aritmetic": "there is no task 'aritmetic': it is neither arithmetic, nor",
+    "arithmetic:max_val=3": "has no option 'max_val'; it has max_value, operators, seed",
+    "arithmetic:max_value=x": "option max_value is 'x' and needs int",
+    "reasoning_gym/chain_sums": "reasoning_gym has no task 'chain_sums' among its",
+    "reasoning_gym/chain_sum:max_trms=3": "reasoning_gym refuses these options",
+    "missing.jsonl": "there is no task 'missing.jsonl'",
+    "": "names no source",
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_tasks_that_are_none(told: Told, task: str) -> None:
+    if task.startswith("reasoning_gym"):
+        pytest.importorskip("reasoning_gym")
+    assert TASKS[task] in told("run", GRPO, "--task", task)
+
+
+ROWS = {
+    '{"prompt": "1+1=", "answer": "2"}\n{"prompt": broken\n': "rows.jsonl:2: no JSON",
+    '{"question": "1+1=", "answer": "2"}\n': "no column 'prompt'; set prompt= to one of question, answer",
+    '["1+1="]\n': "rows.jsonl:1: a list where an object was needed",
+    '{"prompt": ""}\n': "rows.jsonl:1: the prompt is ''",
+    "": "has no rows at all",
+}
+
+
+@pytest.mark.parametrize("text", ROWS)
+def test_rows_that_cannot_be_read(told: Told, tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    assert ROWS[text] in told("run", GRPO, "--task", tmp_path / "rows.jsonl")
+
+
+def test_a_row_without_answer(told: Told, tmp_path: Path) -> None:
+    rows: list[dict[str, str]] = [{"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(64)]
+    del rows[40]["answer"]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    text = told("run", GRPO, "--task", tmp_path / "rows.jsonl", "--evaluate", 1)
+    assert "a row of the task has no answer to compare responses with (it has the prompt alone)" in text
+
+
+def test_a_held_out_split_larger_than_the_data(told: Told) -> None:
+    text = told("run", GRPO, "--task", "arithmetic:max_value=9")
+    assert "held-out rows (about one row in 8 is held out) and 512 are to be evaluated; ask for" in text
+
+
+# Rewards
+
+REWARDS = {
+    "def f(prompts, responses): raise ValueError('boom')": "rewards.py:f raised ValueError: boom",
+    "def f(prompts, responses): return 'great'": "returned rewards = 'great'; it needs a list of 1 number(s)",
+    "def f(prompts, responses): return ['good'] * len(prompts)": "returned rewards with 'good'; it needs numbers",
+    "def f(prompts, responses): return [1.0, 2.0, 3.0]": "returned 3 rewards for 1 response(s)",
+    "def f(prompts, responses): return [float('nan')]": "returned rewards with nan; it needs finite numbers",
+    "def f(prompt, response): return None": "returned rewards with None; it needs numbers",
+    "def f(a, b): return [1.0]": "begins with the parameters (a, b); it needs (prompts, responses)",
+    "def f(prompts, responses, level): return [1.0]": "needs the column level, but the task's rows have answer",
+    "def f(prompts, responses): exit(4)": "ended its process (status 4)",
+    "def g(prompts, responses): return [1.0]": "has no function 'f'; it has g",
+    "import nothing_of_that_name": "does not import: ModuleNotFoundError: No module named 'nothing_of_that_name'",
+    "def f(:": "does not import: SyntaxError",
+}
+
+
+@pytest.mark.parametrize("source", REWARDS)
+def test_rewards_that_cannot_work(told: Told, tmp_path: Path, source: str) -> None:
+    (tmp_path / "rewards.py").write_text(source)
+    assert REWARDS[source] in told("run", GRPO, *SMALL, "--task.reward", tmp_path / "rewards.py:f")
+
+
+def test_rewards_that_are_not_there(told: Told) -> None:
+    assert "names no function; write file.py:function" in told("run", GRPO, *SMALL, "--task.reward", "rewards.py")
+    assert "the reward's file rewards.py does not exist" in told("run", GRPO, *SMALL, "--task.reward", "rewards.py:f")
+    assert "'no_package.rewards' does not import" in told("run", GRPO, *SMALL, "--task.reward", "no_package.rewards:f")
+
+
+# Run directories
+
+
+def test_a_run_directory_in_use(told: Told, tmp_path: Path) -> None:
+    (tmp_path / "busy").mkdir()
+    with open(tmp_path / "busy" / ".lock", "w") as lock:
+        lock.write("12345")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text = told("run", GRPO, "--run-dir", tmp_path / "busy")
+    assert "busy is in use by the run of process 12345; wait for it to end, or name another" in text
+
+
+def test_a_run_directory_that_cannot_be_one(told: Told, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "cannot be written: Not a directory" in told("run", GRPO, "--run-dir", tmp_path / "file")
+    assert "cannot be written" in told("run", GRPO, "--run-dir", "/proc/run")
+    (tmp_path / "ledger.sqlite").touch()
+    assert "holds a finished or interrupted run; continue it with" in told("run", GRPO, "--run-dir", tmp_path)
+
+
+def a_finished_run(path: Path, *, step: int) -> None:
+    """What `--resume` looks at."""
+    checkpoint = path / "checkpoints" / f"step_{step:06d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.msgpack").touch()
+    (path / "config.json").write_text("{}")
+    edge = {"name": "prompts.prompts -> other.prompts", "kind": "queue"}
+    (path / "graph.json").write_text(json.dumps({"edges": [edge]}))
+
+
+def test_resume_of_what_cannot_go_on(told: Told, tmp_path: Path) -> None:
+    assert "nowhere holds no run (no config.json there)" in told("run", GRPO, "--run-dir", "nowhere", "--resume")
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "config.json").write_text("{}")
+    assert "early has no finished checkpoint yet" in told("run", GRPO, "--run-dir", "early", "--resume")
+    a_finished_run(tmp_path / "done", step=20)
+    resume = ("run", GRPO, "--run-dir", "done", "--resume")
+    assert "checkpoint is of step 20 and --steps is 10" in told(*resume, "--steps", 10)
+    assert "was of another graph" in told(*resume, "--steps", 30)
+
+
+def test_a_mistake_leaves_a_named_run_directory_as_it_was(told: Told, tmp_path: Path) -> None:
+    told("run", GRPO, "--run-dir", "new", "--task", "nothing")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    told("run", GRPO, "--run-dir", "mine", "--task", "nothing")
+    assert (tmp_path / "mine" / "notes.txt").exists()
+
+
+# Audits
+
+
+def test_audits_of_what_is_no_run(told: Told, tmp_path: Path) -> None:
+    assert "there is no run directory nowhere" in told("audit", "nowhere")
+    assert "holds no run (no graph.json there)" in told("audit", tmp_path)
+    (tmp_path / "graph.json").write_text("{")
+    assert "graph.json is no JSON" in told("audit", tmp_path)
+    (tmp_path / "graph.json").write_text('{"tickets": 4, "max_staleness": 1}')
+    assert "holds no ledger.sqlite" in told("audit", tmp_path)
+    (tmp_path / "ledger.sqlite").write_bytes(b"no database" * 1000)
+    assert "ledger.sqlite is no ledger of flowrl: file is not a database" in told("audit", tmp_path)
+
+
+# Machines
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_a_cluster_that_does_not_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, closed_port: int, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for address, text in (
+        (f"127.0.0.1:{closed_port}", "no Ray cluster answers there"),
+        ("ray://localhost:10001", "is no address of a cluster's head; write it as HOST:6379"),
+        ("localhost", "is no address of a cluster's head; write it as HOST:6379"),
+    ):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert f"RAY_ADDRESS={address}" in (said := Told(capsys)("run", GRPO))
+        assert text in said
+
+
+def test_vllm_of_another_version(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrl.nodes.vllm_start.version", lambda package: "0.9.2")
+    assert "vllm 0.9.2 is installed; flowrl's generator is built on vLLM 0.32.x" in told("run", GRPO, *SMALL)
+
+
+def test_no_vllm(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("flowrl.nodes.vllm_start.version", version)
+    assert "vLLM is not installed, and the generator needs it: pip install" in told("run", GRPO, *SMALL)
