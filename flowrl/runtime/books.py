@@ -258,7 +258,8 @@ class Books:
     def commit(self) -> None:
         """Write what is buffered, and let the admissions that wait for it go on.
 
-        Raises FlowrlError where the ledger cannot be written; waiting admissions raise it instead.
+        Raises FlowrlError where the ledger cannot be written; so do the waiting admissions. Called by the
+        loop, it goes to the loop's exception handler: the driver ends the run before a node hears of it.
         """
         if self._timer is not None:
             self._timer.cancel()
@@ -268,9 +269,9 @@ class Books:
             if self.ledger.dirty:
                 self.ledger.commit()
         except FlowrlError as error:
-            if waiting is None:
-                raise
-            waiting.set_exception(error)
+            if waiting is not None:
+                waiting.set_exception(error)
+            raise
         else:
             if waiting is not None:
                 waiting.set_result(None)

@@ -140,7 +140,8 @@ class Ledger:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise FlowrlError(
-                f"the ledger {self.path} cannot be written ({error}); the run cannot go on unbooked"
+                f"the ledger {self.path} cannot be written ({error}); the run cannot go on unbooked, make "
+                "room there and go on with --resume"
             ) from error
         for rows in self._rows.values():
             rows.clear()

@@ -22,11 +22,15 @@ def leave_word(node: Node, text: str = "") -> None:
 
 
 class Generator(SleepingGenerator):
+    cpus = 0
+
     async def setup(self) -> None:
         leave_word(self)
 
 
 class Trainer(SleepingTrainer):
+    cpus = 0
+
     async def setup(self) -> None:
         leave_word(self)
 
