@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -645,6 +646,51 @@ def test_order_of_wiring_does_not_matter() -> None:
         await b.close()
 
     play(main())
+
+
+def test_two_loops_in_one_process() -> None:
+    """Each endpoint on a thread of its own: still in process, handed over safely."""
+
+    class Elsewhere:
+        def __init__(self) -> None:
+            self.loop = asyncio.new_event_loop()
+            self.thread = Thread(target=self.loop.run_forever)
+            self.thread.start()
+
+        def run(self, body: Coroutine[Any, Any, R]) -> R:
+            return asyncio.run_coroutine_threadsafe(body, self.loop).result(20)
+
+        def stop(self) -> None:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join()
+            self.loop.close()
+
+    there = Elsewhere()
+    b = Endpoint("B", run_id="test", driver_pid=os.getpid())
+
+    async def serve(address: Address) -> list[int]:
+        b.connect("A", address)
+        return await drain(inbox_of(b, lane()))
+
+    async def main() -> None:
+        a = await opened("A", "local")
+        a.connect("B", await asyncio.to_thread(there.run, b.open()))
+        edge = OutEdge([a.sender(lane())], "share")
+        serving = asyncio.create_task(asyncio.to_thread(there.run, serve(a.address)))
+        for index in range(50):
+            await edge.send(thing(index))
+        edge.close()
+        assert await serving == list(range(50))
+        await asyncio.to_thread(there.run, b.close())
+
+    try:
+        play(main())
+    finally:
+        there.stop()
+
+
+def test_an_endpoint_that_was_never_opened_closes() -> None:
+    asyncio.run(Endpoint("A", run_id="test", driver_pid=os.getpid()).close())
 
 
 def test_lanes_with_other_schemas_fail_at_both_ends() -> None:

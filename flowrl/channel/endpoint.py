@@ -148,7 +148,7 @@ class Endpoint:
 
     async def close(self) -> None:
         """Send what is due, end every wait, release sockets and shared memory."""
-        if self._router.closed:
+        if self._router.closed or not hasattr(self, "address"):
             return
         await self._control.close()
         self._inlet.drain()

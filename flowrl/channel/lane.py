@@ -222,8 +222,8 @@ class ReceiverLane:
 
     @property
     def hasty(self) -> bool:
-        """So many credits are due that the sender would soon stand still without them."""
-        return self._taken - self._told >= self._hasten
+        """What is to be flushed cannot wait: the sender would soon stand still without its credits."""
+        return self._taken - self._told >= self._hasten or bool(self.out)
 
     @property
     def owes(self) -> bool:

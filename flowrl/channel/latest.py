@@ -176,7 +176,7 @@ class LatestReceiver:
 
     @property
     def hasty(self) -> bool:
-        return False
+        return True
 
     @property
     def owes(self) -> bool:

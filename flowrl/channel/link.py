@@ -19,11 +19,14 @@ from zmq.utils import z85
 
 from flowrl.channel.address import CurveKeys
 from flowrl.channel.codec import Place, freeze
-from flowrl.channel.wire import DATA, Frame, MessageEncoder
+from flowrl.channel.wire import DATA, Frame, MessageEncoder, followed
 from flowrl.errors import ConfigError
 
 COPY_BELOW_BYTES = 1 << 16
 """Smaller frames are copied into zmq: cheaper than telling Python when zmq has let go of them."""
+# As plain numbers: arithmetic on the enums costs more than the call.
+EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+SNDMORE, RCVMORE = int(zmq.SNDMORE), int(zmq.RCVMORE)
 ZAP_DOMAIN = b"flowrl"
 
 
@@ -116,7 +119,7 @@ class SocketLink:
             send, last = self._socket.send, len(parts) - 1
             for index, part in enumerate(parts):
                 small = len(part) < COPY_BELOW_BYTES
-                send(part, zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0), copy=small, track=False)
+                send(part, NOBLOCK | (SNDMORE if index < last else 0), copy=small, track=False)
 
     def close(self, linger_s: float) -> None:
         self._socket.close(linger=int(linger_s * 1000))
@@ -150,10 +153,10 @@ class Inlet:
         if inlet.closed:
             return
         recv, get, receive = inlet.recv, inlet.getsockopt, self._receive
-        while int(get(zmq.EVENTS)) & zmq.POLLIN:
-            parts: list[Any] = [recv(zmq.NOBLOCK)]
-            while get(zmq.RCVMORE):
-                parts.append(recv(zmq.NOBLOCK, copy=False).buffer)
+        while get(EVENTS) & POLLIN:  # type: ignore[operator]
+            parts: list[Any] = [recv(NOBLOCK)]
+            while followed(parts[0]) and get(RCVMORE):
+                parts.append(recv(NOBLOCK, copy=False).buffer)
             receive(parts)
 
     def drain(self) -> None:

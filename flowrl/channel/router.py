@@ -41,6 +41,9 @@ from flowrl.channel.wire import (
 from flowrl.errors import ConfigError, LaneFailed, WireError
 
 LINGER_S = 1.0
+LATER_S = 0.001
+"""So long credits and acks that nobody waits for may wait for company: waking the other process costs
+more than telling it."""
 
 
 @dataclass(eq=False)
@@ -87,6 +90,7 @@ class Router:
         """(is for a sender, lane number): frames."""
         self._dirty: list[Peer] = []
         self._scheduled = False
+        self._later: asyncio.TimerHandle | None = None
 
     # Peers
 
@@ -133,6 +137,7 @@ class Router:
         for host in self._peers:
             self.post(host, (BYE, 0, 0, 0, None))
         self._flush()
+        self._flush_later()
         self.closed = True
         self._dirty.clear()
         lanes: list[SendLane | ReceiveLane] = [*self.senders.values(), *self.receivers.values()]
@@ -202,12 +207,19 @@ class Router:
     def owed(self, lane: ReceiveLane) -> None:
         """See `ends.Owner`."""
         peer = self._peers[lane.spec.producer_host]
-        if lane.machine.hasty and peer.link is not None:
-            peer.link.add(lane.machine.flush())
-            peer.link.flush()
-        else:
-            peer.owing.append(lane)
+        peer.owing.append(lane)
+        if peer.link is None or not peer.link.eager:
             self._mark(peer)
+        elif lane.machine.hasty:
+            self._send_due(peer)
+        elif self._later is None:
+            self._later = self.loop.call_later(LATER_S, self._flush_later)
+
+    def _flush_later(self) -> None:
+        self._later = None
+        for peer in self._peers.values():
+            if peer.owing:
+                self._send_due(peer)
 
     def _begin(self, peer: Peer) -> None:
         """Send what is due now, without waiting for the end of the turn."""

@@ -2,7 +2,7 @@
 
 Everything pending for one peer leaves as one multipart:
 
-    part 0    preamble (magic, wire version, sender's epoch, sender's host), then one record a frame:
+    part 0    preamble (magic, wire version, whether parts follow, sender's epoch and host), then records:
               header (kind, number of tensors, lane, session, seq, ticket, member, schema, body
               length, message id) and body (msgpack)
     part 1…   raw array buffers, which bodies refer to by index
@@ -42,7 +42,8 @@ KINDS = frozenset((*TO_RECEIVER, *TO_SENDER, REQUEST, REPLY, ABORT, NOTIFY, RELE
 Frame = tuple[int, int, int, int, Any]
 """(kind, lane, session, seq, payload): payload is an Envelope for DATA, else a msgpack-able value."""
 
-_preamble = Struct("<4sHIH")
+_preamble = Struct("<4sHHIH")
+_FOLLOWED = 6  # offset of "whether parts follow"
 _header = Struct("<BxHIIQqiII16s")
 _no_id = bytes(16)
 
@@ -57,9 +58,11 @@ class MessageEncoder:
 
     def __init__(self, host: str, epoch: int, place: Place | None = None) -> None:
         name = host.encode()
-        self._start = _preamble.pack(MAGIC, WIRE_VERSION, epoch, len(name)) + name
+        self._starts = tuple(
+            _preamble.pack(MAGIC, WIRE_VERSION, followed, epoch, len(name)) + name for followed in (0, 1)
+        )
         self._encoder = Encoder(place)
-        self._records: list[bytes] = [self._start]
+        self._records: list[bytes] = [b""]
 
     @property
     def pending(self) -> int:
@@ -88,10 +91,15 @@ class MessageEncoder:
 
     def take(self) -> list[Buffer]:
         """The multipart of everything added since the last call."""
-        parts = [b"".join(self._records), *self._encoder.frames]
-        self._records = [self._start]
-        self._encoder.frames = []
-        return parts
+        records, arrays = self._records, self._encoder.frames
+        self._records, self._encoder.frames = [b""], []
+        records[0] = self._starts[bool(arrays)]
+        return [b"".join(records), *arrays]
+
+
+def followed(first: bytes) -> bool:
+    """Whether parts follow this first part of a multipart."""
+    return len(first) > _FOLLOWED and first[_FOLLOWED] != 0
 
 
 class MessageDecoder:
@@ -102,17 +110,26 @@ class MessageDecoder:
     ) -> None:
         self._decoder = Decoder(attach)
         self._max_body_bytes = max_body_bytes
+        self._senders: dict[bytes, tuple[str, int]] = {}
 
     def sender(self, first: bytes) -> tuple[str, int]:
         """Host and epoch of the process that sent the multipart starting with `first`."""
         if len(first) < _preamble.size:
             raise WireError(f"a frame of {len(first)} bytes: too short for any")
-        magic, version, epoch, length = _preamble.unpack_from(first)
+        end = _preamble.size + _preamble.unpack_from(first)[4]
+        known = self._senders.get(first[:end])
+        if known is None:
+            known = self._senders[first[:end]] = self._parse_sender(first[:end])
+        return known
+
+    @staticmethod
+    def _parse_sender(preamble: bytes) -> tuple[str, int]:
+        magic, version, _, epoch, _ = _preamble.unpack_from(preamble)
         if magic != MAGIC:
             raise WireError(f"a frame that starts with {magic!r}, not {MAGIC!r}: the peer is no flowrl process")
         if version != WIRE_VERSION:
             raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}; run one flowrl everywhere")
-        return first[_preamble.size : _preamble.size + length].decode(), epoch
+        return preamble[_preamble.size :].decode(), epoch
 
     def decode(self, parts: Sequence[Any]) -> list[Frame | Refused]:
         """The frames of one multipart, in order; Refused in place of one whose body is wrong.
@@ -123,7 +140,7 @@ class MessageDecoder:
         view = memoryview(first)
         decoder = self._decoder
         decoder.frames = parts[1:]
-        at, end = _preamble.size + _preamble.unpack_from(first)[3], len(first)
+        at, end = _preamble.size + _preamble.unpack_from(first)[4], len(first)
         unpack_from, header_bytes = _header.unpack_from, _header.size
         frames: list[Frame | Refused] = []
         while at < end:
