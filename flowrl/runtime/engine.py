@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flowrl.channel.endpoint import Address, Endpoint
@@ -96,7 +97,7 @@ class HostEngine:
         for host, address in addresses.items():
             if host != self.spec.host:
                 self.endpoint.connect(host, address)
-        graphs = {place.replica: rebuild(self.spec.graph_file, self.spec.config)[0] for place in self.spec.places}
+        graphs = {place.replica: rebuild(self._graph_file(), self.spec.config)[0] for place in self.spec.places}
         lease = Lease(self.spec.places[0].lease, self.spec.host, self.endpoint)
         for place in self.spec.places:
             graph = graphs[place.replica]
@@ -106,6 +107,11 @@ class HostEngine:
             join(replica, graph, self.spec.plan, self.endpoint)
         lease.nodes = [replica.node for replica in self.replicas.values()]
         self._reporting = asyncio.get_running_loop().create_task(self._report())
+
+    def _graph_file(self) -> Path:
+        """Where the driver has it, or on another machine in the directory that Ray has brought along."""
+        path = Path(self.spec.graph_file)
+        return path if path.is_file() else Path.cwd() / path.name
 
     async def setup(self) -> None:
         """Every node's own set-up, one after the other: heavy imports in two threads at once break."""
