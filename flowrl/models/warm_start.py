@@ -38,6 +38,8 @@ class Recipe:
     """Stop when so many sampled answers match exactly ..."""
     greedy_target: float = 0.46
     """... or so many greedy ones."""
+    greedy_from: float = 0.1
+    """Greedy answers are only asked for once so many sampled ones match."""
     seed: int = 0
 
 
@@ -96,10 +98,12 @@ class _Run:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
             optimizer.step()
             if step % recipe.check_every == 0:
-                greedy, sampled = self._score(greedy=True), self._score(greedy=False)
+                sampled = self._score(greedy=False)
+                greedy = self._score(greedy=True) if sampled >= recipe.greedy_from else 0.0
                 self._progress(
-                    f"tiny: SFT step {step}, loss {loss.item():.2f}, held-out exact match {greedy:.2f} "
-                    f"({sampled:.2f} sampled), {time.monotonic() - start_s:.0f} s"
+                    f"tiny: SFT step {step}, loss {loss.item():.2f}, held-out exact match {sampled:.2f} sampled"
+                    + (f", {greedy:.2f} greedy" if greedy else "")
+                    + f", {time.monotonic() - start_s:.0f} s"
                 )
                 if sampled >= recipe.sampled_target or greedy >= recipe.greedy_target:
                     return

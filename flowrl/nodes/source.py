@@ -20,7 +20,7 @@ class PromptSource(Node):
     """Sends every training row `repeat` times, as the members of one group.
 
     `epochs=None` goes on for as long as the run's `--steps` need, and is one epoch without them. `seed`
-    None is the run's. Rows whose prompt has more than `max_prompt_tokens` are left out and counted.
+    None is the run's. Prompts of more than `max_prompt_tokens` are passed over and counted.
     """
 
     prompts: Out[Prompt]
@@ -43,6 +43,8 @@ class PromptSource(Node):
         self.max_prompt_tokens = max_prompt_tokens
         self._epoch = 0
         self._position = 0
+        self._passed_over = 0
+        """Prompts too long since the last that was not."""
 
     def facts(self) -> Facts:
         return Facts(group_size=self.repeat, longest_prompt=self.max_prompt_tokens)
@@ -60,13 +62,17 @@ class PromptSource(Node):
         self._seed = self.context.seed if self.seed is None else self.seed
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
-        rows = (await self.blocking(load_rows, self.task)).train
-        self._rows = await self.blocking(self._short_enough, rows)
+        self._rows = (await self.blocking(load_rows, self.task)).train
         self.context.progress(f"{len(self._rows)} training prompts")
 
     async def run(self) -> None:
         for epoch, position, row in self._from_cursor():
-            if not await self.prompts.admit(self.group(row, epoch)):
+            group = self.group(row, epoch)
+            if len(group[0].token_ids) > self.max_prompt_tokens:
+                self._pass_over()
+            elif await self.prompts.admit(group):
+                self._passed_over = 0
+            else:
                 return
             self._epoch, self._position = epoch, position + 1
 
@@ -106,18 +112,14 @@ class PromptSource(Node):
                 yield epoch, position, self._rows[order[position]]
             epoch, start = epoch + 1, 0
 
-    def _short_enough(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        kept = tuple(row for row in rows if len(self._chat.prompt(row.turns)[1]) <= self.max_prompt_tokens)
-        if not kept:
+    def _pass_over(self) -> None:
+        self._passed_over += 1
+        self.context.metric("prompts_too_long", 1)
+        if self._passed_over >= len(self._rows):
             raise ConfigError(
-                f"all {len(rows)} training prompts of {self.task.name!r} are longer than max_prompt_tokens = "
+                f"all {len(self._rows)} training prompts of {self.task.name!r} are longer than max_prompt_tokens = "
                 f"{self.max_prompt_tokens}; raise it"
             )
-        if len(kept) < len(rows):
-            self.context.progress(
-                f"left out {len(rows) - len(kept)} prompts longer than max_prompt_tokens = {self.max_prompt_tokens}"
-            )
-        return kept
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:

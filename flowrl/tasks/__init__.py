@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -19,8 +20,9 @@ __all__ = ["Row", "Rows", "Task", "demonstrator", "load_rows"]
 Options = TypeVar("Options")
 
 
+@functools.lru_cache(maxsize=4)
 def load_rows(task: Task) -> Rows:
-    """Read or generate all rows of `task`. Raises ConfigError if it does not exist or a row is malformed."""
+    """Read or generate all rows of `task`, once in a process. Raises ConfigError for what is wrong with it."""
     rows = Rows.split(_source(task))
     if not rows.train and not rows.held_out:
         raise ConfigError(f"task {task.name!r} has no rows at all; write one problem a line")
