@@ -101,6 +101,12 @@ def test_a_number_is_complained_of_once_by_each_node(told: Told, options: str) -
     assert len(nodes) == len(set(nodes)) >= 1
 
 
+@pytest.mark.parametrize("command", ["check", "run", "audit"])
+def test_help_is_no_mistake(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "--help"]) == 0
+    assert "flowrl run graphs/grpo.py --steps 20" in capsys.readouterr().out
+
+
 # Graph files
 
 FILES = {
@@ -123,7 +129,10 @@ def test_files_that_are_not_there(told: Told) -> None:
 
 
 EDITS = {
-    ("reward.scored, advantage.scored", "generator.rollouts, advantage.scored"): "generator.rollouts sends Sample but advantage.scored takes Scored",
+    (
+        "reward.scored, advantage.scored",
+        "generator.rollouts, advantage.scored",
+    ): "generator.rollouts sends Sample but advantage.scored takes Scored",
     ("    g.connect(advantage.groups, batcher.groups)\n", ""): "advantage.groups, an Out[Group] port, is not connected",
     ("g.latest(", "g.connect("): "has no latest edge and will fill up and stop; write g.latest(trainer.weights,",
     ("reward.scored, advantage", "reward.score, advantage"): "AttributeError: 'Reward' object has no attribute 'score'",

@@ -82,7 +82,7 @@ class Evaluation(Node):
         found = len(self._held_out())
         if found < self.num_prompts:
             raise ConfigError(
-                f"task {self.task.name!r} has {found or 'no'} held-out rows (about one row in {HELD_OUT_ONE_IN} is held "
+                f"task {self.task.name!r} has {found or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held "
                 f"out) and {self.num_prompts} are to be evaluated; ask for {found} at most, or add rows"
             )
         load_judge(self.place)
