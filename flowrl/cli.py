@@ -24,6 +24,7 @@ from flowrl.graph.options import option_names, parse_options
 
 Options = TypeVar("Options")
 
+HELP = ("-h", "--help", "help")
 USAGE = """\
 usage: flowrl COMMAND
 
@@ -33,7 +34,13 @@ usage: flowrl COMMAND
         run a graph; --help after GRAPH.py lists the fields and all options
   audit RUN_DIR
         prove a run's books and its staleness bound from its own records
-  version"""
+  version
+
+to begin with:
+
+  flowrl check graphs/grpo.py
+  flowrl run graphs/grpo.py --steps 20 --run-dir runs/first
+  flowrl audit runs/first"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class CheckOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 fine, 1 an audit that failed, 2 a mistake or failure told."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help", "help"):
+    if not args or args[0] in HELP or (len(args) == 2 and args[0] in COMMANDS and args[1] in HELP):
         print(USAGE)
         return 0 if args else 2
     try:
@@ -139,9 +146,6 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 def _prepare(command: str, own_type: type[Options], args: Sequence[str]) -> tuple[GraphFile, Graph, Any, Options]:
     """Load the graph file, split the options into flowrl's and the graph's own, build the graph."""
-    if args and args[0] in ("-h", "--help"):
-        print(USAGE)
-        raise SystemExit(0)
     if not args or args[0].startswith("-"):
         raise ConfigError(f"flowrl {command} needs a graph file first: flowrl {command} GRAPH.py --field value")
     file = load_file(args[0])
@@ -183,6 +187,9 @@ def _print_help(command: str, file: GraphFile, own_type: type[Any]) -> None:
             parse_options(kind, ["--help"], prog=prog)
         except SystemExit:
             print()
+    for name, leaf in option_names(file.config_type).items():
+        if leaf.startswith(f"{name}."):
+            print(f"--{name} VALUE is short for --{leaf} VALUE")
     raise SystemExit(0)
 
 

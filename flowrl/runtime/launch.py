@@ -90,6 +90,7 @@ class Launch:
             directory.check_edges([edge.name for edge in plan.edges if edge.kind == "queue"])
         self._preflight()
         view = self._open_view(plan, directory.path)
+        view.progress("driver", f"records go to {directory.path}")
         try:
             directory.write("config.json", self._describe())
             directory.write("graph.json", plan.to_json())
