@@ -247,7 +247,7 @@ def test_a_row_without_answer(told: Told, tmp_path: Path) -> None:
 
 def test_a_held_out_split_larger_than_the_data(told: Told) -> None:
     text = told("run", GRPO, "--task", "arithmetic:max_value=9")
-    assert "held-out rows (about one row in 8 is held out) and 512 are to be evaluated; ask for" in text
+    assert "held-out rows (one row in 8 is held out) and 512 are to be evaluated; ask for" in text
 
 
 # Rewards
