@@ -86,10 +86,11 @@ class Run:
     def socket_dirs(self) -> list[Path]:
         return [path for path in socket_root().iterdir() if path.name.endswith(f"-{self.process.pid}")]
 
-    def ended_within(self, seconds: float) -> bool:
-        """Every process that the run has started ends in this time (they are waited for, not looked at)."""
+    def left_after(self, seconds: float) -> list[str]:
+        """Names of the processes of the run that have not ended in this time; their ends are waited for."""
         ends = time.monotonic() + seconds
-        return all(_ended(pid, ends) for pid in pids_of(self.mark))
+        found = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids_of(self.mark)}
+        return [name for pid, name in found.items() if not _ended(pid, ends)]
 
 
 def pids_of(mark: str) -> list[int]:

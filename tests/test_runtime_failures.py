@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 FAULTS = GRAPHS / "faults.py"
 DIES_WITHIN_S = 10
 RAY_DIES_WITHIN_S = 40
+RAYS_AGENTS = {"ray::DashboardA", "ray::RuntimeEnv"}
+"""Two processes of Ray that look for its head a minute longer before they end by themselves."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def test_a_node_that_raises_ends_the_run_once_and_it_can_be_resumed(tmp_path: Pa
         assert run.wait() == 2, run.stdout
         assert run.stderr.count("failed") == 1, run.stderr
         assert run.stderr.startswith("flowrl: node 'faulty', replica 0, failed"), run.stderr
-        assert run.ended_within(DIES_WITHIN_S), fault
+        assert run.left_after(DIES_WITHIN_S) == [], fault
         assert not run.socket_dirs
     for fault in ("raise", "raise_in_loop"):
         stderr = runs[fault].stderr
@@ -108,7 +110,7 @@ def test_the_death_of_a_host_is_named_and_nothing_is_left(tmp_path: Path, ray: d
     os.kill(pid, signal.SIGKILL)
     assert run.wait() == 2, run.stdout
     assert time.monotonic() - start_s < DIES_WITHIN_S
-    assert run.ended_within(DIES_WITHIN_S)
+    assert run.left_after(DIES_WITHIN_S) == []
     node = victim.split("-")[0]
     assert run.stderr.count("failed") == 1 and run.stderr.count("\n") == 1, run.stderr
     assert node in run.stderr.split("failed")[0] and f"(pid {pid}) died" in run.stderr
@@ -123,7 +125,8 @@ def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path:
     pid = run.process.pid if victim == "driver" else raylet_of(run.mark)
     os.kill(pid, signal.SIGKILL)
     run.wait()
-    assert run.ended_within(RAY_DIES_WITHIN_S)
+    seconds = DIES_WITHIN_S if victim == "driver" else RAY_DIES_WITHIN_S
+    assert set(run.left_after(seconds)) <= RAYS_AGENTS
     assert "Traceback" not in run.stderr, run.stderr
 
     steps = 4 + max(int(path.name.removeprefix("step_")) for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
@@ -132,7 +135,7 @@ def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path:
     assert again.wait() == 0, again.stderr
     assert "audit: ok" in again.stdout
     assert states(tmp_path / "run") == {("trained", None): steps * 4}
-    assert again.ended_within(DIES_WITHIN_S)
+    assert again.left_after(DIES_WITHIN_S) == []
     assert not run.socket_dirs and not list(Path("/dev/shm").glob(f"flowrl-*-{run.process.pid}-*"))
 
 
@@ -162,7 +165,7 @@ def test_the_second_interrupt_stops_at_once(tmp_path: Path, ray: dict[str, str])
     assert run.wait() == 130
     assert time.monotonic() - start_s < 5
     assert run.stderr == "flowrl: interrupted\n"
-    assert run.ended_within(DIES_WITHIN_S)
+    assert run.left_after(DIES_WITHIN_S) == []
 
 
 def test_a_deadlock_is_reported_with_its_cycle_and_waits_can_be_asked_for(tmp_path: Path, ray: dict[str, str]) -> None:

@@ -77,7 +77,7 @@ class Driver:
     ) -> None:
         self.job = job
         self.view = view
-        self.hosts = Hosts(cluster, endpoint)
+        self.hosts = Hosts(cluster, endpoint, self.fail)
         self.version = job.start_version
         self.statistics = Statistics()
         self.books = self._open_books()

@@ -1,13 +1,15 @@
 """The host processes of a run, seen from the driver: start, ask all, follow, end.
 
 A host answers with plain data; a failure comes back as a mapping and is raised here as NodeFailed,
-once. A host whose process died is found by Ray and named with the node it ran.
+once. A host whose process died is named with the node it ran: by the kernel's word if it ran on this
+machine (that does not need Ray to be alive), else by Ray's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flowrl.channel.endpoint import Address, Endpoint
@@ -22,8 +24,13 @@ STOP_WITHIN_S = 6.0
 class Hosts:
     """All hosts of one run, by name."""
 
-    def __init__(self, cluster: RayCluster, endpoint: Endpoint) -> None:
+    def __init__(
+        self, cluster: RayCluster, endpoint: Endpoint, on_death: Callable[[NodeFailed], None] = lambda _: None
+    ) -> None:
         self._cluster = cluster
+        self._on_death = on_death
+        self._watched: dict[str, int] = {}
+        """Host on this machine -> a descriptor of its process that is readable when it has ended."""
         self._endpoint = endpoint
         self._actors: dict[str, Any] = {}
         self._specs: dict[str, HostSpec] = {}
@@ -46,8 +53,39 @@ class Hosts:
         for host, address in addresses.items():
             if host != self._endpoint.host:
                 self._endpoint.connect(host, address)
+        for host, address in addresses.items():
+            if host != self._endpoint.host and address.machine == self._endpoint.address.machine:
+                self._follow(host)
         meeting = {host: answer["meeting"] for host, answer in opened.items()}
         await self.ask("wire", addresses, self._gang_addresses(meeting))
+
+    def _follow(self, host: str) -> None:
+        """Hear of the end of a process on this machine at once."""
+        try:
+            handle = os.pidfd_open(self.pids[host])
+        except OSError:  # it has ended already, or lives in another pid namespace: Ray will tell
+            return
+        self._watched[host] = handle
+        asyncio.get_running_loop().add_reader(handle, self._has_ended, host)
+
+    def _has_ended(self, host: str) -> None:
+        self._unfollow(host)
+        self._on_death(self._dead(host, ""))
+
+    def _unfollow(self, host: str) -> None:
+        handle = self._watched.pop(host, None)
+        if handle is not None:
+            asyncio.get_running_loop().remove_reader(handle)
+            os.close(handle)
+
+    def _dead(self, host: str, why: str) -> NodeFailed:
+        """The process of `host` is no more: what waits for it fails."""
+        place = self._specs[host].places[0]
+        reason = f"the process of host {host!r} (pid {self.pids.get(host)}) died: killed, out of memory, or crashed"
+        death = NodeFailed(self._node(host), place.replica, reason + why)
+        self.death = self.death or death
+        self._endpoint.peer_failed(host, reason)
+        return death
 
     def _gang_addresses(self, meeting: Mapping[str, str]) -> dict[str, str]:
         """Where the ranks of each node meet: on the machine of its replica 0."""
@@ -70,10 +108,7 @@ class Hosts:
         try:
             answer = await asyncio.wrap_future(getattr(self._actors[host], method).remote(*args).future())
         except (ActorDiedError, RayActorError) as error:
-            death = self._death(host, error)
-            self.death = self.death or death
-            self._endpoint.peer_failed(host, death.reason)
-            raise death from None
+            raise self._dead(host, _rays_word(error)) from None
         except RayError as error:
             raise NodeFailed(self._node(host), 0, f"its host {host!r} could not do {method!r}: {error}") from None
         if isinstance(answer, dict) and "failure" in answer:
@@ -83,20 +118,14 @@ class Hosts:
     def _node(self, host: str) -> str:
         return ", ".join(place.node for place in self._specs[host].places)
 
-    def _death(self, host: str, error: Exception) -> NodeFailed:
-        place = self._specs[host].places[0]
-        pid = self.pids.get(host)
-        why = next((line for line in str(error).splitlines() if "exit" in line.lower()), "")
-        why = why.partition("Worker exit detail:")[2].partition("Some common causes")[0].strip()
-        reason = f"the process of host {host!r} (pid {pid}) died; killed, out of memory, or crashed. {why}".strip()
-        return NodeFailed(self._node(host), place.replica, reason)
-
     async def waits(self) -> list[dict[str, Any]]:
         """What every node replica does and waits for. Raises NodeFailed for a host whose process has died."""
         return [report for answer in (await self.ask("waits")).values() for report in answer]
 
     async def stop(self, *, within_s: float = STOP_WITHIN_S) -> None:
         """Orderly if the hosts still answer, by force after `within_s` seconds."""
+        for host in list(self._watched):
+            self._unfollow(host)
         tasks = [asyncio.ensure_future(self.ask_one(host, "stop")) for host in self._actors]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=within_s)
@@ -105,6 +134,13 @@ class Hosts:
             await asyncio.gather(*tasks, return_exceptions=True)
         for host in self._actors:
             self._cluster.kill(host)
+
+
+def _rays_word(error: Exception) -> str:
+    """What Ray knows about a death beyond its list of common causes."""
+    line = next((line for line in str(error).splitlines() if "Worker exit detail:" in line), "")
+    detail = line.partition("Worker exit detail:")[2].partition("Some common causes")[0].strip()
+    return f" ({detail.rstrip('.')})" if detail else ""
 
 
 def _failure(report: Mapping[str, Any]) -> NodeFailed:
