@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -57,6 +58,7 @@ class Done:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options, graph_args = _parser().parse_known_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way ends too
     done: list[Done] = []
     try:
         file = load_file(options.graph)
