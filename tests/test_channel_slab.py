@@ -22,7 +22,7 @@ from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.slab import FROM_BYTES, PAGE, Attached, Block, Slab, Space
 from flowrl.channel.sweep import sweep
 from flowrl.errors import WireError
-from tests.test_channel_endpoint import Thing, inbox_of, lane, opened, play, via
+from tests.channel_rig import Thing, inbox_of, lane, opened, play, via
 
 PREFIX = run_prefix("slab-test", os.getpid())
 LARGE = FROM_BYTES // 4

@@ -1,7 +1,7 @@
 """Endpoint: one host process's place in the run. Lanes, requests and notes to every other host.
 
-Everything runs on the event loop on which `open` was called; only `request`ing processes' answers and
-freed shared memory come from elsewhere, and are handed to that loop.
+Everything runs on the event loop on which `open` was called. What comes from elsewhere (an endpoint on
+another loop of this process, shared memory freed by a garbage collection) is handed to that loop.
 
 Ends of waits: see `ends` (sends), `inbox` (takes) and `control` (requests); `close` ends them all, and
 itself waits at most a second for what is still to be sent.
@@ -144,7 +144,15 @@ class Endpoint:
             )
         place = self._slab.lender(address.host) if near else None
         url = f"ipc://{address.ipc}" if near else address.tcp
-        return SocketLink(self._context, url, self.host, self.epoch, curve=self._curve, place=place)
+        return SocketLink(
+            self._context,
+            url,
+            self.host,
+            self.epoch,
+            curve=self._curve,
+            place=place,
+            reconnected=lambda: self._router.reconnected(address.host),
+        )
 
     async def close(self) -> None:
         """Send what is due, end every wait, release sockets and shared memory."""

@@ -2,6 +2,7 @@
 
 Invariants
 - A link delivers in order. zmq queues without a high-water mark: what bounds it are the lanes' credits.
+- A tcp connection that breaks is made anew by zmq; `reconnected` tells, and the lanes compare notes.
 - A link to a process never outlives that process's epoch: `peer_restarted` makes a new one.
 
 Waits: none. An Inlet is drained whenever its descriptor is readable, until nothing is left (the
@@ -94,8 +95,10 @@ class SocketLink:
         *,
         curve: CurveKeys | None,
         place: Place | None,
+        reconnected: Callable[[], None],
     ) -> None:
         self._encoder = MessageEncoder(host, epoch, place)
+        self._monitor: Monitor | None = None
         self._socket = context.socket(zmq.PUSH)
         self._socket.sndhwm = 0
         self._socket.linger = 0
@@ -104,6 +107,7 @@ class SocketLink:
                 raise ConfigError(f"{url} needs the run's CURVE keys; give `curve` to every Endpoint of the run")
             self._socket.curve_serverkey = self._socket.curve_publickey = curve.public
             self._socket.curve_secretkey = curve.secret
+            self._monitor = Monitor(self._socket, reconnected)
         self._socket.connect(url)
 
     def add(self, frames: Iterable[Frame]) -> None:
@@ -122,7 +126,34 @@ class SocketLink:
                 send(part, NOBLOCK | (SNDMORE if index < last else 0), copy=small, track=False)
 
     def close(self, linger_s: float) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
         self._socket.close(linger=int(linger_s * 1000))
+
+
+class Monitor:
+    """Tells when a connection was lost and made anew: what was under way may be lost with the old one."""
+
+    def __init__(self, watched: zmq.Socket[Any], reconnected: Callable[[], None]) -> None:
+        self._watched = watched
+        self._events = watched.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._reconnected = reconnected
+        self._connections = 0
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._events.fileno(), self._drain)
+        loop.call_soon(self._drain)  # what came before the reader was added is not told again
+
+    def _drain(self) -> None:
+        while not self._events.closed and self._events.getsockopt(EVENTS) & POLLIN:  # type: ignore[operator]
+            self._events.recv_multipart(NOBLOCK)
+            self._connections += 1
+            if self._connections > 1:
+                self._reconnected()
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._events.fileno())
+        self._watched.disable_monitor()
+        self._events.close(linger=0)
 
 
 class Inlet:
@@ -180,15 +211,13 @@ class Doorman:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.bind("inproc://zeromq.zap.01")
-        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._drain)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.fileno(), self._drain)
+        loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        while True:
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._socket.send_multipart(self._answer(parts))
+        while not self._socket.closed and self._socket.getsockopt(EVENTS) & POLLIN:
+            self._socket.send_multipart(self._answer(self._socket.recv_multipart(NOBLOCK)))
 
     def _answer(self, parts: list[bytes]) -> list[bytes]:
         caller, empty, version, request, _domain, _ip, _identity, mechanism, *credentials = parts

@@ -132,6 +132,16 @@ class Router:
             lane.machine.failed = f"the process at the other end failed: {reason}"
             self._tell(lane)
 
+    def reconnected(self, host: str) -> None:
+        """The connection to `host` broke: find out what was lost. Requests cannot know, so they fail."""
+        self.control.gone(host, "the connection was lost")
+        for lane in self.lanes(host):
+            lane.machine.say_hello()
+            if isinstance(lane, SendLane):
+                self.sent(lane)
+            else:
+                self.owed(lane)
+
     def close(self) -> None:
         """Say farewell, send what is due, and end every wait at a lane."""
         for host in self._peers:

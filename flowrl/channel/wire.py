@@ -4,7 +4,7 @@ Everything pending for one peer leaves as one multipart:
 
     part 0    preamble (magic, wire version, whether parts follow, sender's epoch and host), then records:
               header (kind, number of tensors, lane, session, seq, ticket, member, schema, body
-              length, message id) and body (msgpack)
+              length, message id) and body (msgpack, empty for None)
     part 1…   raw array buffers, which bodies refer to by index
 
 Small messages therefore share one part. Whatever does not parse is refused with WireError; nothing
@@ -82,7 +82,7 @@ class MessageEncoder:
                     mark = TOMBSTONE if schema.cls is Tombstone else DATA
                     rest = payload.ticket, payload.member, schema.hash, len(body), payload.id
                 else:
-                    mark, body = kind, pack(payload)
+                    mark, body = kind, b"" if payload is None else pack(payload)
                     rest = 0, 0, 0, len(body), _no_id
             except (WireError, OverflowError, ValueError) as error:
                 del arrays[before:]
@@ -159,7 +159,7 @@ class MessageDecoder:
                     message: Message = schema_named(schema).build(values[1:])
                     frames.append((DATA, lane, session, seq, Envelope(id, ticket, values[0], member, message)))
                 elif kind in KINDS:
-                    frames.append((kind, lane, session, seq, decoder.unpack(body)))
+                    frames.append((kind, lane, session, seq, decoder.unpack(body) if length else None))
                 else:
                     raise WireError(f"a frame of unknown kind {kind}")
             except WireError as error:

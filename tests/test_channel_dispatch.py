@@ -1,0 +1,127 @@
+"""Which lanes a message takes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from flowrl.channel.dispatch import Inbox, OutEdge, Rule
+from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.envelope import Envelope
+from flowrl.messages import Tombstone
+from tests.channel_rig import (
+    drain,
+    every_transport,
+    inbox_of,
+    lane,
+    run,
+    thing,
+)
+
+
+def edge_to(a: Endpoint, rule: Rule, num_lanes: int, capacity: int = 2) -> OutEdge:
+    kind = "latest" if rule == "latest" else "queue"
+    return OutEdge([a.sender(lane(capacity, i, kind=kind)) for i in range(num_lanes)], rule)
+
+
+def inboxes(b: Endpoint, num_lanes: int, capacity: int = 2, kind: str = "queue") -> list[Inbox]:
+    return [inbox_of(b, lane(capacity, i, kind=kind)) for i in range(num_lanes)]
+
+
+async def take_indices(inbox: Inbox, count: int) -> list[int]:
+    return [(await inbox.take()).envelope.body.index for _ in range(count)]  # type: ignore[attr-defined]
+
+
+def test_share_goes_where_most_credits_are() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge, ports = edge_to(a, "share", 2), inboxes(b, 2)
+        for index in range(4):
+            await edge.send(thing(index))
+        assert [lane.credits for lane in edge.lanes] == [0, 0]
+        assert edge.num_arrivals == 1
+        taken = asyncio.Event()
+        edge.on_taken(lambda ids: taken.set())
+        slow = await take_indices(ports[1], 1)
+        await taken.wait()
+        await edge.send(thing(4))
+        edge.close()
+        assert set(slow) | set(await drain(ports[1])) | set(await drain(ports[0])) == set(range(5))
+        assert a.statistics()[lane(2, 1).name].sent == 3
+
+    run(body, "local")
+
+
+def test_key_keeps_a_group_on_one_lane_and_a_full_lane_does_not_hold_up_another() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge = edge_to(a, "key", 2, capacity=1)
+        inboxes(b, 2, capacity=1)
+        groups = dict.fromkeys("abcdefgh")
+        by_lane: dict[int, list[str]] = {0: [], 1: []}
+        from zlib import crc32
+
+        for name in groups:
+            by_lane[crc32(name.encode()) % 2].append(name)
+        await edge.send(thing(0, by_lane[0][0]))
+        blocked = asyncio.ensure_future(edge.send(thing(1, by_lane[0][1])))
+        await asyncio.wait([blocked], timeout=0)
+        await edge.send(thing(2, by_lane[1][0]))
+        assert not blocked.done()
+        assert [lane.machine.num_sent for lane in edge.lanes] == [1, 1]
+        blocked.cancel()
+
+    run(body, "local")
+
+
+def test_broadcast_reaches_all_and_the_slowest_gates() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge, ports = edge_to(a, "broadcast", 2, capacity=1), inboxes(b, 2, capacity=1)
+        assert edge.num_arrivals == 2
+        await edge.send(thing(0))
+        second = asyncio.ensure_future(edge.send(thing(1)))
+        assert await take_indices(ports[0], 1) == [0]
+        await asyncio.wait([second], timeout=0)
+        assert not second.done()
+        assert [lane.machine.num_sent for lane in edge.lanes] == [1, 1]
+        assert await take_indices(ports[1], 1) == [0]
+        await second
+        edge.close()
+        assert await drain(ports[0]) == await drain(ports[1]) == [1]
+
+    run(body, "local")
+
+
+def test_gang_gives_each_lane_its_part_under_one_id() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge, ports = edge_to(a, "gang", 3), inboxes(b, 3)
+        await edge.send(thing(7))
+        deliveries = [await port.take() for port in ports]
+        assert [d.envelope.body.index for d in deliveries] == [70, 71, 72]  # type: ignore[attr-defined]
+        assert {d.envelope.id for d in deliveries} == {thing(7).id}
+
+    run(body, "local")
+
+
+def test_gang_needs_a_message_that_splits() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge = edge_to(a, "gang", 2)
+        with pytest.raises(TypeError, match="Tombstone, which has no `split"):
+            await edge.send(Envelope(bytes(16), body=Tombstone("g", 0, "failed", "r", "n")))
+
+    run(body, "local")
+
+
+@every_transport
+def test_latest_overwrites_and_never_waits(transport: str) -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge = edge_to(a, "latest", 1)
+        (port,) = inboxes(b, 1, kind="latest")
+        assert port.newest() is None and edge.num_arrivals == 0
+        for index in range(100):
+            await edge.send(thing(index))
+        edge.close()
+        found = await drain(port)
+        assert found[-1] == 99 and found == sorted(found)
+        assert port.newest().index == 99
+
+    run(body, transport)

@@ -1,0 +1,292 @@
+"""Failures reach everybody who waits; broken connections and restarts lose and repeat nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flowrl.channel.dispatch import Inbox, OutEdge
+from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.envelope import Envelope
+from flowrl.errors import LaneFailed, WireError
+from tests.channel_rig import (
+    Thing,
+    b_to_a,
+    drain,
+    every_transport,
+    forever,
+    inbox_of,
+    lane,
+    opened,
+    play,
+    run,
+    thing,
+    until,
+    via,
+)
+
+
+@every_transport
+def test_a_failed_lane_raises_at_the_other_end_and_is_no_end_of_stream(transport: str) -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        sender, inbox = a.sender(lane(1)), inbox_of(b, lane(1))
+        take = asyncio.ensure_future(inbox.take())
+        await asyncio.wait([take], timeout=0)
+        sender.fail("node 'a' raised ValueError")
+        with pytest.raises(LaneFailed, match=r"a/0.out -> b/0.in.*ValueError"):
+            await take
+        with pytest.raises(LaneFailed):
+            await sender.send(thing(0))
+
+    run(body, transport)
+
+
+def test_a_consumer_that_fails_ends_waiting_sends() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        sender, receiver = a.sender(lane(1)), b.receiver(lane(1))
+        Inbox("b.in").add(receiver)
+        await sender.send(thing(0))
+        waits = [asyncio.ensure_future(sender.send(thing(i))) for i in (1, 2)]
+        await asyncio.wait(waits, timeout=0)
+        receiver.fail("node 'b' raised")
+        for wait in waits:
+            with pytest.raises(LaneFailed, match="node 'b' raised"):
+                await wait
+
+    run(body)
+
+
+def test_the_supervisors_word_fails_sends_takes_and_requests() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        sender = a.sender(lane(1))
+        back = replace(lane(1, to="c"), producer_host="B", consumer_host="A")
+        inbox = inbox_of(a, back)
+        await sender.send(thing(0))
+        b.on("never", forever)
+        waits: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(sender.send(thing(1))),
+            asyncio.ensure_future(inbox.take()),
+            asyncio.ensure_future(a.request("B", "never")),
+        ]
+        await asyncio.wait(waits, timeout=0)
+        assert {wait.kind for wait in a.watch()} == {"credit", "item", "reply"}
+        a.peer_failed("B", "killed by signal 9")
+        for wait in waits:
+            with pytest.raises(LaneFailed, match="signal 9"):
+                await wait
+        with pytest.raises(LaneFailed, match="signal 9"):
+            await a.request("B", "never")
+        assert len(sender.unacked()) == 1
+
+    run(body)
+
+
+@every_transport
+def test_what_cannot_travel_raises_where_it_is_sent(transport: str) -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        sender = a.sender(lane())
+        with pytest.raises(WireError, match=r"lane 'a/0.out -> b/0.in'.*type builtins.object cannot travel"):
+            await sender.send(Envelope(bytes(16), body=Thing(object())))  # type: ignore[arg-type]
+        with pytest.raises(LaneFailed):
+            await sender.send(thing(0))
+
+    run(body, transport)
+
+
+def test_closing_an_endpoint_ends_every_wait() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        sender, inbox = a.sender(lane(1)), inbox_of(b, lane(1))
+        b.on("never", forever)
+        await sender.send(thing(0))
+        await inbox.take()
+        await sender.send(thing(1))
+        waits: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(sender.send(thing(2))),
+            asyncio.ensure_future(a.request("B", "never")),
+        ]
+        await asyncio.wait(waits, timeout=0)
+        await a.close()
+        for wait in waits:
+            with pytest.raises(LaneFailed):
+                await wait
+
+    run(body)
+
+
+def test_a_peer_that_leaves_before_the_end_of_the_stream_is_a_failure() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        sender, inbox = b_to_a(b, a)
+        a.on("never", forever)
+        take, request = asyncio.ensure_future(inbox.take()), asyncio.ensure_future(b.request("A", "never"))
+        await sender.send(thing(0))
+        await take
+        take = asyncio.ensure_future(inbox.take())
+        await b.close()
+        for wait in (take, request):
+            with pytest.raises(LaneFailed, match="closed"):
+                await wait
+
+    run(body)
+
+
+def test_a_peer_that_leaves_after_the_end_of_the_stream_is_none() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        sender, inbox = b_to_a(b, a)
+        await sender.send(thing(0))
+        sender.close()
+        await b.close()
+        assert await drain(inbox) == [0]
+
+    run(body)
+
+
+class Proxy:
+    """A tcp proxy that can cut its connections."""
+
+    def __init__(self, target: str) -> None:
+        self._host, self._port = target.removeprefix("tcp://").split(":")
+        self._writers: list[asyncio.StreamWriter] = []
+        self.passed = 0
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back_reader, back_writer = await asyncio.open_connection(self._host, self._port)
+        self._writers += [writer, back_writer]
+        with suppress(ConnectionError):
+            await asyncio.gather(self._pass(reader, back_writer), self._pass(back_reader, writer))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            self.passed += len(data)
+            writer.write(data)
+        writer.close()
+
+    def cut(self) -> None:
+        """Break every connection, with whatever is under way on it."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    def close(self) -> None:
+        self.cut()
+        self._server.close()
+
+
+def test_a_connection_that_breaks_loses_and_repeats_nothing() -> None:
+    async def main() -> None:
+        a, b = await opened("A", "tcp"), await opened("B", "tcp")
+        proxies = [Proxy(a.address.tcp), Proxy(b.address.tcp)]
+        there, back = [await proxy.start() for proxy in proxies]
+        a.connect("B", replace(via("tcp", b.address), tcp=back))
+        b.connect("A", replace(via("tcp", a.address), tcp=there))
+        edge, inbox = OutEdge([a.sender(lane(8))], "share"), inbox_of(b, lane(8))
+        acked: list[bytes] = []
+        done = asyncio.Event()
+        edge.on_acked(until(acked, 400, done))
+
+        async def send() -> None:
+            for index in range(400):
+                await edge.send(thing(index))
+                if index % 100 == 50:
+                    proxies[index // 100 % 2].cut()
+            edge.close()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(send())
+            found = tasks.create_task(drain(inbox))
+        await done.wait()
+        assert found.result() == list(range(400))
+        assert edge.unacked() == []
+        b.on("never", forever)
+        request = asyncio.ensure_future(a.request("B", "never"))
+        await asyncio.wait([request], timeout=0)
+        proxies[1].cut()
+        with pytest.raises(LaneFailed, match="connection was lost"):
+            await request
+        for proxy in proxies:
+            proxy.close()
+
+    play(main())
+
+
+# Restarts, in one process; with real processes in test_channel_replay.py
+
+
+def test_a_restarted_consumer_gets_what_was_not_acked() -> None:
+    async def main() -> None:
+        a, b = await opened("A", "ipc"), await opened("B", "ipc")
+        a.connect("B", via("ipc", b.address))
+        b.connect("A", via("ipc", a.address))
+        edge, inbox = OutEdge([a.sender(lane(8))], "share"), inbox_of(b, lane(8))
+        acked = asyncio.Event()
+        edge.on_acked(lambda ids: acked.set())
+        for index in range(6):
+            await edge.send(thing(index))
+        for _ in range(3):
+            delivery = await inbox.take()
+        delivery.ack()
+        await acked.wait()
+        a.peer_failed("B", "killed")
+        await b.close()
+        again = await opened("B", "ipc", epoch=1)
+        again.connect("A", via("ipc", a.address))
+        second = inbox_of(again, lane(8))
+        a.peer_restarted("B", via("ipc", again.address), 1)
+        edge.close()
+        assert await drain(second) == [0, 1, 3, 4, 5]
+        await a.close()
+        await again.close()
+
+    play(main())
+
+
+def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
+    async def main() -> None:
+        a, b = await opened("A", "ipc"), await opened("B", "ipc")
+        a.connect("B", via("ipc", b.address))
+        b.connect("A", via("ipc", a.address))
+        sender, inbox = a.sender(lane(8)), inbox_of(b, lane(8))
+        for index in range(4):
+            await sender.send(thing(index))
+        deliveries = [await inbox.take() for _ in range(3)]
+        deliveries[0].ack()
+        await a.close()
+        again = await opened("A", "ipc", epoch=1)
+        again.connect("B", via("ipc", b.address))
+        edge = OutEdge([again.sender(lane(8))], "share")
+        acked: list[bytes] = []
+        done = asyncio.Event()
+        edge.on_acked(until(acked, 6, done))
+        # Frames of the new epoch wait for the supervisor's word.
+        for index in range(6):
+            await edge.send(thing(index))
+        edge.close()
+        b.peer_failed("A", "killed")
+        b.peer_restarted("A", via("ipc", again.address), 1)
+        for delivery in deliveries[1:]:
+            delivery.ack()
+        assert await drain(inbox) == [3, 4, 5]
+        await done.wait()
+        assert sorted(acked) == sorted(thing(i).id for i in range(6))
+        await again.close()
+        await b.close()
+
+    play(main())
+
+
+def test_nothing_is_left_on_the_machine() -> None:
+    async def main() -> str:
+        a = await opened("A", "ipc")
+        await a.close()
+        return a.address.ipc
+
+    path = play(main())
+    assert not os.path.exists(path) and not os.path.exists(os.path.dirname(path))
