@@ -114,7 +114,7 @@ class Router:
             peer.owing.append(lane)
         link.add(peer.pending)
         peer.pending = []
-        self._mark(peer)
+        self._send_due(peer)
         early, peer.early = peer.early, []
         for early_epoch, frames in early:
             self.receive(host, early_epoch, frames)
@@ -178,9 +178,8 @@ class Router:
 
     def add_sender(self, lane: SendLane) -> None:
         _register(self.senders, lane)
-        peer = self.peer(lane.spec.consumer_host)
-        peer.owing.append(lane)
-        self._mark(peer)
+        self.peer(lane.spec.consumer_host)
+        self.sent(lane)
         for frame in self._parked.pop((True, lane.spec.number), ()):
             self._to_sender(lane, frame)
 
@@ -269,7 +268,8 @@ class Router:
         dirty, self._dirty = self._dirty, []
         for peer in dirty:
             peer.dirty = peer.begun = False
-            self._send_due(peer)
+            if peer.link is not None and (peer.link.pending or not peer.link.eager):
+                self._send_due(peer)
 
     # Frames in
 
