@@ -10,8 +10,8 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from torch import Tensor
 from flowrl.messages import Trainable
 from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch, make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def gang_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     try:
         for rank in ranks:
-            output, _ = rank.communicate(timeout=110)
+            output, _ = rank.communicate(timeout=280)
             assert rank.returncode == 0, output[-4000:]
     finally:
         for rank in ranks:
@@ -136,11 +136,16 @@ def worst(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
     return max(float((ours[name] - plain[name]).abs().max()) for name in plain)
 
 
-@pytest.fixture(params=CASES, ids=lambda case: case.name)
-def case(request: pytest.FixtureRequest) -> Iterator[Case]:
-    return request.param
+def cosine(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
+    flat = [torch.cat([tensors[name].float().flatten() for name in plain]) for tensors in (ours, plain)]
+    return float(torch.nn.functional.cosine_similarity(*flat, dim=0))
 
 
+def named(cases: list[Case]) -> dict[str, Any]:
+    return {"argvalues": cases, "ids": [case.name for case in cases]}
+
+
+@pytest.mark.parametrize("case", **named([case for case in CASES if not case.half]))
 def test_gradients_and_weights_equal_the_plain_loop(case: Case, gang_dir: Path) -> None:
     found = torch.load(gang_dir / f"{case.name}.pt")
     gradients, weights = plain_steps(case, gang_dir)
@@ -150,6 +155,17 @@ def test_gradients_and_weights_equal_the_plain_loop(case: Case, gang_dir: Path) 
     for ours, plain, size in zip(found["gradients"], gradients, sizes, strict=True):
         assert worst(ours, plain) <= 2e-5 * max(1.0, size)
     assert worst(found["weights"], weights) <= 1e-5
+
+
+@pytest.mark.parametrize("case", **named([case for case in CASES if case.half]))
+def test_half_precision_goes_the_same_way(case: Case, gang_dir: Path) -> None:
+    found = torch.load(gang_dir / f"{case.name}.pt")
+    gradients, _ = plain_steps(case, gang_dir)
+    assert {w.dtype for w in found["weights"].values()} == {torch.bfloat16}
+    assert {g.dtype for gradient in found["gradients"] for g in gradient.values()} == {torch.float32}
+    likeness = [cosine(*pair) for pair in zip(found["gradients"], gradients, strict=True)]
+    assert likeness[0] > 0.995
+    assert min(likeness) > 0.9
 
 
 def test_the_clipped_gradient_norm_is_told_before_clipping(gang_dir: Path) -> None:

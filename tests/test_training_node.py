@@ -197,3 +197,27 @@ def test_checkpoint_is_a_model_directory_with_the_published_weights(
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     ours = {n: t for ns, ts in trainer._learner.engine.buckets(1 << 20) for n, t in zip(ns, ts, strict=True)}
     assert {n: bool((p == ours[n]).all()) for n, p in model.named_parameters()} == dict.fromkeys(ours, True)
+
+
+def test_master_weights_keep_what_bfloat16_would_lose(ran: tuple[Recorder, Trainer]) -> None:
+    """Steps far below half a unit in the last place of any weight add up all the same."""
+    import torch
+
+    from flowrl.training.learner import Learner, loss_masks
+    from flowrl.training.zero import ZeroEngine
+
+    _, trainer = ran
+    gang = trainer._learner.engine.gang
+    engine = ZeroEngine(trainer.policy.model, ZeroSettings(optimizer="sgd", dtype="bfloat16", clip_grad_norm=0.1), gang)
+    learner = Learner(engine, trainer.objective, temperature=TEMPERATURE)
+    part = make_batch(0, CASES[0]).split(1)[0]
+
+    def head() -> torch.Tensor:
+        return next(ts[0].float().clone() for _, ts in engine.buckets(1))
+
+    start, moved = head(), []
+    for _ in range(24):
+        learner.update(part, loss_masks(part, 0), 0, lr=2e-3)
+        moved.append(float((head() - start).abs().max()))
+    assert moved[0] < moved[-1]
+    assert moved[-1] > 4 * moved[0] or moved[0] == 0.0

@@ -106,3 +106,4 @@ def test_tallies_of_parts_add_up_to_the_whole() -> None:
     assert whole.metrics()["staleness_mean"] == pytest.approx((3 - trained).mean())
     assert whole.metrics()["tokens_trained"] == trained.size
     assert Tally().metrics()["staleness_max"] is None
+    assert set(whole.metrics(offline=True)) == {"num_samples", "response_tokens_mean", "tokens_trained"}

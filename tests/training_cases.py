@@ -29,6 +29,12 @@ class Case:
     stage: int = 3
     clip: float = 0.0
     tied: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Further ZeroSettings."""
+
+    @property
+    def half(self) -> bool:
+        return self.settings.get("dtype") == "bfloat16"
 
 
 CASES = (
@@ -46,6 +52,12 @@ CASES = (
     Case("stage_2", stage=2, optimizer_steps=2),
     Case("stage_1", stage=1),
     Case("stage_0", stage=0, clip=0.05),
+    Case("offloaded_optimizer", settings={"offload": "optimizer"}),
+    Case("offloaded", settings={"offload": "all"}, optimizer_steps=2),
+    Case("gradient_checkpointing", settings={"gradient_checkpointing": True}, optimizer_steps=2),
+    Case("bfloat16_stage_3", settings={"dtype": "bfloat16"}),
+    Case("bfloat16_stage_2", stage=2, settings={"dtype": "bfloat16"}),
+    Case("bfloat16_stage_1", stage=1, settings={"dtype": "bfloat16"}),
 )
 
 

@@ -41,7 +41,12 @@ class Recording(ZeroEngine):
 
 def train(case: Case, gang: Gang, directory: Path) -> None:
     settings = ZeroSettings(
-        stage=case.stage, optimizer="sgd", clip_grad_norm=case.clip, attention="sdpa", deepspeed=EVERYTHING_SHARDED
+        stage=case.stage,
+        optimizer="sgd",
+        clip_grad_norm=case.clip,
+        attention="sdpa",
+        deepspeed=EVERYTHING_SHARDED,
+        **case.settings,
     )
     engine = Recording(directory / ("tied" if case.tied else "untied"), settings, gang)
     engine.gradients = []

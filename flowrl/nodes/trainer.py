@@ -194,7 +194,7 @@ class Trainer(Node):
         )
         tallies, uses = zip(*self._learner.engine.gang.gather(mine), strict=True)
         record = {"step": step, "lr": lr, "num_groups": batch.num_groups, **batch.metrics}
-        record |= Tally.total(tallies).metrics() | _told(update)
+        record |= Tally.total(tallies).metrics(offline=self.objective.offline) | _told(update)
         return record, [use for part_uses in uses for use in part_uses], update.changed
 
     def _alone(self, batch: Batch) -> Batch:

@@ -1,4 +1,5 @@
 """The mathematics of training: pure functions first, DeepSpeed (`zero`) and models at the edge.
 
-Only `packing` and `advantages` are free of torch; nothing here imports ray or vllm.
+What a graph file needs (`recipes`, `schedule`, `settings`) and what cheap nodes need (`packing`,
+`advantages`, `tally`) is free of torch; nothing here imports ray or vllm.
 """

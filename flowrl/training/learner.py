@@ -76,8 +76,8 @@ class Update:
     """Tokens that entered a loss, counted once an epoch."""
     grad_norm: float | None
     """Mean over the applied steps, before clipping."""
-    stats: Mapping[str, float]
-    """loss and the objective's stats, means over the batch's optimizer steps."""
+    stats: Mapping[str, float | None]
+    """loss and the objective's stats, means over the batch's optimizer steps; None if it gave none."""
     behavior_gap: float | None
     """Mean |log π_p − log π_b| over trained tokens."""
     behavior_gap_by_staleness: Mapping[int, float]
@@ -132,7 +132,8 @@ class Learner:
         merged = Sums()
         for part in self.engine.gang.gather(sums):
             merged.merge(part)
-        return _told(merged, norms, skipped, self._epochs * sum(total.num_tokens for total in totals))
+        names = ("loss", *self.objective.stats)
+        return _told(merged, names, norms, skipped, self._epochs * sum(total.num_tokens for total in totals))
 
     def _optimize(
         self,
@@ -157,7 +158,7 @@ class Learner:
             loss, stats = self.objective.loss(seen)
             self.engine.backward(loss, last=position == len(pieces) - 1)
             sums.add({"loss": loss.detach()} | stats, share)
-            if first_epoch:
+            if first_epoch and not self.objective.offline:
                 _add_gaps(sums, piece, old_BT)
         step = self.engine.step()
         return step.grad_norm if step.applied else None
@@ -204,7 +205,7 @@ class Learner:
         )
 
     def _assert_bound(self, sample: Trainable, mask: Bool, version: int) -> None:
-        if self._max_staleness is None or not mask.any():
+        if self._max_staleness is None or self.objective.offline or not mask.any():
             return
         oldest = int(sample.versions[mask].min())
         if version - oldest > self._max_staleness:
@@ -236,7 +237,7 @@ def _add_gaps(sums: Sums, piece: Piece, proximal_BT: Tensor) -> None:
         sums.tokens_by_age[int(age)] += int((ages == age).sum())
 
 
-def _told(sums: Sums, norms: Sequence[float], skipped: int, token_passes: int) -> Update:
+def _told(sums: Sums, names: Sequence[str], norms: Sequence[float], skipped: int, token_passes: int) -> Update:
     tokens = sum(sums.tokens_by_age.values())
     return Update(
         changed=bool(norms),
@@ -244,7 +245,7 @@ def _told(sums: Sums, norms: Sequence[float], skipped: int, token_passes: int) -
         skipped_steps=skipped,
         token_passes=token_passes,
         grad_norm=sum(norms) / len(norms) if norms else None,
-        stats=dict(sums.values),
+        stats={name: sums.values.get(name) for name in names},
         behavior_gap=sum(sums.gap_by_age.values()) / tokens if tokens else None,
         behavior_gap_by_staleness={
             age: sums.gap_by_age[age] / number for age, number in sorted(sums.tokens_by_age.items())

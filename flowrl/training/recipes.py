@@ -51,6 +51,11 @@ class Objective(Protocol):
     """What the trainer needs to know."""
 
     @property
+    def offline(self) -> bool:
+        """The samples are data, not rollouts: they have no rewards, versions or behavior logprobs."""
+        ...
+
+    @property
     def needs_proximal(self) -> bool:
         """Whether π_p has to be computed before a batch with several optimizer steps."""
         ...
@@ -60,7 +65,7 @@ class Objective(Protocol):
 
     @property
     def stats(self) -> tuple[str, ...]:
-        """Names of the stats that `loss` returns at most."""
+        """Names of the stats that `loss` may return; they stand in every metrics line."""
         ...
 
     def columns(self, sample: Trainable) -> Column:
@@ -102,6 +107,10 @@ class PolicyObjective:
         problem = _problem_of(self)
         if problem:
             raise ConfigError(problem)
+
+    @property
+    def offline(self) -> bool:
+        return False
 
     @property
     def needs_proximal(self) -> bool:
@@ -213,6 +222,7 @@ class SFT:
         if self.aggregation not in ("token", "sequence"):
             raise ConfigError(f"aggregation is {self.aggregation!r}; choose token or sequence")
 
+    offline = True
     needs_proximal = False
     needs_entropy_gradient = False
     stats = ("entropy",)

@@ -62,20 +62,28 @@ class Tally:
             whole.oldest_age = max(whole.oldest_age, part.oldest_age)
         return whole
 
-    def metrics(self) -> dict[str, float | None]:
-        """Means over samples or trained tokens; staleness is None where nothing was trained."""
+    def metrics(self, *, offline: bool = False) -> dict[str, float | None]:
+        """Means over samples or trained tokens; staleness is None where nothing was trained.
+
+        `offline`: without what only rollouts have, rewards and ages.
+        """
         n = max(1, self.num_samples)
         mean = self.raw_reward / n
         trained = self.trained_tokens
-        return {
+        of_any: dict[str, float | None] = {
             "num_samples": self.num_samples,
+            "response_tokens_mean": self.response_tokens / n,
+            "tokens_trained": trained,
+        }
+        if offline:
+            return of_any
+        return of_any | {
             "reward_mean": mean,
             "reward_std": sqrt(max(0.0, self.raw_reward_squares / n - mean**2)),
             "reward_shaped_mean": self.shaped_reward / n,
-            "response_tokens_mean": self.response_tokens / n,
             "truncated_fraction": self.truncated / n,
-            "tokens_trained": trained,
             "tokens_stale": self.response_tokens - trained,
             "staleness_mean": self.age / trained if trained else None,
             "staleness_max": self.oldest_age if trained else None,
-        } | {f"reward/{name}": value / n for name, value in self.reward_parts.items()}
+            **{f"reward/{name}": value / n for name, value in self.reward_parts.items()},
+        }
