@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +38,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(300)]
 
 R = TypeVar("R")
 CORE = (max(os.sched_getaffinity(0)),)
+MOST = 48
+"""Policy tokens of a sample: enough for updates and checkpoints to come in between."""
 TOLERANCE = 1e-4
 """float32 logprobs of two implementations; a stale tied head is off by 0.05 and more."""
 
@@ -67,7 +71,7 @@ class Live:
         return await task
 
     async def _start(self) -> None:
-        sampling = Sampling(max_tokens=24)
+        sampling = Sampling(max_tokens=MOST)
         self.generator = Generator(Policy(str(self.path)), sampling=sampling, concurrency=32, max_model_len=256)
         self.generator.name = "generator"
         self.context: Any = RecordingContext(cores=CORE)
@@ -87,6 +91,7 @@ class Live:
 
     async def _stop(self) -> None:
         self.prompts.queue.put_nowait(None)
+        self.weights.queue.put_nowait(None)
         self.requests.closed.set()
         run, self.run = self.run, None
         assert run is not None
@@ -182,7 +187,7 @@ def test_nothing_is_sampled_before_the_first_version(live: Live) -> None:
 def test_a_sample_is_complete(live: Live) -> None:
     (sample,) = live.samples([make_prompt(1, columns={"answer": "7"})])
     count = sample.response_tokens
-    assert sample.prompt_tokens == 12 and len(sample.token_ids) == 12 + count <= 12 + 24
+    assert sample.prompt_tokens == 12 and len(sample.token_ids) == 12 + count <= 12 + MOST
     assert not sample.policy_mask[:12].any() and sample.policy_mask[12:].all()
     assert (sample.versions[:12] == -1).all() and (sample.versions[12:] == live.version).all()
     assert sample.truncated == (sample.token_ids[-1] != 1)
@@ -260,22 +265,22 @@ def test_the_prefix_cache_does_not_outlive_a_version(live: Live) -> None:
 def test_a_checkpoint_takes_unfinished_responses_and_goes_on_with_them(live: Live) -> None:
     async def checkpoint() -> tuple[dict[str, Any], list[Sample]]:
         before = len(live.out.sent)
-        for number in range(500, 516):
+        for number in range(500, 532):
             live.prompts.queue.put_nowait(make_prompt(number))
-        await live.out.arrived(before + 4)
+        await live.out.arrived(before + 1)
         prefixes = await live.generator.snapshot()
         count = len(live.out.sent)
         assert not live.generator._running
         await live.generator.resume()
         assert len(live.out.sent) == count
-        return prefixes, (await live.out.arrived(before + 16))[before:]
+        return prefixes, (await live.out.arrived(before + 32))[before:]
 
     prefixes, samples = live.do(checkpoint())
     assert prefixes
     for sample in samples:
         tokens, logprobs, versions = prefixes.get(sample.sample_id, ((), (), ()))
         response = sample.token_ids[sample.policy_mask]
-        assert response[: len(tokens)].tolist() == list(tokens) and len(response) <= 24
+        assert response[: len(tokens)].tolist() == list(tokens) and len(response) <= MOST
         assert sample.behavior_logprobs[12 : 12 + len(tokens)].tolist() == list(logprobs)
         assert len(versions) == len(tokens)
         expected = score(live.model, [sample.token_ids])[0]
@@ -294,7 +299,7 @@ def test_a_prefix_from_a_checkpoint_is_continued(live: Live) -> None:
     (sample,) = live.samples([prompt])
     assert sample.token_ids[12:15].tolist() == [30, 31, 32] and sample.policy_mask[12:].all()
     assert sample.versions[12:15].tolist() == [0, 0, 0] and (sample.versions[15:] == live.version).all()
-    assert sample.response_tokens <= 24
+    assert sample.response_tokens <= MOST
     assert live.context.counters["tokens_generated"] - generated == sample.response_tokens - 3
 
 
@@ -320,32 +325,45 @@ def test_evaluation_is_greedy_and_counted_apart(live: Live) -> None:
     assert live.context.counters["tokens_evaluated"] == one.response_tokens + two.response_tokens
 
 
-def test_the_engine_process_dies_with_its_generator(tmp_path: Path) -> None:
-    """A generator's process is killed; vLLM's process has to be gone without anybody's help."""
+HOST = """
+import os, sys
+from flowrl.nodes.vllm_sampler import VllmSampler
+if __name__ == "__main__":
+    VllmSampler.start(sys.argv[1], max_model_len=64, cores=({core},))
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["while_loading", "when_loaded"])
+def test_vllms_process_ends_with_a_generator_that_is_killed(loaded: bool, tmp_path: Path) -> None:
     make_policy(tmp_path, tied=True)
-    code = (
-        "import sys\n"
-        "from flowrl.nodes.vllm_sampler import VllmSampler\n"
-        "if __name__ == '__main__':\n"
-        f"    sampler = VllmSampler.start({str(tmp_path)!r}, max_model_len=64, cores={CORE!r})\n"
-        "    import multiprocessing\n"
-        "    print('child', multiprocessing.active_children()[0].pid, flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
     script = tmp_path / "host.py"
-    script.write_text(code)
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    script.write_text(HOST.format(core=CORE[0]))
     host = subprocess.Popen(
-        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, str(script), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
     )
-    assert host.stdout is not None and host.stdin is not None
-    line = next(line for line in host.stdout if line.startswith("child"))
-    child = os.pidfd_open(int(line.split()[1]))
-    host.send_signal(signal.SIGKILL)
-    host.wait()
-    assert ended(child, timeout_s=10.0)
-    host.stdin.close()
-    host.stdout.close()
+    with host:
+        assert host.stdout is not None
+        child = engine_process(host.pid)
+        assert not loaded or "ready\n" in host.stdout
+        host.send_signal(signal.SIGKILL)
+        assert ended(child, timeout_s=40.0)
+
+
+def engine_process(host: int) -> int:
+    """A pidfd of the process that vLLM spawns, as soon as it is there."""
+    while True:
+        for child in Path(f"/proc/{host}/task/{host}/children").read_text().split():
+            with suppress(FileNotFoundError):
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return os.pidfd_open(int(child))
+        time.sleep(0.05)
 
 
 def ended(pidfd: int, *, timeout_s: float) -> bool:

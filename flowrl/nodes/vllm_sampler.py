@@ -15,6 +15,7 @@ from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.messages import Int32
 from flowrl.nodes.sampling import Completion, Sampling, spread_versions
 from flowrl.nodes.vllm_start import engine_arguments, prepare_environment
+from flowrl.weights.engine_process import Adoption
 
 TRAINING, EVALUATION = 0, 1
 """Priorities: vLLM takes the smaller first."""
@@ -50,6 +51,7 @@ class VllmSampler:
         """Load the model in a child process. Blocks; the process it makes ends with this one."""
         prepare_environment(cores=cores, on_gpu=on_gpu, weight_backend=weight_backend)
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_arguments(
@@ -63,7 +65,9 @@ class VllmSampler:
             weight_backend=weight_backend,
             engine=engine or {},
         )
-        return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
+        config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        config.additional_config = Adoption(config.additional_config)
+        return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True))
 
     async def complete(
         self,

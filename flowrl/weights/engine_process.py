@@ -6,16 +6,39 @@ import os
 import select
 import signal
 import threading
+from typing import Any
 
 PARENT_VARIABLE = "FLOWRL_HOST_PID"
 """Environment variable with the generator's process id."""
 
 
+class Adoption(dict[str, Any]):
+    """Options that make a watched child of the process that unpickles them, where they are a plain dict.
+
+    As part of vLLM's config they are unpickled as the first thing in its process: a generator that dies
+    while vLLM is still loading leaves nothing behind either.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _adopted, (dict(self),)
+
+
+def _adopted(options: dict[str, Any]) -> dict[str, Any]:
+    adopt()
+    return options
+
+
+_watched = 0
+"""Process that watches already: its own id, as forks inherit the value and not the thread."""
+
+
 def adopt() -> None:
-    """Called in vLLM's processes as soon as they import flowrl's extension; nothing in the generator's own."""
+    """Watch the generator's process from one of vLLM's; once is enough. Nothing in the generator's own."""
+    global _watched
     parent = int(os.environ.get(PARENT_VARIABLE, os.getpid()))
-    if parent == os.getpid():
+    if os.getpid() in (parent, _watched):
         return
+    _watched = os.getpid()
     die_with(parent)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
