@@ -115,6 +115,12 @@ class Sample(Message):
     """Content hashes of attachments."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     ref_logprobs: Float32 | None = None
+    teacher_logprobs: Float32 | None = None
+    """Of the policy tokens under a teacher (distillation); 0 elsewhere."""
+    values: Float32 | None = None
+    """The critic's V of the state before each policy token; 0 elsewhere."""
+    values_version: int = -1
+    """Version of the critic that gave `values`."""
     admitted_s: float = 0.0
     generated_s: float = 0.0
 
@@ -141,6 +147,12 @@ class Trainable(Scored):
     advantages: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
     loss_mask: Bool | None = None
     """Tokens that enter the loss; None means `policy_mask`. Narrowed by staleness masking."""
+    returns: Float32 | None = None
+    """What the critic learns to predict at each policy token; 0 elsewhere."""
+    label: int = 0
+    """1: chosen or desirable, -1: rejected or undesirable, 0: neither."""
+    pair: str = ""
+    """Samples of one batch with the same non-empty pair are neighbours and stay together."""
 
 
 @dataclass(frozen=True)

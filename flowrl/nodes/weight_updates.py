@@ -111,5 +111,5 @@ class WeightUpdates:
         if not manifest.probe_logprobs:
             return
         found = await self._sampler.score(manifest.probe_token_ids)
-        worst = probe.check(manifest, found, dtype=self._sampler.dtype, replica=self._replica)
-        self._context.gauge("logprob_mismatch", worst)
+        difference = probe.check(manifest, found, dtype=self._sampler.dtype, replica=self._replica)
+        self._context.gauge("logprob_mismatch", difference)

@@ -14,8 +14,12 @@ import numpy as np
 from flowrl.errors import FlowrlError
 from flowrl.messages import Weights
 
-TOLERANCE = {"float32": 0.002, "float16": 0.1, "bfloat16": 0.75}
-"""Largest |difference| of a probe logprob by the generator's dtype."""
+TOLERANCE = {"float32": 0.001, "float16": 0.05, "bfloat16": 0.25}
+"""Largest mean |difference| of the probe's logprobs by the generator's dtype.
+
+Measured: 2e-6 for a small model in float32; 0.1 for SmolLM2 between bfloat16 and float32, with 0.5 at
+single tokens, which is why the mean is compared and not the largest.
+"""
 _LENGTHS = (5, 11, 17, 24)
 
 
@@ -31,20 +35,21 @@ def probe_sequences(vocab_size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def mismatch(manifest: Weights, found: Sequence[Sequence[float]]) -> float:
-    """Largest absolute difference between the manifest's probe logprobs and `found`; NaN if one is."""
+    """Mean absolute difference between the manifest's probe logprobs and `found`, over all tokens."""
     rows = zip(manifest.probe_logprobs, found, strict=True)
-    return float(np.max(np.abs(np.concatenate([np.subtract(expected, scored) for expected, scored in rows]))))
+    return float(np.mean(np.abs(np.concatenate([np.subtract(expected, scored) for expected, scored in rows]))))
 
 
 def check(manifest: Weights, found: Sequence[Sequence[float]], *, dtype: str, replica: str) -> float:
     """The mismatch, or ProbeMismatch if it is above the tolerance of `dtype` or no number at all."""
-    worst = mismatch(manifest, found)
-    if worst <= TOLERANCE[dtype]:
-        return worst
+    difference = mismatch(manifest, found)
+    if difference <= TOLERANCE[dtype]:
+        return difference
     raise ProbeMismatch(
         f"{replica} loaded version {manifest.version} of {manifest.policy!r}, but its logprobs of the probe "
-        f"sequences differ from the trainer's by up to {worst:.4g}; with {dtype} at most {TOLERANCE[dtype]:g} is "
-        "rounding. The generator does not hold the trainer's weights: sampling on would train on wrong "
-        "behavior logprobs. Usual causes: a layer that vLLM keeps in a packed copy was not refreshed, "
-        "trainer and generator were given different models, or a quantized or LoRA engine option is set."
+        f"sequences differ from the trainer's by {difference:.4g} on average; with {dtype} up to "
+        f"{TOLERANCE[dtype]:g} is rounding. The generator does not hold the trainer's weights: sampling on "
+        "would train on wrong behavior logprobs. Usual causes: a layer that vLLM keeps in a packed copy was "
+        "not refreshed, trainer and generator were given different models, or a quantized or LoRA engine "
+        "option is set."
     )
