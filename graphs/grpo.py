@@ -17,6 +17,7 @@ from flowrl.nodes import (
     Reference,
     Reward,
     Sampling,
+    Shaping,
     TokenBatch,
     Trainer,
 )
@@ -31,40 +32,45 @@ class GRPO:
     """tiny, smollm2, or the path of a Hugging Face model directory."""
     task: Task = Task("arithmetic")
     """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
+    lr: float = 1e-4
+    max_tokens: int = 32
+    """Longest response."""
+    temperature: float = 1.0
+    staleness: int = 1
+    """Largest staleness of any trained token, in versions. 0 is synchronous."""
     group_size: int = 8
     """Samples of one prompt."""
     groups_per_step: int = 16
     """Prompts of one batch."""
-    staleness: int = 1
-    """Largest staleness of any trained token, in versions. 0 is synchronous."""
-    on_limit: Literal["wait", "mask"] = "wait"
-    """At that limit generation waits, or tokens beyond it are masked out of the loss."""
-    look_ahead: int = 1
-    """Groups among which the batcher may choose a finished one; 1 is admission order."""
-    max_tokens: int = 32
-    """Longest response."""
-    temperature: float = 1.0
-    lr: float = 1e-4
-    kl_coef: float = 0.0
-    """Weight of the KL to the starting weights in the loss; above 0 adds a reference node."""
-    advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the trainer's parameters and activations."""
-    token_budget: int = 8192
-    """Most tokens of a micro-batch, padding included."""
+    evaluate: int = 512
+    """Held-out prompts asked before and after; 0 for none."""
+    evaluate_samples: int = 1
+    """Answers to each of them: one is greedy, several are sampled at `temperature`."""
+    evaluate_every: int = 0
+    """Steps between evaluations during training; 0 for none."""
     num_generators: int = 1
     num_trainers: int = 1
     """ZeRO ranks."""
     gpus: float = 0
     """GPUs of each generator, trainer and reference."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the trainer's parameters and activations."""
+    token_budget: int = 8192
+    """Most tokens of a micro-batch, padding included."""
+    negate_rewards: bool = False
+    """A control: every reward's sign turned. The policy must get worse."""
+
+    advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
+    kl_coef: float = 0.0
+    """Weight of the KL to the starting weights in the loss; above 0 adds a reference node."""
+    on_limit: Literal["wait", "mask"] = "wait"
+    """At the limit of staleness generation waits, or tokens beyond it are masked out of the loss."""
+    look_ahead: int = 1
+    """Groups among which the batcher may choose a finished one; 1 is admission order."""
     cpus: float | None = None
     """Cores of each generator and trainer; None: one, or less for ranks that would not fit."""
     turns: bool = False
     """Generator and trainer take turns on the same cores and GPUs instead of working side by side."""
-    evaluate: int = 512
-    """Held-out prompts asked before and after; 0 for none."""
-    evaluate_every: int = 0
-    """Steps between evaluations during training; 0 for none."""
     shuffle_rewards: bool = False
     """A control: rewards dealt out at random within each group. Nothing must be learnt."""
 
@@ -80,12 +86,12 @@ def graph(cfg: GRPO) -> Graph:
     prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
     generator = g.add(
         "generator",
-        Generator(policy, sampling=sampling),
+        Generator(policy, sampling=sampling, evaluation=sampling if cfg.evaluate_samples > 1 else None),
         replicas=cfg.num_generators,
         cpus=cfg.cpus,
         gpus=cfg.gpus,
     )
-    reward = g.add("reward", Reward(cfg.task))
+    reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
     advantage = g.add(
         "advantage", GroupAdvantage(cfg.advantage, size=cfg.group_size, shuffle_rewards=cfg.shuffle_rewards)
     )
@@ -121,7 +127,13 @@ def graph(cfg: GRPO) -> Graph:
     )
 
     if cfg.evaluate:
-        held_out = Evaluation(cfg.task, policy, num_prompts=cfg.evaluate, every=cfg.evaluate_every)
+        held_out = Evaluation(
+            cfg.task,
+            policy,
+            num_prompts=cfg.evaluate,
+            num_samples=cfg.evaluate_samples,
+            every=cfg.evaluate_every,
+        )
         evaluation = g.add("evaluation", held_out)
         g.call(evaluation.generate, generator.requests)
     return g

@@ -72,6 +72,7 @@ WRONG_VALUES = {
     "--temperature 0": "temperature is 0: all members of a group would be the same",
     "--max-tokens 0": "max_tokens is 0; a response needs at least 1 token",
     "--evaluate -1": "num_prompts is -1; it needs at least 1",
+    "--evaluate-samples 0": "num_samples is 0; it needs at least 1",
     "--evaluate-every -1": "every is -1; it needs at least 0",
     "--steps 0": "--steps is 0; a run has at least 1",
     "--steps -3": "--steps is -3",

@@ -125,6 +125,7 @@ def test_synchronous_functions_run_in_a_process_that_a_timeout_kills(tmp_path: P
         (Shaping(weights={"form": -4.0}, clip=(-1.0, 1.0)), False, 10, -1.0),
         (Shaping(weights={"absent": 5.0}), False, 10, 1.0),
         (Shaping(stop_penalty=0.5, overlong=Overlong(10, 10)), True, 10, -0.5),
+        (Shaping(negate=True, clip=(-1.0, 0.5)), False, 10, -0.5),
     ],
 )
 def test_shaping_steps_in_their_order(shaping: Shaping, truncated: bool, tokens: int, expected: float) -> None:

@@ -1,6 +1,6 @@
 """From a verdict to the reward that is trained on. Pure; the order of steps is fixed.
 
-Weighted sum of named parts, stop penalty, overlong penalty (DAPO, arXiv 2503.14476), clip.
+Weighted sum of named parts, stop penalty, overlong penalty (DAPO, arXiv 2503.14476), clip, sign.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Shaping:
     """For truncated responses: in [0, 1] scales the reward, below 0 takes its place."""
     overlong: Overlong | None = None
     clip: tuple[float, float] | None = None
+    negate: bool = False
+    """A control: the sign of the whole is turned, so that training makes the policy worse."""
 
     def problems(self) -> list[str]:
         """What is wrong with these settings, complete sentences."""
@@ -52,4 +54,6 @@ class Shaping:
             reward = reward * self.stop_penalty if self.stop_penalty >= 0 else self.stop_penalty
         if self.overlong is not None:
             reward += self.overlong.penalty(num_tokens)
-        return reward if self.clip is None else min(max(reward, self.clip[0]), self.clip[1])
+        if self.clip is not None:
+            reward = min(max(reward, self.clip[0]), self.clip[1])
+        return -reward if self.negate else reward
