@@ -39,9 +39,17 @@ def test_equal_rewards_give_exactly_nothing() -> None:
     assert advantages(group) == [[0.0] * 5] * 4
 
 
-def test_rewards_of_turns_are_summed_up() -> None:
-    turned = scored(0, 1.0, turn_rewards=((3, 0.5), (4, 0.5)))
-    assert advantages(GroupAdvantage("reinforce", size=1).group(members([turned], size=1)))[0][3:] == [2.0, 2.0]
+TURNED = scored(0, 1.0, turn_rewards=((3, 0.5), (4, 0.25)))
+
+
+def test_rewards_of_turns_stand_at_their_turns() -> None:
+    node = GroupAdvantage("reinforce", size=1)
+    assert advantages(node.group(members([TURNED], size=1)))[0][3:] == [1.75, 1.25]
+
+
+def test_group_estimators_sum_the_rewards_of_turns_up() -> None:
+    group = GroupAdvantage("rloo", size=2).group(members([TURNED, scored(1, 0.0)], size=2))
+    assert advantages(group)[0][3:] == [1.75, 1.75]
 
 
 def test_kl_is_taken_out_of_the_reward_from_each_token_on() -> None:
@@ -58,10 +66,10 @@ def test_kl_without_reference_logprobs_names_what_is_missing() -> None:
 
 
 def test_kl_estimators_by_hand() -> None:
-    d = np.array([0.5, -1.0, 99.0])
-    np.testing.assert_allclose(kl_per_token(d, "k1"), [0.5, -1.0, 10.0])
-    np.testing.assert_allclose(kl_per_token(d, "k2"), [0.125, 0.5, 50.0])
-    np.testing.assert_allclose(kl_per_token(d, "k3"), [np.exp(-0.5) - 0.5, np.e - 2.0, np.exp(-10.0) + 9.0])
+    d = np.array([0.5, -1.0, 99.0, -4.0])
+    np.testing.assert_allclose(kl_per_token(d, "k1"), [0.5, -1.0, 10.0, -4.0])
+    np.testing.assert_allclose(kl_per_token(d, "k2"), [0.125, 0.5, 10.0, 8.0])
+    np.testing.assert_allclose(kl_per_token(d, "k3"), [np.exp(-0.5) - 0.5, np.e - 2.0, 10.0, 10.0])
 
 
 def test_groups_that_teach_nothing_are_filtered_with_a_reason() -> None:

@@ -203,7 +203,8 @@ def test_master_weights_keep_what_bfloat16_would_lose(ran: tuple[Recorder, Train
     """Steps far below half a unit in the last place of any weight add up all the same."""
     import torch
 
-    from flowrl.training.learner import Learner, loss_masks
+    from flowrl.training.learner import Learner
+    from flowrl.training.packing import loss_masks
     from flowrl.training.zero import ZeroEngine
 
     _, trainer = ran
@@ -217,7 +218,7 @@ def test_master_weights_keep_what_bfloat16_would_lose(ran: tuple[Recorder, Train
 
     start, moved = head(), []
     for _ in range(24):
-        learner.update(part, loss_masks(part, 0), 0, lr=2e-3)
+        learner.update(part, loss_masks(part.samples, -1, 0), 0, lr=2e-3)
         moved.append(float((head() - start).abs().max()))
     assert moved[0] < moved[-1]
     assert moved[-1] > 4 * moved[0] or moved[0] == 0.0

@@ -154,6 +154,20 @@ def test_log_ratios_are_clamped_so_that_nothing_overflows() -> None:
     assert float(loss) == pytest.approx(by_token(lambda b, t: math.exp(20.0) * abs(at(ADVANTAGES, b, t))))
 
 
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo", "reinforce"])
+def test_nothing_at_a_masked_place_reaches_loss_or_gradient(kind: Any) -> None:
+    def run(garbage: float) -> tuple[Tensor, Tensor]:
+        logprobs = torch.where(MASK, LOGPROBS, garbage).requires_grad_()
+        arguments = [torch.where(MASK, values, garbage) for values in (OLD, ADVANTAGES)]
+        loss, _ = policy_loss(logprobs, *arguments, MASK, kind=kind, clip_high=1.2)
+        loss.backward()
+        assert logprobs.grad is not None
+        return loss, logprobs.grad
+
+    for clean, dirty in zip(run(0.0), run(-math.inf), strict=True):
+        assert torch.equal(clean, dirty)
+
+
 def test_aggregations() -> None:
     values = rows(7)
     assert float(aggregate(values, MASK)) == pytest.approx(by_token(lambda b, t: at(values, b, t)))

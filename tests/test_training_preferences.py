@@ -43,8 +43,12 @@ def test_dpo_family(kind: Any) -> None:
             total += -(1 - smoothing) * math.log(sigmoid(beta * h)) - smoothing * math.log(sigmoid(-beta * h))
     assert float(loss) == pytest.approx(total / 3, abs=1e-12)
     assert float(stats["chosen"]) == pytest.approx(beta * float((CHOSEN - REF_CHOSEN).mean()))
-    with pytest.raises(ValueError, match="cdpo"):
-        dpo_loss(CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED, beta=beta, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo"])
+def test_smoothing_that_would_be_ignored_is_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match="needs kind='cdpo'"):
+        dpo_loss(CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED, beta=0.1, kind=kind, label_smoothing=0.1)
 
 
 def test_kto_has_no_gradient_through_its_baseline() -> None:

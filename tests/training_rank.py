@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from flowrl.training.gang import Gang
-from flowrl.training.learner import Learner, loss_masks
+from flowrl.training.learner import Learner
+from flowrl.training.packing import loss_masks
 from flowrl.training.recipes import PolicyObjective
 from flowrl.training.settings import ZeroSettings
 from flowrl.training.zero import ZeroEngine
@@ -57,7 +58,7 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
     updates = []
     for version in range(BATCHES):
         part = make_batch(version, case).split(gang.size)[gang.rank]
-        updates.append(learner.update(part, loss_masks(part, version), version, LR))
+        updates.append(learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR))
     weights = {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}
     probe = engine.score([[1, 2, 3, 4], [5, 6]])
     if gang.rank == 0:
@@ -85,7 +86,8 @@ def _checkpoint(case: Case, engine: Recording, learner: Learner, gang: Gang, dir
                 fresh.export(directory / f"{case.name}-saved")
                 fresh.save(directory / f"{case.name}-state")
             part = make_batch(version, case).split(gang.size)[gang.rank]
-            learner.update(part, loss_masks(part, version), version, 1e-2)
+            masks = loss_masks(part.samples, part.mask_staleness, version)
+            learner.update(part, masks, version, 1e-2)
         outcomes.append({n: t.clone() for ns, ts in fresh.buckets(9999) for n, t in zip(ns, ts, strict=True)})
     if gang.rank == 0:
         torch.save(outcomes, directory / f"{case.name}-resumed.pt")

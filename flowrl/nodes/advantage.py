@@ -29,6 +29,9 @@ from flowrl.training.advantages import (
 )
 
 KlEstimator = Literal["k1", "k2", "k3"]
+LOG_RATIO_LIMIT = 20.0
+KL_LIMIT = 10.0
+"""As in `flowrl.training.objectives`, which needs torch."""
 Array = npt.NDArray[np.float64]
 
 
@@ -94,7 +97,9 @@ class GroupAdvantage(Node):
     def group(self, members: Members[Scored]) -> Group:
         """The group of `members` with its advantages."""
         samples = members.items
-        rewards = [sample.reward + sum(reward for _, reward in sample.turn_rewards) for sample in samples]
+        rewards = [sample.reward for sample in samples]
+        if self.estimator in GROUP_ESTIMATORS:
+            rewards = [sample.reward + sum(reward for _, reward in sample.turn_rewards) for sample in samples]
         if self.shuffle_rewards:
             random.Random(members.group_id).shuffle(rewards)
         advantages_KT = self._advantages(samples, rewards)
@@ -109,7 +114,8 @@ class GroupAdvantage(Node):
     def _advantages(self, samples: Sequence[Scored], rewards: Sequence[float]) -> Array:
         mask_KT = stack([sample.policy_mask for sample in samples]).astype(bool)
         kl_KT = self._kl(samples) if self.kl_coef else None
-        rewards_KT = token_rewards(group_rewards(rewards, self.estimator), mask_KT, kl_KT, self.kl_coef)
+        turns_KT = None if self.estimator in GROUP_ESTIMATORS else turn_rewards(samples, mask_KT.shape)
+        rewards_KT = token_rewards(group_rewards(rewards, self.estimator), mask_KT, kl_KT, self.kl_coef, turns_KT)
         return returns_to_go(rewards_KT, mask_KT, gamma=self.gamma)
 
     def _kl(self, samples: Sequence[Scored]) -> Array:
@@ -132,11 +138,19 @@ class GroupAdvantage(Node):
 
 
 def kl_per_token(log_ratio: Array, estimator: KlEstimator) -> Array:
-    """k1 = d, k2 = d²/2, k3 = e^−d − 1 + d of d = log π − log π_ref, clamped to ±10 (Schulman 2020)."""
-    d = np.clip(log_ratio, -10.0, 10.0)
-    if estimator == "k1":
-        return d
-    return d * d / 2 if estimator == "k2" else np.exp(-d) - 1 + d
+    """k1 = d, k2 = d²/2, k3 = e^−d − 1 + d of d = log π − log π_ref, each clamped to ±10 (Schulman 2020)."""
+    d = np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    estimates = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d) + d}
+    return np.clip(estimates[estimator], -KL_LIMIT, KL_LIMIT)
+
+
+def turn_rewards(samples: Sequence[Scored], shape: tuple[int, ...]) -> Array:
+    """The rewards of single turns at their places, [K, T]."""
+    rewards_KT = np.zeros(shape)
+    for row, sample in zip(rewards_KT, samples, strict=True):
+        for place, reward in sample.turn_rewards:
+            row[place] += reward
+    return rewards_KT
 
 
 def stack(arrays: Sequence[npt.NDArray[Any]]) -> Array:

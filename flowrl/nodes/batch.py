@@ -15,9 +15,9 @@ from flowrl.channel.tickets import Window
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Batch, Group, Trainable
+from flowrl.messages import Batch, Bool, Group, Trainable
 from flowrl.training.advantages import whiten
-from flowrl.training.packing import trained_mask
+from flowrl.training.packing import loss_masks, trained_mask
 
 
 class TokenBatch(Node):
@@ -46,6 +46,7 @@ class TokenBatch(Node):
         self._window: Window[Group] | None = None
         self._saved: Mapping[str, Any] | None = None
         self._mask_staleness = -1
+        self._num_sent = 0
 
     def facts(self) -> Facts:
         return Facts(groups_per_batch=self.num_groups, token_budget=self.token_budget, keeps_lineage=False)
@@ -72,12 +73,13 @@ class TokenBatch(Node):
 
     async def _send(self, groups: Sequence[Group]) -> None:
         await self.batches.send(self.batch(groups), made_from=groups)
+        self._num_sent += 1
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The batch of `groups`, in their order."""
         samples = tuple(sample for group in groups for sample in group.samples)
         if self.whiten != "off":
-            samples = whitened(samples, mean_only=self.whiten == "mean")
+            samples = whitened(samples, self._trained(samples), mean_only=self.whiten == "mean")
         return Batch(
             samples=samples,
             micro_batches=(),
@@ -89,6 +91,11 @@ class TokenBatch(Node):
             optimizer_steps=min(self.optimizer_steps, len(samples)),
             metrics=batch_metrics(groups),
         )
+
+    def _trained(self, samples: Sequence[Trainable]) -> list[Bool]:
+        """The tokens that will enter the loss: a batch makes one version, so the next one's is known here."""
+        version = self.context.start_version + self._num_sent
+        return loss_masks(samples, self._mask_staleness, version)
 
     def state(self) -> Mapping[str, Any]:
         return {} if self._window is None else self._window.state()
@@ -106,9 +113,8 @@ class TokenBatch(Node):
         return self._window
 
 
-def whitened(samples: Sequence[Trainable], *, mean_only: bool) -> tuple[Trainable, ...]:
-    """`samples` with advantages normalised over all their trained tokens together."""
-    masks = [trained_mask(sample) for sample in samples]
+def whitened(samples: Sequence[Trainable], masks: Sequence[Bool], *, mean_only: bool) -> tuple[Trainable, ...]:
+    """`samples` with advantages normalised over all tokens of `masks` together, 0 elsewhere."""
     values = whiten(
         np.concatenate([sample.advantages for sample in samples]).astype(np.float64),
         np.concatenate(masks),

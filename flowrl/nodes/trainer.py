@@ -25,7 +25,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, resolve
 from flowrl.runtime.ledger_client import Use
-from flowrl.training.packing import split_batch
+from flowrl.training.packing import loss_masks, split_batch
 from flowrl.training.recipes import Objective, PolicyObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import ZeroSettings
@@ -181,10 +181,8 @@ class Trainer(Node):
 
     def _train(self, batch: Batch) -> tuple[dict[str, Any], list[Use], bool]:
         """One batch: its metrics line, the uses of all ranks, and whether the weights changed."""
-        from flowrl.training.learner import loss_masks
-
         part = batch if batch.step_ends else self._alone(batch)
-        masks = loss_masks(part, self.version)
+        masks = loss_masks(part.samples, part.mask_staleness, self.version)
         step = self.version + 1
         lr = self.lr * self.schedule.factor(step, self.context.steps)
         update = self._learner.update(part, masks, self.version, lr)

@@ -48,10 +48,15 @@ def group_rewards(rewards_K: npt.ArrayLike, estimator: Estimator) -> Array:
     return centred / (float(rewards.std(ddof=1)) + 1e-9) if estimator == "group_norm" else centred
 
 
-def token_rewards(shaped_B: npt.ArrayLike, mask_BT: Mask, kl_BT: Array | None, kl_coef: float) -> Array:
-    """r_t = −kl_coef · kl_t on every policy token, plus R′ on the last one."""
+def token_rewards(
+    shaped_B: npt.ArrayLike, mask_BT: Mask, kl_BT: Array | None, kl_coef: float, turns_BT: Array | None = None
+) -> Array:
+    """r_t = −kl_coef · kl_t on every policy token, plus R′ on the last one.
+
+    `turns_BT` holds rewards of single turns, each at its turn's last policy token.
+    """
     shaped = np.asarray(shaped_B, np.float64)
-    rewards_BT = np.zeros(mask_BT.shape)
+    rewards_BT = np.zeros(mask_BT.shape) if turns_BT is None else np.where(mask_BT, turns_BT, 0.0)
     if kl_BT is not None and kl_coef:
         rewards_BT -= np.where(mask_BT, kl_coef * kl_BT, 0.0)
     for b in np.flatnonzero(mask_BT.any(axis=1)):
@@ -109,12 +114,14 @@ def advantages(
     whiten: bool = True,
     mean_only: bool = False,
     kl_before_baseline: bool = False,
+    turns_BT: Any = None,
 ) -> tuple[Any, Any]:
     """(advantages_BT, returns_BT) of whole groups; numpy in, float64 numpy out, or torch in, torch out.
 
     `mask_BT` marks policy tokens. `whiten` applies to `gae`, `reinforce` and `reinforce_baseline`
     alone; returns are never whitened. `kl_before_baseline` subtracts kl_coef·Σkl from the reward
-    before the group's baseline instead of token by token.
+    before the group's baseline instead of token by token. `turns_BT` holds the rewards of single turns
+    at their last policy tokens; estimators that compare a group's members sum them up.
     """
     if gamma != 1.0 and estimator not in DISCOUNTED_ESTIMATORS:
         raise ValueError(f"gamma = {gamma} needs estimator gae or reinforce, not {estimator!r}; set gamma=1")
@@ -122,7 +129,10 @@ def advantages(
     kl = None if kl_BT is None else _array(kl_BT)
     if kl is not None and kl_before_baseline:
         rewards, kl = rewards - kl_coef * np.where(mask, kl, 0.0).sum(axis=1), None
-    rewards_BT = token_rewards(_by_group(rewards, group_ids_B, estimator), mask, kl, kl_coef)
+    turns = None if turns_BT is None else _array(turns_BT)
+    if turns is not None and estimator in GROUP_ESTIMATORS:
+        rewards, turns = rewards + np.where(mask, turns, 0.0).sum(axis=1), None
+    rewards_BT = token_rewards(_by_group(rewards, group_ids_B, estimator), mask, kl, kl_coef, turns)
     if estimator == "gae":
         if values_BT is None:
             raise ValueError("estimator 'gae' needs values_BT, the critic's value before every policy token")

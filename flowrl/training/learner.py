@@ -23,7 +23,6 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Bool, Trainable
-from flowrl.training.packing import trained_mask
 from flowrl.training.recipes import Objective, Seen, Totals
 from flowrl.training.rows import Rows, lay_out, policy_places
 from flowrl.training.zero import ZeroEngine
@@ -214,17 +213,6 @@ class Learner:
                 f"{version + 1} out of {version}, a staleness of {version - oldest} where the graph allows "
                 f"{self._max_staleness}. Nothing was trained on it; this is an error in flowrl, please report it"
             )
-
-
-def loss_masks(part: Batch, version: int) -> list[Bool]:
-    """The tokens of each sample that enter the loss in an update of `version`."""
-    masks = [trained_mask(sample) for sample in part.samples]
-    if part.mask_staleness < 0:
-        return masks
-    return [
-        mask & (version - sample.versions <= part.mask_staleness)
-        for sample, mask in zip(part.samples, masks, strict=True)
-    ]
 
 
 def _add_gaps(sums: Sums, piece: Piece, proximal_BT: Tensor) -> None:

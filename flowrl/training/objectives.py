@@ -56,6 +56,8 @@ def policy_loss(
     Stats: clip_fraction, ratio_mean, correction_mean (with a correction).
     """
     mask = mask_BT.to(logprobs_BT.dtype)
+    # What stands at masked places, even infinity, reaches neither loss nor gradient.
+    logprobs_BT, advantages_BT = (torch.where(mask > 0, values_BT, 0.0) for values_BT in (logprobs_BT, advantages_BT))
     ratio_BT = _ratios(logprobs_BT, old_logprobs_BT, mask, kind)
     low, high = _bounds(kind, clip_low, clip_high)
     loss_BT, clipped_BT = _surrogate(kind, logprobs_BT, ratio_BT, advantages_BT, low, high, dual_clip)
@@ -225,6 +227,7 @@ def value_loss(
 
     Stats: clip_fraction, value_mean, value_error.
     """
+    values_BT = torch.where(mask_BT.bool(), values_BT, returns_BT)
     error_BT = (values_BT - returns_BT).square()
     worst_BT, clipped_BT = error_BT, torch.zeros_like(error_BT)
     if clip is not None:

@@ -25,6 +25,14 @@ def trained_mask(sample: Trainable) -> Bool:
     return sample.policy_mask if sample.loss_mask is None else sample.loss_mask
 
 
+def loss_masks(samples: Sequence[Trainable], mask_staleness: int, version: int) -> list[Bool]:
+    """The tokens of each sample that enter the loss in an update of `version`; -1 masks none for its age."""
+    masks = [trained_mask(sample) for sample in samples]
+    if mask_staleness < 0:
+        return masks
+    return [mask & (version - s.versions <= mask_staleness) for s, mask in zip(samples, masks, strict=True)]
+
+
 def split_batch(batch: Batch, n: int) -> tuple[Batch, ...]:
     """The parts for `n` ranks: balanced by tokens, micro-batches sorted by length, longest first.
 

@@ -44,14 +44,14 @@ def dpo_loss(
     h = (π_c − π_r) − (ref_c − ref_r). dpo: −log σ(βh). cdpo: −(1−ε) log σ(βh) − ε log σ(−βh) with
     ε = `label_smoothing`. ipo: (h − 1/(2β))². Stats: accuracy, margin (of βh), chosen, rejected.
     """
+    if label_smoothing and kind != "cdpo":
+        raise ValueError(f"label_smoothing = {label_smoothing} needs kind='cdpo', not {kind!r}")
     h_B = (policy_chosen_B - policy_rejected_B) - (ref_chosen_B - ref_rejected_B)
     if kind == "ipo":
         loss_B = (h_B - 1 / (2 * beta)).square()
     elif kind == "cdpo":
         loss_B = -(1 - label_smoothing) * F.logsigmoid(beta * h_B) - label_smoothing * F.logsigmoid(-beta * h_B)
     elif kind == "dpo":
-        if label_smoothing:
-            raise ValueError("label_smoothing needs kind='cdpo'")
         loss_B = -F.logsigmoid(beta * h_B)
     else:
         raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(get_args(PreferenceKind))}")
