@@ -48,3 +48,9 @@ def test_the_newest_finished_checkpoint_is_taken(tmp_path: Path) -> None:
         if finished:
             (path / "state.msgpack").touch()
     assert directory.newest_checkpoint() == (10, directory.checkpoints / "step_000010")
+
+
+def test_resume_tells_which_options_changed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"config": {"lr": 0.1, "task": {"name": "arithmetic", "seeds": [1, 2]}}}')
+    now = {"lr": 0.1, "task": {"name": "other", "seeds": (1, 2)}, "new": True}
+    assert RunDir(tmp_path).changed_config(now) == ["new: True, was None", "task.name: 'other', was 'arithmetic'"]

@@ -80,6 +80,9 @@ def test_the_records_are_there(first: tuple[Path, str]) -> None:
     assert json.loads((run_dir / "config.json").read_text())["packages"]["ray"]
     trace = json.loads((run_dir / "trace.json").read_text())
     assert {event["ph"] for event in trace} >= {"X", "s", "f", "M"}
+    tracks = {event["pid"]: event["args"]["name"] for event in trace if event["name"] == "process_name"}
+    arrived = {tracks[event["pid"]] for event in trace if event["ph"] == "f"}
+    assert arrived >= {"generator/0", "reward/0", "advantage/0", "batcher/0", "trainer/0"}
 
 
 def test_a_checkpoint_is_a_model_that_loads(first: tuple[Path, str]) -> None:

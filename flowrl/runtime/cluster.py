@@ -84,6 +84,9 @@ class RayCluster:
             ray.init(address=address, runtime_env=runtime_env, **quiet)
         except ConnectionError as error:
             raise _nobody(address, error) from None
+        except ray.exceptions.AuthenticationError as error:
+            why = " ".join(error.message.split())
+            raise ConfigError(f"RAY_ADDRESS={address} asks for a token ({why}); set RAY_AUTH_TOKEN to it") from None
 
     @staticmethod
     def _runtime_env(graph_dir: Path) -> dict[str, Any]:

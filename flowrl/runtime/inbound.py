@@ -146,12 +146,17 @@ class Inbound:
                 self._lose_group(group, next(iter(group.lost.values())).body)
                 continue
             self._activity.work(+1)
-            self._losses.flow(item, begins=True)
+            members = list(group.items.values())
+            self._flow(members, begins=True)
             self._enter(item)
             yield self._members(group)
             self._leave()
-            self._losses.flow(item, begins=False)
+            self._flow(members, begins=False)
             self._activity.work(-1)
+
+    def _flow(self, items: list[Item], *, begins: bool) -> None:
+        for item in items:
+            self._losses.flow(item, begins=begins)
 
     def _join(self, item: Item, size: int) -> OpenGroup:
         """Put a member on hold with its group."""
@@ -192,9 +197,11 @@ class Inbound:
                 continue
             item.held = True
             self._activity.work(+1)
+            self._losses.flow(item, begins=True)
             self._enter(item)
             yield ticket, item.body
             self._leave()
+            self._losses.flow(item, begins=False)
             self._activity.work(-1)
 
     def hold(self, item: Message) -> None:

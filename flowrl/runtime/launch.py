@@ -91,6 +91,8 @@ class Launch:
         self._preflight()
         view = self._open_view(plan, directory.path)
         view.progress("driver", f"records go to {directory.path}")
+        if resume_from is not None and (changed := directory.changed_config(dump(self.config))):
+            view.warning(f"--resume with other options than the run was started with: {'; '.join(changed)}")
         try:
             directory.write("config.json", self._describe())
             directory.write("graph.json", plan.to_json())

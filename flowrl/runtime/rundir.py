@@ -130,12 +130,31 @@ class RunDir:
                 "two); resume with the file and options it was started with, config.json there has them"
             )
 
+    def changed_config(self, config: Mapping[str, Any]) -> list[str]:
+        """The fields of `config` that are not those the run was started with, as "lr: 0.0001, was 0.001"."""
+        before = dict(_leaves(json.loads((self.path / "config.json").read_text())["config"]))
+        now = dict(_leaves(json.loads(json.dumps(config))))
+        return [
+            f"{name}: {now.get(name)!r}, was {before.get(name)!r}"
+            for name in sorted(before | now)
+            if now.get(name) != before.get(name)
+        ]
+
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file whole or not at all."""
         temporary = self.path / f".{name}.tmp"
         with writing(self.path):
             temporary.write_text(json.dumps(content, indent=2) + "\n")
             temporary.replace(self.path / name)
+
+
+def _leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every field below `config`."""
+    if not isinstance(config, Mapping):
+        yield name, config
+        return
+    for key, value in config.items():
+        yield from _leaves(value, f"{name}.{key}" if name else str(key))
 
 
 def provenance(graph_file: Path) -> dict[str, Any]:
