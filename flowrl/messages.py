@@ -162,6 +162,8 @@ class Group(Message):
     group_id: str
     samples: tuple[Trainable, ...]
     group_size: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Counts that the batch adds up, such as what was filtered since the group before."""
 
 
 @dataclass(frozen=True)

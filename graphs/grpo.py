@@ -22,6 +22,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.tasks import Task
+from flowrl.training.estimate import Estimate
 from flowrl.training.recipes import PolicyObjective
 from flowrl.training.settings import ZeroSettings
 
@@ -92,9 +93,8 @@ def graph(cfg: GRPO) -> Graph:
         gpus=cfg.gpus,
     )
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
-    advantage = g.add(
-        "advantage", GroupAdvantage(cfg.advantage, size=cfg.group_size, shuffle_rewards=cfg.shuffle_rewards)
-    )
+    estimate = Estimate(cfg.advantage, shuffle_rewards=cfg.shuffle_rewards)
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=cfg.token_budget, whiten=whiten))
     trainer = g.add(
         "trainer",

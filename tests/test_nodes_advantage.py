@@ -7,8 +7,8 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Group
-from flowrl.nodes import GroupAdvantage
-from flowrl.nodes.advantage import kl_per_token
+from flowrl.nodes import DynamicSampling, GroupAdvantage
+from flowrl.training.estimate import Estimate, kl_per_token
 from tests.node_rig import InMemoryIn, InMemoryOut, members, run, scored
 
 
@@ -55,14 +55,14 @@ def test_group_estimators_sum_the_rewards_of_turns_up() -> None:
 def test_kl_is_taken_out_of_the_reward_from_each_token_on() -> None:
     # d = -0.5 - ref, so 0.1, then 0.3: a token is charged for itself and for what follows it.
     reference = np.array([0, 0, 0, -0.6, -0.8], np.float32)
-    node = GroupAdvantage("reinforce", size=1, kl_coef=2.0)
+    node = GroupAdvantage(Estimate("reinforce", kl_coef=2.0), size=1)
     (values,) = advantages(node.group(members([scored(0, 1.0, ref_logprobs=reference)], size=1)))
     assert values == [0.0, 0.0, 0.0, pytest.approx(1.0 - 2 * 0.4), pytest.approx(1.0 - 2 * 0.3)]
 
 
 def test_kl_without_reference_logprobs_names_what_is_missing() -> None:
     with pytest.raises(ConfigError, match="put a Reference node"):
-        GroupAdvantage(size=2, kl_coef=0.1).group(members([scored(0, 1.0), scored(1, 0.0)], size=2))
+        GroupAdvantage(Estimate(kl_coef=0.1), size=2).group(members([scored(0, 1.0), scored(1, 0.0)], size=2))
 
 
 def test_kl_estimators_by_hand() -> None:
@@ -77,7 +77,7 @@ def test_groups_that_teach_nothing_are_filtered_with_a_reason() -> None:
     equal = members([scored(m, 1.0, group="equal") for m in range(2)])
     good = members([scored(m, float(m), group="good") for m in range(3)])
     taken, out = InMemoryIn([lonely, equal, good]), InMemoryOut()
-    run(GroupAdvantage(size=4, filter_equal=True), scored=taken, groups=out)
+    run(GroupAdvantage(size=4, dynamic=DynamicSampling(groups_per_step=1)), scored=taken, groups=out)
     assert [(item.sample_id, state, reason) for item, state, reason in taken.dropped] == [
         ("lonely:0", "filtered", "group_too_small"),
         ("equal:0", "filtered", "all_equal"),
@@ -96,7 +96,7 @@ def test_equal_groups_pass_unless_they_are_to_be_filtered() -> None:
 
 
 def test_the_control_keeps_a_groups_rewards_but_not_their_places() -> None:
-    node = GroupAdvantage("reinforce", size=4, shuffle_rewards=True)
+    node = GroupAdvantage(Estimate("reinforce", shuffle_rewards=True), size=4)
     placed = set()
     for n in range(40):
         group = node.group(members([scored(m, float(m == 0), group=f"g{n}") for m in range(4)]))
@@ -110,12 +110,11 @@ def test_the_control_keeps_a_groups_rewards_but_not_their_places() -> None:
 @pytest.mark.parametrize(
     ("node", "says"),
     [
-        (GroupAdvantage("gae", size=4), "without a critic"),
         (GroupAdvantage("nonsense", size=4), "it has to be one of"),  # type: ignore[arg-type]
         (GroupAdvantage(size=0), "group size is 0"),
         (GroupAdvantage(size=1), "compares the members"),
-        (GroupAdvantage(size=4, gamma=0.9), "gamma is 0.9"),
-        (GroupAdvantage(size=4, kl_estimator="k4"), "kl_estimator is 'k4'"),  # type: ignore[arg-type]
+        (GroupAdvantage(Estimate(gamma=0.9), size=4), "gamma is 0.9"),
+        (GroupAdvantage(Estimate(kl_estimator="k4"), size=4), "kl_estimator is 'k4'"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_that_cannot_work_are_problems(node: GroupAdvantage, says: str) -> None:

@@ -3,17 +3,21 @@
 from flowrl.nodes.advantage import GroupAdvantage
 from flowrl.nodes.batch import TokenBatch
 from flowrl.nodes.dataset import Demonstrations
+from flowrl.nodes.dynamic import DynamicSampling
 from flowrl.nodes.evaluation import Evaluation
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.reference import Reference
 from flowrl.nodes.reward import Reward
+from flowrl.nodes.running import AdaptiveKL
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.shaping import Overlong, Shaping
 from flowrl.nodes.source import PromptSource
 from flowrl.nodes.trainer import Trainer
 
 __all__ = [
+    "AdaptiveKL",
     "Demonstrations",
+    "DynamicSampling",
     "Evaluation",
     "Generator",
     "GroupAdvantage",

@@ -16,7 +16,10 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Bool, Group, Trainable
+from flowrl.nodes.dynamic import filter_metrics
+from flowrl.nodes.running import AdaptiveKL, RunningEstimate
 from flowrl.training.advantages import whiten
+from flowrl.training.estimate import Estimate
 from flowrl.training.packing import loss_masks, trained_mask
 
 
@@ -26,6 +29,10 @@ class TokenBatch(Node):
     `token_budget` bounds the tokens of a micro-batch, padding included. `optimizer_steps` cuts the batch
     into that many mini-batches. `whiten` normalises advantages over all trained tokens of the batch, as
     the estimators `reinforce` and `reinforce_baseline` want it: "off", "full", or "mean" alone.
+
+    `normalise_rewards` takes from each reward the mean of all so far and divides by their standard
+    deviation; `adaptive_kl` steers the weight of the KL in the reward. Both go batch by batch, so both need
+    the advantage node's `estimate`: the advantages are made anew with it.
     """
 
     groups: In[Group]
@@ -38,11 +45,20 @@ class TokenBatch(Node):
         token_budget: int = 8192,
         optimizer_steps: int = 1,
         whiten: Literal["off", "full", "mean"] = "off",
+        estimate: Estimate | None = None,
+        normalise_rewards: bool = False,
+        adaptive_kl: AdaptiveKL | None = None,
     ) -> None:
         self.num_groups = num_groups
         self.token_budget = token_budget
         self.optimizer_steps = optimizer_steps
         self.whiten = whiten
+        self.estimate = estimate
+        self.normalise_rewards = normalise_rewards
+        self.adaptive_kl = adaptive_kl
+        self._running: RunningEstimate | None = None
+        if estimate is not None and (normalise_rewards or adaptive_kl is not None):
+            self._running = RunningEstimate(estimate, normalise_rewards=normalise_rewards, adaptive_kl=adaptive_kl)
         self._window: Window[Group] | None = None
         self._saved: Mapping[str, Any] | None = None
         self._mask_staleness = -1
@@ -60,6 +76,12 @@ class TokenBatch(Node):
         problems = [f"{name} is {value}; it needs at least 1" for name, value in ranges if value < 1]
         if self.whiten not in ("off", "full", "mean"):
             problems.append(f"whiten is {self.whiten!r}; it has to be off, full or mean")
+        if (self.normalise_rewards or self.adaptive_kl is not None) and self.estimate is None:
+            problems.append("normalise_rewards and adaptive_kl need estimate=, the advantage node's own")
+        if self.adaptive_kl is not None:
+            problems += self.adaptive_kl.problems()
+            if self.estimate is not None and not self.estimate.kl_coef:
+                problems.append("adaptive_kl steers the KL in the reward; the estimate needs a kl_coef above 0")
         return problems
 
     async def run(self) -> None:
@@ -77,6 +99,10 @@ class TokenBatch(Node):
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The batch of `groups`, in their order."""
+        metrics = filter_metrics(groups)
+        if self._running is not None:
+            groups = self._running.batch(groups)
+            metrics |= self._running.metrics
         samples = tuple(sample for group in groups for sample in group.samples)
         if self.whiten != "off":
             samples = whitened(samples, self._trained(samples), mean_only=self.whiten == "mean")
@@ -89,7 +115,7 @@ class TokenBatch(Node):
             mask_staleness=self._mask_staleness,
             token_budget=self.token_budget,
             optimizer_steps=min(self.optimizer_steps, len(samples)),
-            metrics=batch_metrics(groups),
+            metrics=batch_metrics(groups) | metrics,
         )
 
     def _trained(self, samples: Sequence[Trainable]) -> list[Bool]:
@@ -98,10 +124,14 @@ class TokenBatch(Node):
         return loss_masks(samples, self._mask_staleness, version)
 
     def state(self) -> Mapping[str, Any]:
-        return {} if self._window is None else self._window.state()
+        if self._window is None:
+            return {}
+        return dict(self._window.state()) | ({} if self._running is None else {"running": self._running.state()})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._saved = state or None
+        if self._running is not None and "running" in state:
+            self._running.load_state(state["running"])
 
     def _open_window(self) -> Window[Group]:
         """The window of the graph's admission: 0 and None are order of arrival."""

@@ -1,0 +1,123 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476): only groups that teach something are trained on.
+
+Judged are raw rewards, before any shaping. The tickets of filtered groups return and others are
+admitted in their place, so a batch always holds as many groups as it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import FlowrlError
+from flowrl.messages import Group, Scored
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """Which groups are kept, and how many may be lost on the way to one batch."""
+
+    groups_per_step: int
+    """As the batcher's."""
+    mean_between: tuple[float, float] | None = None
+    """None keeps groups with max > min; else those with low < mean < high."""
+    max_filtered_per_step: int = 256
+    """Where more groups than this are filtered before a batch is full, the run ends with an error."""
+
+    def problems(self) -> list[str]:
+        """What is wrong with these settings, complete sentences."""
+        found = []
+        if self.max_filtered_per_step < 1:
+            found.append(f"max_filtered_per_step is {self.max_filtered_per_step}; it needs at least 1")
+        if self.mean_between is not None and not self.mean_between[0] < self.mean_between[1]:
+            found.append(f"mean_between is {self.mean_between}; the lower bound has to come first")
+        return found
+
+    def reason(self, raw: Sequence[float]) -> str:
+        """Why a group of these raw rewards is filtered, "" if it is kept."""
+        if self.mean_between is None:
+            return "all_equal" if max(raw) <= min(raw) else ""
+        low, high = self.mean_between
+        return "" if low < float(np.mean(raw)) < high else "mean_out_of_range"
+
+
+class GroupFilter:
+    """Judges groups one after the other, and counts what it filtered."""
+
+    def __init__(self, settings: DynamicSampling | None) -> None:
+        self._settings = settings
+        self._kept_of_step = 0
+        self._filtered_of_step = 0
+        self._since_kept = _nothing()
+
+    def judge(self, samples: Sequence[Scored]) -> str:
+        """The reason for which these members of a group are not trained on, "" if they are."""
+        if self._settings is None:
+            return ""
+        raw = [sample.raw_reward for sample in samples]
+        reason = self._settings.reason(raw)
+        if reason:
+            self._filtered_of_step += 1
+            self._since_kept["filtered_groups"] += 1
+            self._since_kept["filtered_tokens"] += sum(sample.response_tokens for sample in samples)
+            self._since_kept["filtered_raw_reward"] += float(np.mean(raw))
+        else:
+            self._count_kept(self._settings.groups_per_step)
+        return reason
+
+    def _count_kept(self, groups_per_step: int) -> None:
+        self._kept_of_step += 1
+        if self._kept_of_step >= groups_per_step:
+            self._kept_of_step = self._filtered_of_step = 0
+
+    def assert_within(self, node: str) -> None:
+        """Raises FlowrlError where too many groups were filtered on the way to one batch."""
+        settings = self._settings
+        if settings is not None and self._filtered_of_step > settings.max_filtered_per_step:
+            raise FlowrlError(
+                f"node {node!r}: {self._filtered_of_step} groups were filtered before a batch of "
+                f"{settings.groups_per_step} was full, {self._kept_of_step} were kept; max_filtered_per_step is "
+                f"{settings.max_filtered_per_step}. The task is too easy or too hard for this policy: choose "
+                "prompts it sometimes answers, raise group_size, or raise max_filtered_per_step"
+            )
+
+    def since_kept(self) -> Mapping[str, float]:
+        """What was filtered since the last group that was kept; {} without dynamic sampling."""
+        if self._settings is None:
+            return {}
+        told, self._since_kept = self._since_kept, _nothing()
+        return told
+
+    def state(self) -> Mapping[str, Any]:
+        return {"kept": self._kept_of_step, "filtered": self._filtered_of_step, "since_kept": dict(self._since_kept)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._kept_of_step, self._filtered_of_step = int(state["kept"]), int(state["filtered"])
+        self._since_kept = {name: float(value) for name, value in state["since_kept"].items()}
+
+
+def filter_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What dynamic sampling cost the batch of `groups`; {} where there is none.
+
+    `raw_reward_unfiltered_mean` is the mean over all groups that were judged for it, while the
+    batch's own `raw_reward_mean` is that of the ones kept.
+    """
+    told = [group.metrics for group in groups if "filtered_groups" in group.metrics]
+    if not told:
+        return {}
+    filtered, tokens, raw = (sum(metrics[name] for metrics in told) for name in _nothing())
+    kept = sum(float(np.mean([sample.raw_reward for sample in group.samples])) for group in groups)
+    judged = filtered + len(groups)
+    return {
+        "filtered_groups": filtered,
+        "filtered_share": filtered / judged,
+        "filtered_tokens": tokens,
+        "raw_reward_unfiltered_mean": (raw + kept) / judged,
+    }
+
+
+def _nothing() -> dict[str, float]:
+    return {"filtered_groups": 0.0, "filtered_tokens": 0.0, "filtered_raw_reward": 0.0}
