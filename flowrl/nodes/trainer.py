@@ -28,7 +28,7 @@ from flowrl.runtime.ledger_client import Use
 from flowrl.training.packing import loss_masks, split_batch
 from flowrl.training.recipes import Objective, PolicyObjective
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.settings import Start, ZeroSettings
 from flowrl.training.tally import Tally
 
 if TYPE_CHECKING:
@@ -122,7 +122,9 @@ class Trainer(Node):
         device = torch.device("cuda", 0) if self.context.gpus else torch.device("cpu")
         gang = Gang.meet(self.context.replica, self.context.num_replicas, self.context.gang_address, device)
         progress("loading the model")
-        engine = ZeroEngine(source, self.zero, gang)
+        head = self.objective.head
+        start = self._head_start(source) if head == "scalar" else "policy"
+        engine = ZeroEngine(source, self.zero, gang, head=head, start=start)
         if self.context.resume_dir is not None:
             engine.load(self._state_dir(self.context.resume_dir))
         self._publisher = self._make_publisher(engine)
@@ -140,6 +142,12 @@ class Trainer(Node):
         if self.context.resume_dir is not None:
             return str(self._model_dir(self.context.resume_dir))
         return resolve(self.policy, progress=self.context.progress)
+
+    def _head_start(self, source: str) -> Start:
+        """Where a scalar head comes from: a model that has one keeps it."""
+        from flowrl.training.value_model import has_scalar_head
+
+        return "reward_model" if has_scalar_head(source) else "policy"
 
     def _make_publisher(self, engine: Any) -> Publisher | None:
         if self.weights.live is None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Bool, Trainable
 from flowrl.training.recipes import Objective, Seen, Totals
-from flowrl.training.rows import Rows, lay_out, policy_places
+from flowrl.training.rows import Rows, lay_out, lay_out_ends, policy_places
 from flowrl.training.zero import ZeroEngine
 
 
@@ -146,21 +146,27 @@ class Learner:
     ) -> float | None:
         """One optimizer step; its gradient norm, None if it was not applied."""
         for position, piece in enumerate(pieces):
-            logprobs_N, entropies_N = self.engine.forward(
-                piece.rows,
-                temperature=self._temperature,
-                entropy_gradient=self.objective.needs_entropy_gradient,
-            )
-            logprobs_BT = piece.rows.spread(logprobs_N)
-            old_BT = old.get(id(piece), logprobs_BT.detach())
-            seen = Seen(logprobs_BT, piece.rows.spread(entropies_N), old_BT, piece.mask_BT, piece.columns, total)
+            seen = self._seen(piece, total, old.get(id(piece)))
             loss, stats = self.objective.loss(seen)
             self.engine.backward(loss, last=position == len(pieces) - 1)
             sums.add({"loss": loss.detach()} | stats, share)
-            if first_epoch and not self.objective.offline:
-                _add_gaps(sums, piece, old_BT)
+            if first_epoch and self.objective.head == "lm" and not self.objective.offline:
+                _add_gaps(sums, piece, seen.old_logprobs_BT)
         step = self.engine.step()
         return step.grad_norm if step.applied else None
+
+    def _seen(self, piece: Piece, total: Totals, old_BT: Tensor | None) -> Seen:
+        """One pass of the model over a micro-batch."""
+        nothing = piece.behavior_BT.new_zeros(piece.rows.shape[0], 0)
+        if self.objective.head == "scalar":
+            values_BT = piece.rows.spread(self.engine.values(piece.rows))
+            return Seen(nothing, nothing, nothing, piece.mask_BT, piece.columns, total, values_BT)
+        logprobs_N, entropies_N = self.engine.forward(
+            piece.rows, temperature=self._temperature, entropy_gradient=self.objective.needs_entropy_gradient
+        )
+        logprobs_BT, entropies_BT = piece.rows.spread(logprobs_N), piece.rows.spread(entropies_N)
+        old_BT = logprobs_BT.detach() if old_BT is None else old_BT
+        return Seen(logprobs_BT, entropies_BT, old_BT, piece.mask_BT, piece.columns, total, nothing)
 
     def _proximal(self, pieces: Sequence[Piece]) -> dict[int, Tensor]:
         """log π_p of every piece, by its identity: one pass without gradients."""
@@ -178,11 +184,14 @@ class Learner:
     def _piece(self, part: Batch, masks: Sequence[Bool], indices: Sequence[int], version: int) -> Piece:
         samples = [part.samples[i] for i in indices] or [PADDING]
         chosen = [masks[i] for i in indices] or [np.zeros(2, np.bool_)]
-        places = [policy_places(sample.policy_mask) for sample in samples]
-        device = self.engine.device
-        rows = lay_out(
-            [s.token_ids for s in samples], [s.policy_mask for s in samples], packed=self.engine.packed, device=device
-        )
+        device, packed = self.engine.device, self.engine.packed
+        token_ids = [s.token_ids for s in samples]
+        if self.objective.at_end:
+            places = [np.array([len(tokens) - 1]) for tokens in token_ids]
+            rows = lay_out_ends(token_ids, packed=packed, device=device)
+        else:
+            places = [policy_places(sample.policy_mask) for sample in samples]
+            rows = lay_out(token_ids, [s.policy_mask for s in samples], packed=packed, device=device)
         asked = [self.objective.columns(sample) for sample in samples]
         columns: dict[str, Tensor] = {}
         for name in asked[0]:
@@ -190,7 +199,10 @@ class Learner:
             if len(found) == len(samples):
                 cut = [values[where] for values, where in zip(found, places, strict=True)]
                 columns[name] = rows.column(cut, device)
-        trained = [mask[where] for mask, where in zip(chosen, places, strict=True)]
+        if self.objective.at_end:
+            trained = [np.array([mask.any()]) for mask in chosen]
+        else:
+            trained = [mask[where] for mask, where in zip(chosen, places, strict=True)]
         behavior = [s.behavior_logprobs[where] for s, where in zip(samples, places, strict=True)]
         ages = [version - s.versions[where] for s, where in zip(samples, places, strict=True)]
         return Piece(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,11 @@ class PolicyModel(nn.Module):
         _refuse_scaled_logits(causal_lm.config)
         causal_lm.set_output_embeddings(LogprobHead(head))
         self.causal_lm = causal_lm
+
+    @property
+    def network(self) -> Any:
+        """transformers' model, whose names the parameters bear."""
+        return self.causal_lm
 
     def forward(self, rows: Rows, temperature: float = 1.0, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         # No attention mask: right padding needs none, and packed rows must not have one.
@@ -77,19 +83,12 @@ def load_policy_model(
     gradient_checkpointing: bool = False,
 ) -> PolicyModel:
     """The model in the Hugging Face directory `path`, dropout off: π_θ and π_p have to be one function."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no Hugging Face model directory: {error}") from error
-    for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-            setattr(config, name, 0.0)
     causal_lm = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=DTYPES[dtype], attn_implementation=attention
+        path, config=read_config(path), dtype=DTYPES[dtype], attn_implementation=attention
     )
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -97,16 +96,51 @@ def load_policy_model(
     return PolicyModel(causal_lm)
 
 
-def hf_parameters(model: PolicyModel) -> Iterable[tuple[str, nn.Parameter]]:
+def read_config(path: str | Path) -> Any:
+    """transformers' configuration of the model directory `path`, every dropout set to 0."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no Hugging Face model directory: {error}") from error
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """transformers does not tell of layers that a model lacks, or has too many, on purpose."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+class Wrapped(Protocol):
+    """A model of ours around one of transformers'."""
+
+    @property
+    def network(self) -> Any: ...
+
+
+def hf_parameters(model: Wrapped) -> Iterable[tuple[str, nn.Parameter]]:
     """Parameters under their Hugging Face names, in a fixed order, tied ones once."""
-    return model.causal_lm.named_parameters()  # type: ignore[no-any-return]
+    return model.network.named_parameters()  # type: ignore[no-any-return]
 
 
-def write_model(model: PolicyModel, state: Mapping[str, Tensor], source: str | Path, path: str | Path) -> None:
+def write_model(model: Wrapped, state: Mapping[str, Tensor], source: str | Path, path: str | Path) -> None:
     """A Hugging Face directory with the weights `state`; tokenizer and the like copied from `source`."""
     target = Path(path)
     target.mkdir(parents=True, exist_ok=True)
-    model.causal_lm.save_pretrained(target, state_dict=dict(state))
+    model.network.save_pretrained(target, state_dict=dict(state))
     for file in Path(source).iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Float32, Trainable
+from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,10 +46,22 @@ class Seen:
     columns: Mapping[str, Tensor]
     """What the objective asked for, [B, T] each; absent where a sample lacks it."""
     totals: Totals
+    values_BT: Tensor
+    """What a scalar head says; its objectives see this, and logprobs, entropies and old ones [B, 0]."""
 
 
 class Objective(Protocol):
     """What the trainer needs to know."""
+
+    @property
+    def head(self) -> Head:
+        """Whether the loss sees logprobs of a language model or values of a scalar head."""
+        ...
+
+    @property
+    def at_end(self) -> bool:
+        """A scalar head is read once, at each sequence's last token: T = 1. Else before each policy token."""
+        ...
 
     @property
     def offline(self) -> bool:
@@ -107,6 +120,14 @@ class PolicyObjective:
         problem = _problem_of(self)
         if problem:
             raise ConfigError(problem)
+
+    @property
+    def head(self) -> Head:
+        return "lm"
+
+    @property
+    def at_end(self) -> bool:
+        return False
 
     @property
     def offline(self) -> bool:
@@ -222,6 +243,8 @@ class SFT:
         if self.aggregation not in ("token", "sequence"):
             raise ConfigError(f"aggregation is {self.aggregation!r}; choose token or sequence")
 
+    head: ClassVar[Head] = "lm"
+    at_end = False
     offline = True
     needs_proximal = False
     needs_entropy_gradient = False

@@ -7,7 +7,8 @@ attention never looks right. Packed into one row without padding, position ids r
 attention that splits sequences there (flash attention's variable-length kernels); with dense kernels
 packing costs more than it saves, and a mask or a cache would let neighbours see each other.
 
-A sequence's last token is no input: it predicts nothing.
+A sequence's last token is no input, since it predicts nothing; only where a score is read there
+(`lay_out_ends`) it is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from flowrl.messages import Bool, Int32
 
 @dataclass(frozen=True)
 class Rows:
-    """One micro-batch as input of `PolicyModel`."""
+    """One micro-batch as input of `PolicyModel` or `ScalarModel`."""
 
     input_ids_BL: Tensor
     position_ids_BL: Tensor | None
@@ -76,6 +77,25 @@ def lay_out(
         targets_N=tensor(np.concatenate([t[c] for t, c in zip(token_ids, chosen, strict=True)])),
         cells_N=tensor(np.concatenate([b * most + np.arange(n) for b, n in enumerate(counts)])),
         shape=(len(inputs), most),
+    )
+
+
+def lay_out_ends(token_ids: Sequence[Int32], *, packed: bool, device: torch.device | None = None) -> Rows:
+    """Rows of whole sequences that are read at their last token alone: N = B, T = 1."""
+    lengths = np.array([len(tokens) for tokens in token_ids])
+    widest = int(lengths.max())
+    ends = np.cumsum(lengths) if packed else np.arange(len(token_ids)) * widest + lengths
+
+    def tensor(values: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(device or torch.device("cpu"))
+
+    return Rows(
+        input_ids_BL=tensor(np.concatenate(token_ids)[None] if packed else _padded(token_ids, widest)),
+        position_ids_BL=tensor(np.concatenate([np.arange(n) for n in lengths])[None]) if packed else None,
+        places_N=tensor(ends - 1),
+        targets_N=tensor(np.zeros(len(token_ids))),
+        cells_N=tensor(np.arange(len(token_ids))),
+        shape=(len(token_ids), 1),
     )
 
 

@@ -10,6 +10,10 @@ from flowrl.errors import ConfigError
 
 Offload = Literal["none", "optimizer", "all"]
 Dtype = Literal["float32", "bfloat16"]
+Head = Literal["lm", "scalar"]
+"""What a trained model gives: logprobs of tokens, or a number at a place (critic, reward model)."""
+Start = Literal["policy", "reward_model"]
+"""Where a scalar head comes from: drawn anew, or as it was saved."""
 Optimizer = Literal["adamw", "sgd"]
 
 

@@ -31,7 +31,8 @@ from flowrl.training.model import (
     write_model,
 )
 from flowrl.training.rows import Rows, lay_out
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.settings import Head, Start, ZeroSettings
+from flowrl.training.value_model import ScalarModel, load_scalar_model, write_scalar_model
 
 TAG = "zero"
 BUCKET_ELEMENTS = 50_000_000
@@ -47,9 +48,22 @@ class Step:
 
 
 class ZeroEngine:
-    """One rank of a model in training."""
+    """One rank of a model in training.
 
-    def __init__(self, path: str | Path, settings: ZeroSettings, gang: Gang) -> None:
+    With `head="scalar"` it is a critic or a reward model, see `load_scalar_model` for `start`.
+    """
+
+    model: PolicyModel | ScalarModel
+
+    def __init__(
+        self,
+        path: str | Path,
+        settings: ZeroSettings,
+        gang: Gang,
+        *,
+        head: Head = "lm",
+        start: Start = "policy",
+    ) -> None:
         import deepspeed
 
         self.gang = gang
@@ -61,12 +75,15 @@ class ZeroEngine:
         self._stage: int = config["zero_optimization"]["stage"]
         # While this object lives, from_pretrained shards every weight as it loads it.
         sharded = _sharded_loading(config) if self._stage == 3 else None
-        self.model = load_policy_model(
-            path,
-            dtype=settings.dtype,
-            attention=attention,
-            gradient_checkpointing=settings.gradient_checkpointing,
-        )
+        options: dict[str, Any] = {
+            "dtype": settings.dtype,
+            "attention": attention,
+            "gradient_checkpointing": settings.gradient_checkpointing,
+        }
+        if head == "scalar":
+            self.model = load_scalar_model(path, start=start, seed=torch.initial_seed(), **options)
+        else:
+            self.model = load_policy_model(path, **options)
         del sharded
         optimizer = _optimizer(self.model, settings)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
@@ -81,7 +98,7 @@ class ZeroEngine:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.causal_lm.config.vocab_size)
+        return int(self.model.network.config.vocab_size)
 
     # Training
 
@@ -89,6 +106,11 @@ class ZeroEngine:
         """(logprobs_N, entropies_N) of the policy tokens, with a graph unless under `torch.no_grad`."""
         result: tuple[Tensor, Tensor] = self._engine(rows, temperature, entropy_gradient)
         return result
+
+    def values(self, rows: Rows) -> Tensor:
+        """What a scalar head says at the rows' places, [N], with a graph unless under `torch.no_grad`."""
+        values_N: Tensor = self._engine(rows)
+        return values_N
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of a loss with global denominators; `last` of its optimizer step or not."""
@@ -142,15 +164,19 @@ class ZeroEngine:
         yield bucket
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """log p(token t | tokens before t) at temperature 1 for t = 1 ... T-1 of each sequence."""
+        """log p(token t | tokens before t) at temperature 1 for t = 1 ... T-1 of each sequence.
+
+        With a scalar head, V before token t instead.
+        """
         token_ids = [np.array(sequence, np.int32) for sequence in sequences]
         rows = lay_out(
             token_ids, [np.ones(len(t), np.bool_) for t in token_ids], packed=self.packed, device=self.device
         )
         with torch.no_grad():
-            logprobs_N, _ = self.forward(rows, temperature=1.0)
+            scalar = isinstance(self.model, ScalarModel)
+            scores_N = self.values(rows) if scalar else self.forward(rows, temperature=1.0)[0]
         lengths = [len(tokens) - 1 for tokens in token_ids]
-        return [part.tolist() for part in torch.split(logprobs_N.float().cpu(), lengths)]
+        return [part.tolist() for part in torch.split(scores_N.float().cpu(), lengths)]
 
     def export(self, path: str | Path) -> None:
         """Write a Hugging Face model directory, tokenizer included; complete when any rank returns."""
@@ -158,7 +184,9 @@ class ZeroEngine:
         for names, tensors in self.buckets(1 << 30):
             if self.rank == 0:
                 state |= {n: t.to("cpu", copy=True) for n, t in zip(names, tensors, strict=True)}
-        if self.rank == 0:
+        if self.rank == 0 and isinstance(self.model, ScalarModel):
+            write_scalar_model(self.model, state, self.source, path)
+        elif self.rank == 0:
             write_model(self.model, state, self.source, path)
         self.gang.gather(None)
 
@@ -185,7 +213,7 @@ def _sharded_loading(config: dict[str, Any]) -> object:
     return HfDeepSpeedConfig(config)
 
 
-def _optimizer(model: PolicyModel, settings: ZeroSettings) -> torch.optim.Optimizer:
+def _optimizer(model: torch.nn.Module, settings: ZeroSettings) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if settings.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=0.0)
