@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
-from flowrl.models.chat import load_tokenizer
 from flowrl.training.model import DTYPES, quietly, read_config, write_model
 from flowrl.training.rows import Rows
 from flowrl.training.settings import Start
@@ -137,7 +136,9 @@ def distinct_pad(path: str | Path, config: Any) -> tuple[int, Any]:
     ends = _as_set(config.eos_token_id)
     if config.pad_token_id is not None and config.pad_token_id not in ends:
         return int(config.pad_token_id), None
-    tokenizer = load_tokenizer(path)
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
     ends |= _as_set(tokenizer.eos_token_id)
     added = tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends
     if added:
