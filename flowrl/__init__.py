@@ -10,7 +10,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.graph import Graph
 from flowrl.graph.machine import Cluster, Machine
 from flowrl.graph.node import Node
-from flowrl.graph.ports import Call, In, Members, Out, Serve
+from flowrl.graph.ports import Call, In, Join, Members, Out, Serve, join
 from flowrl.messages import Batch, Group, Message, Prompt, Sample, Scored, Tombstone, Trainable, Weights
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "GraphError",
     "Group",
     "In",
+    "Join",
     "Machine",
     "Members",
     "Message",
@@ -39,4 +40,5 @@ __all__ = [
     "Trainable",
     "Weights",
     "check",
+    "join",
 ]

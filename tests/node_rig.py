@@ -82,6 +82,10 @@ class InMemoryIn:
     def drop(self, item: Any, reason: str, state: str) -> None:
         self.dropped.append((item, state, reason))
 
+    def join(self, others: Sequence[Any]) -> InMemoryIn:
+        """The items of all ports side by side, in order."""
+        return InMemoryIn(list(zip(self.items, *(other.items for other in others), strict=True)))
+
 
 class InMemoryOut:
     """An Out port that lists what is sent, and admits `tickets` groups."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 from flowrl.messages import Message, Tombstone
 
@@ -24,16 +24,22 @@ T = TypeVar("T", bound=Message)
 T_co = TypeVar("T_co", bound=Message, covariant=True)
 Req = TypeVar("Req", bound=Message)
 Rep = TypeVar("Rep", bound=Message)
+U = TypeVar("U", bound=Message)
+V = TypeVar("V", bound=Message)
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
-class Members(Generic[T]):
-    """All that came of one group: `items` in member order, and the tombstones of the others."""
+class Members(Generic[M]):
+    """All that came of one group: `items` in member order, and the tombstones of the others.
+
+    Of joined ports an item is a tuple, the message of each port.
+    """
 
     group_id: str
     ticket: int
     size: int
-    items: tuple[T, ...]
+    items: tuple[M, ...]
     lost: tuple[Tombstone, ...]
 
 
@@ -49,6 +55,14 @@ class LiveIn(Protocol):
     def finish(self, item: Message) -> None: ...
     def newest(self) -> Any: ...
     def ticket(self, item: Message) -> int: ...
+    def join(self, others: Sequence[Any]) -> LiveJoin: ...
+
+
+class LiveJoin(Protocol):
+    """What the host makes of several In ports that are joined."""
+
+    def iterate(self) -> AsyncIterator[Any]: ...
+    def groups(self, size: int) -> AsyncIterator[Members[Any]]: ...
 
 
 class LiveOut(Protocol):
@@ -130,6 +144,42 @@ class In(Port, Generic[T]):
     def ticket(self, item: T) -> int:
         """The ticket under which `item` was admitted, -1 if it has none."""
         return self.live.ticket(item)
+
+
+class Join(Generic[M]):
+    """Several In ports of one node, matched by sample; made by `join`. Iterate it once, and not its ports.
+
+    Every message of a sample shares its fate: `send` inside a turn is made from all of them, and naming
+    one in `made_from`, `hold` or `drop` means all. A sample that was lost on any branch does not come.
+    """
+
+    def __init__(self, ports: Sequence[In[Any]]) -> None:
+        self._ports = tuple(ports)
+
+    def __aiter__(self) -> AsyncIterator[M]:
+        """A tuple for each sample, in order of completion, until every producer of every port has closed."""
+        return self._live().iterate()
+
+    def groups(self, size: int) -> AsyncIterator[Members[M]]:
+        """As `In.groups`, of joined samples."""
+        return self._live().groups(size)
+
+    def _live(self) -> LiveJoin:
+        first, *others = self._ports
+        return first.live.join([port.live for port in others])
+
+
+@overload
+def join(first: In[T], second: In[U], /) -> Join[tuple[T, U]]: ...
+@overload
+def join(first: In[T], second: In[U], third: In[V], /) -> Join[tuple[T, U, V]]: ...
+def join(*ports: In[Any]) -> Join[Any]:
+    """Match what comes in on these ports of a node by sample: `async for scored, valued in join(a, b):`.
+
+    The ports have to be fed, over branches that keep samples apart, by one Out port: name them in
+    `facts().joins`, so that `flowrl check` holds the graph to it.
+    """
+    return Join(ports)
 
 
 class Out(Port, Generic[T_co]):

@@ -7,7 +7,7 @@ A closed gate is opened again by the checkpoint that closed it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ class Inbound:
         else:
             self._gate.clear()
 
-    async def _take(self) -> Item | None:
+    async def take(self) -> Item | None:
         """The next item, tombstones included; None at end of stream."""
         with self._activity.waiting("item", self.port, inside=False):
             try:
@@ -71,10 +71,10 @@ class Inbound:
 
     async def _next(self) -> Item | None:
         """The next item that is for user code; tombstones go on by themselves."""
-        while (item := await self._take()) is not None:
+        while (item := await self.take()) is not None:
             if not isinstance(item.body, Tombstone):
                 return item
-            self._losses.pass_on([item], item.body)
+            self.pass_on(item)
         return None
 
     async def _begin(self, item: Item) -> None:
@@ -87,23 +87,40 @@ class Inbound:
     async def _finish(self, item: Item) -> None:
         self._activity.work(-1)
         self._losses.flow(item, begins=False)
-        self._desk.end_turn(item, sink=self._sink)
+        for part in item.whole:
+            self._desk.end_turn(part, sink=self._sink)
         await self._lease.end()
 
     async def iterate(self) -> AsyncIterator[Any]:
         while (item := await self._next()) is not None:
-            await self._begin(item)
-            current.set(item)
-            self._enter(item)
+            await self.begin_turn(item)
             try:
                 yield item.body
             except GeneratorExit:  # the loop was left or cancelled inside this turn; its item stays unfinished
-                self._activity.work(-1)
-                await self._lease.end()
+                await self.leave_turn()
                 raise
-            current.set(None)
-            await self._finish(item)
-            self._leave()
+            await self.finish_turn(item)
+
+    async def begin_turn(self, item: Item) -> None:
+        """What follows in this task works on `item`, and on the other parts of its sample."""
+        await self._begin(item)
+        current.set(item.whole)
+        self._enter(item)
+
+    async def finish_turn(self, item: Item) -> None:
+        current.set(())
+        await self._finish(item)
+        self._leave()
+
+    async def leave_turn(self) -> None:
+        """The turn ends, its item does not."""
+        self._activity.work(-1)
+        await self._lease.end()
+
+    def pass_on(self, item: Item) -> None:
+        """Forward the tombstone `item`, which user code must not see."""
+        assert isinstance(item.body, Tombstone)
+        self._losses.pass_on(list(item.whole), item.body)
 
     @staticmethod
     def _enter(item: Item) -> None:
@@ -126,7 +143,7 @@ class Inbound:
                 tasks.create_task(self._turn(body, item, slots))
 
     async def _turn(self, body: Callable[[Any], Awaitable[None]], item: Item, slots: asyncio.Semaphore) -> None:
-        current.set(item)
+        current.set((item,))
         self._enter(item)
         with self._desk.noting_failure():
             await self._begin(item)
@@ -137,8 +154,21 @@ class Inbound:
             await self._finish(item)
         slots.release()
 
-    async def groups(self, size: int) -> AsyncIterator[Members[Any]]:
-        while (item := await self._take()) is not None:
+    def groups(self, size: int) -> AsyncIterator[Members[Any]]:
+        return self.grouped(self._taken(), size)
+
+    def join(self, others: Sequence[Any]) -> Any:
+        from flowrl.runtime.join import Joined
+
+        return Joined((self, *others))
+
+    async def _taken(self) -> AsyncIterator[Item]:
+        while (item := await self.take()) is not None:
+            yield item
+
+    async def grouped(self, items: AsyncIterator[Item], size: int) -> AsyncGenerator[Members[Any], None]:
+        """The groups that `items` make up; a joined sample stands there as one of its parts."""
+        async for item in items:
             group = self._join(item, size)
             if not group.complete:
                 continue
@@ -164,7 +194,8 @@ class Inbound:
         group = self._groups.get(envelope.group_id)
         if group is None:
             group = self._groups[envelope.group_id] = OpenGroup(envelope.group_id, envelope.ticket, size)
-        item.held, item.group = True, group
+        for part in item.whole:
+            part.held, part.group = True, group
         lost = isinstance(item.body, Tombstone)
         (group.lost if lost else group.items)[envelope.member] = item
         if group.complete:
@@ -176,7 +207,7 @@ class Inbound:
             group.group_id,
             group.ticket,
             group.size,
-            tuple(group.items[m].body for m in sorted(group.items)),
+            tuple(group.items[m].given for m in sorted(group.items)),
             tuple(group.lost[m].body for m in sorted(group.lost)),  # type: ignore[misc]
         )
 
@@ -186,10 +217,10 @@ class Inbound:
         items = [*group.items.values(), *group.lost.values()]
         ids = tuple(sid for item in items for sid in tombstone(item, self._desk.node, "", "").sample_ids)
         marker = Tombstone(group.group_id, -1, last.state, last.reason, self._desk.node, ids, group.size)
-        self._losses.pass_on(items, marker)
+        self._losses.pass_on([part for item in items for part in item.whole], marker)
 
     async def ordered(self) -> AsyncIterator[tuple[int, Any]]:
-        while (item := await self._take()) is not None:
+        while (item := await self.take()) is not None:
             ticket = item.envelope.ticket
             if isinstance(item.body, Tombstone):
                 self._desk.end(item)
@@ -205,29 +236,31 @@ class Inbound:
             self._activity.work(-1)
 
     def hold(self, item: Message) -> None:
-        held = self._desk.of(item)
-        held.held = held.accounted = True
+        for part in self._desk.of(item).whole:
+            part.held = part.accounted = True
 
     def drop(self, item: Message, reason: str, state: str) -> None:
         dropped = self._desk.of(item)
-        dropped.accounted = True
+        for part in dropped.whole:
+            part.accounted = True
         marker = tombstone(dropped, self._desk.node, reason, state)
         group = dropped.group
         if group is None:
-            self._losses.lose([dropped], marker, dropped.envelope.ticket)
+            self._losses.lose(list(dropped.whole), marker, dropped.envelope.ticket)
             return
         self._losses.lose([], marker, dropped.envelope.ticket)
         if group.sent:
-            self._desk.end(dropped)
+            for part in dropped.whole:
+                self._desk.end(part)
             return
         group.dropped.append(dropped)
         if len(group.dropped) == len(group.items):
             self._lose_group(group, marker)
 
     def finish(self, item: Message) -> None:
-        finished = self._desk.of(item)
-        finished.held = finished.accounted = True
-        self._desk.end(finished)
+        for part in self._desk.of(item).whole:
+            part.held = part.accounted = True
+            self._desk.end(part)
 
     def newest(self) -> Any:
         return self._inbox.newest()

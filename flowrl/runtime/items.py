@@ -5,15 +5,19 @@ Invariants
   ended and everything made from it has been taken in by the next process (`Custody` counts that).
 - A turn ends by the engine (next item asked for, body returned), by a send that names the item, or by
   a drop. An item that ends its turn with none of send, hold and drop is the node's error.
+- The parts of a joined sample (`Item.whole`) are made from, held, dropped and ended together.
 - Tombstones are items too, but user code never sees them.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from flowrl.channel.custody import Custody
 from flowrl.channel.dispatch import Delivery
@@ -34,6 +38,18 @@ class Item:
     held: bool = False
     group: OpenGroup | None = None
     children: list[bytes] = field(default_factory=list)
+    parts: tuple[Item, ...] = ()
+    """Of a joined sample: what each port brought of it, this item among them."""
+
+    @property
+    def whole(self) -> tuple[Item, ...]:
+        """The items that share this one's fate."""
+        return self.parts or (self,)
+
+    @property
+    def given(self) -> Any:
+        """What user code gets: the message, or the messages of all parts."""
+        return tuple(part.body for part in self.parts) if self.parts else self.body
 
     @property
     def envelope(self) -> Envelope:
@@ -61,7 +77,8 @@ class OpenGroup:
         return len(self.items) + len(self.lost) >= self.size
 
 
-current: ContextVar[Item | None] = ContextVar("flowrl_current_item", default=None)
+current: ContextVar[tuple[Item, ...]] = ContextVar("flowrl_current_items", default=())
+"""What the present turn works on: nothing, an item, or all parts of a joined sample."""
 at_hand: ContextVar[int] = ContextVar("flowrl_ticket_at_hand", default=-1)
 """The ticket that the present turn works for, -1 outside of turns."""
 
@@ -82,6 +99,8 @@ class Desk:
 
     def take(self, delivery: Delivery) -> Item:
         item = Item(delivery)
+        if id(item.body) in self._open:  # two branches of one process passed on the very same object
+            delivery.envelope = dataclasses.replace(item.envelope, body=copy.copy(item.body))
         self._open[id(item.body)] = item
         self._by_id[item.envelope.id] = item
         self._custody.begin(item.envelope.id)

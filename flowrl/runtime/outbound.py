@@ -105,15 +105,14 @@ class Outbound:
 
     def _parents(self, made_from: Sequence[Message] | None) -> list[Item]:
         if made_from is None:
-            item = current.get()
-            return [] if item is None else [item]
+            return list(current.get())
         items = [self._desk.of(parent) for parent in made_from]
         for group in {id(i.group): i.group for i in items if i.group is not None}.values():
             group.sent = True
             items.extend(group.lost.values())
             items.extend(group.dropped)
             group.lost, group.dropped = {}, []
-        return items
+        return list(dict.fromkeys(part for item in items for part in item.whole))
 
     def _envelope(self, body: Message, parents: Sequence[Item]) -> Envelope:
         port = self.port
@@ -128,7 +127,7 @@ class Outbound:
             message_id([head.id for head in heads], port, ordinal),
             first.ticket if all(head.ticket == first.ticket for head in heads) else -1,
             first.group_id if all(head.group_id == first.group_id for head in heads) else "",
-            first.member if len(heads) == 1 else -1,
+            first.member if all(head.member == first.member for head in heads) else -1,
             body,
         )
 
