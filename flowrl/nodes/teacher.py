@@ -1,0 +1,131 @@
+"""Distillation: a teacher scores every token that the student sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Float32, Group, Sample, Scored
+from flowrl.models import Policy, check_model, load_tokenizer, resolve
+from flowrl.models.vocabulary import difference, untold, vocabulary_problem
+from flowrl.nodes.advantage import trainable
+from flowrl.nodes.reference import reference_logprobs
+from flowrl.training.distillation import distillation_advantages
+from flowrl.training.settings import Dtype
+
+if TYPE_CHECKING:
+    from flowrl.training.model import PolicyModel
+
+
+class Teacher(Node):
+    """Adds `teacher_logprobs` to the samples of `student`, whose vocabulary has to be the teacher's.
+
+    A sample's reward is the mean over its policy tokens of log π_teacher − log π_b: an estimate, token by
+    token, of −KL(π_b‖π_teacher). `temperature` has to be the generator's: logits are divided by it.
+    """
+
+    cpus = 1
+
+    rollouts: In[Sample]
+    scored: Out[Scored]
+
+    def __init__(self, policy: Policy, *, student: Policy, temperature: float = 1.0, dtype: Dtype = "float32") -> None:
+        self.policy = policy
+        self.student = student
+        self.temperature = temperature
+        self.dtype: Dtype = dtype
+
+    def facts(self) -> Facts:
+        return Facts()
+
+    def check(self, facts: Any) -> list[str]:
+        problem = vocabulary_problem(self.student, self.policy)
+        problems = [problem] if problem else []
+        if self.temperature <= 0:
+            problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
+        return problems
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        if untold(self.student, self.policy):
+            _require_same_vocabulary(resolve(self.student), resolve(self.policy))
+
+    async def setup(self) -> None:
+        self._model = await self.blocking(self._load)
+
+    def _load(self) -> PolicyModel:
+        source = resolve(self.policy, progress=self.context.progress)
+        import torch
+
+        from flowrl.training.model import load_policy_model
+
+        torch.set_num_threads(max(1, len(self.context.cores)))
+        device = "cuda" if self.context.gpus else "cpu"
+        return load_policy_model(source, dtype=self.dtype).eval().to(device)
+
+    async def run(self) -> None:
+        async for sample in self.rollouts:
+            with self.context.busy("teach"):
+                logprobs = await self.blocking(reference_logprobs, self._model, sample, self.temperature)
+            scored = scored_by_teacher(sample, logprobs)
+            self.context.ledger.scored(scored)
+            await self.scored.send(scored)
+
+
+class TeacherAdvantage(Node):
+    """Collects the `size` members of a group, and gives each policy token what the teacher thinks of it.
+
+    The members are not compared with each other, so a group of one will do. `negate` turns the sign: a
+    control that has to make the student worse.
+    """
+
+    keyed_state = True
+
+    scored: In[Scored]
+    groups: Out[Group]
+
+    def __init__(self, *, size: int, negate: bool = False) -> None:
+        self.size = size
+        self.negate = negate
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.size, keeps_lineage=False)
+
+    def check(self, facts: Any) -> list[str]:
+        return [] if self.size >= 1 else [f"the group size is {self.size}; it needs at least 1"]
+
+    async def run(self) -> None:
+        async for members in self.scored.groups(self.size):
+            samples = tuple(trainable(sample, self.advantages(sample)) for sample in members.items)
+            await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
+
+    def advantages(self, sample: Scored) -> Float32:
+        """Of every token of `sample`. Raises ConfigError if no teacher has seen it."""
+        if sample.teacher_logprobs is None:
+            raise ConfigError(
+                f"{self.name}: sample {sample.sample_id} carries no teacher logprobs; connect a Teacher node "
+                "between generator and advantage"
+            )
+        advantages = distillation_advantages(sample.teacher_logprobs, sample.behavior_logprobs, sample.policy_mask)
+        return -advantages if self.negate else advantages
+
+
+def scored_by_teacher(sample: Sample, teacher_logprobs: Float32) -> Scored:
+    """`sample` with the teacher's logprobs, and their mean distance from the behavior policy's as its reward."""
+    gap_T = distillation_advantages(teacher_logprobs, sample.behavior_logprobs, sample.policy_mask)
+    reward = float(gap_T.sum()) / max(1, sample.response_tokens)
+    fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
+    fields["teacher_logprobs"] = teacher_logprobs
+    return Scored(**fields, reward=reward, raw_reward=reward, scored_s=time.time())
+
+
+def _require_same_vocabulary(student: str, teacher: str) -> None:
+    """What the files alone do not tell. Raises ConfigError."""
+    mine, other = load_tokenizer(student).get_vocab(), load_tokenizer(teacher).get_vocab()
+    if mine != other:
+        raise ConfigError(difference(student, mine, teacher, other))

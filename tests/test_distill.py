@@ -1,0 +1,164 @@
+"""Distillation: advantages against their formula and expected gradient, the teacher's nodes, vocabularies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Sample
+from flowrl.models import Policy
+from flowrl.models.characters import character_vocabulary
+from flowrl.models.vocabulary import untold, vocabulary, vocabulary_problem
+from flowrl.nodes import Teacher, TeacherAdvantage
+from flowrl.nodes.teacher import _require_same_vocabulary, scored_by_teacher
+from flowrl.training.distillation import distillation_advantages
+from flowrl.training.objectives import policy_loss
+from tests.node_rig import InMemoryIn, InMemoryOut, members, run, sample, scored
+
+
+def taught(member: int, *teacher: float) -> Sample:
+    """A rollout whose policy tokens have the behavior logprob −0.5, and these under the teacher."""
+    logprobs = np.array([0.0, 0.0, 0.0, *teacher], np.float32)
+    return sample(member, response=len(teacher), teacher_logprobs=logprobs)
+
+
+def test_each_token_has_its_own_advantage_and_no_other() -> None:
+    mask = np.array([False, True, True, False, True])
+    teacher = np.array([9.0, -1.0, -0.25, 9.0, -3.0], np.float32)
+    behavior = np.array([0.0, -2.0, -0.5, 0.0, -1.0], np.float32)
+    found = distillation_advantages(teacher, behavior, mask)
+    np.testing.assert_allclose(found, [0.0, 1.0, 0.25, 0.0, -2.0])
+    assert found.dtype == np.float32
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
+    """Summed over every token with its probability, on a categorical of five."""
+    generator = torch.Generator().manual_seed(0)
+    logits_V, teacher_V = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    logits_V.requires_grad_()
+    log_p_V, log_q_V = logits_V.log_softmax(-1), teacher_V.log_softmax(-1)
+    (exact_V,) = torch.autograd.grad((log_p_V.exp() * (log_p_V - log_q_V)).sum(), logits_V, retain_graph=True)
+
+    fixed_V, every_V = log_p_V.detach(), np.ones(5, np.bool_)
+    advantages_V = torch.from_numpy(distillation_advantages(log_q_V.numpy(), fixed_V.numpy(), every_V)).double()
+    loss = torch.zeros((), dtype=torch.float64)
+    for token in range(5):
+        one = [tensor_V[token].view(1, 1) for tensor_V in (log_p_V, fixed_V, advantages_V, torch.ones(5))]
+        loss = loss + fixed_V[token].exp() * policy_loss(*one)[0]
+    (expected_V,) = torch.autograd.grad(loss, logits_V)
+    torch.testing.assert_close(expected_V, exact_V, atol=1e-6, rtol=1e-6)
+
+
+def test_the_reward_is_the_mean_distance_to_the_teacher() -> None:
+    teacher = np.array([0.0, 0.0, 0.0, -1.0, -0.25], np.float32)
+    found = scored_by_teacher(sample(0, response=2), teacher)
+    assert found.reward == found.raw_reward == pytest.approx((-0.5 + 0.25) / 2)
+    assert found.teacher_logprobs is teacher
+
+
+@pytest.mark.parametrize("negate", [False, True])
+def test_groups_carry_the_advantages_of_their_tokens(negate: bool) -> None:
+    given = [scored_by_teacher(s, s.teacher_logprobs) for s in (taught(0, -1.0, -0.25), taught(1, -0.5))]
+    out = InMemoryOut()
+    run(TeacherAdvantage(size=4, negate=negate), scored=InMemoryIn([members(given)]), groups=out)
+    (group,) = out.sent
+    sign = -1 if negate else 1
+    assert group.group_size == 4 and out.made_from == [tuple(given)]
+    np.testing.assert_allclose(group.samples[0].advantages, np.array([0, 0, 0, -0.5, 0.25]) * sign)
+    np.testing.assert_allclose(group.samples[1].advantages, np.zeros(4))
+
+
+def test_samples_that_no_teacher_saw_are_refused() -> None:
+    node = TeacherAdvantage(size=4)
+    with pytest.raises(ConfigError, match="connect a Teacher node"):
+        run(node, scored=InMemoryIn([members([scored(0, 1.0)])]), groups=InMemoryOut())
+
+
+# Vocabularies
+
+
+def tokenizer_dir(path: Path, pieces: object, added: tuple[tuple[str, int], ...] = ()) -> Policy:
+    path.mkdir()
+    tokens = [{"id": index, "content": content} for content, index in added]
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": pieces}, "added_tokens": tokens}))
+    return Policy(str(path))
+
+
+def test_vocabularies_are_read_from_the_files(tmp_path: Path) -> None:
+    plain = tokenizer_dir(tmp_path / "bpe", {"a": 0, "b": 1}, (("<end>", 2),))
+    unigram = tokenizer_dir(tmp_path / "unigram", [["a", -1.0], ["b", -2.5]], (("<end>", 2),))
+    assert vocabulary(plain) == vocabulary(unigram) == {"a": 0, "b": 1, "<end>": 2}
+    assert vocabulary_problem(plain, unigram) is None
+    assert vocabulary(Policy(str(tmp_path / "nowhere"))) is None
+
+
+def test_unequal_vocabularies_are_refused_by_check(tmp_path: Path) -> None:
+    student = tokenizer_dir(tmp_path / "student", {"a": 0, "b": 1, "c": 2})
+    teacher = tokenizer_dir(tmp_path / "teacher", {"a": 0, "c": 1, "b": 2})
+    (problem,) = Teacher(teacher, student=student).check(None)
+    assert "(3 tokens)" in problem and "first in 'b': id 1 and id 2" in problem
+    assert Teacher(student, student=student).check(None) == []
+    (problem,) = Teacher(teacher, student=Policy("tiny")).check(None)
+    assert f"tiny ({len(character_vocabulary())} tokens)" in problem
+    (problem,) = Teacher(Policy("smollm2"), student=Policy("tiny")).check(None)
+    assert "tiny and smollm2 have different tokenizers" in problem
+    assert untold(student, Policy("smollm2")) and not untold(student, teacher)
+
+
+def test_the_tiny_models_speak_one_language() -> None:
+    assert Teacher(Policy("tiny_teacher"), student=Policy("tiny")).check(None) == []
+    assert len(character_vocabulary()) == 261
+
+
+def test_temperature_is_checked() -> None:
+    (problem,) = Teacher(Policy("tiny"), student=Policy("tiny"), temperature=0.0).check(None)
+    assert "temperature is 0.0" in problem
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.slow
+def test_the_teacher_scores_the_students_tokens(cache: object) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from flowrl.models import resolve
+
+    out, given = InMemoryOut(), sample(0, response=4)
+    context = run(
+        Teacher(Policy("tiny"), student=Policy("tiny"), temperature=2.0), rollouts=InMemoryIn([given]), scored=out
+    )
+    (found,) = out.sent
+    ids = torch.from_numpy(given.token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        logits_TV = AutoModelForCausalLM.from_pretrained(resolve(Policy("tiny")))(ids).logits[0].double()
+    logprobs = torch.log_softmax(logits_TV / 2.0, -1)[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+    np.testing.assert_allclose(found.teacher_logprobs[3:], logprobs[2:], atol=1e-5)
+    assert found.reward == pytest.approx(logprobs[2:].mean() + 0.5, abs=1e-5)
+    assert ("scored", found) in context.ledger.events
+
+
+@pytest.mark.slow
+def test_tokenizers_are_loaded_before_the_start_where_files_do_not_tell(cache: object, tmp_path: Path) -> None:
+    import shutil
+
+    from flowrl.models import resolve
+
+    other = tmp_path / "other"
+    shutil.copytree(resolve(Policy("tiny")), other)
+    described = json.loads((other / "tokenizer.json").read_text())
+    vocab = described["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(described))
+    Teacher(Policy(str(other)), student=Policy(str(other))).preflight()
+    with pytest.raises(ConfigError, match="differ, first in 'a'"):
+        _require_same_vocabulary(resolve(Policy("tiny")), str(other))
