@@ -15,6 +15,7 @@ from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.vocabulary import difference, untold, vocabulary_problem
 from flowrl.nodes.advantage import trainable
 from flowrl.nodes.reference import reference_logprobs
+from flowrl.training.advantages import Array
 from flowrl.training.distillation import distillation_advantages
 from flowrl.training.settings import Dtype
 
@@ -104,7 +105,7 @@ class TeacherAdvantage(Node):
             samples = tuple(trainable(sample, self.advantages(sample)) for sample in members.items)
             await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
 
-    def advantages(self, sample: Scored) -> Float32:
+    def advantages(self, sample: Scored) -> Array:
         """Of every token of `sample`. Raises ConfigError if no teacher has seen it."""
         if sample.teacher_logprobs is None:
             raise ConfigError(
