@@ -82,6 +82,7 @@ WRONG_VALUES = {
     "--save-every -1": "--save-every is -1; it has to be 0 or more",
     "--keep -1": "--keep is -1",
     "--seed -1": "--seed is -1",
+    "--keep-best --evaluate 0": "--keep-best needs held-out scores, but the graph evaluates nothing",
     "--track foo": "no metrics sink is called 'foo'; there are tensorboard, wandb, trackio",
     "--resume": "--resume needs to know which run",
     "--on-limit never": "--on-limit is 'never'; it needs one of 'wait', 'mask'",

@@ -15,7 +15,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
 from flowrl.nodes import Evaluation
-from flowrl.nodes.evaluation import pass_at_k
+from flowrl.nodes.evaluation import draws, pass_at_k
 from flowrl.tasks import Row, Task, load_rows
 from tests.node_rig import FakeContext, attach, sample
 
@@ -50,8 +50,10 @@ class Answers:
         )
 
 
-def evaluate(answers: Answers, phase: str = "before", **options: Any) -> tuple[dict[str, float], FakeContext]:
-    node = Evaluation(TASK, Policy("tiny"), **options)
+def evaluate(
+    answers: Answers, phase: str = "before", tasks: Task | tuple[Task, ...] = TASK, **options: Any
+) -> tuple[dict[str, float], FakeContext]:
+    node = Evaluation(tasks, Policy("tiny"), **options)
     node.name = "evaluation"
     context = attach(node, generate=answers)
 
@@ -81,7 +83,8 @@ def test_only_held_out_prompts_are_asked_with_seeds_that_stay() -> None:
 def test_figures_and_books_say_the_same() -> None:
     figures, context = evaluate(Answers(right=1), num_prompts=6, num_samples=4)
     assert figures["exact_match"] == figures["score"] == 0.25
-    assert (figures["num_answers"], figures["pass_at_4"]) == (24, 1.0)
+    assert (figures["num_answers"], figures["mean_at_4"], figures["pass_at_4"]) == (24, 0.25, 1.0)
+    assert figures["pass_at_2"] == pytest.approx(0.5), "one of four is right: half of all pairs have it"
     ((name, rows),) = context.ledger.events
     assert name == "evaluation"
     assert [row.correct for row in rows] == [row.member == 0 for row in rows]
@@ -94,10 +97,28 @@ def test_fewer_held_out_prompts_than_asked_for_are_refused() -> None:
         Evaluation(TASK, Policy("tiny"), num_prompts=1000).preflight()
 
 
-def test_several_versions_are_an_error_except_beside_training() -> None:
-    assert evaluate(Answers(versions=(3, 4)), phase="during")[0]["newest_version"] == 4
-    with pytest.raises(FlowrlError, match="saw the versions 3 to 4"):
-        evaluate(Answers(versions=(3, 4)))
+@pytest.mark.parametrize("phase", ["before", "during", "after"])
+def test_several_versions_are_an_error(phase: str) -> None:
+    with pytest.raises(FlowrlError, match=f"{phase} training saw the versions 3 to 4"):
+        evaluate(Answers(versions=(3, 4)), phase)
+
+
+def test_every_task_has_figures_and_rows_under_its_name() -> None:
+    other = Task("arithmetic:max_value=12,operators=-")
+    figures, context = evaluate(Answers(right=1), tasks=(TASK, other), num_prompts=3, num_samples=2)
+    assert (figures["score"], figures[f"{other.name}/score"]) == (0.5, 0.5)
+    assert (figures["num_answers"], figures[f"{other.name}/num_answers"]) == (6, 6)
+    assert [{row.task for row in rows} for _, rows in context.ledger.events] == [{TASK.name}, {other.name}]
+
+
+def test_tasks_have_to_be_different_ones() -> None:
+    assert Evaluation((TASK, TASK), Policy("tiny")).check(None) == ["it needs one task or more, each once"]
+    assert len(Evaluation((), Policy("tiny")).check(None)) == 1
+
+
+@pytest.mark.parametrize(("answers", "ks"), [(1, []), (2, [2]), (3, [2, 3]), (4, [2, 4]), (6, [2, 4, 6])])
+def test_pass_at_k_is_told_for_powers_of_two_and_for_all(answers: int, ks: list[int]) -> None:
+    assert draws(answers) == ks
 
 
 def test_an_answer_without_a_verdict_counts_as_wrong() -> None:

@@ -1,4 +1,4 @@
-"""Held-out evaluation: the same prompts and seeds every time, outside tickets and batches.
+"""Held-out evaluation: the same prompts and seeds every time, at one version, outside tickets and batches.
 
 Each evaluation ends with its last answer. `run` only keeps the call edge open, until `finish`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import comb
 from typing import Any
 
@@ -27,18 +28,30 @@ CORRECT = 1.0 - 1e-6
 """A score from here on is an exact match."""
 
 
-class Evaluation(Node):
-    """Asks `num_samples` answers to each of `num_prompts` held-out prompts, before and after training.
+@dataclass(frozen=True)
+class HeldOut:
+    """One task as it is asked."""
 
-    With `every` also after every so many steps, beside the training. How answers are sampled is the
-    generator's `evaluation` option; they are scored by the task's verifier, or by `function`.
+    task: str
+    rows: tuple[Row, ...]
+    chat: Chat
+    asking: Asking
+
+
+class Evaluation(Node):
+    """Asks `num_samples` answers to each of `num_prompts` held-out prompts of every task, before and after training.
+
+    With `every` also after every so many steps: the trainers stand meanwhile, so that all answers are of
+    one version, while rollouts go on. How answers are sampled is the generator's `evaluation` option;
+    they are scored by their task's verifier, or by `function`. Of several tasks the first one's figures
+    keep their plain names, the others' begin with the task's.
     """
 
     generate: Call[Prompt, Sample]
 
     def __init__(
         self,
-        task: Task,
+        task: Task | Sequence[Task],
         policy: Policy,
         *,
         num_prompts: int = 512,
@@ -48,7 +61,7 @@ class Evaluation(Node):
         concurrency: int = 64,
         timeout_s: float = 10.0,
     ) -> None:
-        self.task = task
+        self.tasks = (task,) if isinstance(task, Task) else tuple(task)
         self.policy = policy
         self.num_prompts = num_prompts
         self.num_samples = num_samples
@@ -57,13 +70,12 @@ class Evaluation(Node):
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self._finished = asyncio.Event()
-        self._asking: Asking | None = None
+        self._held_out: list[HeldOut] = []
 
-    @property
-    def place(self) -> str:
-        """The function that scores answers, as `place:function`."""
+    def place(self, task: Task) -> str:
+        """The function that scores answers to `task`, as `place:function`."""
         if self.function is None:
-            return self.task.verifier
+            return task.verifier
         return self.function if isinstance(self.function, str) else place_of(self.function)
 
     def facts(self) -> Facts:
@@ -71,27 +83,33 @@ class Evaluation(Node):
 
     def check(self, facts: Any) -> list[str]:
         least = {"num_prompts": 1, "num_samples": 1, "every": 0, "concurrency": 1}
-        return [
+        problems = [
             f"{name} is {getattr(self, name)}; it needs at least {low}"
             for name, low in least.items()
             if getattr(self, name) < low
         ]
+        if not self.tasks or len({task.name for task in self.tasks}) < len(self.tasks):
+            problems.append("it needs one task or more, each once")
+        return problems
 
     def preflight(self) -> None:
         check_model(self.policy)
-        found = len(self._held_out())
-        if found < self.num_prompts:
-            raise ConfigError(
-                f"task {self.task.name!r} has {found or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held "
-                f"out) and {self.num_prompts} are to be evaluated; ask for {found} at most, or add rows"
-            )
-        load_judge(self.place)
+        for task in self.tasks:
+            found = len(self._rows(task))
+            if found < self.num_prompts:
+                raise ConfigError(
+                    f"task {task.name!r} has {found or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held "
+                    f"out) and {self.num_prompts} are to be evaluated; ask for {found} at most, or add rows"
+                )
+            load_judge(self.place(task))
 
     async def setup(self) -> None:
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
-        self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
-        self._rows = await self.blocking(self._held_out)
-        self._asking = way_of_asking(await self.blocking(load_judge, self.place), self.timeout_s)
+        tokenizer = await self.blocking(load_tokenizer, model_dir)
+        for task in self.tasks:
+            rows = await self.blocking(self._rows, task)
+            asking = way_of_asking(await self.blocking(load_judge, self.place(task)), self.timeout_s)
+            self._held_out.append(HeldOut(task.name, rows, Chat(tokenizer, task.system_prompt), asking))
 
     async def run(self) -> None:
         with self.context.standing("the end of training"):
@@ -102,28 +120,36 @@ class Evaluation(Node):
         self._finished.set()
 
     async def close(self) -> None:
-        if self._asking is not None:
-            await self._asking.close()
+        for held_out in self._held_out:
+            await held_out.asking.close()
 
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
-        """Ask, score, book. `phase` is before, during or after; in the first and last all answers have one version."""
+        """Ask, score, book. `phase` is before, during or after; no weights may change meanwhile."""
         slots = asyncio.Semaphore(self.concurrency)
+        figures: dict[str, float] = {}
+        for index, held_out in enumerate(self._held_out):
+            rows = await self._answers(held_out, phase, step, slots)
+            _require_one_version(self.name, phase, rows)
+            self.context.ledger.evaluation(rows)
+            prefix = f"{held_out.task}/" if index else ""
+            figures |= {f"{prefix}{name}": value for name, value in summary(rows, self.num_samples).items()}
+        return figures
+
+    async def _answers(self, held_out: HeldOut, phase: str, step: int, slots: asyncio.Semaphore) -> list[EvaluationRow]:
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(self._answer(row, member, phase, step, slots))
-                for row in self._rows
+                tasks.create_task(self._answer(held_out, row, member, phase, step, slots))
+                for row in held_out.rows
                 for member in range(self.num_samples)
             ]
-        rows = [task.result() for task in asked]
-        if phase != "during":
-            _require_one_version(self.name, phase, rows)
-        self.context.ledger.evaluation(rows)
-        return summary(rows, self.num_samples)
+        return [task.result() for task in asked]
 
-    async def _answer(self, row: Row, member: int, phase: str, step: int, slots: asyncio.Semaphore) -> EvaluationRow:
+    async def _answer(
+        self, held_out: HeldOut, row: Row, member: int, phase: str, step: int, slots: asyncio.Semaphore
+    ) -> EvaluationRow:
         async with slots:
-            sample = await self.generate(self._prompt(row, member, phase, step))
-        score = await self._score(sample)
+            sample = await self.generate(self._prompt(held_out, row, member, phase, step))
+        score = await self._score(held_out.asking, sample)
         versions = sample.versions[sample.policy_mask]
         return EvaluationRow(
             phase=phase,
@@ -135,21 +161,21 @@ class Evaluation(Node):
             response_tokens=sample.response_tokens,
             oldest_version=int(versions.min()),
             newest_version=int(versions.max()),
+            task=held_out.task,
         )
 
-    async def _score(self, sample: Sample) -> float:
+    async def _score(self, asking: Asking, sample: Sample) -> float:
         """The verdict on one answer; 0 if the function gives none."""
-        assert self._asking is not None
         try:
-            verdicts = await self._asking.ask([sample.prompt_text], [sample.response_text], [sample.columns])
+            verdicts = await asking.ask([sample.prompt_text], [sample.response_text], [sample.columns])
         except BadReward as bad:
             self.context.metric(f"evaluation_{bad.reason}", 1)
             return 0.0
         return verdicts.scores[0]
 
-    def _prompt(self, row: Row, member: int, phase: str, step: int) -> Prompt:
-        text, token_ids = self._chat.prompt(row.turns)
-        group_id = f"{self.name}:{phase}:{step}:{row.prompt_id}"
+    def _prompt(self, held_out: HeldOut, row: Row, member: int, phase: str, step: int) -> Prompt:
+        text, token_ids = held_out.chat.prompt(row.turns)
+        group_id = f"{self.name}:{held_out.task}:{phase}:{step}:{row.prompt_id}"
         return Prompt(
             sample_id=f"{group_id}:{member}",
             group_id=group_id,
@@ -163,9 +189,9 @@ class Evaluation(Node):
             columns=row.columns,
         )
 
-    def _held_out(self) -> tuple[Row, ...]:
+    def _rows(self, task: Task) -> tuple[Row, ...]:
         """The prompts to ask: the same ones whatever the order of the task's rows."""
-        rows = sorted(load_rows(self.task).held_out, key=lambda row: row.prompt_id)
+        rows = sorted(load_rows(task).held_out, key=lambda row: row.prompt_id)
         return tuple(rows[: self.num_prompts])
 
 
@@ -175,7 +201,7 @@ def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
 
 
 def summary(rows: Sequence[EvaluationRow], num_samples: int) -> dict[str, float]:
-    """What an evaluation comes to; `pass_at_k` for k = the samples a prompt has."""
+    """What an evaluation comes to; of several answers a prompt also mean@k and, for each power of two, pass@k."""
     correct: dict[str, int] = {}
     for row in rows:
         correct[row.prompt_id] = correct.get(row.prompt_id, 0) + row.correct
@@ -188,9 +214,17 @@ def summary(rows: Sequence[EvaluationRow], num_samples: int) -> dict[str, float]
         "newest_version": max(row.newest_version for row in rows),
     }
     if num_samples > 1:
-        passed = sum(pass_at_k(num_samples, count, num_samples) for count in correct.values())
-        figures[f"pass_at_{num_samples}"] = passed / len(correct)
+        figures[f"mean_at_{num_samples}"] = figures["exact_match"]
+    for k in draws(num_samples):
+        passed = sum(pass_at_k(num_samples, count, k) for count in correct.values())
+        figures[f"pass_at_{k}"] = passed / len(correct)
     return figures
+
+
+def draws(num_samples: int) -> list[int]:
+    """The k of pass@k: 2, 4, 8, … up to the answers that a prompt has, and their number itself."""
+    powers = (1 << power for power in range(1, num_samples.bit_length()))
+    return sorted({*powers, num_samples} - {1})
 
 
 def _require_one_version(name: str, phase: str, rows: Sequence[EvaluationRow]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,9 @@ def publish(temporary: Path, final: Path) -> None:
         os.close(descriptor)
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; 0 keeps all."""
+def prune(checkpoints: Path, keep: int, *, spared: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` checkpoints and those of the steps `spared`; `keep` 0 keeps all."""
     steps = sorted(path for path in checkpoints.glob("step_*") if path.is_dir())
     for path in steps[:-keep] if keep else []:
-        shutil.rmtree(path)
+        if int(path.name.removeprefix("step_")) not in spared:
+            shutil.rmtree(path)

@@ -26,6 +26,7 @@ from flowrl.graph.graph import Graph
 from flowrl.graph.plan import Plan
 from flowrl.runtime import checkpoint, ledger
 from flowrl.runtime.barrier import BatchEnd, Turns
+from flowrl.runtime.best import Best, read_best
 from flowrl.runtime.books import LEDGER, Books
 from flowrl.runtime.cluster import RayCluster, Slot
 from flowrl.runtime.engine import HostSpec
@@ -81,6 +82,7 @@ class Driver:
         self.version = job.start_version
         self.statistics = Statistics()
         self.books = self._open_books()
+        self.best = read_best(job.run_dir, newest_step=job.start_version)
         self.phases = Phases(self)
         self._endpoint = endpoint
         self.metrics = Metrics(
@@ -153,6 +155,11 @@ class Driver:
             self._broken.set_exception(error)
             self._broken.exception()  # it counts as retrieved: the run may be ending already
 
+    def unless_cancelled(self, task: asyncio.Task[Any]) -> None:
+        """The end of a task that nobody waits for."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
     def unretrieved(self, context: Mapping[str, Any]) -> None:
         """The event loop's exception handler."""
         error = context.get("exception")
@@ -180,7 +187,7 @@ class Driver:
     async def _start_hosts(self) -> None:
         turns = Turns()
         trainers = sum(len(self.replicas(name)) for name, node in self.job.graph.nodes.items() if node.gang)
-        batch_end = BatchEnd(trainers, self._checkpoint_is_due, self._checkpoint)
+        batch_end = BatchEnd(trainers, self._stands_at, self._at_batch_end)
         self.books.serve(self._endpoint)
         self.books.pause_admission("start")
         for kind, handler in (
@@ -213,7 +220,6 @@ class Driver:
     def on_step(self, record: dict[str, Any]) -> None:
         """A batch is finished: whatever follows from its number, and its line."""
         self.version = int(record["step"])
-        self.phases.step(self.version)
         self._records.put_nowait(record)
 
     async def _write_lines(self) -> None:
@@ -269,22 +275,42 @@ class Driver:
         body = {"track": track, "method": method, "arguments": arguments}
         return await self._endpoint.request(host, "node", body)
 
+    async def gate(self, track: str, *, open_: bool) -> None:
+        """Let one node replica take items, or not."""
+        host = self.job.plan.host_of(track).name
+        await self._endpoint.request(host, "gate", {"track": track, "open": open_})
+
+    def _stands_at(self, version: int) -> bool:
+        return self._checkpoint_is_due(version) or self.phases.due(version)
+
+    async def _at_batch_end(self, version: int) -> None:
+        """The trainers stand at the end of the batch that made `version`: do what is due there."""
+        if self._checkpoint_is_due(version):
+            await self._checkpoint(version)
+        if self.phases.due(version):
+            await self.phases.hold(version)
+
     def _checkpoint_is_due(self, version: int) -> bool:
         every = self.job.options.save_every
         return bool(every) and version % every == 0 and version != self.job.options.steps
 
-    async def _checkpoint(self, version: int) -> None:
+    async def keep(self, best: Best) -> None:
+        """A checkpoint of the current version, which is the best so far; the trainers take no batch."""
+        await self._checkpoint(self.version, best=best)
+        self.view.progress("driver", f"best so far: {best.score:.3f} at step {best.step}")
+
+    async def _checkpoint(self, version: int, best: Best | None = None) -> None:
         """Write a checkpoint while the trainers stand at the end of the batch that made `version`."""
         self.books.pause_admission("checkpoint")
         try:
-            await self.write_checkpoint(version)
+            await self.write_checkpoint(version, best=best)
         except FlowrlError as error:
             self.fail(error)  # no matter of the trainer that happens to wait for it
             raise
         finally:
             self.books.resume_admission("checkpoint")
 
-    async def write_checkpoint(self, version: int) -> None:
+    async def write_checkpoint(self, version: int, *, best: Best | None = None) -> None:
         """One consistent cut through the graph, as flowrl.runtime.checkpoint explains."""
         start_s = time.monotonic()
         final = self.job.run_dir / "checkpoints" / f"step_{version:06d}"
@@ -295,7 +321,11 @@ class Driver:
                 temporary.mkdir()
                 await self._write_cut(version, temporary)
                 checkpoint.publish(temporary, final)
-                checkpoint.prune(final.parent, self.job.options.keep)
+                if best is not None:
+                    best.write(self.job.run_dir)
+                    self.best = best
+                spared = {self.best.step} if self.best is not None else set()
+                checkpoint.prune(final.parent, self.job.options.keep, spared=spared)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         self.view.progress("driver", f"checkpoint {final.name} in {time.monotonic() - start_s:.1f} s")

@@ -82,6 +82,7 @@ class HostEngine:
         handlers = {
             "freeze": self._freeze,
             "thaw": self._thaw,
+            "gate": self._gate,
             "ping": self._ping,
             "snapshot": self._snapshot,
             "restore": self._restore,
@@ -184,6 +185,10 @@ class HostEngine:
     async def _thaw(self, host: str, body: Any) -> None:
         for replica in self.replicas.values():
             replica.gate(open_=True)
+
+    async def _gate(self, host: str, body: dict[str, Any]) -> None:
+        """Let one node take items, or not; turns that have begun go on."""
+        self.replicas[body["track"]].gate(open_=body["open"])
 
     async def _ping(self, host: str, body: dict[str, Any]) -> None:
         """Everything that was under way between this host and the others has arrived."""

@@ -85,6 +85,7 @@ class Launch:
         version, resume_from = directory.newest_checkpoint() if self.options.resume else (0, None)
         if resume_from is not None:
             self._check_steps(version)
+        self._check_keep_best()
         plan = make_plan(self.graph, machines)
         if resume_from is not None:
             directory.check_edges([edge.name for edge in plan.edges if edge.kind == "queue"])
@@ -145,6 +146,13 @@ class Launch:
             raise ConfigError(
                 f"--resume: the newest checkpoint is of step {version} and --steps is {self.options.steps}; nothing is "
                 "left to do, ask for more steps"
+            )
+
+    def _check_keep_best(self) -> None:
+        if self.options.keep_best and not any(hasattr(node, "evaluate") for node in self.graph.nodes.values()):
+            raise ConfigError(
+                "--keep-best needs held-out scores, but the graph evaluates nothing; add an Evaluation node (in the "
+                "graphs of flowrl: --evaluate N), or leave --keep-best out"
             )
 
     def _describe(self) -> dict[str, Any]:

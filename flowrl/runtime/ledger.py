@@ -69,6 +69,7 @@ CREATE TABLE IF NOT EXISTS evaluations (
     response_tokens INTEGER NOT NULL,
     oldest_version INTEGER NOT NULL,
     newest_version INTEGER NOT NULL,
+    task TEXT NOT NULL,
     evaluated_s REAL NOT NULL
 );
 """
@@ -93,7 +94,7 @@ STATEMENTS = {
     "stale": "UPDATE samples SET state = 'dropped', reason = 'stale', stale_tokens = ? WHERE sample_id = ?",
     "used": "INSERT INTO uses VALUES (?, ?, ?, ?, ?)",
     "settled": "UPDATE tickets SET state = ?, step = ? WHERE ticket = ? AND state = 'open'",
-    "evaluated": "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    "evaluated": "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
 }
 
 

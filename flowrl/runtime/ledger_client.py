@@ -64,6 +64,7 @@ class EvaluationRow:
     response_tokens: int
     oldest_version: int
     newest_version: int
+    task: str = ""
 
 
 class LedgerClient:

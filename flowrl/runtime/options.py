@@ -23,6 +23,8 @@ class RunOptions:
     """A checkpoint every n steps; 0: only the one at the end."""
     keep: int = 2
     """Checkpoints kept; 0: all."""
+    keep_best: bool = False
+    """Keep the checkpoint of the best held-out score as well; `best.json` names it."""
     seed: int = 0
     """Order of the data, sampling and initial values follow from it."""
     plain: bool = False

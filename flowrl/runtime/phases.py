@@ -1,14 +1,17 @@
 """The phases of a run after its start, and the evaluations between them.
 
-An evaluation before or after training happens with admission closed, so at one version. One during
-training is started by its step and runs beside it; a further one that comes due meanwhile is left out.
+Every evaluation sees one version. Before and after training admission is closed. One during training is
+due at the end of a batch: the trainers then take no further batch until it has ended, whereas prompts,
+generators and rewards work on what the tickets allow.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from flowrl.runtime.best import Best
 
 if TYPE_CHECKING:
     from flowrl.runtime.driver import Driver
@@ -19,15 +22,16 @@ class Phases:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._during: asyncio.Task[Any] | None = None
+        self._during: asyncio.Task[None] | None = None
         nodes = driver.job.graph.nodes
         self._evaluations = [name for name, node in nodes.items() if hasattr(node, "evaluate")]
+        self._gangs = [name for name, node in nodes.items() if node.gang]
 
     async def run(self, running: Mapping[str, asyncio.Task[Any]]) -> dict[str, dict[str, float]]:
         """Returns the results by phase when every host has ended."""
         driver, results = self._driver, {}
         if self._evaluations and driver.version == 0:
-            results["before"] = await self._evaluate("before")
+            results["before"] = await self._evaluate("before", self._evaluations)
         driver.view.progress("driver", "training")
         driver.books.resume_admission("start")
         await self._trainers_end(running)
@@ -36,37 +40,72 @@ class Phases:
         driver.books.end_admission()
         if self._evaluations and not driver.interrupted:
             await driver.books.until_held(driver.version)
-            results["after"] = await self._evaluate("after")
+            results["after"] = await self._evaluate("after", self._evaluations)
         for name in self._evaluations:
             await driver.on_node(f"{name}/0", "finish")
         await asyncio.gather(*running.values())
-        await driver.write_checkpoint(driver.version)
+        await driver.write_checkpoint(driver.version, best=self._better(results.get("after")))
         return results
 
-    def step(self, version: int) -> None:
-        """A batch is finished; start the evaluation that is due."""
-        for name in self._evaluations:
-            every = getattr(self._driver.job.graph.nodes[name], "every", 0)
-            free = self._during is None or self._during.done()
-            if every and version % every == 0 and version != self._driver.job.options.steps and free:
-                self._during = asyncio.create_task(self._evaluate("during"))
+    def due(self, version: int) -> bool:
+        """An evaluation follows the batch that made `version`."""
+        return bool(self._due(version)) and version != self._driver.job.options.steps and not self._driver.interrupted
+
+    async def hold(self, version: int) -> None:
+        """The trainers stand at the end of that batch: let them take no other, and evaluate."""
+        await self._gate(open_=False)
+        self._during = asyncio.create_task(self._evaluate_held(version))
+        self._during.add_done_callback(self._driver.unless_cancelled)
+
+    def _due(self, version: int) -> list[str]:
+        """The evaluations of the first published version from each multiple of their `every` on."""
+        published = self._driver.job.plan.numbers.publish_every
+        if version % published:
+            return []
+        every = {name: getattr(self._driver.job.graph.nodes[name], "every", 0) for name in self._evaluations}
+        return [name for name, n in every.items() if n and version // n > (version - published) // n]
+
+    async def _evaluate_held(self, version: int) -> None:
+        await self._driver.books.until_held(version)
+        figures = await self._evaluate("during", self._due(version))
+        best = self._better(figures)
+        if best is not None:
+            await self._driver.keep(best)
+        await self._gate(open_=True)
+
+    async def _gate(self, *, open_: bool) -> None:
+        """Let the trainers take batches, or not."""
+        tracks = [track for name in self._gangs for track in self._driver.replicas(name)]
+        await asyncio.gather(*(self._driver.gate(track, open_=open_) for track in tracks))
+
+    def _better(self, figures: Mapping[str, float] | None) -> Best | None:
+        """The current version, if it is to be kept as the best so far."""
+        driver = self._driver
+        if figures is None or not driver.job.options.keep_best:
+            return None
+        found = Best.of(driver.version, figures)
+        return found if found.beats(driver.best) else None
 
     async def _trainers_end(self, running: Mapping[str, asyncio.Task[Any]]) -> None:
         """Until every trainer has taken its last batch. Without a trainer: until everything has ended."""
         driver = self._driver
-        gangs = [name for name, node in driver.job.graph.nodes.items() if node.gang]
-        hosts = {driver.job.plan.host_of(track).name for name in gangs for track in driver.replicas(name)}
+        hosts = {driver.job.plan.host_of(track).name for name in self._gangs for track in driver.replicas(name)}
         if hosts or not self._evaluations:
             await asyncio.gather(*(task for host, task in running.items() if not hosts or host in hosts))
 
-    async def _evaluate(self, phase: str) -> dict[str, float]:
+    async def _evaluate(self, phase: str, names: Sequence[str]) -> dict[str, float]:
         driver = self._driver
         version = driver.version
         driver.view.progress("driver", f"evaluation {phase} training, at version {version}")
         answers = await asyncio.gather(
-            *(driver.on_node(f"{name}/0", "evaluate", phase=phase, step=version) for name in self._evaluations)
+            *(driver.on_node(f"{name}/0", "evaluate", phase=phase, step=version) for name in names)
         )
-        for answer in answers:
+        figures: dict[str, float] = {}
+        for name, answer in zip(names, answers, strict=True):
             driver.view.evaluation(phase, version, answer["exact_match"], int(answer["num_answers"]))
-            driver.metrics.evaluation(version, {f"evaluation/{key}": value for key, value in answer.items()})
-        return {key: value for answer in answers for key, value in answer.items()}
+            prefix = "" if name == self._evaluations[0] else f"{name}/"
+            figures |= {f"{prefix}{key}": value for key, value in answer.items()}
+        driver.metrics.evaluation(version, {f"evaluation/{key}": value for key, value in figures.items()})
+        if phase == "during":
+            driver.view.progress("driver", "training")
+        return figures

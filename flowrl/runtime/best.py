@@ -1,0 +1,48 @@
+"""The best checkpoint so far, by held-out score: `best.json` in the run directory names it.
+
+`best.json` is replaced after its checkpoint is complete and before an older one is removed, so it names
+a checkpoint that is there whenever the run is cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+BEST = "best.json"
+FIGURE = "score"
+"""What decides: the mean verdict on the held-out answers of the first task."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """`score` of the weights that `checkpoint` (relative to the run directory) holds."""
+
+    step: int
+    score: float
+    checkpoint: str
+
+    @classmethod
+    def of(cls, step: int, figures: Mapping[str, float]) -> Best:
+        """What an evaluation of the weights of `step` came to."""
+        return cls(step, figures[FIGURE], f"checkpoints/step_{step:06d}")
+
+    def beats(self, other: Best | None) -> bool:
+        """Of equal scores the earlier one stays."""
+        return other is None or self.score > other.score
+
+    def write(self, run_dir: Path) -> None:
+        """Whole or not at all."""
+        temporary = run_dir / f".{BEST}.tmp"
+        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        temporary.replace(run_dir / BEST)
+
+
+def read_best(run_dir: Path, *, newest_step: int) -> Best | None:
+    """What the run has kept up to `newest_step`, None where that is nothing (any more)."""
+    if not (run_dir / BEST).is_file():
+        return None
+    best = Best(**json.loads((run_dir / BEST).read_text()))
+    return best if best.step <= newest_step and (run_dir / best.checkpoint).is_dir() else None
