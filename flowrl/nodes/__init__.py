@@ -10,6 +10,7 @@ from flowrl.nodes.reference import Reference
 from flowrl.nodes.reward import Reward
 from flowrl.nodes.running import AdaptiveKL
 from flowrl.nodes.sampling import Sampling
+from flowrl.nodes.selection import BestOfN, PairMaker
 from flowrl.nodes.shaping import Overlong, Shaping
 from flowrl.nodes.source import PromptSource
 from flowrl.nodes.teacher import Teacher, TeacherAdvantage
@@ -17,12 +18,14 @@ from flowrl.nodes.trainer import Trainer
 
 __all__ = [
     "AdaptiveKL",
+    "BestOfN",
     "Demonstrations",
     "DynamicSampling",
     "Evaluation",
     "Generator",
     "GroupAdvantage",
     "Overlong",
+    "PairMaker",
     "PromptSource",
     "Reference",
     "Reward",

@@ -63,6 +63,8 @@ class TokenBatch(Node):
         self._saved: Mapping[str, Any] | None = None
         self._mask_staleness = -1
         self._num_sent = 0
+        self._before_send: Mapping[str, Any] | None = None
+        """While a batch waits for its way out: what a checkpoint then has to keep, as its groups come again."""
 
     def facts(self) -> Facts:
         return Facts(groups_per_batch=self.num_groups, token_budget=self.token_budget, keeps_lineage=False)
@@ -88,14 +90,17 @@ class TokenBatch(Node):
         window = self._open_window()
         async for ticket, group in self.groups.ordered():
             window.offer(ticket, group)
+            self._before_send = self._now()
             while (groups := window.take()) is not None:
                 await self._send(groups)
+            self._before_send = None
         for groups in window.flush():
             await self._send(groups)
 
     async def _send(self, groups: Sequence[Group]) -> None:
         await self.batches.send(self.batch(groups), made_from=groups)
         self._num_sent += 1
+        self._before_send = self._now()
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The batch of `groups`, in their order."""
@@ -125,8 +130,13 @@ class TokenBatch(Node):
 
     def state(self) -> Mapping[str, Any]:
         if self._window is None:
-            return {}
-        return dict(self._window.state()) | ({} if self._running is None else {"running": self._running.state()})
+            return self._saved or {}
+        return self._before_send or self._now()
+
+    def _now(self) -> Mapping[str, Any]:
+        assert self._window is not None
+        running = {} if self._running is None else {"running": self._running.state()}
+        return {**self._window.state(), "version": self.context.start_version + self._num_sent, **running}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._saved = state or None
@@ -138,6 +148,7 @@ class TokenBatch(Node):
         self._window = Window(self.num_groups, self.context.window or 0)
         if self._saved is not None:
             self._window.load_state(self._saved)
+            self._num_sent = int(self._saved["version"]) - self.context.start_version
         if self.context.window == 0 and self.context.max_staleness is not None:
             self._mask_staleness = self.context.max_staleness
         return self._window

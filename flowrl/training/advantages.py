@@ -39,13 +39,19 @@ def group_rewards(rewards_K: npt.ArrayLike, estimator: Estimator) -> Array:
     n = rewards.size
     if n < 2:
         raise ValueError(f"estimator {estimator!r} compares the members of a group and needs two, got {n}")
-    if rewards.max() - rewards.min() <= EQUAL_REWARDS * max(1.0, float(np.abs(rewards).max())):
+    if all_equal(rewards):
         return np.zeros_like(rewards)
     if estimator == "rloo":
         baseline: Array = (rewards.sum() - rewards) / (n - 1)
         return rewards - baseline
     centred: Array = rewards - rewards.mean()
     return centred / (float(rewards.std(ddof=1)) + 1e-9) if estimator == "group_norm" else centred
+
+
+def all_equal(rewards_K: npt.ArrayLike) -> bool:
+    """Whether rewards differ by rounding at most."""
+    rewards = np.asarray(rewards_K, np.float64)
+    return bool(rewards.max() - rewards.min() <= EQUAL_REWARDS * max(1.0, float(np.abs(rewards).max())))
 
 
 def token_rewards(

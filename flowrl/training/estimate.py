@@ -80,8 +80,8 @@ class Estimate:
             found.append(f"kl_coef is {self.kl_coef}; it has to be 0 or more")
         if self.kl_estimator not in get_args(KlEstimator):
             found.append(f"kl_estimator is {self.kl_estimator!r}; it has to be one of k1, k2, k3")
-        if self.kl_before_baseline and (not self.kl_coef or self.estimator not in GROUP_ESTIMATORS):
-            found.append("kl_before_baseline needs a kl_coef above 0 and an estimator with a baseline; leave it out")
+        if self.kl_before_baseline and self.estimator not in GROUP_ESTIMATORS:
+            found.append(f"kl_before_baseline needs an estimator with a baseline, which {self.estimator!r} has not")
         return found
 
     def trainable(

@@ -1,0 +1,132 @@
+"""Nodes that choose among the members of a group: the best one to imitate, or the best against the worst.
+
+They judge by the reward that is trained on, after shaping. Those not chosen are filtered with a reason.
+Of equal rewards the first member counts as the better one, so that a run can be repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Members, Out
+from flowrl.messages import Group, Scored, Trainable
+from flowrl.training.advantages import all_equal
+from flowrl.training.estimate import whole_reward
+
+PairReference = Literal["round", "initial"]
+
+
+class BestOfN(Node):
+    """Passes on the best of each group's `size` members with advantage 1 (RAFT, arXiv 2304.06767).
+
+    The others are filtered as `not_best`. With `least_reward` a group whose best has a lower raw reward
+    is filtered whole, as `below_least`.
+    """
+
+    keyed_state = True
+
+    scored: In[Scored]
+    groups: Out[Group]
+
+    def __init__(self, *, size: int, least_reward: float | None = None) -> None:
+        self.size = size
+        self.least_reward = least_reward
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.size, drops=True, keeps_lineage=False)
+
+    def check(self, facts: Any) -> list[str]:
+        return [] if self.size >= 2 else [f"the group size is {self.size}; the best of a group needs at least 2"]
+
+    async def run(self) -> None:
+        async for members in self.scored.groups(self.size):
+            best = ranked(members.items)[0]
+            kept = self.least_reward is None or best.raw_reward >= self.least_reward
+            for sample in members.items:
+                if sample is not best:
+                    self.scored.drop(sample, "not_best", state="filtered")
+            if kept:
+                await self.groups.send(imitated(best, members), made_from=[best])
+            else:
+                self.scored.drop(best, "below_least", state="filtered")
+
+
+class PairMaker(Node):
+    """Makes a pair of each group: the best of its `size` members is chosen, the worst rejected.
+
+    A group without a difference is filtered as `tie`, the members between as `not_paired`, one with
+    fewer than two scored members as `group_too_small`. `reference="round"` takes the weights that sampled
+    the pair for the reference, whose logprobs every sample carries; "initial" leaves that to a Reference
+    node before.
+    """
+
+    keyed_state = True
+
+    scored: In[Scored]
+    groups: Out[Group]
+
+    def __init__(self, *, size: int, reference: PairReference = "round") -> None:
+        self.size = size
+        self.reference: PairReference = reference
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.size, drops=True, keeps_lineage=False)
+
+    def check(self, facts: Any) -> list[str]:
+        problems = []
+        if self.size < 2:
+            problems.append(f"the group size is {self.size}; a pair needs at least 2")
+        if self.reference not in get_args(PairReference):
+            problems.append(f"reference is {self.reference!r}; it has to be round or initial")
+        return problems
+
+    async def run(self) -> None:
+        async for members in self.scored.groups(self.size):
+            pair, reason = self.pair(members.items)
+            paired = {sample.sample_id for sample in pair}
+            for sample in members.items:
+                if sample.sample_id not in paired:
+                    self.scored.drop(sample, reason, state="filtered")
+            if pair:
+                await self.groups.send(self.group(members, *pair), made_from=pair)
+
+    def pair(self, samples: Sequence[Scored]) -> tuple[tuple[Scored, ...], str]:
+        """(chosen, rejected), or () where there is none, and the reason for which the others are left out."""
+        if len(samples) < 2:
+            return (), "group_too_small"
+        if all_equal([whole_reward(sample) for sample in samples]):
+            return (), "tie"
+        order = ranked(samples)
+        return (order[0], order[-1]), "not_paired"
+
+    def group(self, members: Members[Scored], chosen: Scored, rejected: Scored) -> Group:
+        """The pair as neighbours that stay together."""
+        pair = tuple(self._labelled(sample, label, members.group_id) for sample, label in ((chosen, 1), (rejected, -1)))
+        return Group(group_id=members.group_id, samples=pair, group_size=members.size)
+
+    def _labelled(self, sample: Scored, label: int, pair: str) -> Trainable:
+        made = _fields(sample)
+        if self.reference == "round":
+            made["ref_logprobs"] = sample.behavior_logprobs
+        return Trainable(**made, advantages=np.zeros(len(sample.token_ids), np.float32), label=label, pair=pair)
+
+
+def ranked(samples: Sequence[Scored]) -> list[Scored]:
+    """Best first; equal ones in their order."""
+    return sorted(samples, key=lambda sample: -whole_reward(sample))
+
+
+def imitated(best: Scored, members: Members[Scored]) -> Group:
+    """A group of one whose every policy token is to become likelier."""
+    sample = Trainable(**_fields(best), advantages=best.policy_mask.astype(np.float32))
+    return Group(group_id=members.group_id, samples=(sample,), group_size=members.size)
+
+
+def _fields(sample: Scored) -> dict[str, Any]:
+    return {field.name: getattr(sample, field.name) for field in dataclasses.fields(Scored)}
