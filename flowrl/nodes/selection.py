@@ -6,8 +6,8 @@ Of equal rewards the first member counts as the better one, so that a run can be
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -17,7 +17,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
 from flowrl.training.advantages import all_equal
-from flowrl.training.estimate import whole_reward
+from flowrl.training.estimate import trainable, whole_reward
 
 PairReference = Literal["round", "initial"]
 
@@ -111,10 +111,8 @@ class PairMaker(Node):
         return Group(group_id=members.group_id, samples=pair, group_size=members.size)
 
     def _labelled(self, sample: Scored, label: int, pair: str) -> Trainable:
-        made = _fields(sample)
-        if self.reference == "round":
-            made["ref_logprobs"] = sample.behavior_logprobs
-        return Trainable(**made, advantages=np.zeros(len(sample.token_ids), np.float32), label=label, pair=pair)
+        labelled = replace(trainable(sample, np.zeros(len(sample.token_ids))), label=label, pair=pair)
+        return labelled if self.reference == "initial" else replace(labelled, ref_logprobs=sample.behavior_logprobs)
 
 
 def ranked(samples: Sequence[Scored]) -> list[Scored]:
@@ -124,9 +122,5 @@ def ranked(samples: Sequence[Scored]) -> list[Scored]:
 
 def imitated(best: Scored, members: Members[Scored]) -> Group:
     """A group of one whose every policy token is to become likelier."""
-    sample = Trainable(**_fields(best), advantages=best.policy_mask.astype(np.float32))
+    sample = trainable(best, best.policy_mask.astype(np.float64))
     return Group(group_id=members.group_id, samples=(sample,), group_size=members.size)
-
-
-def _fields(sample: Scored) -> dict[str, Any]:
-    return {field.name: getattr(sample, field.name) for field in dataclasses.fields(Scored)}

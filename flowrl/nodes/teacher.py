@@ -13,10 +13,10 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Group, Sample, Scored
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.vocabulary import difference, untold, vocabulary_problem
-from flowrl.nodes.advantage import trainable
 from flowrl.nodes.reference import reference_logprobs
 from flowrl.training.advantages import Array
 from flowrl.training.distillation import distillation_advantages
+from flowrl.training.estimate import trainable
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:

@@ -101,9 +101,9 @@ class Estimate:
             values_KT = stack([self._needed(sample, "values") for sample in samples])
             advantages_KT, returns_KT = gae(rewards_KT, values_KT, mask_KT, gamma=self.gamma, lam=self.lam)
             rows = zip(samples, advantages_KT, returns_KT, strict=True)
-            return tuple(_trainable(s, advantages_T, returns_T) for s, advantages_T, returns_T in rows)
+            return tuple(trainable(s, advantages_T, returns_T) for s, advantages_T, returns_T in rows)
         advantages_KT = returns_to_go(rewards_KT, mask_KT, gamma=self.gamma)
-        return tuple(_trainable(s, advantages_T, None) for s, advantages_T in zip(samples, advantages_KT, strict=True))
+        return tuple(trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_KT, strict=True))
 
     def _token_rewards(
         self, samples: Sequence[Scored], mask_KT: Mask, kl_KT: Array | None, coef: float, scale: Scale
@@ -173,7 +173,7 @@ def stack(arrays: Sequence[npt.NDArray[Any]]) -> Array:
     return result
 
 
-def _trainable(sample: Scored, advantages_T: Array, returns_T: Array | None) -> Trainable:
+def trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = None) -> Trainable:
     """`sample` with what was made for it, cut to its own length."""
     made = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Scored)}
     length = len(sample.token_ids)
