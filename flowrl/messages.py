@@ -141,6 +141,17 @@ class Scored(Sample):
 
 
 @dataclass(frozen=True)
+class Mismatched(Message):
+    """A prompt with the completion of another row: what KTO measures its baseline on."""
+
+    token_ids: Int32
+    mask: Bool
+    """The completion's tokens, its end included."""
+    ref_logprobs: Float32 | None = None
+    """Of the completion's tokens under the reference; 0 elsewhere."""
+
+
+@dataclass(frozen=True)
 class Trainable(Scored):
     """A scored sample with its advantage at every policy token (0 elsewhere)."""
 
@@ -153,6 +164,8 @@ class Trainable(Scored):
     """1: chosen or desirable, -1: rejected or undesirable, 0: neither."""
     pair: str = ""
     """Samples of one batch with the same non-empty pair are neighbours and stay together."""
+    mismatched: Mismatched | None = None
+    """This sample's prompt with another row's completion."""
 
 
 @dataclass(frozen=True)

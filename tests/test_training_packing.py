@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -37,6 +39,14 @@ def batch(lengths: list[int], **fields: int) -> Batch:
     samples = tuple(sample(i, length) for i, length in enumerate(lengths))
     tokens = sum(length - 1 for length in lengths)
     return Batch(samples, (), num_sequences=len(lengths), num_tokens=tokens, num_groups=1, **fields)
+
+
+def paired(whole: Batch) -> Batch:
+    """The same batch with two in three neighbours made pairs."""
+    samples = tuple(
+        replace(s, pair="" if i % 6 > 3 else f"p{i // 2}", label=1 - 2 * (i % 2)) for i, s in enumerate(whole.samples)
+    )
+    return replace(whole, samples=samples)
 
 
 def steps_of(part: Batch) -> list[set[str]]:
@@ -78,6 +88,31 @@ def test_split_keeps_every_invariant(lengths: list[int], ranks: int, budget: int
 def test_ranks_differ_by_less_than_the_longest_sample(lengths: list[int], ranks: int) -> None:
     loads = [sum(s.token_ids.size for s in part.samples) for part in batch(lengths).split(ranks)]
     assert max(loads) - min(loads) <= max(lengths)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 64), min_size=2, max_size=40).filter(lambda lengths: len(lengths) % 2 == 0),
+    ranks=st.integers(1, 5),
+    budget=st.sampled_from([0, 128, 150, 1000]),
+    steps=st.integers(1, 4),
+)
+def test_split_keeps_pairs_together_in_their_order(lengths: list[int], ranks: int, budget: int, steps: int) -> None:
+    whole = paired(batch(lengths, token_budget=budget, optimizer_steps=steps))
+    parts = whole.split(ranks)
+    assert sorted(s.sample_id for part in parts for s in part.samples) == sorted(s.sample_id for s in whole.samples)
+    alone = steps_of(whole.split(1)[0])
+    assert [set.union(*step) for step in zip(*map(steps_of, parts), strict=True)] == alone
+    for part in parts:
+        for micro in filter(None, part.micro_batches):
+            assert not budget or len(micro) * max(part.samples[i].token_ids.size for i in micro) <= budget
+            found = [part.samples[i] for i in micro if part.samples[i].pair]
+            for first, second in zip(found[::2], found[1::2], strict=True):
+                assert (first.pair, first.label, second.label) == (second.pair, 1, -1)
+
+
+def test_a_pair_above_the_budget_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"pair 'p0' needs 80 tokens, padding included, .* to at least 80"):
+        paired(batch([40, 30], token_budget=64)).split(2)
 
 
 def test_known_split() -> None:

@@ -20,7 +20,7 @@ from flowrl.nodes.dynamic import filter_metrics
 from flowrl.nodes.running import AdaptiveKL, RunningEstimate
 from flowrl.training.advantages import whiten
 from flowrl.training.estimate import Estimate
-from flowrl.training.packing import loss_masks, trained_mask
+from flowrl.training.packing import loss_masks, trained_mask, units_of
 
 
 class TokenBatch(Node):
@@ -119,7 +119,7 @@ class TokenBatch(Node):
             num_groups=len(groups),
             mask_staleness=self._mask_staleness,
             token_budget=self.token_budget,
-            optimizer_steps=min(self.optimizer_steps, len(samples)),
+            optimizer_steps=min(self.optimizer_steps, len(units_of(samples))),
             metrics=batch_metrics(groups) | metrics,
         )
 

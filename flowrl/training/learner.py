@@ -4,6 +4,7 @@ Invariants
 - What is minimised is a mean over the *global* optimizer step: denominators are summed over ranks and
   micro-batches before the first backward, so no split changes the gradient.
 - No token older than the bound reaches a gradient: asserted before anything is computed.
+- KTO's baseline is a mean over the whole optimizer step too, taken with the weights it starts from.
 - π_p are the weights at the batch's first optimizer step. With one step they are the weights being
   trained, so no extra pass is made.
 - All ranks run the same number of forward and backward passes: an empty micro-batch runs on padding.
@@ -23,22 +24,9 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Bool, Trainable
+from flowrl.training.pieces import Piece, make_piece
 from flowrl.training.recipes import Objective, Seen, Totals
-from flowrl.training.rows import Rows, lay_out, lay_out_ends, policy_places
 from flowrl.training.zero import ZeroEngine
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One micro-batch: model input, loss mask, and what the objective asked for, [B, T] each."""
-
-    rows: Rows
-    mask_BT: Tensor
-    behavior_BT: Tensor
-    ages_BT: Tensor
-    columns: Mapping[str, Tensor]
-    num_tokens: int
-    num_sequences: int
 
 
 @dataclass
@@ -118,10 +106,10 @@ class Learner:
 
     def _run(self, steps: Sequence[Sequence[Piece]], totals: Sequence[Totals], old: Mapping[int, Tensor]) -> Update:
         sums, norms, skipped = Sums(), list[float](), 0
-        planned = max(1, self._epochs * sum(total.num_tokens > 0 for total in totals))
+        planned = max(1, self._epochs * sum(map(self.objective.enough, totals)))
         for epoch in range(self._epochs):
             for pieces, total in zip(steps, totals, strict=True):
-                if not total.num_tokens:
+                if not self.objective.enough(total):
                     continue
                 result = self._optimize(pieces, total, old, sums, share=1 / planned, first_epoch=epoch == 0)
                 if result is None:
@@ -145,8 +133,9 @@ class Learner:
         first_epoch: bool,
     ) -> float | None:
         """One optimizer step; its gradient norm, None if it was not applied."""
+        mismatched_kl = self._mismatched_kl(pieces) if self.objective.needs_mismatched else 0.0
         for position, piece in enumerate(pieces):
-            seen = self._seen(piece, total, old.get(id(piece)))
+            seen = self._seen(piece, total, old.get(id(piece)), mismatched_kl)
             loss, stats = self.objective.loss(seen)
             self.engine.backward(loss, last=position == len(pieces) - 1)
             sums.add({"loss": loss.detach()} | stats, share)
@@ -155,18 +144,28 @@ class Learner:
         step = self.engine.step()
         return step.grad_norm if step.applied else None
 
-    def _seen(self, piece: Piece, total: Totals, old_BT: Tensor | None) -> Seen:
+    def _seen(self, piece: Piece, total: Totals, old_BT: Tensor | None, mismatched_kl: float) -> Seen:
         """One pass of the model over a micro-batch."""
-        nothing = piece.behavior_BT.new_zeros(piece.rows.shape[0], 0)
+        logprobs_BT = entropies_BT = values_BT = piece.behavior_BT.new_zeros(piece.rows.shape[0], 0)
         if self.objective.head == "scalar":
             values_BT = piece.rows.spread(self.engine.values(piece.rows))
-            return Seen(nothing, nothing, nothing, piece.mask_BT, piece.columns, total, values_BT)
-        logprobs_N, entropies_N = self.engine.forward(
-            piece.rows, temperature=self._temperature, entropy_gradient=self.objective.needs_entropy_gradient
+        else:
+            logprobs_N, entropies_N = self.engine.forward(
+                piece.rows, temperature=self._temperature, entropy_gradient=self.objective.needs_entropy_gradient
+            )
+            logprobs_BT, entropies_BT = piece.rows.spread(logprobs_N), piece.rows.spread(entropies_N)
+        return Seen(
+            logprobs_BT,
+            entropies_BT,
+            logprobs_BT.detach() if old_BT is None else old_BT,
+            piece.mask_BT,
+            piece.columns,
+            total,
+            values_BT,
+            piece.labels_B,
+            piece.pairs_P2,
+            mismatched_kl,
         )
-        logprobs_BT, entropies_BT = piece.rows.spread(logprobs_N), piece.rows.spread(entropies_N)
-        old_BT = logprobs_BT.detach() if old_BT is None else old_BT
-        return Seen(logprobs_BT, entropies_BT, old_BT, piece.mask_BT, piece.columns, total, nothing)
 
     def _proximal(self, pieces: Sequence[Piece]) -> dict[int, Tensor]:
         """log π_p of every piece, by its identity: one pass without gradients."""
@@ -177,42 +176,27 @@ class Learner:
             }
 
     def _totals(self, steps: Sequence[Sequence[Piece]]) -> list[Totals]:
-        mine = [(sum(p.num_tokens for p in pieces), sum(p.num_sequences for p in pieces)) for pieces in steps]
+        mine = [np.sum([piece.counts for piece in pieces], axis=0) for pieces in steps]
         by_rank = np.array(self.engine.gang.gather(mine))
-        return [Totals(int(tokens), int(sequences)) for tokens, sequences in by_rank.sum(axis=0)]
+        return [Totals(*counts) for counts in by_rank.sum(axis=0).tolist()]
+
+    def _mismatched_kl(self, pieces: Sequence[Piece]) -> float:
+        """Mean of log π/ref over all mismatched completions of the optimizer step; collective."""
+        total, number = 0.0, 0
+        for crossed in (piece.mismatched for piece in pieces):
+            assert crossed is not None
+            with torch.no_grad():
+                logprobs_N, _ = self.engine.forward(crossed.rows, temperature=self._temperature)
+            log_ratio_B = crossed.rows.spread(logprobs_N).sum(dim=1) - crossed.ref_B
+            total += float(log_ratio_B[crossed.counted_B].sum())
+            number += int(crossed.counted_B.sum())
+        totals, numbers = zip(*self.engine.gang.gather((total, number)), strict=True)
+        return float(sum(totals) / max(1, sum(numbers)))
 
     def _piece(self, part: Batch, masks: Sequence[Bool], indices: Sequence[int], version: int) -> Piece:
-        samples = [part.samples[i] for i in indices] or [PADDING]
-        chosen = [masks[i] for i in indices] or [np.zeros(2, np.bool_)]
-        device, packed = self.engine.device, self.engine.packed
-        token_ids = [s.token_ids for s in samples]
-        if self.objective.at_end:
-            places = [np.array([len(tokens) - 1]) for tokens in token_ids]
-            rows = lay_out_ends(token_ids, packed=packed, device=device)
-        else:
-            places = [policy_places(sample.policy_mask) for sample in samples]
-            rows = lay_out(token_ids, [s.policy_mask for s in samples], packed=packed, device=device)
-        asked = [self.objective.columns(sample) for sample in samples]
-        columns: dict[str, Tensor] = {}
-        for name in asked[0]:
-            found = [values for column in asked if (values := column[name]) is not None]
-            if len(found) == len(samples):
-                cut = [values[where] for values, where in zip(found, places, strict=True)]
-                columns[name] = rows.column(cut, device)
-        if self.objective.at_end:
-            trained = [np.array([mask.any()]) for mask in chosen]
-        else:
-            trained = [mask[where] for mask, where in zip(chosen, places, strict=True)]
-        behavior = [s.behavior_logprobs[where] for s, where in zip(samples, places, strict=True)]
-        ages = [version - s.versions[where] for s, where in zip(samples, places, strict=True)]
-        return Piece(
-            rows,
-            rows.column(trained, device),
-            rows.column(behavior, device),
-            rows.column(ages, device),
-            columns,
-            num_tokens=int(sum(mask.sum() for mask in trained)),
-            num_sequences=int(sum(mask.any() for mask in trained)),
+        samples, chosen = [part.samples[i] for i in indices], [masks[i] for i in indices]
+        return make_piece(
+            samples, chosen, self.objective, version=version, packed=self.engine.packed, device=self.engine.device
         )
 
     def _assert_bound(self, sample: Trainable, mask: Bool, version: int) -> None:
@@ -251,25 +235,3 @@ def _told(sums: Sums, names: Sequence[str], norms: Sequence[float], skipped: int
             age: sums.gap_by_age[age] / number for age, number in sorted(sums.tokens_by_age.items())
         },
     )
-
-
-PADDING = Trainable(
-    sample_id="",
-    group_id="",
-    prompt_id="",
-    epoch=0,
-    member=0,
-    group_size=1,
-    prompt_text="",
-    response_text="",
-    token_ids=np.zeros(2, np.int32),
-    policy_mask=np.array([False, True]),
-    behavior_logprobs=np.zeros(2, np.float32),
-    versions=np.zeros(2, np.int32),
-    prompt_tokens=1,
-    truncated=False,
-    generator="",
-    ref_logprobs=np.zeros(2, np.float32),
-    advantages=np.zeros(2, np.float32),
-)
-"""Stands in an empty micro-batch; its mask lets nothing into the loss."""

@@ -39,27 +39,33 @@ def dpo_loss(
     kind: PreferenceKind = "dpo",
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """DPO (2305.18290), conservative DPO, or IPO (2310.12036, on means per token) over h.
+    """DPO (2305.18290), conservative DPO, or IPO (2310.12036, on means per token), mean over the pairs.
 
-    h = (π_c − π_r) − (ref_c − ref_r). dpo: −log σ(βh). cdpo: −(1−ε) log σ(βh) − ε log σ(−βh) with
-    ε = `label_smoothing`. ipo: (h − 1/(2β))². Stats: accuracy, margin (of βh), chosen, rejected.
+    See `dpo_losses`. Stats: accuracy, margin (of βh), chosen, rejected (the implicit rewards).
     """
-    if label_smoothing and kind != "cdpo":
-        raise ValueError(f"label_smoothing = {label_smoothing} needs kind='cdpo', not {kind!r}")
     h_B = (policy_chosen_B - policy_rejected_B) - (ref_chosen_B - ref_rejected_B)
-    if kind == "ipo":
-        loss_B = (h_B - 1 / (2 * beta)).square()
-    elif kind == "cdpo":
-        loss_B = -(1 - label_smoothing) * F.logsigmoid(beta * h_B) - label_smoothing * F.logsigmoid(-beta * h_B)
-    elif kind == "dpo":
-        loss_B = -F.logsigmoid(beta * h_B)
-    else:
-        raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(get_args(PreferenceKind))}")
+    loss_B = dpo_losses(h_B, beta=beta, kind=kind, label_smoothing=label_smoothing)
     rewards = {
         "chosen": beta * (policy_chosen_B - ref_chosen_B).detach().mean(),
         "rejected": beta * (policy_rejected_B - ref_rejected_B).detach().mean(),
     }
     return loss_B.mean(), _preference_stats(beta * h_B) | rewards
+
+
+def dpo_losses(h_B: Tensor, *, beta: float, kind: PreferenceKind = "dpo", label_smoothing: float = 0.0) -> Tensor:
+    """The loss of each pair, of h = (π_c − π_r) − (ref_c − ref_r).
+
+    dpo: −log σ(βh). cdpo: −(1−ε) log σ(βh) − ε log σ(−βh) with ε = `label_smoothing`. ipo: (h − 1/(2β))².
+    """
+    if label_smoothing and kind != "cdpo":
+        raise ValueError(f"label_smoothing = {label_smoothing} needs kind='cdpo', not {kind!r}")
+    if kind == "ipo":
+        return (h_B - 1 / (2 * beta)).square()
+    if kind == "cdpo":
+        return -(1 - label_smoothing) * F.logsigmoid(beta * h_B) - label_smoothing * F.logsigmoid(-beta * h_B)
+    if kind == "dpo":
+        return -F.logsigmoid(beta * h_B)
+    raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(get_args(PreferenceKind))}")
 
 
 def kto_loss(
@@ -74,7 +80,7 @@ def kto_loss(
     undesirable_weight: float = 1.0,
     z0: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """KTO (2402.01306): λ_D(1 − σ(β(r − z0))) or λ_U(1 − σ(β(z0 − r))), r = log π/ref.
+    """KTO (2402.01306), mean over the batch; see `kto_losses`.
 
     z0 is max(0, mean over the global batch of log π/ref on mismatched pairs (x_i, y_{i+1})), without
     gradient; ranks that each hold a part pass it. A batch below 2 has no mismatched pair and is
@@ -86,10 +92,8 @@ def kto_loss(
         z0 = (mismatched_policy_B - mismatched_ref_B).mean().clamp(min=0)
     z0 = z0.detach()
     r_B, desirable = policy_B - ref_B, desirable_B.bool()
-    loss_B = torch.where(
-        desirable,
-        desirable_weight * (1 - torch.sigmoid(beta * (r_B - z0))),
-        undesirable_weight * (1 - torch.sigmoid(beta * (z0 - r_B))),
+    loss_B = kto_losses(
+        r_B, desirable, z0, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight
     )
     reward_B = beta * r_B.detach()
     return loss_B.mean(), {
@@ -97,6 +101,17 @@ def kto_loss(
         "desirable_reward": _masked_mean(reward_B, desirable),
         "undesirable_reward": _masked_mean(reward_B, ~desirable),
     }
+
+
+def kto_losses(
+    r_B: Tensor, desirable_B: Tensor, z0: Tensor, *, beta: float, desirable_weight: float, undesirable_weight: float
+) -> Tensor:
+    """The loss of each completion, of r = log π/ref: λ_D(1 − σ(β(r − z0))) or λ_U(1 − σ(β(z0 − r)))."""
+    return torch.where(
+        desirable_B,
+        desirable_weight * (1 - torch.sigmoid(beta * (r_B - z0))),
+        undesirable_weight * (1 - torch.sigmoid(beta * (z0 - r_B))),
+    )
 
 
 def _preference_stats(margin_B: Tensor) -> dict[str, Tensor]:

@@ -31,6 +31,10 @@ class Totals:
     """Tokens that enter the loss."""
     num_sequences: int
     """Sequences with at least one such token."""
+    num_pairs: int = 0
+    """Pairs of which both sequences have one."""
+    num_desirable: int = 0
+    """Sequences labelled 1 that have one."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,12 @@ class Seen:
     totals: Totals
     values_BT: Tensor
     """What a scalar head says; its objectives see this, and logprobs, entropies and old ones [B, 0]."""
+    labels_B: Tensor
+    """Each sample's `label`."""
+    pairs_P2: Tensor
+    """Rows of the chosen and the rejected sequence of each pair in this micro-batch."""
+    mismatched_kl: float = 0.0
+    """Mean of log π/ref over the optimizer step's mismatched completions, where the objective asks for it."""
 
 
 class Objective(Protocol):
@@ -77,8 +87,17 @@ class Objective(Protocol):
     def needs_entropy_gradient(self) -> bool: ...
 
     @property
+    def needs_mismatched(self) -> bool:
+        """Whether each optimizer step begins with a pass over the samples' mismatched completions."""
+        ...
+
+    @property
     def stats(self) -> tuple[str, ...]:
         """Names of the stats that `loss` may return; they stand in every metrics line."""
+        ...
+
+    def enough(self, totals: Totals) -> bool:
+        """Whether an optimizer step has something to take its mean over; it is left out otherwise."""
         ...
 
     def columns(self, sample: Trainable) -> Column:
@@ -141,9 +160,14 @@ class PolicyObjective:
     def needs_entropy_gradient(self) -> bool:
         return self.entropy_coef != 0.0
 
+    needs_mismatched = False
+
     @property
     def stats(self) -> tuple[str, ...]:
         return ("clip_fraction", "ratio_mean", "correction_mean", "entropy", "kl", "policy_loss")
+
+    def enough(self, totals: Totals) -> bool:
+        return totals.num_tokens > 0
 
     def columns(self, sample: Trainable) -> Column:
         if self.kl_coef and sample.ref_logprobs is None:
@@ -248,7 +272,11 @@ class SFT:
     offline = True
     needs_proximal = False
     needs_entropy_gradient = False
+    needs_mismatched = False
     stats = ("entropy",)
+
+    def enough(self, totals: Totals) -> bool:
+        return totals.num_tokens > 0
 
     def columns(self, sample: Trainable) -> Column:
         return {}
