@@ -10,6 +10,7 @@ from typing import Literal
 from flowrl import Graph
 from flowrl.models import Policy
 from flowrl.nodes import (
+    AdaptiveKL,
     Evaluation,
     Generator,
     GroupAdvantage,
@@ -62,8 +63,27 @@ class GRPO:
     """A control: every reward's sign turned. The policy must get worse."""
 
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
-    kl_coef: float = 0.0
-    """Weight of the KL to the starting weights in the loss; above 0 adds a reference node."""
+    """What a sample is compared with: its group's mean, with or without its spread, the others, or nothing."""
+    objective: PolicyObjective = PolicyObjective()
+    """The loss: ppo, gspo, cispo or reinforce; its options as in --objective.kl-coef 0.01. A KL adds a reference."""
+    optimizer_steps: int = 1
+    """Mini-batches into which a batch is cut."""
+    epochs: int = 1
+    """Passes over each batch."""
+    whiten: Literal["off", "full", "mean"] | None = None
+    """Advantages normalised over the batch; None: full for reinforce and reinforce_baseline, else off."""
+    normalise_rewards: bool = False
+    """Rewards less their running mean, over their running standard deviation."""
+    gamma: float = 1.0
+    """Discount, for `advantage` reinforce."""
+    reward_kl_coef: float = 0.0
+    """Weight of the KL to the starting weights inside the reward; above 0 adds a reference."""
+    reward_kl: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of that KL."""
+    kl_before_baseline: bool = False
+    """Take a response's whole KL from its reward before the group's baseline, not token by token."""
+    kl_target: float | None = None
+    """Steer `reward_kl_coef` towards this KL of a response, in nats."""
     on_limit: Literal["wait", "mask"] = "wait"
     """At the limit of staleness generation waits, or tokens beyond it are masked out of the loss."""
     look_ahead: int = 1
@@ -79,9 +99,15 @@ class GRPO:
 def graph(cfg: GRPO) -> Graph:
     policy = Policy(cfg.policy, task=cfg.task)
     sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens)
-    objective = PolicyObjective(kl_coef=cfg.kl_coef)
-    zero = ZeroSettings(dtype=cfg.dtype)
-    whiten: Literal["off", "full"] = "full" if cfg.advantage.startswith("reinforce") else "off"
+    whitened = cfg.whiten or ("full" if cfg.advantage.startswith("reinforce") else "off")
+    estimate = Estimate(
+        cfg.advantage,
+        gamma=cfg.gamma,
+        kl_coef=cfg.reward_kl_coef,
+        kl_estimator=cfg.reward_kl,
+        kl_before_baseline=cfg.kl_before_baseline,
+        shuffle_rewards=cfg.shuffle_rewards,
+    )
 
     g = Graph("grpo")
     prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
@@ -93,12 +119,29 @@ def graph(cfg: GRPO) -> Graph:
         gpus=cfg.gpus,
     )
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
-    estimate = Estimate(cfg.advantage, shuffle_rewards=cfg.shuffle_rewards)
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
-    batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=cfg.token_budget, whiten=whiten))
+    batcher = g.add(
+        "batcher",
+        TokenBatch(
+            cfg.groups_per_step,
+            token_budget=cfg.token_budget,
+            optimizer_steps=cfg.optimizer_steps,
+            whiten=whitened,
+            estimate=estimate,
+            normalise_rewards=cfg.normalise_rewards,
+            adaptive_kl=None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target),
+        ),
+    )
     trainer = g.add(
         "trainer",
-        Trainer(policy, objective=objective, lr=cfg.lr, temperature=cfg.temperature, zero=zero),
+        Trainer(
+            policy,
+            objective=cfg.objective,
+            lr=cfg.lr,
+            epochs=cfg.epochs,
+            temperature=cfg.temperature,
+            zero=ZeroSettings(dtype=cfg.dtype),
+        ),
         replicas=cfg.num_trainers,
         cpus=cfg.cpus,
         gpus=cfg.gpus,
@@ -107,7 +150,7 @@ def graph(cfg: GRPO) -> Graph:
         g.turns(generator, trainer)
 
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.kl_coef:
+    if cfg.objective.kl_coef or cfg.reward_kl_coef:
         reference = g.add("reference", Reference(policy, temperature=cfg.temperature), gpus=cfg.gpus)
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)

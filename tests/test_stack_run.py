@@ -28,7 +28,7 @@ def flowrl(*args: str, timeout_s: float = 240) -> subprocess.CompletedProcess[st
 
 
 def grpo(run_dir: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    settings = ("--num-trainers", "2", "--evaluate", "64", "--groups-per-step", "8", "--kl-coef", "0.01")
+    settings = ("--num-trainers", "2", "--evaluate", "64", "--groups-per-step", "8", "--objective.kl-coef", "0.01")
     return flowrl("run", "graphs/grpo.py", "--run-dir", str(run_dir), *settings, *args)
 
 
