@@ -231,6 +231,8 @@ class Weights(Message):
     tensors: tuple[tuple[str, str, tuple[int, ...], int, int], ...] = ()
     probe_token_ids: tuple[tuple[int, ...], ...] = ()
     probe_logprobs: tuple[tuple[float, ...], ...] = ()
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    """Of kind "adapter": r, lora_alpha, use_rslora and target_modules, in PEFT's words."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,10 @@ class Recorder:
     async def pause(self) -> None:
         self.note("pause")
 
-    async def load(self, update: Mapping[str, Any]) -> float:
+    async def room(self) -> None:
+        self.note("room")
+
+    async def load(self, update: Mapping[str, Any], manifest: Weights) -> float:
         segment = Segment(update["segment"])
         self.note(f"load {segment.version}")
         segment.close()
@@ -77,7 +80,7 @@ def publisher() -> Iterator[Publisher]:
 def test_pause_apply_label_resume_behind_a_closed_gate(publisher: Publisher) -> None:
     rig = Rig()
     assert rig.take(published(publisher, 3))
-    assert rig.sampler.events == [f"closed:{event}" for event in ("pause", "load 3", "label 3", "resume")]
+    assert rig.sampler.events == [f"closed:{event}" for event in ("room", "pause", "load 3", "label 3", "resume")]
     assert rig.gate.is_open and rig.updates.version == 3
     assert rig.context.held == [("generator/0", "policy", 3)]
     assert len(rig.context.gauges["weight_update_pause_s"]) == 1

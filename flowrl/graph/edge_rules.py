@@ -121,6 +121,21 @@ def dispatch_problems(graph: Graph) -> Iterator[str]:
             yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1, or leave it out to have it derived."
 
 
+def adapter_problems(graph: Graph) -> Iterator[str]:
+    """Both ends of a weights edge speak of the same thing: whole weights, or adapters of one rank."""
+    for edge in graph.edges:
+        sent, taken = (graph.placed[owner(port)].node.facts().adapter_rank for port in (edge.out, edge.into))
+        if edge.kind == "latest" and None not in (sent, taken) and sent != taken:
+            yield (
+                f"{port_name(edge.out)} sends {_said(sent)} but {port_name(edge.into)} takes {_said(taken)}; "
+                'give both nodes the same lora (sync="merged" sends whole weights).'
+            )
+
+
+def _said(rank: int | None) -> str:
+    return f"adapters of rank {rank}" if rank else "whole weights"
+
+
 def _fields(kind: type[Message]) -> Iterable[str]:
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 

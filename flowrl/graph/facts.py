@@ -28,6 +28,8 @@ class Facts:
     """Items that one replica works on at a time, where that is worth filling (a generator's slots)."""
     publish_every: int = 1
     """Trainers: every nth version is published."""
+    adapter_rank: int | None = None
+    """Trainers and generators: rank of the LoRA adapters that versions are sent as, 0 for whole weights."""
     drops: bool = False
     """May drop, filter or fail items. The batcher downstream has to hear of it."""
     joins: tuple[str, ...] = ()

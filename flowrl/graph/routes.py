@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flowrl.errors import ConfigError
@@ -41,6 +41,11 @@ def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
         WeightRoute(reader, "shm" if kind == "ipc" and hosts[reader].lease else kind, len(hosts[reader].gpus) or 1)
         for reader, kind in sorted(kinds.items())
     )
+
+
+def through_hosts(routes: Sequence[WeightRoute]) -> tuple[WeightRoute, ...]:
+    """The same readers, reached through host memory: for what is small and needs no GPU to travel."""
+    return tuple(route if route.transport == "shm" else replace(route, transport="tcp") for route in routes)
 
 
 def common_transport(routes: Sequence[WeightRoute]) -> str:

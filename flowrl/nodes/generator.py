@@ -25,12 +25,15 @@ from flowrl.errors import FlowrlError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
+from flowrl.graph.routes import through_hosts
 from flowrl.messages import Float32, Int32, Prompt, Sample, Weights
 from flowrl.models import Policy, resolve
 from flowrl.nodes.sampling import Completion, Response, Sampling
+from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_sampler import EVALUATION, TRAINING, VllmSampler
 from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
 from flowrl.nodes.weight_updates import Gate, WeightUpdates
+from flowrl.training.settings import LoRA
 from flowrl.weights.receive import Receiver, receiver
 
 Prefix = tuple[Int32, Float32, Int32]
@@ -42,8 +45,9 @@ class Generator(Node):
 
     `sampling` is for training, `evaluation` for `requests`: by default greedy, with the limits of
     `sampling`. `concurrency` is the number of prompts one replica works on; evaluation has as many slots
-    of its own, below in priority. `dtype` "auto" is the model's own. `engine` passes further options to
-    vLLM's AsyncEngineArgs.
+    of its own, below in priority. `dtype` "auto" is the model's own. `lora` is the trainer's: where that
+    sends adapters, requests go on with the one they began with, and new ones take the newest. `engine`
+    passes further options to vLLM's AsyncEngineArgs.
     """
 
     cpus = 1
@@ -67,6 +71,7 @@ class Generator(Node):
         dtype: str = "auto",
         max_model_len: int | None = None,
         kv_cache_bytes: int = 1 << 30,
+        lora: LoRA | None = None,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
         self.policy = policy
@@ -76,6 +81,7 @@ class Generator(Node):
         self.dtype = dtype
         self.max_model_len = max_model_len
         self.kv_cache_bytes = kv_cache_bytes
+        self.adapter_rank = lora.synced_rank if lora is not None else 0
         self.engine = dict(engine or {})
         self._gate = Gate()
         self._open: dict[str, Response] = {}
@@ -94,6 +100,7 @@ class Generator(Node):
         return Facts(
             longest_response=self.sampling.max_tokens,
             concurrency=self.concurrency,
+            adapter_rank=self.adapter_rank,
             optional=("requests",),
         )
 
@@ -120,7 +127,10 @@ class Generator(Node):
         self.context.progress("finding the model")
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self.context.progress("starting vLLM")
-        self._receiver = receiver(self.context.weight_routes, self.replica_name, self.context.run_id)
+        routes, slots = self.context.weight_routes, None
+        if self.adapter_rank:
+            routes, slots = through_hosts(routes), AdapterSlots.of(self.adapter_rank, self.context.max_staleness)
+        self._receiver = receiver(routes, self.replica_name, self.context.run_id)
         self._sampler = await self.blocking(
             VllmSampler.start,
             model_dir,
@@ -132,6 +142,7 @@ class Generator(Node):
             kv_cache_bytes=self.kv_cache_bytes,
             seed=self.context.seed,
             weight_backend=self._receiver.backend,
+            slots=slots,
             engine=self.engine,
         )
         self._updates = WeightUpdates(

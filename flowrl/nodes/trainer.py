@@ -27,8 +27,9 @@ from flowrl.models import Policy, check_model, resolve
 from flowrl.runtime.ledger_client import Use
 from flowrl.training.packing import loss_masks, split_batch
 from flowrl.training.recipes import Objective, PolicyObjective
+from flowrl.training.requirements import check_training, lora_problems
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import Start, ZeroSettings
+from flowrl.training.settings import LoRA, Start, ZeroSettings
 from flowrl.training.tally import Tally
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ class Trainer(Node):
     """Trains `policy` with `objective` under DeepSpeed ZeRO and publishes its weights.
 
     `lr` is the peak rate; `epochs` the passes over each batch (a batch's cut into several optimizer
-    steps is the batcher's `optimizer_steps`). `temperature` has to be the generator's. Every
-    `publish_every`th version is published, every `probe_every`th publication carries the probe.
+    steps is the batcher's `optimizer_steps`). `temperature` has to be the generator's. With a `lora` of
+    rank 1 or more an adapter is trained and the policy's own weights stay; a generator that gets adapters
+    has to be given the same one. Every `publish_every`th version is published, every `probe_every`th
+    publication carries the probe.
     """
 
     cpus = 1
@@ -60,6 +63,7 @@ class Trainer(Node):
         epochs: int = 1,
         temperature: float = 1.0,
         zero: ZeroSettings | None = None,
+        lora: LoRA | None = None,
         publish_every: int = 1,
         probe_every: int = 10,
     ) -> None:
@@ -70,6 +74,7 @@ class Trainer(Node):
         self.epochs = epochs
         self.temperature = temperature
         self.zero = zero or ZeroSettings()
+        self.lora = lora or LoRA()
         self.publish_every = publish_every
         self.probe_every = probe_every
         self.version = 0
@@ -80,7 +85,7 @@ class Trainer(Node):
     # What the graph is told
 
     def facts(self) -> Facts:
-        return Facts(publish_every=self.publish_every, optional=("weights",))
+        return Facts(publish_every=self.publish_every, optional=("weights",), adapter_rank=self.lora.synced_rank)
 
     def check(self, facts: Any) -> list[str]:
         least = {"epochs": 1, "publish_every": 1, "probe_every": 0}
@@ -93,10 +98,12 @@ class Trainer(Node):
             problems.append(f"lr is {self.lr}; it has to be a number from 0 up")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
-        return problems
+        return problems + lora_problems(self.lora, self.zero)
 
     def preflight(self) -> None:
         check_model(self.policy)
+        model_dir = None if self.policy.built_in else Path(self.policy.model).expanduser()
+        check_training(self.zero, self.lora, model_dir=model_dir)
 
     # Life
 
@@ -124,7 +131,7 @@ class Trainer(Node):
         progress("loading the model")
         head = self.objective.head
         start = self._head_start(source) if head == "scalar" else "policy"
-        engine = ZeroEngine(source, self.zero, gang, head=head, start=start)
+        engine = ZeroEngine(source, self.zero, gang, head=head, start=start, lora=self.lora)
         if self.context.resume_dir is not None:
             engine.load(self._state_dir(self.context.resume_dir))
         self._publisher = self._make_publisher(engine)
@@ -138,8 +145,8 @@ class Trainer(Node):
         )
 
     def _source(self) -> str:
-        """The model directory to start from."""
-        if self.context.resume_dir is not None:
+        """The model directory to start from. An adapter's checkpoint leaves the base where it was."""
+        if self.context.resume_dir is not None and not self.lora.rank:
             return str(self._model_dir(self.context.resume_dir))
         return resolve(self.policy, progress=self.context.progress)
 
@@ -152,13 +159,16 @@ class Trainer(Node):
     def _make_publisher(self, engine: Any) -> Publisher | None:
         if self.weights.live is None:
             return None
+        from flowrl.training.adapter import AdapterSource, told_to_vllm
         from flowrl.weights.publish import Publisher
 
+        adapter = told_to_vllm(self.lora, engine.model.network) if self.lora.synced_rank else None
         return Publisher(
-            engine,
+            AdapterSource(engine) if adapter else engine,
             self.name,
             run_id=self.context.run_id,
             routes=self.context.weight_routes,
+            adapter=adapter,
             probe_every=self.probe_every,
         )
 

@@ -7,13 +7,15 @@ the first request. Every call of vLLM outside its documented interface is in thi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from flowrl.errors import FlowrlError, SampleFailed
-from flowrl.messages import Int32
+from flowrl.messages import Int32, Weights
 from flowrl.nodes.sampling import Completion, Sampling, spread_versions
+from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
 from flowrl.nodes.vllm_start import engine_arguments, prepare_environment
 from flowrl.weights.engine_process import Adoption
 
@@ -25,8 +27,10 @@ CLOSE_S = 5.0
 class VllmSampler:
     """One AsyncLLM and its tokenizer."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, slots: AdapterSlots | None = None) -> None:
         self._engine = engine
+        self._adapters = Adapters(engine, slots) if slots is not None else None
+        self._version = -1
         self._tokenizer = engine.get_tokenizer()
         self._num_requests = 0
         config = engine.vllm_config.model_config
@@ -46,9 +50,13 @@ class VllmSampler:
         kv_cache_bytes: int = 1 << 30,
         seed: int = 0,
         weight_backend: str = "flowrl_shm",
+        slots: AdapterSlots | None = None,
         engine: Mapping[str, Any] | None = None,
     ) -> VllmSampler:
-        """Load the model in a child process. Blocks; the process it makes ends with this one."""
+        """Load the model in a child process. Blocks; the process it makes ends with this one.
+
+        With `slots` versions are LoRA adapters of the model in `model_dir`, else whole weights.
+        """
         prepare_environment(cores=cores, on_gpu=on_gpu, weight_backend=weight_backend)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -63,11 +71,12 @@ class VllmSampler:
             seed=seed,
             on_gpu=on_gpu,
             weight_backend=weight_backend,
+            slots=slots,
             engine=engine or {},
         )
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
         config.additional_config = Adoption(config.additional_config)
-        return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True))
+        return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), slots)
 
     async def complete(
         self,
@@ -96,8 +105,9 @@ class VllmSampler:
             skip_clone=True,
         )
         prompt = tokens_input(list(token_ids), cache_salt=salt or None)
+        version = self._version
         output = await self._last(prompt, params, request_id, priority)
-        return _completion(output.outputs[0])
+        return _completion(output.outputs[0], version if self._adapters is not None else None)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """log p(token t | tokens before t) for t = 1 ... T-1 of each sequence, under the current weights."""
@@ -127,8 +137,10 @@ class VllmSampler:
 
         last = None
         try:
-            async for output in self._engine.generate(prompt, params, request_id, priority=priority):
-                last = output
+            with self._adapters.using() if self._adapters is not None else nullcontext() as adapter:
+                stream = self._engine.generate(prompt, params, request_id, lora_request=adapter, priority=priority)
+                async for output in stream:
+                    last = output
         except VLLMValidationError as refusal:
             raise SampleFailed(f"vLLM refused the request: {refusal}") from None
         except EngineDeadError:
@@ -157,13 +169,21 @@ class VllmSampler:
     async def label(self, version: int) -> None:
         """Tokens sampled from now on carry `version`. Only while paused."""
         await self._engine.update_weight_version(str(version))
+        self._version = version
 
     async def join(self, init_info: Mapping[str, Any]) -> None:
         """Set up vLLM's transfer engine; for NCCL this ends when the whole group has met."""
         await self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": dict(init_info)})
 
-    async def load(self, update: Mapping[str, Any]) -> float:
+    async def room(self) -> None:
+        """Returns when one more version fits: at once for whole weights. Not while paused."""
+        if self._adapters is not None:
+            await self._adapters.room()
+
+    async def load(self, update: Mapping[str, Any], manifest: Weights) -> float:
         """Load one version into the model, in every worker; the slowest worker's seconds. Only while paused."""
+        if self._adapters is not None:
+            return await self._adapters.load(update, manifest.adapter, manifest.base_version)
         seconds: list[float] = await self._engine.collective_rpc("apply_weights", args=(dict(update),))
         return max(seconds)
 
@@ -186,9 +206,12 @@ class VllmSampler:
         engine.shutdown(timeout=CLOSE_S)
 
 
-def _completion(output: Any) -> Completion:
+def _completion(output: Any, version: int | None) -> Completion:
+    """`version` is that of the request's adapter; without one vLLM's spans say which weights sampled."""
     num_tokens = len(output.token_ids)
     spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
+    if version is not None:
+        spans = [(str(version), 0, num_tokens)]
     return Completion(
         token_ids=np.array(output.token_ids, np.int32),
         logprobs=np.array(output.logprobs.logprobs[:num_tokens], np.float32),

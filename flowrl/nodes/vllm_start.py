@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.nodes.vllm_adapters import AdapterSlots
 
 SUPPORTED = "0.32"
 EXTENSION = "flowrl.weights.engine.WorkerExtension"
@@ -26,6 +27,8 @@ OURS = {
     "worker_extension_cls": "weight updates are built on it",
     "weight_transfer_config": "weight updates are built on it",
     "scheduling_policy": "evaluation runs below training by priority",
+    "enable_lora": "the generator's `lora` decides",
+    "max_loras": "the bound of staleness decides",
 }
 """Engine arguments that a user cannot pass, and why."""
 
@@ -88,6 +91,7 @@ def engine_arguments(
     seed: int,
     on_gpu: bool,
     weight_backend: str,
+    slots: AdapterSlots | None,
     engine: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs: ours, then the user's."""
@@ -106,6 +110,8 @@ def engine_arguments(
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=weight_backend),
     }
+    if slots is not None:
+        arguments |= slots.arguments
     if on_gpu:
         arguments["enable_sleep_mode"] = True
     else:

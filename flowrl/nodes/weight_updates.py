@@ -6,6 +6,8 @@ Invariants:
 - Between pause and resume no step runs and no request is submitted; a failure in between is final, since
   the model may be half loaded.
 - The label changes only while paused, so vLLM's version spans are exact.
+
+An adapter is one more version beside those that running requests keep: its update waits for room first.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class WeightUpdates:
                 except SegmentLost:
                     return False
                 stack.callback(fetched.close)
+                await self._sampler.room()
             if self._running() and self._receiver.takes_turns:
                 await stack.enter_async_context(self._context.turn("weights"))
             await self._exchange(manifest, fetched)
@@ -100,7 +103,7 @@ class WeightUpdates:
         began = time.perf_counter()
         await self._sampler.pause()
         if fetched is not None:
-            self._context.gauge("weight_apply_s", await self._sampler.load(fetched.update))
+            self._context.gauge("weight_apply_s", await self._sampler.load(fetched.update, manifest))
         await self._sampler.label(manifest.version)
         self.version, self._content = manifest.version, manifest.base_version
         await self._sampler.resume()

@@ -26,6 +26,7 @@ from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Bool, Trainable
 from flowrl.training.pieces import Piece, make_piece
 from flowrl.training.recipes import Objective, Seen, Totals
+from flowrl.training.referenced import with_reference
 from flowrl.training.zero import ZeroEngine
 
 
@@ -96,6 +97,9 @@ class Learner:
         for sample, mask in zip(part.samples, masks, strict=True):
             self._assert_bound(sample, mask, version)
         self.engine.set_lr(lr)
+        if self.objective.needs_reference and self.engine.lora.rank:
+            mismatched = self.objective.needs_mismatched
+            part = with_reference(self.engine, part, mismatched=mismatched, temperature=self._temperature)
         pieces = [self._piece(part, masks, indices, version) for indices in part.micro_batches]
         starts = (0, *part.step_ends[:-1])
         steps = [pieces[start:end] for start, end in zip(starts, part.step_ends, strict=True)]

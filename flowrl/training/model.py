@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
+from flowrl.training.adapter import add_adapter, quantization
 from flowrl.training.logprobs import LogprobHead
 from flowrl.training.rows import Rows
+from flowrl.training.settings import Dtype, LoRA
+from flowrl.training.tensors import adapted_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -78,18 +82,26 @@ def splits_packed_rows(attention: str) -> bool:
 def load_policy_model(
     path: str | Path,
     *,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     attention: str = "sdpa",
     gradient_checkpointing: bool = False,
+    lora: LoRA | None = None,
 ) -> PolicyModel:
     """The model in the Hugging Face directory `path`, dropout off: π_θ and π_p have to be one function."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    lora = lora or LoRA()
     causal_lm = AutoModelForCausalLM.from_pretrained(
-        path, config=read_config(path), dtype=DTYPES[dtype], attn_implementation=attention
+        path,
+        config=read_config(path),
+        dtype=DTYPES[dtype],
+        attn_implementation=attention,
+        quantization_config=quantization(lora, dtype),
     )
+    if lora.rank:
+        add_adapter(causal_lm, lora)
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         causal_lm.train()
@@ -131,16 +143,21 @@ class Wrapped(Protocol):
     def network(self) -> Any: ...
 
 
-def hf_parameters(model: Wrapped) -> Iterable[tuple[str, nn.Parameter]]:
-    """Parameters under their Hugging Face names, in a fixed order, tied ones once."""
-    return model.network.named_parameters()  # type: ignore[no-any-return]
-
-
 def write_model(model: Wrapped, state: Mapping[str, Tensor], source: str | Path, path: str | Path) -> None:
     """A Hugging Face directory with the weights `state`; tokenizer and the like copied from `source`."""
     target = Path(path)
     target.mkdir(parents=True, exist_ok=True)
-    model.network.save_pretrained(target, state_dict=dict(state))
+    written = _bare(model.network) if adapted_layers(model) else model.network
+    written.save_pretrained(target, state_dict=dict(state))
     for file in Path(source).iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
+
+
+def _bare(network: Any) -> Any:
+    """The same model without tensors, adapters and quantization: it writes weights that an adapter is merged into."""
+    config = copy.deepcopy(network.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return type(network)(config)

@@ -40,6 +40,7 @@ class DPO:
     head: ClassVar[Head] = "lm"
     at_end = False
     needs_proximal = False
+    needs_reference = True
     needs_entropy_gradient = False
     needs_mismatched = False
     stats = (
@@ -118,6 +119,7 @@ class KTO:
     head: ClassVar[Head] = "lm"
     at_end = False
     needs_proximal = False
+    needs_reference = True
     needs_entropy_gradient = False
     needs_mismatched = True
     stats = (
@@ -187,7 +189,8 @@ def _reference_column(sample: Trainable) -> Column:
     if sample.ref_logprobs is None:
         raise FlowrlError(
             f"sample {sample.sample_id!r} has no reference logprobs, which its objective compares the policy with: "
-            "connect a PreferenceReference (or for rollouts a Reference) node on the way to the batcher"
+            "connect a PreferenceReference (or for rollouts a Reference) node on the way to the batcher, or train "
+            "with LoRA, whose base is the reference"
         )
     return {"ref_logprobs": sample.ref_logprobs}
 

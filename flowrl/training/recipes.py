@@ -84,6 +84,11 @@ class Objective(Protocol):
         ...
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether its loss reads `ref_logprobs`. A trainer of adapters computes what the samples lack."""
+        ...
+
+    @property
     def needs_entropy_gradient(self) -> bool: ...
 
     @property
@@ -157,6 +162,10 @@ class PolicyObjective:
         return self.old == "proximal" and (self.kind != "reinforce" or self.correction is not None)
 
     @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef != 0.0
+
+    @property
     def needs_entropy_gradient(self) -> bool:
         return self.entropy_coef != 0.0
 
@@ -173,7 +182,7 @@ class PolicyObjective:
         if self.kl_coef and sample.ref_logprobs is None:
             raise FlowrlError(
                 f"sample {sample.sample_id!r} has no reference logprobs, and kl_coef = {self.kl_coef} needs them: "
-                "connect a Reference node between generator and trainer, or set kl_coef=0"
+                "connect a Reference node between generator and trainer, train with LoRA, or set kl_coef=0"
             )
         return {
             "advantages": sample.advantages,
@@ -271,6 +280,7 @@ class SFT:
     at_end = False
     offline = True
     needs_proximal = False
+    needs_reference = False
     needs_entropy_gradient = False
     needs_mismatched = False
     stats = ("entropy",)

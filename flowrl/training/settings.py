@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,56 @@ Head = Literal["lm", "scalar"]
 """What a trained model gives: logprobs of tokens, or a number at a place (critic, reward model)."""
 Start = Literal["policy", "reward_model"]
 """Where a scalar head comes from: drawn anew, or as it was saved."""
-Optimizer = Literal["adamw", "sgd"]
+Optimizer = Literal["adamw", "muon", "sgd"]
+Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Sync = Literal["adapter", "merged"]
+Quantize = Literal["none", "nf4", "int8"]
+MOST_RANK = 512
+"""vLLM serves no larger ones."""
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters trained in place of the weights (arXiv 2106.09685), on a quantized base if wanted."""
+
+    rank: int = 0
+    """0 trains all weights."""
+    alpha: int | None = None
+    """The adapter's product is scaled by alpha / rank; None: alpha is twice the rank."""
+    rank_stabilized: bool = False
+    """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
+    targets: tuple[str, ...] = ()
+    """Linear layers by the last part of their name, such as q_proj; none: all but the output layer."""
+    sync: Sync = "adapter"
+    """What generators get of every version: the adapter alone, or whole weights with it merged in."""
+    quantize: Quantize = "none"
+    """Of the frozen base, by bitsandbytes (QLoRA, arXiv 2305.14314)."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("sync", Sync), ("quantize", Quantize)):
+            if getattr(self, name) not in get_args(choices):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(choices))}")
+        if not 0 <= self.rank <= MOST_RANK:
+            raise ConfigError(f"LoRA rank is {self.rank}; it has to lie between 0 (no adapter) and {MOST_RANK}")
+        if self.alpha is not None and self.alpha <= 0:
+            raise ConfigError(f"LoRA alpha is {self.alpha}; it has to be above 0")
+        self._refuse_useless()
+
+    def _refuse_useless(self) -> None:
+        if self.quantize != "none" and not self.rank:
+            raise ConfigError(
+                f"quantize={self.quantize!r} freezes the base, so something else has to learn: set a rank"
+            )
+        if self.quantize != "none" and self.sync == "adapter":
+            raise ConfigError(
+                f"quantize={self.quantize!r} with sync='adapter': the generators' base is not quantized, so adapter "
+                "and base would not be those of the trainer; set sync='merged'"
+            )
+
+    @property
+    def synced_rank(self) -> int:
+        """Rank of the adapters that generators get, 0 where they get whole weights."""
+        return self.rank if self.sync == "adapter" else 0
 
 
 @dataclass(frozen=True)
@@ -25,36 +75,82 @@ class ZeroSettings:
     """ZeRO stage: what is sharded over ranks. 1 optimizer states, 2 and gradients, 3 and parameters."""
     offload: Offload = "none"
     """What lives in host memory: optimizer states, or those and the parameters (stage 3)."""
+    nvme_path: str = ""
+    """Directory on a local disk where what is offloaded lies instead (stage 3); needs libaio."""
     dtype: Dtype = "float32"
     """Of parameters and activations; master weights and gradient sums are fp32 in any case."""
     optimizer: Optimizer = "adamw"
+    """muon: DeepSpeed's, for the matrices of the layers; AdamW for embeddings, heads and vectors."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     """On matrices only."""
-    clip_grad_norm: float = 1.0
-    """Largest norm of the whole gradient; 0 does not clip."""
-    attention: str | None = None
+    momentum: float = 0.95
+    """Of muon."""
+    muon_lr_factor: float = 1.0
+    """Rate of muon's matrices, as a multiple of the trainer's lr, which AdamW's parameters have."""
+    clip_grad_norm: float | None = None
+    """Largest norm of the whole gradient; 0 does not clip. None: 1, or 0 with muon, whose steps are of one size."""
+    attention: Attention | None = None
     """transformers' attention implementation; None: flash attention where installed on a GPU, else sdpa."""
+    packing: bool | None = None
+    """Sequences of a micro-batch in one row without padding; None: with flash attention, where it pays."""
     gradient_checkpointing: bool = False
+    ema_decay: float = 0.0
+    """Above 0 an exponential moving average of the weights is kept and exported with every checkpoint."""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     """Further DeepSpeed settings, laid over flowrl's."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("offload", Offload), ("dtype", Dtype), ("optimizer", Optimizer)):
-            if getattr(self, name) not in get_args(choices):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(choices))}")
+        choices = {"offload": Offload, "dtype": Dtype, "optimizer": Optimizer}
+        for name, kind in choices.items():
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(kind))}")
+        if self.attention not in (None, *get_args(Attention)):
+            raise ConfigError(f"attention is {self.attention!r}; choose one of {', '.join(get_args(Attention))}")
+        for problem in (*self._stage_problems(), *self._range_problems()):
+            raise ConfigError(problem)
+
+    def _stage_problems(self) -> Iterator[str]:
         if self.stage not in (0, 1, 2, 3):
-            raise ConfigError(f"ZeRO stage is {self.stage}; choose 0, 1, 2 or 3")
+            yield f"ZeRO stage is {self.stage}; choose 0, 1, 2 or 3"
         if self.stage == 0 and self.dtype == "bfloat16":
-            raise ConfigError("bfloat16 needs ZeRO stage 1, 2 or 3, which keep fp32 master weights; stage 0 does not")
+            yield "bfloat16 needs ZeRO stage 1, 2 or 3, which keep fp32 master weights; stage 0 does not"
         if self.offload == "all" and self.stage != 3:
-            raise ConfigError(f"offload='all' keeps parameters in host memory and needs ZeRO stage 3, not {self.stage}")
+            yield f"offload='all' keeps parameters in host memory and needs ZeRO stage 3, not {self.stage}"
         if self.offload == "optimizer" and self.stage == 0:
-            raise ConfigError("offload='optimizer' needs ZeRO stage 1, 2 or 3; stage 0 shards nothing")
-        if self.clip_grad_norm < 0:
-            raise ConfigError(f"clip_grad_norm is {self.clip_grad_norm}; it has to be 0 (off) or more")
+            yield "offload='optimizer' needs ZeRO stage 1, 2 or 3; stage 0 shards nothing"
+        if self.nvme_path and self.offload == "none":
+            yield f"nvme_path is {self.nvme_path!r}, but offload='none' puts nothing there; set offload too"
+        if self.nvme_path and self.stage != 3:
+            yield f"nvme_path needs ZeRO stage 3, not {self.stage}; leave it out to offload to host memory"
+        if self.nvme_path and self.ema_decay:
+            yield "ema_decay with nvme_path: the average would be kept in memory; leave one of them out"
+
+    def _range_problems(self) -> Iterator[str]:
+        if self.optimizer == "muon" and self.clip_grad_norm:
+            yield "clip_grad_norm with muon would scale its steps, not the gradients they come from; leave it out"
+        for name in ("clipping", "weight_decay", "muon_lr_factor"):
+            if not 0 <= getattr(self, name) < math.inf:
+                shown = "clip_grad_norm" if name == "clipping" else name
+                yield f"{shown} is {getattr(self, name)}; it has to be a number from 0 up"
+        shares = {"ema_decay": self.ema_decay, "momentum": self.momentum, "betas": max(self.betas)}
+        for name, share in shares.items():
+            if not 0 <= share < 1 or min(self.betas) < 0:
+                yield f"{name} is {getattr(self, name)}; it has to lie between 0 and 1, 1 excluded"
+        if not self.eps > 0:
+            yield f"eps is {self.eps}; it has to be above 0"
+        if self.packing and self.attention == "eager":
+            yield "packing needs an attention that tells sequences of one row apart; choose sdpa or flash attention"
+
+    @property
+    def clipping(self) -> float:
+        """What `clip_grad_norm` comes to."""
+        if self.clip_grad_norm is not None:
+            return self.clip_grad_norm
+        return 0.0 if self.optimizer == "muon" else 1.0
 
     def effective_stage(self, num_ranks: int) -> int:
         """One rank has nobody to share with: parameters are not sharded then, which saves the gathering."""
-        return min(self.stage, 2) if num_ranks == 1 and self.offload != "all" else self.stage
+        needs_3 = self.offload == "all" or self.nvme_path
+        return min(self.stage, 2) if num_ranks == 1 and not needs_3 else self.stage

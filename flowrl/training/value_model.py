@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
+from flowrl.training.adapter import add_adapter, quantization
 from flowrl.training.model import DTYPES, quietly, read_config, write_model
 from flowrl.training.rows import Rows
-from flowrl.training.settings import Start
+from flowrl.training.settings import Dtype, LoRA, Start
 
 PAD_TOKEN = "<|flowrl_pad|>"
 
@@ -79,9 +80,10 @@ def load_scalar_model(
     path: str | Path,
     *,
     start: Start,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     attention: str = "sdpa",
     gradient_checkpointing: bool = False,
+    lora: LoRA | None = None,
     seed: int = 0,
 ) -> ScalarModel:
     """The model in `path` with its saved head ("reward_model"), or with one drawn from N(0, 1/(h+1)) ("policy").
@@ -99,13 +101,20 @@ def load_scalar_model(
     config = read_config(path)
     config.num_labels = 1
     pad, tokenizer = distinct_pad(path, config)
+    lora = lora or LoRA()
     with quietly():
         classifier = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=DTYPES[dtype], attn_implementation=attention
+            path,
+            config=config,
+            dtype=DTYPES[dtype],
+            attn_implementation=attention,
+            quantization_config=quantization(lora, dtype),
         )
     if pad >= _num_embeddings(classifier):
         classifier.resize_token_embeddings(pad + 1, mean_resizing=False)
     classifier.config.pad_token_id = pad
+    if lora.rank:
+        add_adapter(classifier, lora)
     if gradient_checkpointing:
         classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         classifier.train()

@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,14 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError
+from flowrl.training.adapter import adapter_off, write_adapter
+from flowrl.training.ema import Ema, whole_master_weight
 from flowrl.training.gang import Gang
-from flowrl.training.model import (
-    PolicyModel,
-    choose_attention,
-    hf_parameters,
-    load_policy_model,
-    splits_packed_rows,
-    write_model,
-)
+from flowrl.training.model import PolicyModel, choose_attention, load_policy_model, splits_packed_rows, write_model
+from flowrl.training.optimizers import make_optimizer, rates
 from flowrl.training.rows import Rows, lay_out
-from flowrl.training.settings import Head, Start, ZeroSettings
+from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
+from flowrl.training.tensors import Entry, adapter_weights, bucketed, whole_weights
 from flowrl.training.value_model import ScalarModel, load_scalar_model, write_scalar_model
 
 TAG = "zero"
@@ -44,13 +42,14 @@ class Step:
 
     applied: bool
     grad_norm: float
-    """Before clipping; infinite if the gradient was not finite."""
+    """Before clipping; infinite if the gradient was not finite. Under muon that of its orthogonalized update."""
 
 
 class ZeroEngine:
     """One rank of a model in training.
 
-    With `head="scalar"` it is a critic or a reward model, see `load_scalar_model` for `start`.
+    With `head="scalar"` it is a critic or a reward model, see `load_scalar_model` for `start`. With a
+    `lora` of rank 1 or more an adapter is trained and what was loaded stays.
     """
 
     model: PolicyModel | ScalarModel
@@ -63,14 +62,16 @@ class ZeroEngine:
         *,
         head: Head = "lm",
         start: Start = "policy",
+        lora: LoRA | None = None,
     ) -> None:
         import deepspeed
 
         self.gang = gang
         self.settings = settings
+        self.lora = lora or LoRA()
         self.source = Path(path)
         attention = choose_attention(settings.attention, gang.device)
-        self.packed = splits_packed_rows(attention)
+        self.packed = splits_packed_rows(attention) if settings.packing is None else settings.packing
         config = deepspeed_config(settings, gang.size)
         self._stage: int = config["zero_optimization"]["stage"]
         # While this object lives, from_pretrained shards every weight as it loads it.
@@ -79,14 +80,16 @@ class ZeroEngine:
             "dtype": settings.dtype,
             "attention": attention,
             "gradient_checkpointing": settings.gradient_checkpointing,
+            "lora": self.lora,
         }
         if head == "scalar":
             self.model = load_scalar_model(path, start=start, seed=torch.initial_seed(), **options)
         else:
             self.model = load_policy_model(path, **options)
         del sharded
-        optimizer = _optimizer(self.model, settings)
+        optimizer = make_optimizer(self.model, settings)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        self._ema = Ema(self._engine, settings.ema_decay) if settings.ema_decay else None
 
     @property
     def rank(self) -> int:
@@ -117,8 +120,20 @@ class ZeroEngine:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self.gang.size, scale_wrt_gas=False)
 
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """Within it `forward` is that of the base that the adapter began with."""
+        with adapter_off(self.model):
+            yield
+
     def step(self) -> Step:
         """Clip, and update the weights, after a backward with `last`."""
+        step = self._step()
+        if self._ema is not None and step.applied:
+            self._ema.update()
+        return step
+
+    def _step(self) -> Step:
         if self._stage == 0:
             norm = self._plain_norm()
             if not np.isfinite(norm):
@@ -134,34 +149,47 @@ class ZeroEngine:
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
     def set_lr(self, lr: float) -> None:
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+        for group, rate in rates(self._engine.optimizer.param_groups, lr, self.settings):
+            group["lr"] = rate
 
     # Weights out
 
     def buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
-        """Whole parameters under their Hugging Face names, valid until the next bucket. Tied ones come once."""
-        for bucket in self._bucket_parameters(max_bytes):
-            names, parameters = [name for name, _ in bucket], [parameter for _, parameter in bucket]
-            if self._stage != 3:
-                yield names, [p.detach() for p in parameters]
-                continue
-            import deepspeed
+        """Whole parameters under their Hugging Face names, valid until the next bucket. Tied ones come once.
 
-            with deepspeed.zero.GatheredParameters(parameters):
-                yield names, [p.detach() for p in parameters]
+        An adapter is merged into what it adapts.
+        """
+        return self._gathered(whole_weights(self.model.network), max_bytes)
 
-    def _bucket_parameters(self, max_bytes: int) -> Iterator[list[tuple[str, torch.nn.Parameter]]]:
-        bucket: list[tuple[str, torch.nn.Parameter]] = []
-        filled = 0
-        for name, parameter in hf_parameters(self.model):
-            num_bytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-            if bucket and filled + num_bytes > max_bytes:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append((name, parameter))
-            filled += num_bytes
-        yield bucket
+    def adapter_buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
+        """The adapter's tensors under the names that PEFT saves them with."""
+        return self._gathered(adapter_weights(self.model.network), max_bytes)
+
+    def _gathered(self, entries: Sequence[Entry], max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
+        for bucket in bucketed(entries, max_bytes):
+            with self._whole([parameter for entry in bucket for parameter in entry.parameters]):
+                yield (
+                    [entry.name for entry in bucket],
+                    [entry.make(*(p.detach() for p in entry.parameters)) for entry in bucket],
+                )
+
+    def _whole(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[object]:
+        if self._stage != 3 or not parameters:
+            return nullcontext()
+        import deepspeed
+
+        gathered: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters)
+        return gathered
+
+    def _averaged(self, entries: Sequence[Entry]) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
+        """As `_gathered`, tensor by tensor, with the moving average in place of the weights, in their dtype."""
+        assert self._ema is not None
+        with self._ema.exchanged():
+            for entry in entries:
+                average = {id(p): whole_master_weight(p).to(p.dtype) for p in entry.parameters if p.requires_grad}
+                with self._whole([p for p in entry.parameters if not p.requires_grad]):
+                    values = [average.get(id(p), p.detach()) for p in entry.parameters]
+                    yield [entry.name], [entry.make(*values)]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """log p(token t | tokens before t) at temperature 1 for t = 1 ... T-1 of each sequence.
@@ -179,53 +207,63 @@ class ZeroEngine:
         return [part.tolist() for part in torch.split(scores_N.float().cpu(), lengths)]
 
     def export(self, path: str | Path) -> None:
-        """Write a Hugging Face model directory, tokenizer included; complete when any rank returns."""
-        state: dict[str, Tensor] = {}
-        for names, tensors in self.buckets(1 << 30):
+        """Write a Hugging Face model directory, tokenizer included; complete when any rank returns.
+
+        With LoRA the adapter is merged in, and lies by itself in `adapter`; the moving average is in `ema`.
+        """
+        self._export(self.buckets(1 << 30), Path(path))
+        if self.lora.rank:
+            state = self._collected(self.adapter_buckets(1 << 30))
             if self.rank == 0:
-                state |= {n: t.to("cpu", copy=True) for n, t in zip(names, tensors, strict=True)}
+                write_adapter(self.model.network, self.lora, state, self.source, Path(path) / "adapter")
+        if self._ema is not None:
+            self._export(self._averaged(whole_weights(self.model.network)), Path(path) / "ema")
+
+    def _export(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]], path: Path) -> None:
+        state = self._collected(buckets)
         if self.rank == 0 and isinstance(self.model, ScalarModel):
             write_scalar_model(self.model, state, self.source, path)
         elif self.rank == 0:
             write_model(self.model, state, self.source, path)
         self.gang.gather(None)
 
+    def _collected(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]]) -> dict[str, Tensor]:
+        """On rank 0 all tensors, in host memory."""
+        state: dict[str, Tensor] = {}
+        for names, tensors in buckets:
+            if self.rank == 0:
+                state |= {n: t.to("cpu", copy=True) for n, t in zip(names, tensors, strict=True)}
+        return state
+
     # Checkpoints
 
     def save(self, path: str | Path) -> None:
-        """Write master weights and optimizer state, one file or two a rank."""
-        self._engine.save_checkpoint(str(path), tag=TAG, save_latest=False)
+        """Write master weights and optimizer state, a few files a rank. A frozen base is not among them."""
+        self._engine.save_checkpoint(
+            str(path), tag=TAG, save_latest=False, exclude_frozen_parameters=bool(self.lora.rank)
+        )
+        if self._ema is not None:
+            self._ema.save(Path(path), self.rank)
 
     def load(self, path: str | Path) -> None:
         """Take up what `save` wrote with the same number of ranks and the same ZeRO stage."""
         found = len(list((Path(path) / TAG).glob("*optim_states.pt")))
-        if found != self.gang.size:
+        if self._stage and found != self.gang.size:  # stage 0 shards nothing, and any number of ranks takes it up
             raise ConfigError(
                 f"checkpoint {path} was written by {found} trainer ranks, this run has {self.gang.size}; "
                 f"resume with {found} trainer replicas"
             )
-        self._engine.load_checkpoint(str(path), tag=TAG, load_lr_scheduler_states=False)
+        self._engine.load_checkpoint(
+            str(path), tag=TAG, load_lr_scheduler_states=False, load_module_strict=not self.lora.rank
+        )
+        if self._ema is not None:
+            self._ema.load(Path(path), self.rank)
 
 
 def _sharded_loading(config: dict[str, Any]) -> object:
     from transformers.integrations import HfDeepSpeedConfig
 
     return HfDeepSpeedConfig(config)
-
-
-def _optimizer(model: torch.nn.Module, settings: ZeroSettings) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=0.0)
-    matrices = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) > 1]
-    others = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    if not settings.weight_decay:
-        groups = [{"params": parameters, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
 
 def deepspeed_config(settings: ZeroSettings, num_ranks: int) -> dict[str, Any]:
@@ -235,14 +273,19 @@ def deepspeed_config(settings: ZeroSettings, num_ranks: int) -> dict[str, Any]:
         "reduce_bucket_size": BUCKET_ELEMENTS,
         "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
     }
+    place: dict[str, Any] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if settings.nvme_path:
+        place |= {"device": "nvme", "nvme_path": settings.nvme_path}
     if settings.offload in ("optimizer", "all"):
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero["offload_optimizer"] = place
     if settings.offload == "all":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero["offload_param"] = place
+    if settings.optimizer == "muon":
+        zero["reduce_scatter"] = False  # it orthogonalizes whole gradients
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": settings.clip_grad_norm,
+        "gradient_clipping": settings.clipping,
         "zero_optimization": zero,
         "bf16": {"enabled": settings.dtype == "bfloat16", "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32"},

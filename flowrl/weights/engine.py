@@ -125,6 +125,14 @@ class WorkerExtension:
         self.finish_weight_update()  # type: ignore[attr-defined]
         return time.perf_counter() - began
 
+    def load_adapter(self, update_info: dict[str, Any], adapter: dict[str, Any], adapter_id: int) -> float:
+        """Register a LoRA adapter under `adapter_id`; returns its seconds. Requests name it from then on."""
+        from flowrl.weights.engine_adapter import register_adapter
+
+        began = time.perf_counter()
+        register_adapter(self.model_runner.lora_manager, update_info, adapter, adapter_id)  # type: ignore[attr-defined]
+        return time.perf_counter() - began
+
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)

@@ -15,10 +15,11 @@ so `transmit` has to come after `send`, and ends with the slowest.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from flowrl.graph.routes import WeightRoute, common_transport
+from flowrl.graph.routes import WeightRoute, common_transport, through_hosts
 from flowrl.messages import Weights
 from flowrl.weights.probe import probe_sequences
 from flowrl.weights.transport import SharedMemory, Source, Transport
@@ -37,7 +38,9 @@ class Publisher:
     """Publishes the versions of one policy.
 
     `probe_every=n` adds the probe to every nth publication, the first included; 0 leaves it out.
-    `routes` are its readers, which decide the transport; without any it is shared memory.
+    `routes` are its readers, which decide the transport; without any it is shared memory. `adapter` says
+    that the source's tensors are those of a LoRA adapter, and tells what the readers need besides them;
+    adapters go through host memory, whatever the routes.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class Publisher:
         run_id: str,
         routes: Sequence[WeightRoute] = (),
         dtype: str | None = None,
+        adapter: Mapping[str, Any] | None = None,
         probe_every: int = 10,
     ) -> None:
         self.policy = policy
         self.times = PublishTimes()
         self._source = source
-        self._transport = _transport(routes, run_id, policy, dtype)
+        self._transport = _transport(through_hosts(routes) if adapter else routes, run_id, policy, dtype)
+        self._adapter = adapter
         self._probe_every = probe_every
         self._num_published = 0
         self._last: Weights | None = None
@@ -83,6 +88,8 @@ class Publisher:
     def _stage(self, version: int) -> Weights | None:
         began = time.perf_counter()
         manifest = self._transport.stage(self._source, self.policy, version)
+        if manifest is not None and self._adapter is not None:
+            manifest = replace(manifest, kind="adapter", adapter=self._adapter)
         staged = time.perf_counter()
         if self._probe_every and self._num_published % self._probe_every == 0:
             manifest = self._with_probe(manifest)

@@ -1,0 +1,104 @@
+"""The tensors that leave a trainer: whole weights, weights with an adapter merged in, or the adapter alone.
+
+Every entry says of which parameters it is made, so that an engine can gather those first. Merging makes
+a copy; nothing is ever subtracted again, and the base stays what was loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+PEFT_PREFIX = "base_model.model."
+ADAPTER = "default"
+"""PEFT's name for the one adapter there is."""
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor under the name it has outside."""
+
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+    make: Callable[..., Tensor] = _itself
+    """The tensor, out of the parameters' whole values, in their order."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its parameters, sharded or not."""
+        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parameters)
+
+
+def whole_weights(model: nn.Module) -> list[Entry]:
+    """Every weight under its Hugging Face name, in a fixed order, tied ones once, adapters merged in."""
+    layers = adapted_layers(model)
+    entries = []
+    for name, parameter in model.named_parameters():
+        layer_name, _, rest = name.rpartition(".base_layer.")
+        if ".lora_" in name:
+            continue
+        if rest == "weight":
+            layer = layers[layer_name]
+            entries.append(Entry(f"{layer_name}.weight", (parameter, *_matrices(layer)), partial(_merged, layer=layer)))
+        else:
+            entries.append(Entry(name.replace(".base_layer.", "."), (parameter,)))
+    return entries
+
+
+def adapter_weights(model: nn.Module) -> list[Entry]:
+    """What an adapter directory of PEFT holds, under PEFT's names: both matrices, and whatever else is trained."""
+    entries = []
+    for name, layer in adapted_layers(model).items():
+        for letter, matrix in zip("AB", _matrices(layer), strict=True):
+            entries.append(Entry(f"{PEFT_PREFIX}{name}.lora_{letter}.weight", (matrix,)))
+    return entries + [Entry(PEFT_PREFIX + name, (p,)) for name, p in beside_adapter(model)]
+
+
+def beside_adapter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters trained in full beside an adapter: the head of a scalar model."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_" not in name:
+            yield name, parameter
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that have an adapter, by the name of the layer they stand for."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def bucketed(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
+    """The entries cut into lists of at most `max_bytes`, at least one in each."""
+    bucket: list[Entry] = []
+    filled = 0
+    for entry in entries:
+        if bucket and filled + entry.num_bytes > max_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(entry)
+        filled += entry.num_bytes
+    if bucket:
+        yield bucket
+
+
+def _matrices(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+
+def _merged(weight: Tensor, down: Tensor, up: Tensor, *, layer: Any) -> Tensor:
+    """A new tensor: base + scaling · up · down, summed in fp32. A quantized base is dequantized."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    base = weight if weight.is_floating_point() else dequantize_module_weight(layer.get_base_layer())
+    product = up.float() @ down.float()
+    merged: Tensor = base.float() + layer.scaling[ADAPTER] * product
+    return merged.to(down.dtype)
