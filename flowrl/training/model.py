@@ -147,7 +147,7 @@ def write_model(model: Wrapped, state: Mapping[str, Tensor], source: str | Path,
     """A Hugging Face directory with the weights `state`; tokenizer and the like copied from `source`."""
     target = Path(path)
     target.mkdir(parents=True, exist_ok=True)
-    written = _bare(model.network) if adapted_layers(model) else model.network
+    written = _bare(model.network) if adapted_layers(model.network) else model.network
     written.save_pretrained(target, state_dict=dict(state))
     for file in Path(source).iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not (target / file.name).exists():
