@@ -12,8 +12,13 @@ import math
 import sqlite3
 import statistics
 import sys
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+Shares = Mapping[str, float]
+"""Share of right answers by prompt."""
 
 
 @dataclass(frozen=True)
@@ -23,32 +28,46 @@ class Gain:
     prompts: int
     before: float
     after: float
-    low: float
-    high: float
+    error: float
+    """Standard error of the mean of the paired differences."""
 
     @property
     def gain(self) -> float:
         return self.after - self.before
 
+    @property
+    def low(self) -> float:
+        return self.gain - 1.96 * self.error
+
+    @property
+    def high(self) -> float:
+        return self.gain + 1.96 * self.error
+
 
 def gain(run_dir: Path) -> Gain:
     """Read a run's ledger. Raises ValueError if it has no pair of evaluations."""
-    query = "SELECT phase, prompt_id, AVG(correct) FROM evaluations WHERE phase IN ('before', 'after') GROUP BY 1, 2"
-    with sqlite3.connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True) as db:
-        rows = db.execute(query).fetchall()
-    before = {prompt: share for phase, prompt, share in rows if phase == "before"}
-    after = {prompt: share for phase, prompt, share in rows if phase == "after"}
+    before, after = shares(run_dir, "before"), shares(run_dir, "after")
     if not before or before.keys() != after.keys():
         raise ValueError(f"{run_dir} holds no evaluation of the same prompts before and after training")
+    return paired(before, after)
+
+
+def shares(run_dir: Path, phase: str) -> Shares:
+    """What one evaluation found; empty if there was none."""
+    query = "SELECT prompt_id, AVG(correct) FROM evaluations WHERE phase = ? GROUP BY 1"
+    with closing(sqlite3.connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)) as db:
+        return dict(db.execute(query, (phase,)).fetchall())
+
+
+def paired(before: Shares, after: Shares) -> Gain:
+    """Two evaluations of the same prompts, compared prompt by prompt."""
     differences = [after[prompt] - before[prompt] for prompt in before]
-    mean = statistics.fmean(differences)
-    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
+    spread = statistics.stdev(differences) if len(differences) > 1 else math.inf
     return Gain(
         prompts=len(before),
         before=statistics.fmean(before.values()),
         after=statistics.fmean(after.values()),
-        low=mean - 1.96 * error,
-        high=mean + 1.96 * error,
+        error=spread / math.sqrt(len(differences)),
     )
 
 
@@ -65,7 +84,8 @@ def main() -> int:
             f"{run_dir}: {found.before:.3f} -> {found.after:.3f} on {found.prompts} prompts, "
             f"gain {found.gain:+.3f}, paired 95% interval [{found.low:+.3f}, {found.high:+.3f}]"
         )
-        print(json.dumps({"benchmark": "gain", "case": str(run_dir), "system": "flowrl", **asdict(found)}))
+        figures = asdict(found) | {"low": found.low, "high": found.high}
+        print(json.dumps({"benchmark": "gain", "case": str(run_dir), "system": "flowrl", **figures}))
     return 0
 
 

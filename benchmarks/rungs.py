@@ -1,0 +1,182 @@
+"""The rungs of the ladder: which graphs are run, with what, and what a finished one is judged by.
+
+Every rung starts from what `flowrl` itself makes (`tiny` and the like) or from the result of a rung above
+it, written as `{name}` in its options. It is judged by the task's verifier: the same held-out prompts,
+answers to a prompt and seeds, before and after. A graph that has no generator is judged by one that has:
+both models answer in runs of their own that train nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.gain import Gain, Shares, gain, paired, shares
+
+ROOT = Path(__file__).parent.parent
+PROMPTS, ANSWERS = 256, 4
+EVALUATION = ("--evaluate", str(PROMPTS), "--evaluate-samples", str(ANSWERS))
+JUDGE = ("--lr", "0", "--groups-per-step", "1", "--group-size", "2", "--staleness", "0")
+"""With these graphs/grpo.py evaluates a model and leaves it alone."""
+
+
+class RungFailed(Exception):
+    """A run that did not end well; the message says where to read why."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One graph with its settings."""
+
+    graph: str
+    steps: int
+    options: tuple[str, ...] = ()
+    minutes: float = 5.0
+    """What a run of it may take."""
+    seeds: int = 1
+    """Training seeds it is run with."""
+    online: bool = True
+    """It has a generator, evaluates itself, and can be audited."""
+    start: str = "tiny"
+    """Where its policy starts, for rungs that do not evaluate themselves: a model or a `{rung}`."""
+    name: str = ""
+    """Where it is not the graph's: two rungs of one graph."""
+
+    @property
+    def title(self) -> str:
+        return self.name or self.graph
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Rungs whose results its options name."""
+        texts = (*self.options, self.start)
+        return tuple(dict.fromkeys(name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name))
+
+    def command(self, results: Mapping[str, Path], seed: int) -> list[str]:
+        """What stands behind `flowrl`, without the run directory."""
+        options = [option.format_map({name: str(path) for name, path in results.items()}) for option in self.options]
+        evaluation = EVALUATION if self.online else ()
+        return [
+            "run",
+            f"graphs/{self.graph}.py",
+            *options,
+            *evaluation,
+            "--steps",
+            str(self.steps),
+            "--seed",
+            str(seed),
+        ]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run of a rung came to."""
+
+    rung: str
+    seed: int
+    command: str
+    gain: Gain
+    minutes: float
+    audit: bool | None
+    """None where there is nothing to audit."""
+
+    @property
+    def good(self) -> bool:
+        """A gain of more than two paired standard errors, and books that close."""
+        return self.gain.gain > 2 * self.gain.error and self.audit is not False
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def read(path: Path) -> Result:
+        found = json.loads(path.read_text())
+        return Result(**found | {"gain": Gain(**found["gain"])})
+
+
+def run_rung(rung: Rung, seed: int, results: Mapping[str, Path], home: Path) -> Result:
+    """Run it afresh below `home`, and judge it. Raises RungFailed."""
+    command, run_dir = rung.command(results, seed), run_dir_of(rung, seed, home)
+    start_s = time.monotonic()
+    flowrl(command, run_dir, limit_s=60 * rung.minutes + 60)
+    minutes = (time.monotonic() - start_s) / 60
+    if rung.online:
+        found, audit = gain(run_dir), audited(run_dir)
+    else:
+        start = rung.start.format_map({name: str(path) for name, path in results.items()})
+        found = paired(answers(start, home), answers(str(checkpoint(run_dir)), home))
+        audit = None
+    return Result(rung.title, seed, " ".join(["flowrl", *_short(command, home)]), found, minutes, audit)
+
+
+def flowrl(command: Sequence[str], run_dir: Path, *, limit_s: float) -> None:
+    """`flowrl ...` in a process of its own; what it prints goes to a file beside `run_dir`, replaced."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    log = run_dir.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    arguments = [sys.executable, "-m", "flowrl.cli", *command, "--run-dir", str(run_dir), "--plain"]
+    with log.open("w") as out:
+        process = subprocess.Popen(arguments, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise RungFailed(f"{run_dir.name} was stopped after {limit_s / 60:.0f} minutes; see {log}") from None
+        finally:
+            end(process)
+    if status:
+        last = (log.read_text().strip().splitlines() or ["it printed nothing"])[-1]
+        raise RungFailed(f"{run_dir.name} ended with status {status}: {last}; see {log}")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a run that still goes on, and if it does not stop, kill it."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def answers(model: str, home: Path) -> Shares:
+    """How `model` (a name or directory) does on the held-out prompts; asked once below `home`."""
+    run_dir = home / ("answers-" + model.replace("/", "_"))
+    if not (run_dir / "ledger.sqlite").exists() or not shares(run_dir, "before"):
+        command = ["run", "graphs/grpo.py", "--policy", model, *JUDGE, *EVALUATION, "--steps", "1"]
+        flowrl(command, run_dir, limit_s=300)
+    return shares(run_dir, "before")
+
+
+def audited(run_dir: Path) -> bool:
+    """What `flowrl audit` says of a run."""
+    from flowrl.runtime.audit import audit
+
+    return audit(run_dir).ok
+
+
+def run_dir_of(rung: Rung, seed: int, home: Path) -> Path:
+    return home / f"{rung.title}-{seed}"
+
+
+def checkpoint(run_dir: Path, step: int | None = None) -> Path:
+    """The model that a run ended with, or that of one step."""
+    found = sorted((run_dir / "checkpoints").glob("step_*" if step is None else f"step_{step:06d}"))
+    if not found:
+        raise RungFailed(f"{run_dir} holds no checkpoint")
+    return found[-1]
+
+
+def _short(command: Sequence[str], home: Path) -> list[str]:
+    """The command as a reader would type it: without the fixed evaluation, results by their rung's name."""
+    text = " ".join(command).replace(" ".join(EVALUATION) + " ", "")
+    return text.replace(f"{home}/", f"{home.name}/").split()
