@@ -4,7 +4,7 @@ export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 export RAY_DEDUP_LOGS := 0
 
-.PHONY: setup demo demo-control test check lint bench clean
+.PHONY: setup demo demo-control ladder-table ladder-controls test check lint bench clean
 
 setup:
 	@.ci/setup
@@ -14,6 +14,13 @@ demo: setup
 
 demo-control: setup
 	$(PY) -m benchmarks.demo --control
+
+# Every graph on `tiny`, and the table in README: about an hour and a half on two cores.
+ladder-table: setup
+	$(PY) -m benchmarks.ladder --readme
+
+ladder-controls: setup
+	$(PY) -m benchmarks.ladder_controls
 
 check: setup lint
 	$(PY) -m pytest -q -x -m "not slow" tests

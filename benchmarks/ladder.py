@@ -23,7 +23,11 @@ from benchmarks.rungs import ANSWERS, PROMPTS, ROOT, Result, Rung, RungFailed, c
 SEEDS = 3
 RUNGS = (
     Rung("sft", 450, online=False, start="{random}"),
-    Rung("grpo", 200, ("--lr", "2e-4"), seeds=SEEDS),
+    Rung("grpo", 150, ("--lr", "2e-4"), seeds=SEEDS),
+    Rung("reinforce_pp", 150, ("--lr", "2e-4")),
+    Rung("rloo", 150, ("--lr", "2e-4")),
+    Rung("dapo", 100, ("--lr", "2e-4")),
+    Rung("raft", 150, ("--lr", "3e-4"), minutes=10),
     Rung("distill", 100, ("--lr", "3e-4")),
 )
 README = ROOT / "README.md"
@@ -33,7 +37,7 @@ BEGIN, END = "<!-- ladder-table: begin -->", "<!-- ladder-table: end -->"
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     chosen = [rung for rung in RUNGS if not options.only or rung.title in options.only]
-    failures = [] if options.table else list(climb(chosen, options.home))
+    failures = [] if options.table else list(climb(chosen, options.home, options.seeds))
     found = results(RUNGS, options.home)
     table = markdown(RUNGS, found)
     print(table)
@@ -47,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def climb(rungs: Sequence[Rung], home: Path) -> Iterator[str]:
-    """Run the rungs, before each what it needs and is not there. Yields what failed."""
+def climb(rungs: Sequence[Rung], home: Path, seeds: Sequence[int] | None) -> Iterator[str]:
+    """Run the rungs, before each what it needs and is not there; with their own seeds or these. Yields what failed."""
     for rung in rungs:
         try:
             run_missing(rung.needs, home)
-            for seed in range(rung.seeds):
+            for seed in range(rung.seeds) if seeds is None else seeds:
                 run_one(rung, seed, home)
         except (RungFailed, ValueError) as failure:
             yield f"{rung.title}: {failure}"
@@ -149,6 +153,7 @@ def write_table(readme: Path, table: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], choices=[rung.title for rung in RUNGS], metavar="RUNG")
+    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="training seeds instead of the rung's own")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--home", type=Path, default=Path("runs") / "ladder", help="where runs and results lie")
     parser.add_argument("--readme", action="store_true", help="write the table into README.md")

@@ -1,0 +1,144 @@
+"""The ladder's runner without its runs: commands, paired errors, the table, checksums of weights."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import ladder
+from benchmarks.gain import Gain, gain, paired
+from benchmarks.ladder import RUNGS, markdown, record, results, write_table
+from benchmarks.ladder_controls import checksum, scores
+from benchmarks.rungs import Result, Rung, RungFailed, checkpoint, flowrl
+from flowrl.graph.load import load_file
+from flowrl.runtime.ledger import SCHEMA
+
+ROOT = Path(__file__).parent.parent
+GOOD = Gain(prompts=256, before=0.3, after=0.5, error=0.02)
+
+
+def result(rung: str = "grpo", seed: int = 0, **more: object) -> Result:
+    fields = {"command": "flowrl run graphs/grpo.py", "gain": GOOD, "minutes": 1.5, "audit": True}
+    return Result(rung=rung, seed=seed, **fields | more)  # type: ignore[arg-type]
+
+
+def ledger(run_dir: Path, *rows: tuple[str, str, int, int]) -> None:
+    """(phase, prompt, member, correct)"""
+    run_dir.mkdir(parents=True)
+    with sqlite3.connect(run_dir / "ledger.sqlite") as db:
+        db.executescript(SCHEMA)
+        columns = [name for _, name, *_ in db.execute("PRAGMA table_info(evaluations)")]
+        for phase, prompt, member, correct in rows:
+            known = {"phase": phase, "prompt_id": prompt, "member": member, "correct": correct, "score": correct * 0.5}
+            values = [known.get(name, 0) for name in columns]
+            db.execute(f"INSERT INTO evaluations VALUES ({', '.join('?' * len(values))})", values)
+    db.close()
+
+
+def test_the_error_is_that_of_the_paired_differences() -> None:
+    found = paired({"a": 0.25, "b": 0.5, "c": 0.0}, {"a": 0.75, "b": 0.5, "c": 0.25})
+    assert (found.before, found.after) == (0.25, 0.5)
+    assert found.error == pytest.approx(np.std([0.5, 0.0, 0.25], ddof=1) / np.sqrt(3))
+    assert paired({"a": 0.0}, {"a": 1.0}).error == float("inf")
+
+
+def test_gains_are_read_from_the_ledger_prompt_by_prompt(tmp_path: Path) -> None:
+    answers = [("before", "p", 0, 0), ("before", "p", 1, 1), ("before", "q", 0, 0), ("before", "q", 1, 0)]
+    answers += [("after", "p", 0, 1), ("after", "p", 1, 1), ("after", "q", 0, 0), ("after", "q", 1, 1)]
+    ledger(tmp_path / "run", *answers)
+    found = gain(tmp_path / "run")
+    assert (found.prompts, found.before, found.after, found.error) == (2, 0.25, 0.75, 0.0)
+    assert scores(tmp_path / "run", "before")["p", 1] == 0.5
+    ledger(tmp_path / "half", *answers[:4])
+    with pytest.raises(ValueError, match="no evaluation of the same prompts before and after"):
+        gain(tmp_path / "half")
+
+
+def test_two_errors_and_closed_books_make_a_good_result() -> None:
+    assert result().good and result(audit=None).good
+    assert not result(audit=False).good
+    assert not result(gain=Gain(prompts=256, before=0.25, after=0.28125, error=0.015625)).good
+
+
+def test_options_name_the_results_of_other_rungs(tmp_path: Path) -> None:
+    rung = Rung("ppo", 20, ("--policy", "{sft}", "--reward-model", "{reward_model}"))
+    assert rung.needs == ("sft", "reward_model")
+    command = rung.command({"sft": tmp_path / "a", "reward_model": tmp_path / "b"}, 2)
+    assert command[:6] == [
+        "run",
+        "graphs/ppo.py",
+        "--policy",
+        str(tmp_path / "a"),
+        "--reward-model",
+        str(tmp_path / "b"),
+    ]
+    assert command[6:] == ["--evaluate", "256", "--evaluate-samples", "4", "--steps", "20", "--seed", "2"]
+    assert "--evaluate" not in replace(rung, online=False).command({"sft": tmp_path, "reward_model": tmp_path}, 0)
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.title)
+def test_every_rung_is_a_graph_that_takes_its_options(rung: Rung, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    command = rung.command(dict.fromkeys(rung.needs, tmp_path), 0)
+    file = load_file(ROOT / command[1])
+    own = command[2 : command.index("--steps")]
+    assert file.build(file.parse(own)).nodes
+    assert rung.minutes <= 10 and rung.steps >= 1
+    known = [other.title for other in RUNGS[: RUNGS.index(rung)]]
+    assert set(rung.needs) <= {"random", *known}, "a rung starts from what lies below it"
+
+
+def test_results_are_kept_and_read_back(tmp_path: Path) -> None:
+    rung = Rung("grpo", 5, seeds=2)
+    result(seed=1).write(record(rung, 1, tmp_path))
+    assert results([rung], tmp_path) == [result(seed=1)]
+
+
+def test_the_table_has_a_line_a_rung_with_the_gains_of_its_seeds() -> None:
+    rungs = [Rung("grpo", 5, seeds=2), Rung("dpo", 5), Rung("sft", 5)]
+    found = [result(), result(seed=1, minutes=2.5, audit=False), result("sft", audit=None)]
+    lines = markdown(rungs, found).splitlines()
+    assert lines[4] == (
+        "| grpo | 0.300 | 0.500 | +0.200 ± 0.020, +0.200 ± 0.020 | 2.0 | failed | `flowrl run graphs/grpo.py` |"
+    )
+    assert lines[5].startswith("| sft |") and "| – |" in lines[5]
+    assert len(lines) == 6, "a rung without results has no line"
+
+
+def test_the_table_takes_its_place_in_the_readme(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"above\n{ladder.BEGIN}\nold\n{ladder.END}\nbelow\n")
+    write_table(readme, "new")
+    assert readme.read_text() == f"above\n{ladder.BEGIN}\nnew\n{ladder.END}\nbelow\n"
+    readme.write_text("no marks")
+    with pytest.raises(ValueError, match="has no place for the table"):
+        write_table(readme, "new")
+    assert readme.read_text() == "no marks"
+
+
+def test_readme_has_the_place() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.index(ladder.BEGIN) < text.index(ladder.END)
+
+
+def test_a_run_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        RungFailed, match=r"mine ended with status 2: flowrl: .*there is no option --no-such.*mine\.log"
+    ):
+        flowrl(["run", "graphs/sft.py", "--no-such", "1"], tmp_path / "mine", limit_s=60)
+    with pytest.raises(RungFailed, match="holds no checkpoint"):
+        checkpoint(tmp_path)
+
+
+def test_the_checksum_sees_every_weight(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    weights = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(5, np.float32)}
+    for name, change in (("one", {}), ("same", {}), ("other", {"b": np.array([1, 1, 1, 1, 1.0001], np.float32)})):
+        (tmp_path / name).mkdir()
+        save_file(weights | change, tmp_path / name / "model.safetensors", metadata={"made": name})
+    assert checksum(tmp_path / "one") == checksum(tmp_path / "same") != checksum(tmp_path / "other")
