@@ -61,8 +61,8 @@ CASES = (
 )
 
 
-def make_model(path: Path, *, tied: bool) -> None:
-    """A random two-layer model whose logits are far from flat, saved as a Hugging Face directory."""
+def make_model(path: Path, *, tied: bool, num_layers: int = 2) -> None:
+    """A random small model whose logits are far from flat, saved as a Hugging Face directory."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -71,7 +71,7 @@ def make_model(path: Path, *, tied: bool) -> None:
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
         "intermediate_size": 24,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "initializer_range": 0.3,

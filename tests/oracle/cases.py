@@ -1,0 +1,116 @@
+"""What the oracle compares: every estimator with every ratio and every aggregation.
+
+What is left to choose (stale masks, optimizer steps, epochs, KL in reward and loss, entropy) changes
+from case to case, so that all of it meets all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+BATCHES = 3
+LR = 0.02
+TEMPERATURE = 0.8
+GROUP_SIZE = 4
+GROUPS = 4
+MAX_STALENESS = 2
+LENGTH = 12
+"""The constant L of `aggregation="constant"`."""
+LAM = 0.9
+
+ESTIMATORS = ("reinforce", "reinforce_baseline", "dr_grpo", "rloo", "group_norm", "gae")
+AGGREGATIONS = ("token", "sequence", "constant")
+NARROW = {"clip_low": 0.004, "clip_high": 0.006}
+"""Bounds that a few small steps reach."""
+RATIOS: dict[str, dict[str, Any]] = {
+    "ppo": NARROW | {"correction": None},
+    "dual_clip": NARROW | {"dual_clip": 1.003, "correction": "tis", "correction_range": (0.8, 1.25)},
+    "behavior": {"old": "behavior", "dual_clip": 1.5, "correction": None},
+    "decoupled": NARROW | {"correction": "decoupled", "correction_range": (0.0, 1.2)},
+    "gspo": {
+        "kind": "gspo",
+        "clip_low": 0.001,
+        "clip_high": 0.002,
+        "correction": "sequence_mask",
+        "correction_range": (0.85, 1.1),
+    },
+    "cispo": {
+        "kind": "cispo",
+        "clip_low": 0.995,
+        "clip_high": 1.004,
+        "correction": "icepop",
+        "correction_range": (0.8, 1.25),
+    },
+    "reinforce": {
+        "kind": "reinforce",
+        "correction": "tis",
+        "correction_level": "sequence",
+        "correction_range": (0.5, 2.0),
+    },
+}
+KL_LOSSES: tuple[dict[str, Any], ...] = (
+    {},
+    {"kl_coef": 0.2, "kl_estimator": "k2"},
+    {"kl_coef": 0.2, "kl_estimator": "k3"},
+    {"kl_coef": 0.2, "kl_estimator": "k3_unbiased"},
+)
+
+
+@dataclass(frozen=True)
+class OracleCase:
+    """One way from recorded rollouts to weights."""
+
+    number: int
+    estimator: str
+    ratio: str
+    aggregation: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.estimator}-{self.ratio}-{self.aggregation}"
+
+    @property
+    def objective(self) -> dict[str, Any]:
+        """Fields of PolicyObjective."""
+        constant = {"length": LENGTH} if self.aggregation == "constant" else {}
+        entropy = {"entropy_coef": 0.05} if self.number % 5 == 0 else {}
+        return (
+            RATIOS[self.ratio]
+            | {"aggregation": self.aggregation}
+            | constant
+            | entropy
+            | KL_LOSSES[self.number % len(KL_LOSSES)]
+        )
+
+    @property
+    def kl_in_reward(self) -> tuple[float, str]:
+        """Coefficient and estimator of the KL that the advantage node takes out of the reward."""
+        return ((0.0, "k1"), (0.1, "k1"), (0.1, "k2"), (0.1, "k3"))[self.number % 7 % 4]
+
+    @property
+    def gamma(self) -> float:
+        return 0.95 if self.estimator in ("gae", "reinforce") else 1.0
+
+    @property
+    def whiten(self) -> str:
+        if self.estimator not in ("gae", "reinforce", "reinforce_baseline"):
+            return "off"
+        return "mean" if self.number % 6 == 1 else "full"
+
+    @property
+    def mask_staleness(self) -> int:
+        """-1: the batcher waits for old groups, and nothing is masked."""
+        return 1 if self.number % 2 else -1
+
+    @property
+    def optimizer_steps(self) -> int:
+        return 1 if self.number % 9 == 4 else 2
+
+    @property
+    def epochs(self) -> int:
+        return 2 if self.number % 4 == 3 else 1
+
+
+CASES = tuple(OracleCase(number, *choice) for number, choice in enumerate(product(ESTIMATORS, RATIOS, AGGREGATIONS)))
