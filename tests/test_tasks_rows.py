@@ -35,6 +35,7 @@ def test_a_malformed_name_is_refused(name: str) -> None:
         ("arithmetic:operators=*", "it may hold"),
         ("reasoning_gym/chain_sums", "try chain_sum"),
         ("reasoning_gym/chain_sum:max_term=3", "refuses these options"),
+        ("reasoning_gym/chain_sum:extract=numbers", "it has to be one of number, tag"),
         ("nowhere.jsonl", "there is no task 'nowhere.jsonl'"),
     ],
 )
@@ -77,6 +78,23 @@ def test_the_split_does_not_depend_on_order_or_repetition(prompts: list[str], rn
 def test_of_equal_prompts_the_first_row_stays() -> None:
     rows = Rows.split([Row.ask("a", answer="1"), Row.ask("b", answer="2"), Row.ask("a", answer="3")])
     assert {row.prompt: row.answer for row in (*rows.train, *rows.held_out)} == {"a": "1", "b": "2"}
+
+
+@pytest.mark.parametrize(
+    ("extract", "response", "seen"),
+    [
+        ("number", "12 - 5 is 7, so the answer is 7.", "7"),
+        ("number", "It is -3.50 in the end", "-3.50"),
+        ("number", "I do not know", ""),
+        ("tag", "<answer>4</answer>, no: <answer>\n5 </answer>", "5"),
+        ("tag", "5", ""),
+    ],
+)
+def test_a_verifier_sees_what_was_extracted(extract: str, response: str, seen: str) -> None:
+    from flowrl.tasks.reasoning import extracted
+
+    assert extracted(f"reasoning_gym/chain_sum:extract={extract}", response) == seen
+    assert extracted("reasoning_gym/chain_sum", f" {response} ") == response.strip()
 
 
 def test_a_reasoning_gym_entry_is_scored_by_its_own_verifier() -> None:

@@ -2,12 +2,17 @@
 
 A row carries its index instead of the entry's metadata: whoever scores generates the entry again from
 the task's name, which is exact and keeps messages small.
+
+The option `extract` says what of a response the verifier sees: `extract=number` its last number (what
+evaluation harnesses call flexible extraction), `extract=tag` what stands in its last <answer> tag; by
+default all of it.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +20,10 @@ from flowrl.errors import ConfigError
 from flowrl.tasks.rows import Row
 from flowrl.tasks.spec import Task
 
+EXTRACTIONS = {
+    "number": re.compile(r"-?\d+(?:\.\d+)?"),
+    "tag": re.compile(r"(?<=<answer>).*?(?=</answer>)", re.DOTALL),
+}
 DEFAULT_SIZE = 5120
 """Entries generated, held-out ones included, unless the option `size` says otherwise."""
 
@@ -30,9 +39,26 @@ def score(
 ) -> list[float]:
     """The verifier of each row's task: 1 for right, 0 for wrong, in between where the task gives partial credit."""
     return [
-        float(_dataset(name).score_answer(response.strip(), entry=_dataset(name)[index]))
+        float(_dataset(name).score_answer(extracted(name, response), entry=_dataset(name)[index]))
         for response, name, index in zip(responses, task, entry, strict=True)
     ]
+
+
+def extracted(task: str, response: str) -> str:
+    """What of `response` the verifier of the task of that name sees; "" where it holds no such thing."""
+    pattern = _extraction(task)
+    if pattern is None:
+        return response.strip()
+    found = pattern.findall(response)
+    return found[-1].strip() if found else ""
+
+
+@functools.lru_cache(maxsize=8)
+def _extraction(name: str) -> re.Pattern[str] | None:
+    wanted = Task(name).options.get("extract")
+    if wanted is not None and wanted not in EXTRACTIONS:
+        raise ConfigError(f"task {name!r}: extract is {wanted!r}; it has to be one of {', '.join(EXTRACTIONS)}")
+    return None if wanted is None else EXTRACTIONS[wanted]
 
 
 def check(task: Task) -> None:
@@ -48,11 +74,13 @@ def _dataset(name: str) -> Any:
     except ImportError:
         raise ConfigError(f"task {name!r} needs the package reasoning-gym; pip install reasoning-gym") from None
     task = Task(name)
+    _extraction(name)
+    options = {key: value for key, value in task.options.items() if key != "extract"}
     dataset = task.source.removeprefix("reasoning_gym/")
     if dataset not in DATASETS:
         close = difflib.get_close_matches(dataset, DATASETS, 3) or sorted(DATASETS)[:5]
         raise ConfigError(f"reasoning_gym has no task {dataset!r} among its {len(DATASETS)}; try {', '.join(close)}")
     try:
-        return reasoning_gym.create_dataset(dataset, **{"size": DEFAULT_SIZE, "seed": 0, **task.options})
+        return reasoning_gym.create_dataset(dataset, **{"size": DEFAULT_SIZE, "seed": 0, **options})
     except (TypeError, AssertionError, ValueError) as refusal:
         raise ConfigError(f"task {name!r}: reasoning_gym refuses these options: {refusal}") from None

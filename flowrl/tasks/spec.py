@@ -22,6 +22,8 @@ class Task:
     """`arithmetic`, `reasoning_gym/NAME`, a `.jsonl` file or a directory written by `datasets`' save_to_disk.
 
     Options follow a colon: `reasoning_gym/chain_sum:max_terms=3,max_digits=1`, `questions.jsonl:prompt=problem`.
+    With `extract=number` a reasoning_gym verifier is shown the last number of a response, with `extract=tag` its
+    last <answer>…</answer>.
     """
     reward: str = ""
     """`file.py:function` or `package.module:function`; "" is the task's own verifier."""
