@@ -1,4 +1,4 @@
-"""The `flowrl` command: check, run, audit, version.
+"""The `flowrl` command: check, run, audit, serve-reward, version.
 
 What a user got wrong is printed as one message without frames, and exits with 2. Everything heavy is
 imported inside the command that needs it.
@@ -34,6 +34,8 @@ usage: flowrl COMMAND
         run a graph; --help after GRAPH.py lists the fields and all options
   audit RUN_DIR
         prove a run's books and its staleness bound from its own records
+  serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS]
+        answer rewards over HTTP, for graphs that name the address as their reward
   version
 
 to begin with:
@@ -120,6 +122,19 @@ def audit(args: Sequence[str]) -> int:
     return 0 if report.ok else 1
 
 
+def serve_reward(args: Sequence[str]) -> int:
+    """`flowrl serve-reward MODEL`: serves until it is interrupted."""
+    if not args or args[0].startswith("-"):
+        raise ConfigError(
+            "flowrl serve-reward needs a reward model's directory or FILE.py:FUNCTION first: "
+            "flowrl serve-reward runs/rm/checkpoints/step_000100 --port 8100"
+        )
+    from flowrl.nodes.serve import ServeOptions, serve
+
+    serve(args[0], parse_options(ServeOptions, args[1:], prog=f"flowrl serve-reward {args[0]}"))
+    return 0
+
+
 def show_version(args: Sequence[str]) -> int:
     """`flowrl version`"""
     if args:
@@ -132,6 +147,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "check": check,
     "run": run,
     "audit": audit,
+    "serve-reward": serve_reward,
     "version": show_version,
 }
 

@@ -283,6 +283,27 @@ def test_rewards_that_cannot_work(told: Told, tmp_path: Path, source: str) -> No
     assert REWARDS[source] in told("run", GRPO, *SMALL, "--task.reward", tmp_path / "rewards.py:f")
 
 
+def test_a_reward_server_that_is_not_there(told: Told, closed_port: int) -> None:
+    url = f"http://127.0.0.1:{closed_port}/score"
+    text = told("run", GRPO, *SMALL, "--task.reward", f"verifier + 0.5*{url}")
+    assert f"the trial reward failed: {url} cannot be asked" in text
+    assert "start the server, or mend its answer" in text
+
+
+SERVING = {
+    "": "needs a reward model's directory or FILE.py:FUNCTION first",
+    "nowhere": "'nowhere' is neither a directory of a reward model nor a function",
+    "nowhere.py:f": "the reward's file nowhere.py does not exist",
+    "nowhere.py:f --port 99999": "--port is 99999; it has to be in 0 to 65535",
+    "nowhere.py:f --prt 1": "there is no option --prt; did you mean --port?",
+}
+
+
+@pytest.mark.parametrize("args", SERVING)
+def test_what_cannot_be_served(told: Told, args: str) -> None:
+    assert SERVING[args] in told("serve-reward", *args.split())
+
+
 def test_rewards_that_are_not_there(told: Told) -> None:
     assert "names no function; write file.py:function" in told("run", GRPO, *SMALL, "--task.reward", "rewards.py")
     assert "the reward's file rewards.py does not exist" in told("run", GRPO, *SMALL, "--task.reward", "rewards.py:f")

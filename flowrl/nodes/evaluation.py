@@ -19,9 +19,10 @@ from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
 from flowrl.nodes.source import sampling_seed
 from flowrl.runtime.ledger_client import EvaluationRow
-from flowrl.tasks import Row, Task, load_rows
-from flowrl.tasks.asking import Asking, way_of_asking
-from flowrl.tasks.judge import BadReward, load_judge, place_of
+from flowrl.tasks import Row, Task, conversation, load_rows, reward_parts
+from flowrl.tasks.asking import Asking
+from flowrl.tasks.judge import BadReward
+from flowrl.tasks.rewards import check_reward, open_reward, uses_http
 from flowrl.tasks.rows import HELD_OUT_ONE_IN
 
 CORRECT = 1.0 - 1e-6
@@ -32,7 +33,7 @@ CORRECT = 1.0 - 1e-6
 class HeldOut:
     """One task as it is asked."""
 
-    task: str
+    task: Task
     rows: tuple[Row, ...]
     chat: Chat
     asking: Asking
@@ -66,17 +67,11 @@ class Evaluation(Node):
         self.num_prompts = num_prompts
         self.num_samples = num_samples
         self.every = every
-        self.function = function
+        self.parts = {task.name: reward_parts(task, function) for task in self.tasks}
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self._finished = asyncio.Event()
         self._held_out: list[HeldOut] = []
-
-    def place(self, task: Task) -> str:
-        """The function that scores answers to `task`, as `place:function`."""
-        if self.function is None:
-            return task.verifier
-        return self.function if isinstance(self.function, str) else place_of(self.function)
 
     def facts(self) -> Facts:
         return Facts(concurrency=self.concurrency)
@@ -101,15 +96,17 @@ class Evaluation(Node):
                     f"task {task.name!r} has {found or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held "
                     f"out) and {self.num_prompts} are to be evaluated; ask for {found} at most, or add rows"
                 )
-            load_judge(self.place(task))
+            check_reward(self.parts[task.name], (row.columns for row in self._rows(task)))
 
     async def setup(self) -> None:
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         tokenizer = await self.blocking(load_tokenizer, model_dir)
         for task in self.tasks:
             rows = await self.blocking(self._rows, task)
-            asking = way_of_asking(await self.blocking(load_judge, self.place(task)), self.timeout_s)
-            self._held_out.append(HeldOut(task.name, rows, Chat(tokenizer, task.system_prompt), asking))
+            parts = self.parts[task.name]
+            await self.blocking(check_reward, parts, ())
+            asking = open_reward(parts, timeout_s=self.timeout_s)
+            self._held_out.append(HeldOut(task, rows, Chat(tokenizer, task.system_prompt), asking))
 
     async def run(self) -> None:
         with self.context.standing("the end of training"):
@@ -131,7 +128,7 @@ class Evaluation(Node):
             rows = await self._answers(held_out, phase, step, slots)
             _require_one_version(self.name, phase, rows)
             self.context.ledger.evaluation(rows)
-            prefix = f"{held_out.task}/" if index else ""
+            prefix = f"{held_out.task.name}/" if index else ""
             figures |= {f"{prefix}{name}": value for name, value in summary(rows, self.num_samples).items()}
         return figures
 
@@ -149,7 +146,7 @@ class Evaluation(Node):
     ) -> EvaluationRow:
         async with slots:
             sample = await self.generate(self._prompt(held_out, row, member, phase, step))
-        score = await self._score(held_out.asking, sample)
+        score = await self._score(held_out, row, sample)
         versions = sample.versions[sample.policy_mask]
         return EvaluationRow(
             phase=phase,
@@ -161,13 +158,16 @@ class Evaluation(Node):
             response_tokens=sample.response_tokens,
             oldest_version=int(versions.min()),
             newest_version=int(versions.max()),
-            task=held_out.task,
+            task=held_out.task.name,
         )
 
-    async def _score(self, asking: Asking, sample: Sample) -> float:
+    async def _score(self, held_out: HeldOut, row: Row, sample: Sample) -> float:
         """The verdict on one answer; 0 if the function gives none."""
+        columns = dict(row.columns)
+        if uses_http(self.parts[held_out.task.name]):
+            columns["messages"] = conversation(held_out.task, row)
         try:
-            verdicts = await asking.ask([sample.prompt_text], [sample.response_text], [sample.columns])
+            verdicts = await held_out.asking.ask([sample.prompt_text], [sample.response_text], [columns])
         except BadReward as bad:
             self.context.metric(f"evaluation_{bad.reason}", 1)
             return 0.0
@@ -175,7 +175,7 @@ class Evaluation(Node):
 
     def _prompt(self, held_out: HeldOut, row: Row, member: int, phase: str, step: int) -> Prompt:
         text, token_ids = held_out.chat.prompt(row.turns)
-        group_id = f"{self.name}:{held_out.task}:{phase}:{step}:{row.prompt_id}"
+        group_id = f"{self.name}:{held_out.task.name}:{phase}:{step}:{row.prompt_id}"
         return Prompt(
             sample_id=f"{group_id}:{member}",
             group_id=group_id,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError, SampleFailed
@@ -19,19 +19,23 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample, Scored
 from flowrl.nodes.shaping import Shaping
-from flowrl.tasks import Row, Task, load_rows
-from flowrl.tasks.asking import Asking, way_of_asking
-from flowrl.tasks.judge import BadReward, Judge, Verdicts, load_judge, place_of
+from flowrl.tasks import Row, Task, conversation, load_rows, reward_parts
+from flowrl.tasks.asking import Asking
+from flowrl.tasks.judge import BadReward, Verdicts
+from flowrl.tasks.rewards import HTTP_CONCURRENCY, check_reward, open_reward, uses_http
 
 FAILURES_IN_A_ROW = 256
+MEND_FUNCTION = "mend the function, its signature and its result"
 
 
 class Reward(Node):
     """Scores samples by the verifier of `task`, or by `function` if one is given.
 
-    `function` is `file.py:function`, `package.module:function`, or a function defined at the top of a
-    file; see `flowrl.tasks.judge` for its signature. Synchronous functions run in `concurrency` worker
-    processes and are killed after `timeout_s`; of an `async` one `concurrency` calls run at a time.
+    `function` is a function defined at the top of a file, or a reward as text (`flowrl.tasks.rewards`):
+    `file.py:function`, `http://HOST:PORT/PATH`, or a weighted sum of several, each logged by name. See
+    `flowrl.tasks.judge` for a function's signature. Synchronous ones run in `concurrency` worker
+    processes and are killed after `timeout_s`; of `async` ones and HTTP questions `concurrency` run at a
+    time. None is 1, and 64 where something is asked for over HTTP.
     """
 
     rollouts: In[Sample]
@@ -43,24 +47,18 @@ class Reward(Node):
         *,
         function: str | Callable[..., Any] | None = None,
         timeout_s: float = 10.0,
-        concurrency: int = 1,
+        concurrency: int | None = None,
         shaping: Shaping | None = None,
     ) -> None:
         self.task = task
-        self.function = function
+        self.parts = reward_parts(task, function)
         self.timeout_s = timeout_s
-        self.concurrency = concurrency
+        self.concurrency = (HTTP_CONCURRENCY if uses_http(self.parts) else 1) if concurrency is None else concurrency
         self.shaping = shaping or Shaping()
-        self._asking: list[Asking] = []
-        self._free: asyncio.Queue[Asking]
+        self._asking: Asking | None = None
+        self._conversations: Mapping[str, Any] = {}
+        """Prompt id -> the messages before the response, where a server has to be told them."""
         self._failures = 0
-
-    @property
-    def place(self) -> str:
-        """The reward function as `place:function`."""
-        if self.function is None:
-            return self.task.verifier
-        return self.function if isinstance(self.function, str) else place_of(self.function)
 
     def facts(self) -> Facts:
         return Facts(drops=True, concurrency=self.concurrency)
@@ -74,52 +72,53 @@ class Reward(Node):
         return problems
 
     def preflight(self) -> None:
-        """Load the function, look for its columns in every row, and try it on the first."""
-        judge = load_judge(self.place)
+        """Load the functions, look for their columns in every row, and try the reward on the first."""
         rows = load_rows(self.task)
-        for row in (*rows.train, *rows.held_out):
-            judge.check_columns(row.columns)
-        asyncio.run(self._trial(judge, rows.train[0]))
+        check_reward(self.parts, (row.columns for row in (*rows.train, *rows.held_out)))
+        asyncio.run(self._trial(rows.train[0]))
 
-    async def _trial(self, judge: Judge, row: Row) -> None:
-        asking = way_of_asking(judge, self.timeout_s)
+    async def _trial(self, row: Row) -> None:
+        asking = open_reward(self.parts, timeout_s=self.timeout_s, retries=0)
+        columns = {**row.columns, **self._told(conversation(self.task, row))}
         try:
-            await asking.ask([row.prompt], [row.answer or ""], [row.columns])
+            await asking.ask([row.prompt], [row.answer or ""], [columns])
         except BadReward as bad:
-            raise ConfigError(
-                f"the trial reward failed: {bad}; mend the function, its signature and its result"
-            ) from bad
+            mend = "start the server, or mend its answer" if uses_http(self.parts) else MEND_FUNCTION
+            raise ConfigError(f"the trial reward failed: {bad}; {mend}") from bad
         finally:
             await asking.close()
 
     async def setup(self) -> None:
-        judge = await self.blocking(load_judge, self.place)
-        self._asking = [way_of_asking(judge, self.timeout_s) for _ in range(self.concurrency)]
-        self._free = asyncio.Queue()
-        for asking in self._asking:
-            self._free.put_nowait(asking)
+        await self.blocking(check_reward, self.parts, ())
+        self._asking = open_reward(self.parts, timeout_s=self.timeout_s, concurrency=self.concurrency)
+        if uses_http(self.parts):
+            rows = (await self.blocking(load_rows, self.task)).train
+            self._conversations = {row.prompt_id: conversation(self.task, row) for row in rows}
 
     async def run(self) -> None:
         await self.rollouts.each(self._score, concurrency=self.concurrency)
 
     async def close(self) -> None:
-        for asking in self._asking:
-            await asking.close()
+        if self._asking is not None:
+            await self._asking.close()
 
     async def _score(self, sample: Sample) -> None:
-        asking = await self._free.get()
+        assert self._asking is not None
+        columns = {**sample.columns, **self._told(self._conversations.get(sample.prompt_id))}
         try:
             with self.context.busy("score"):
-                verdicts = await asking.ask([sample.prompt_text], [sample.response_text], [sample.columns])
+                verdicts = await self._asking.ask([sample.prompt_text], [sample.response_text], [columns])
         except BadReward as bad:
             self._count_failure(bad)
             raise SampleFailed(bad.reason) from bad
-        finally:
-            self._free.put_nowait(asking)
         self._failures = 0
         scored = self.scored_sample(sample, verdicts)
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
+
+    def _told(self, messages: Any) -> dict[str, Any]:
+        """What a server hears besides the row's columns."""
+        return {"messages": messages} if messages and uses_http(self.parts) else {}
 
     def scored_sample(self, sample: Sample, verdicts: Verdicts) -> Scored:
         """`sample` with the reward that is trained on, and the verdict before shaping."""

@@ -12,12 +12,39 @@ from typing import Any, TypeVar
 from flowrl.errors import ConfigError
 from flowrl.tasks.arithmetic import Arithmetic, demonstrate
 from flowrl.tasks.files import Keys, dataset_rows, json_rows
+from flowrl.tasks.judge import place_of
+from flowrl.tasks.rewards import Part, parse_reward
 from flowrl.tasks.rows import Row, Rows
 from flowrl.tasks.spec import Task
 
-__all__ = ["Demonstrator", "Row", "Rows", "Task", "demonstrator", "load_rows", "right_answer"]
+__all__ = [
+    "Demonstrator",
+    "Row",
+    "Rows",
+    "Task",
+    "conversation",
+    "demonstrator",
+    "load_rows",
+    "reward_parts",
+    "right_answer",
+]
 
 Options = TypeVar("Options")
+
+
+def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -> tuple[Part, ...]:
+    """What scores responses to `task`: its verifier, or `function`, an object or a reward as text."""
+    if function is None or isinstance(function, str):
+        return parse_reward(function or task.verifier, verifier=task.own_verifier)
+    return (Part(place_of(function), name=function.__name__),)
+
+
+def conversation(task: Task, row: Row) -> list[dict[str, str]]:
+    """The messages before the response to `row`, as the model is told them."""
+    system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
+    return [*system, *(dict(turn) for turn in row.turns)]
+
+
 Demonstrator = Callable[[Row, random.Random], str]
 
 

@@ -108,7 +108,7 @@ class Judge:
 
     def _verdicts(self, answer: Any, num: int) -> Verdicts:
         if self.single:
-            return _joined([as_verdicts(self.place, _listed(one), 1) for one in answer])
+            return joined([as_verdicts(self.place, _listed(one), 1) for one in answer])
         return as_verdicts(self.place, answer, num)
 
 
@@ -217,7 +217,8 @@ def _listed(answer: Any) -> Any:
     return {**listed, "logs": {k: [v] for k, v in answer.get("logs", {}).items()}}
 
 
-def _joined(parts: Sequence[Verdicts]) -> Verdicts:
+def joined(parts: Sequence[Verdicts]) -> Verdicts:
+    """Verdicts of one sample each as one; a part that a sample lacks counts 0."""
     names = dict.fromkeys(name for part in parts for name in part.logs)
     return Verdicts(
         tuple(part.rewards[0] for part in parts),

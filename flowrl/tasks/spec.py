@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.rewards import parse_reward
 
 _COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^\[(]*[\])])")
 
@@ -26,7 +27,10 @@ class Task:
     last <answer>…</answer>.
     """
     reward: str = ""
-    """`file.py:function` or `package.module:function`; "" is the task's own verifier."""
+    """`file.py:function`, `package.module:function`, `http://HOST:PORT/PATH`, or a weighted sum of such.
+
+    As `verifier + 0.1*rules.py:short`; "" is the task's own verifier. See `flowrl.tasks.rewards`.
+    """
     system_prompt: str = ""
     """First message of every conversation; "" leaves it to the model's chat template."""
 
@@ -34,10 +38,8 @@ class Task:
         if not self.source:
             raise ConfigError(f"task {self.name!r} names no source; write e.g. arithmetic or reasoning_gym/chain_sum")
         _ = self.options
-        if self.reward and ":" not in self.reward:
-            raise ConfigError(
-                f"reward {self.reward!r} names no function; write file.py:function or package.module:function"
-            )
+        if self.reward:
+            parse_reward(self.reward)
 
     @property
     def source(self) -> str:
@@ -52,9 +54,12 @@ class Task:
 
     @property
     def verifier(self) -> str:
-        """The function that scores responses, as `place:function`."""
-        if self.reward:
-            return self.reward
+        """The reward that scores responses, as text."""
+        return self.reward or self.own_verifier
+
+    @property
+    def own_verifier(self) -> str:
+        """The function that comes with the source, as `place:function`."""
         if self.source.startswith("reasoning_gym/"):
             return "flowrl.tasks.reasoning:score"
         return "flowrl.tasks.verify:exact_match"

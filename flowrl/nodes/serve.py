@@ -1,0 +1,108 @@
+"""`flowrl serve-reward`: a trained reward model, or a function, behind an address that graphs name as their reward."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from flowrl.errors import ConfigError
+from flowrl.tasks.asking import Asking
+from flowrl.tasks.judge import Columns, Verdicts
+from flowrl.tasks.rewards import check_reward, open_reward, parse_reward
+from flowrl.tasks.server import RewardServer
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of `flowrl serve-reward`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 for other machines."""
+    port: int = 8100
+    """0 takes one that is free."""
+    device: str = "cpu"
+    """Of the model: cpu, cuda, cuda:1."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the model."""
+    timeout_s: float = 10.0
+    """A function that takes longer for a request is killed."""
+    workers: int = 1
+    """Processes of a synchronous function."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port is {self.port}; it has to be in 0 to 65535")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"--timeout-s is {self.timeout_s}; it has to be above 0")
+        if self.workers < 1:
+            raise ConfigError(f"--workers is {self.workers}; it needs at least 1")
+
+
+class Scores(Protocol):
+    """What is needed of a reward model: `flowrl.models.scorer.Scorer`."""
+
+    def score(self, asked: Sequence[tuple[Sequence[Mapping[str, str]], str]]) -> list[float]:
+        """One number for each (messages before the response, response)."""
+
+
+class AskModel:
+    """Scores by a reward model, one request at a time, off the event loop."""
+
+    def __init__(self, scorer: Scores) -> None:
+        self._scorer = scorer
+        self._turn = asyncio.Lock()
+
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+        asked = [
+            (row.get("messages") or [{"role": "user", "content": prompt}], response)
+            for prompt, response, row in zip(prompts, responses, columns, strict=True)
+        ]
+        async with self._turn:
+            scores = tuple(await asyncio.to_thread(self._scorer.score, asked))
+        return Verdicts(scores, scores)
+
+    async def close(self) -> None: ...
+
+
+def serve(what: str, options: ServeOptions) -> None:
+    """Serve until interrupted. Raises ConfigError for a model or function that does not load, or a port in use."""
+    server = RewardServer(what, _asking(what, options))
+    asyncio.run(_serve(server, options))
+
+
+def _asking(what: str, options: ServeOptions) -> Asking:
+    if Path(what).expanduser().is_dir():
+        from flowrl.models.scorer import load_scorer  # type: ignore[import-not-found, unused-ignore]
+
+        return AskModel(load_scorer(str(Path(what).expanduser()), options.device, options.dtype))
+    if ":" not in what:
+        raise ConfigError(
+            f"{what!r} is neither a directory of a reward model nor a function; name one that graphs/reward_model.py "
+            "has saved, or FILE.py:FUNCTION"
+        )
+    parts = parse_reward(what)
+    check_reward(parts, ())
+    return open_reward(parts, timeout_s=options.timeout_s, concurrency=options.workers)
+
+
+async def _serve(server: RewardServer, options: ServeOptions) -> None:
+    from aiohttp import web
+
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    runner = web.AppRunner(server.app())
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, options.host, options.port).start()
+        port = runner.addresses[0][1]
+        print(f"flowrl: {server.name} answers at http://{options.host}:{port}/score", flush=True)
+        await stop.wait()
+    except OSError as problem:
+        raise ConfigError(f"port {options.port} of {options.host} cannot be served: {problem.strerror}") from None
+    finally:
+        await runner.cleanup()

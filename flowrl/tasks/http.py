@@ -1,0 +1,210 @@
+"""Rewards over HTTP: what waits is sent together, to the server with the least to do, again if need be.
+
+Request: POST, JSON {"prompts": [...], "responses": [...], "columns": {name: [...]}}; `columns` holds the
+rows' other columns and, under `messages`, the conversation before the response where it is known.
+Answer: what a reward function may return, a list of numbers or {"rewards": [...], "scores": [...],
+"logs": {name: [...]}}. `flowrl serve-reward` is such a server.
+
+Waits: a question for its answer, which ends after `retries` further tries of `timeout_s` each. While a
+server works on its requests further questions gather, and make the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flowrl.tasks.judge import BadReward, Columns, Verdicts, as_verdicts, joined
+
+if TYPE_CHECKING:
+    import aiohttp
+
+RETRIES = 4
+BACKOFF_S = 0.25
+LONGEST_BACKOFF_S = 8.0
+BATCH = 32
+"""Most samples of one request."""
+REQUESTS_PER_URL = 2
+"""One that the server works on, one that is on its way."""
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One sample that waits for its verdict."""
+
+    prompt: str
+    response: str
+    columns: Mapping[str, Any]
+    verdict: asyncio.Future[Verdicts]
+
+
+class Transient(Exception):
+    """A failure that another try, or another server, may not meet."""
+
+    def __init__(self, bad: BadReward) -> None:
+        self.bad = bad
+        super().__init__(str(bad))
+
+
+class HttpReward:
+    """One endpoint at several addresses. Raises BadReward for a sample of which no verdict can be had."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_s: float,
+        retries: int = RETRIES,
+        backoff_s: float = BACKOFF_S,
+        batch: int = BATCH,
+    ) -> None:
+        self.urls = tuple(urls)
+        self.timeout_s = timeout_s
+        self.retries = retries
+        self.backoff_s = backoff_s
+        self.batch = batch
+        self._busy = dict.fromkeys(self.urls, 0)
+        self._waiting: list[Question] = []
+        self._requests: set[asyncio.Task[None]] = set()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+        loop = asyncio.get_running_loop()
+        questions = [
+            Question(prompt, response, dict(row), loop.create_future())
+            for prompt, response, row in zip(prompts, responses, columns, strict=True)
+        ]
+        self._waiting += questions
+        self._send()
+        try:
+            await asyncio.wait([question.verdict for question in questions])
+        finally:
+            for question in questions:
+                if not question.verdict.cancel():
+                    question.verdict.exception()  # retrieved, though only the first is raised
+        return joined([question.verdict.result() for question in questions])
+
+    async def close(self) -> None:
+        for request in self._requests:
+            request.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def _send(self) -> None:
+        """Requests for what waits, as many as the servers may have."""
+        self._waiting = [question for question in self._waiting if not question.verdict.done()]
+        while self._waiting and len(self._requests) < REQUESTS_PER_URL * len(self.urls):
+            questions, self._waiting = self._waiting[: self.batch], self._waiting[self.batch :]
+            request = asyncio.get_running_loop().create_task(self._answer(questions))
+            self._requests.add(request)
+            request.add_done_callback(self._ended)
+
+    def _ended(self, request: asyncio.Task[None]) -> None:
+        self._requests.discard(request)
+        if not request.cancelled():
+            request.result()
+            self._send()
+
+    async def _answer(self, questions: Sequence[Question]) -> None:
+        """Verdicts for all of them. What is wrong with one sample's is no fault of the others."""
+        try:
+            verdicts = await self._ask_until(questions)
+        except BadReward as bad:
+            if len(questions) > 1 and bad.reason in ALONE:
+                for question in questions:
+                    await self._answer([question])
+                return
+            for question in questions:
+                if not question.verdict.done():
+                    question.verdict.set_exception(BadReward(bad.reason, str(bad)))
+            return
+        for index, question in enumerate(questions):
+            if not question.verdict.done():
+                question.verdict.set_result(_of(verdicts, index))
+
+    async def _ask_until(self, questions: Sequence[Question]) -> Verdicts:
+        """The answer of the first try that has one; each try goes to the server with the fewest requests."""
+        avoided = ""
+        for attempt in range(self.retries + 1):
+            url = min(self.urls, key=lambda url: (self._busy[url] + (url == avoided), self.urls.index(url)))
+            try:
+                return await self._ask_one(url, questions)
+            except Transient as failure:
+                if attempt == self.retries:
+                    tries = f" ({attempt + 1} tries)" if attempt else ""
+                    raise BadReward(failure.bad.reason, f"{failure.bad}{tries}") from None
+            avoided = url
+            await asyncio.sleep(min(self.backoff_s * 2**attempt, LONGEST_BACKOFF_S))
+        raise AssertionError("the last try returns or raises")
+
+    async def _ask_one(self, url: str, questions: Sequence[Question]) -> Verdicts:
+        """One try. Raises Transient, or BadReward for what every try would meet."""
+        import aiohttp
+
+        self._busy[url] += 1
+        try:
+            async with (
+                asyncio.timeout(self.timeout_s),
+                self._open().post(url, data=_body(questions), headers=JSON) as answer,
+            ):
+                status, text = answer.status, await answer.text(errors="replace")
+        except TimeoutError:
+            raise Transient(BadReward("reward_timed_out", f"{url} took more than {self.timeout_s} s")) from None
+        except (aiohttp.ClientError, OSError) as error:
+            told = str(error) or type(error).__name__
+            raise Transient(BadReward("reward_unreachable", f"{url} cannot be asked: {told}")) from None
+        finally:
+            self._busy[url] -= 1
+        return _verdicts(url, status, text, len(questions))
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            import aiohttp
+
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        return self._session
+
+
+JSON = {"Content-Type": "application/json"}
+ALONE = frozenset({"reward_malformed", "reward_not_finite", "reward_wrong_length", "reward_raised", "reward_http_413"})
+"""Reasons that may lie in a single sample of a request, so each is asked for by itself."""
+
+
+def _body(questions: Sequence[Question]) -> bytes:
+    names = dict.fromkeys(name for question in questions for name in question.columns)
+    body = {
+        "prompts": [question.prompt for question in questions],
+        "responses": [question.response for question in questions],
+        "columns": {name: [question.columns.get(name) for question in questions] for name in names},
+    }
+    return json.dumps(body, default=str).encode()
+
+
+def _verdicts(url: str, status: int, text: str, num: int) -> Verdicts:
+    """What the server said, checked like a function's answer."""
+    if status in TRANSIENT:
+        raise Transient(BadReward(f"reward_http_{status}", f"{url} answered {status}: {_short(text)}"))
+    if status == 422:  # flowrl's own server: the function behind it gave no verdict
+        raise BadReward("reward_raised", f"{url} has no verdict: {_short(text)}")
+    if status != 200:
+        raise BadReward(f"reward_http_{status}", f"{url} answered {status}: {_short(text)}")
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        raise Transient(BadReward("reward_malformed", f"{url} answered what is no JSON: {_short(text)}")) from None
+    return as_verdicts(url, answer, num)
+
+
+def _of(verdicts: Verdicts, index: int) -> Verdicts:
+    logs = {name: (values[index],) for name, values in verdicts.logs.items()}
+    return Verdicts((verdicts.rewards[index],), (verdicts.scores[index],), logs)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= 80 else f"{line[:77]}...")

@@ -1,0 +1,160 @@
+"""Rewards as text: a function, an HTTP endpoint, or a weighted sum of several with a name each.
+
+    verifier                                            the task's own
+    rules.py:short                                      a function of a file, or package.module:function
+    http://a:8100/score,http://b:8100/score             servers that share the work; see flowrl.tasks.http
+    verifier + 0.1*rules.py:short + 0.5*http://a:8100/score as taste
+
+In a sum each part is logged under its name: the function's, `http` for a server, or what follows `as`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.tasks.asking import Asking, way_of_asking
+from flowrl.tasks.judge import BadReward, Columns, Verdicts, load_judge
+from flowrl.tasks.terms import terms
+
+SCHEMES = ("http://", "https://")
+VERIFIER = "verifier"
+HTTP_CONCURRENCY = 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """One reward of a sum, or the only one."""
+
+    place: str
+    weight: float = 1.0
+    name: str = ""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where it is asked for over HTTP; () for a function."""
+        return tuple(self.place.split(",")) if self.place.startswith(SCHEMES) else ()
+
+
+def parse_reward(text: str, *, verifier: str = VERIFIER) -> tuple[Part, ...]:
+    """The parts of a reward, the word `verifier` replaced. Raises ConfigError for what cannot be one."""
+    parts = tuple(
+        Part(verifier if term.text == VERIFIER else term.text, term.weight, term.name or _name(term.text))
+        for term in terms(text)
+    )
+    for part in parts:
+        _check(part, text)
+    names = [part.name for part in parts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"reward {text!r} has two parts called {', '.join(twice)}; name them: PLACE as NAME")
+    return parts
+
+
+def uses_http(parts: Iterable[Part]) -> bool:
+    """One of them is asked for over HTTP."""
+    return any(part.urls for part in parts)
+
+
+def check_reward(parts: Sequence[Part], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Load every function and look for its columns in each of `rows`. Raises ConfigError."""
+    judges = [load_judge(part.place) for part in parts if not part.urls]
+    for columns in rows:
+        for judge in judges:
+            judge.check_columns(columns)
+
+
+def open_reward(parts: Sequence[Part], *, timeout_s: float, concurrency: int = 1, retries: int | None = None) -> Asking:
+    """A way of asking for the sum; `concurrency` worker processes for each synchronous function."""
+    opened = [_open(part, timeout_s, concurrency, retries) for part in parts]
+    if len(parts) == 1 and parts[0].weight == 1.0:
+        return opened[0]
+    return WeightedSum(parts, opened)
+
+
+class WeightedSum:
+    """Asks for all parts at once; a sample of which one part cannot be had has no reward."""
+
+    def __init__(self, parts: Sequence[Part], asked: Sequence[Asking]) -> None:
+        self._parts = parts
+        self._asked = asked
+
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+        answers = await asyncio.gather(
+            *(asking.ask(prompts, responses, columns) for asking in self._asked), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        verdicts = [answer for answer in answers if isinstance(answer, Verdicts)]
+        logs: dict[str, tuple[float, ...]] = {}
+        for part, verdict in zip(self._parts, verdicts, strict=True):
+            logs[part.name] = verdict.rewards
+            logs |= {f"{part.name}/{name}": values for name, values in verdict.logs.items()}
+        return Verdicts(
+            self._sum([verdict.rewards for verdict in verdicts]),
+            self._sum([verdict.scores for verdict in verdicts]),
+            logs,
+        )
+
+    async def close(self) -> None:
+        for asking in self._asked:
+            await asking.close()
+
+    def _sum(self, values: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        weights = [part.weight for part in self._parts]
+        return tuple(
+            sum(weight * value for weight, value in zip(weights, of_sample, strict=True))
+            for of_sample in zip(*values, strict=True)
+        )
+
+
+class Pool:
+    """Several ways of asking the same function; each question takes one that is free."""
+
+    def __init__(self, members: Sequence[Asking]) -> None:
+        self._members = members
+        self._free: asyncio.Queue[Asking] = asyncio.Queue()
+        for member in members:
+            self._free.put_nowait(member)
+
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+        member = await self._free.get()
+        try:
+            return await member.ask(prompts, responses, columns)
+        finally:
+            self._free.put_nowait(member)
+
+    async def close(self) -> None:
+        for member in self._members:
+            await member.close()
+
+
+def _open(part: Part, timeout_s: float, concurrency: int, retries: int | None) -> Asking:
+    if part.urls:
+        from flowrl.tasks.http import RETRIES, HttpReward
+
+        return HttpReward(part.urls, timeout_s=timeout_s, retries=RETRIES if retries is None else retries)
+    judge = load_judge(part.place)
+    return Pool([way_of_asking(judge, timeout_s) for _ in range(concurrency)])
+
+
+def _name(text: str) -> str:
+    return "http" if text.startswith(SCHEMES) else text.rpartition(":")[2]
+
+
+def _check(part: Part, whole: str) -> None:
+    if part.urls:
+        wrong = [url for url in part.urls if not url.startswith(SCHEMES) or not url.partition("//")[2]]
+        if wrong:
+            raise ConfigError(f"reward {whole!r}: {wrong[0]!r} is no address; write http://HOST:PORT/PATH,http://…")
+    elif part.place != VERIFIER and ":" not in part.place:
+        raise ConfigError(
+            f"reward {part.place!r} names no function; write file.py:function, package.module:function or "
+            "http://HOST:PORT/PATH"
+        )
+
+
+__all__ = ["BadReward", "Part", "check_reward", "open_reward", "parse_reward", "uses_http"]

@@ -1,0 +1,95 @@
+"""The other side of `flowrl.tasks.http`: a reward function or model, asked over HTTP.
+
+POST /score  {"prompts": [...], "responses": [...], "columns": {name: [...]}}
+             200 {"rewards": [...], "scores": [...], "logs": {...}}
+             400 for a request that is none, 422 where the function behind it has no verdict
+GET /health  {"serving": name, "answered": number of samples}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flowrl.tasks.asking import Asking
+from flowrl.tasks.judge import BadReward, Columns
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+LARGEST_REQUEST_BYTES = 256 << 20
+
+
+class BadRequest(Exception):
+    """A request that is none; the text says what it lacks."""
+
+
+class RewardServer:
+    """Answers with the verdicts of `asking`."""
+
+    def __init__(self, name: str, asking: Asking) -> None:
+        self.name = name
+        self._asking = asking
+        self._answered = 0
+
+    def app(self) -> web.Application:
+        """An application for aiohttp to run; it closes the asking at its end."""
+        from aiohttp import web
+
+        app = web.Application(client_max_size=LARGEST_REQUEST_BYTES)
+        app.add_routes([web.post("/score", self._score), web.get("/health", self._health)])
+        app.on_cleanup.append(self._close)
+        return app
+
+    async def _score(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        try:
+            prompts, responses, columns = _asked(await request.text())
+        except BadRequest as bad:
+            return web.json_response({"error": str(bad)}, status=400)
+        try:
+            verdicts = await self._asking.ask(prompts, responses, columns)
+        except BadReward as bad:
+            return web.json_response({"error": str(bad), "reason": bad.reason}, status=422)
+        self._answered += len(prompts)
+        return web.json_response({"rewards": verdicts.rewards, "scores": verdicts.scores, "logs": dict(verdicts.logs)})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        return web.json_response({"serving": self.name, "answered": self._answered})
+
+    async def _close(self, app: web.Application) -> None:
+        await self._asking.close()
+
+
+def _asked(text: str) -> tuple[Sequence[str], Sequence[str], Columns]:
+    """(prompts, responses, columns of each sample) of a request's body. Raises BadRequest."""
+    try:
+        body = json.loads(text)
+    except ValueError as problem:
+        raise BadRequest(f"the body is no JSON ({problem})") from None
+    if not isinstance(body, Mapping):
+        raise BadRequest(f"the body is a {type(body).__name__}; it needs an object with prompts and responses")
+    prompts, responses = _texts(body, "prompts"), _texts(body, "responses")
+    columns = body.get("columns", {})
+    if not isinstance(columns, Mapping):
+        raise BadRequest("columns is no object; it needs a list for each name")
+    lengths = {"responses": len(responses), **{name: _length(values) for name, values in columns.items()}}
+    for name, length in lengths.items():
+        if length != len(prompts):
+            raise BadRequest(f"there are {len(prompts)} prompts, but {length} of {name}")
+    return prompts, responses, [{name: columns[name][i] for name in columns} for i in range(len(prompts))]
+
+
+def _texts(body: Mapping[str, Any], name: str) -> list[str]:
+    values = body.get(name)
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise BadRequest(f"{name} is {str(values)[:60]!r}; it needs a list of texts")
+    return values
+
+
+def _length(values: Any) -> int:
+    return len(values) if isinstance(values, list) else -1
