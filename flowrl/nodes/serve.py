@@ -76,7 +76,7 @@ def serve(what: str, options: ServeOptions) -> None:
 
 def _asking(what: str, options: ServeOptions) -> Asking:
     if Path(what).expanduser().is_dir():
-        from flowrl.models.scorer import load_scorer  # type: ignore[import-not-found, unused-ignore]
+        from flowrl.models.scorer import load_scorer  # type: ignore[import-untyped, unused-ignore]
 
         return AskModel(load_scorer(str(Path(what).expanduser()), options.device, options.dtype))
     if ":" not in what:
