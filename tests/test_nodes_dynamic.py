@@ -72,7 +72,12 @@ def test_counts_survive_a_checkpoint() -> None:
     resumed, out = GroupAdvantage(size=2, dynamic=DynamicSampling(2)), InMemoryOut()
     resumed.load_state(first.state())
     run(resumed, scored=InMemoryIn([group("b", 0.0, 1.0)]), groups=out)
-    assert out.sent[0].metrics == {"filtered_groups": 1, "filtered_tokens": 4, "filtered_raw_reward": 1.0}
+    assert out.sent[0].metrics == {
+        "judged_groups": 2,
+        "filtered_groups": 1,
+        "filtered_tokens": 4,
+        "judged_raw_reward": 1.5,
+    }
 
 
 def test_settings_that_cannot_work_are_problems() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
 from flowrl.nodes import BestOfN, PairMaker
+from flowrl.nodes.judged import GIVE_UP_AFTER, judged_metrics
 from tests.node_rig import InMemoryIn, InMemoryOut, members, run, scored
 
 REWARDS = (0.2, 0.9, 0.9, -0.5)
@@ -53,6 +55,29 @@ def test_the_best_against_the_worst() -> None:
     assert [(s.sample_id, s.label, s.pair) for s in group.samples] == [("g:1", 1, "g"), ("g:3", -1, "g")]
     assert lost == dict.fromkeys(("g:0", "g:2"), "not_paired")
     assert [s.sample_id for s in out.made_from[0]] == ["g:1", "g:3"]
+
+
+TIE = members([scored(m, 1.0, group="tie") for m in range(2)], size=2)
+GOOD = members([scored(m, float(m), group="good", response=3) for m in range(2)], size=2)
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (PairMaker(size=2), {"filtered_groups": 1, "filtered_share": 0.5, "filtered_tokens": 4}),
+        (BestOfN(size=2), {"filtered_groups": 0, "filtered_share": 0.0, "filtered_tokens": 2 + 3}),
+    ],
+)
+def test_a_batch_knows_all_that_was_judged_for_it(node: Node, expected: dict[str, float]) -> None:
+    out = InMemoryOut()
+    run(node, scored=InMemoryIn([TIE, GOOD]), groups=out)
+    assert judged_metrics(out.sent) == expected | {"raw_reward_unfiltered_mean": 0.75}
+
+
+@pytest.mark.parametrize("node", [PairMaker(size=2), BestOfN(size=2, least_reward=2.0)])
+def test_a_run_in_which_nothing_is_passed_on_any_more_ends(node: Node) -> None:
+    with pytest.raises(FlowrlError, match=f"none of the last {GIVE_UP_AFTER} groups"):
+        run(node, scored=InMemoryIn([TIE] * (GIVE_UP_AFTER + 1)), groups=InMemoryOut())
 
 
 @pytest.mark.parametrize("rewards", [(0.1, 0.1, 0.1), (0.0, 1e-9, 0.0)])

@@ -16,7 +16,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Bool, Group, Trainable
-from flowrl.nodes.dynamic import filter_metrics
+from flowrl.nodes.judged import judged_metrics
 from flowrl.nodes.running import AdaptiveKL, RunningEstimate
 from flowrl.training.advantages import whiten
 from flowrl.training.estimate import Estimate
@@ -104,7 +104,7 @@ class TokenBatch(Node):
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The batch of `groups`, in their order."""
-        metrics = filter_metrics(groups)
+        metrics = judged_metrics(groups)
         if self._running is not None:
             groups = self._running.batch(groups)
             metrics |= self._running.metrics

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from flowrl.errors import FlowrlError
-from flowrl.messages import Group, Scored
+from flowrl.messages import Scored
+from flowrl.nodes.judged import Judged
 
 
 @dataclass(frozen=True)
@@ -45,25 +46,22 @@ class DynamicSampling:
 
 
 class GroupFilter:
-    """Judges groups one after the other, and counts what it filtered."""
+    """Judges groups one after the other, and counts how many fill a batch and how many do not."""
 
     def __init__(self, settings: DynamicSampling | None) -> None:
         self._settings = settings
         self._kept_of_step = 0
         self._filtered_of_step = 0
-        self._since_kept = _nothing()
+        self._judged = Judged()
 
     def judge(self, samples: Sequence[Scored]) -> str:
         """The reason for which these members of a group are not trained on, "" if they are."""
         if self._settings is None:
             return ""
-        raw = [sample.raw_reward for sample in samples]
-        reason = self._settings.reason(raw)
+        reason = self._settings.reason([sample.raw_reward for sample in samples])
+        self._judged.add(samples, passed_on=() if reason else samples)
         if reason:
             self._filtered_of_step += 1
-            self._since_kept["filtered_groups"] += 1
-            self._since_kept["filtered_tokens"] += sum(sample.response_tokens for sample in samples)
-            self._since_kept["filtered_raw_reward"] += float(np.mean(raw))
         else:
             self._count_kept(self._settings.groups_per_step)
         return reason
@@ -85,39 +83,12 @@ class GroupFilter:
             )
 
     def since_kept(self) -> Mapping[str, float]:
-        """What was filtered since the last group that was kept; {} without dynamic sampling."""
-        if self._settings is None:
-            return {}
-        told, self._since_kept = self._since_kept, _nothing()
-        return told
+        """What was judged since the last group that was kept; {} without dynamic sampling."""
+        return {} if self._settings is None else self._judged.take()
 
     def state(self) -> Mapping[str, Any]:
-        return {"kept": self._kept_of_step, "filtered": self._filtered_of_step, "since_kept": dict(self._since_kept)}
+        return {"kept": self._kept_of_step, "filtered": self._filtered_of_step, "judged": self._judged.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._kept_of_step, self._filtered_of_step = int(state["kept"]), int(state["filtered"])
-        self._since_kept = {name: float(value) for name, value in state["since_kept"].items()}
-
-
-def filter_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What dynamic sampling cost the batch of `groups`; {} where there is none.
-
-    `raw_reward_unfiltered_mean` is the mean over all groups that were judged for it, while the
-    batch's own `raw_reward_mean` is that of the ones kept.
-    """
-    told = [group.metrics for group in groups if "filtered_groups" in group.metrics]
-    if not told:
-        return {}
-    filtered, tokens, raw = (sum(metrics[name] for metrics in told) for name in _nothing())
-    kept = sum(float(np.mean([sample.raw_reward for sample in group.samples])) for group in groups)
-    judged = filtered + len(groups)
-    return {
-        "filtered_groups": filtered,
-        "filtered_share": filtered / judged,
-        "filtered_tokens": tokens,
-        "raw_reward_unfiltered_mean": (raw + kept) / judged,
-    }
-
-
-def _nothing() -> dict[str, float]:
-    return {"filtered_groups": 0.0, "filtered_tokens": 0.0, "filtered_raw_reward": 0.0}
+        self._judged.load_state(state["judged"])

@@ -6,7 +6,7 @@ Of equal rewards the first member counts as the better one, so that a run can be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -16,6 +16,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
+from flowrl.nodes.judged import Judged
 from flowrl.training.advantages import all_equal
 from flowrl.training.estimate import trainable, whole_reward
 
@@ -37,6 +38,7 @@ class BestOfN(Node):
     def __init__(self, *, size: int, least_reward: float | None = None) -> None:
         self.size = size
         self.least_reward = least_reward
+        self._judged = Judged()
 
     def facts(self) -> Facts:
         return Facts(group_size=self.size, drops=True, keeps_lineage=False)
@@ -48,13 +50,26 @@ class BestOfN(Node):
         async for members in self.scored.groups(self.size):
             best = ranked(members.items)[0]
             kept = self.least_reward is None or best.raw_reward >= self.least_reward
+            self._judged.add(members.items, passed_on=[best] if kept else ())
             for sample in members.items:
                 if sample is not best:
                     self.scored.drop(sample, "not_best", state="filtered")
             if kept:
-                await self.groups.send(imitated(best, members), made_from=[best])
+                await self.groups.send(self.group(members, best), made_from=[best])
             else:
                 self.scored.drop(best, "below_least", state="filtered")
+                self._judged.assert_some_pass(self.name, "below_least")
+
+    def group(self, members: Members[Scored], best: Scored) -> Group:
+        """A group of one whose every policy token is to become likelier."""
+        sample = trainable(best, best.policy_mask.astype(np.float64))
+        return Group(members.group_id, (sample,), members.size, self._judged.take())
+
+    def state(self) -> Mapping[str, Any]:
+        return self._judged.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._judged.load_state(state)
 
 
 class PairMaker(Node):
@@ -74,6 +89,7 @@ class PairMaker(Node):
     def __init__(self, *, size: int, reference: PairReference = "round") -> None:
         self.size = size
         self.reference: PairReference = reference
+        self._judged = Judged()
 
     def facts(self) -> Facts:
         return Facts(group_size=self.size, drops=True, keeps_lineage=False)
@@ -89,12 +105,15 @@ class PairMaker(Node):
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
             pair, reason = self.pair(members.items)
+            self._judged.add(members.items, passed_on=pair)
             paired = {sample.sample_id for sample in pair}
             for sample in members.items:
                 if sample.sample_id not in paired:
                     self.scored.drop(sample, reason, state="filtered")
             if pair:
                 await self.groups.send(self.group(members, *pair), made_from=pair)
+            else:
+                self._judged.assert_some_pass(self.name, reason)
 
     def pair(self, samples: Sequence[Scored]) -> tuple[tuple[Scored, ...], str]:
         """(chosen, rejected), or () where there is none, and the reason for which the others are left out."""
@@ -108,19 +127,19 @@ class PairMaker(Node):
     def group(self, members: Members[Scored], chosen: Scored, rejected: Scored) -> Group:
         """The pair as neighbours that stay together."""
         pair = tuple(self._labelled(sample, label, members.group_id) for sample, label in ((chosen, 1), (rejected, -1)))
-        return Group(group_id=members.group_id, samples=pair, group_size=members.size)
+        return Group(members.group_id, pair, members.size, self._judged.take())
 
     def _labelled(self, sample: Scored, label: int, pair: str) -> Trainable:
         labelled = replace(trainable(sample, np.zeros(len(sample.token_ids))), label=label, pair=pair)
         return labelled if self.reference == "initial" else replace(labelled, ref_logprobs=sample.behavior_logprobs)
 
+    def state(self) -> Mapping[str, Any]:
+        return self._judged.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._judged.load_state(state)
+
 
 def ranked(samples: Sequence[Scored]) -> list[Scored]:
     """Best first; equal ones in their order."""
     return sorted(samples, key=lambda sample: -whole_reward(sample))
-
-
-def imitated(best: Scored, members: Members[Scored]) -> Group:
-    """A group of one whose every policy token is to become likelier."""
-    sample = trainable(best, best.policy_mask.astype(np.float64))
-    return Group(group_id=members.group_id, samples=(sample,), group_size=members.size)
