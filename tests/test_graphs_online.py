@@ -1,0 +1,151 @@
+"""The graphs that learn from their own samples: the same options everywhere, and each one's own as declared."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from flowrl.graph.check import check
+from flowrl.graph.graph import Graph
+from flowrl.graph.load import load_file
+from flowrl.graph.machine import GB, Cluster, Machine
+from flowrl.graph.node import Node
+from flowrl.nodes import Generator, GroupAdvantage, PairMaker, Reward, TokenBatch, Trainer
+
+GRAPHS = Path(__file__).parent.parent / "graphs"
+ONLINE = ("grpo", "reinforce_pp", "rloo", "dapo", "raft", "iterative_dpo")
+SHARED = (
+    "policy",
+    "task",
+    "lr",
+    "max_tokens",
+    "temperature",
+    "staleness",
+    "group_size",
+    "groups_per_step",
+    "evaluate",
+    "evaluate_samples",
+    "evaluate_every",
+    "num_generators",
+    "num_trainers",
+    "gpus",
+    "dtype",
+    "token_budget",
+    "negate_rewards",
+)
+CLUSTER = Cluster((Machine(cores=(0, 1, 2, 3), memory_bytes=16 * GB),))
+N = TypeVar("N", bound=Node)
+
+
+def graph(name: str, *options: str) -> Graph:
+    file = load_file(GRAPHS / f"{name}.py")
+    return file.build(file.parse(options))
+
+
+def node(of: Graph, kind: type[N]) -> N:
+    (found,) = [node for node in of.nodes.values() if isinstance(node, kind)]
+    return found
+
+
+def problems(name: str, options: str) -> list[str]:
+    return list(check(graph(name, *options.split()), CLUSTER).problems)
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_the_shared_options_stand_first_and_in_one_order(name: str) -> None:
+    fields = [field.name for field in dataclasses.fields(load_file(GRAPHS / f"{name}.py").config_type)]
+    assert tuple(fields[: len(SHARED)]) == SHARED
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_the_shared_options_mean_the_same(name: str) -> None:
+    options = "--lr 0.5 --max-tokens 7 --temperature 0.5 --group-size 3 --groups-per-step 5 --negate-rewards"
+    made = graph(name, *options.split(), "--staleness", "2", "--token-budget", "2048", "--evaluate-samples", "4")
+    assert check(made, CLUSTER).ok
+    generator, trainer, batcher = node(made, Generator), node(made, Trainer), node(made, TokenBatch)
+    assert (generator.sampling.max_tokens, generator.sampling.temperature) == (7, 0.5)
+    assert generator.evaluation == generator.sampling, "several answers are sampled"
+    assert (trainer.lr, trainer.temperature) == (0.5, 0.5)
+    assert (batcher.num_groups, batcher.token_budget) == (5, 2048)
+    assert node(made, Reward).shaping.negate
+    assert check(made, CLUSTER).plan.numbers.max_staleness == 2
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_one_held_out_answer_is_greedy_and_none_needs_no_node(name: str) -> None:
+    assert node(graph(name), Generator).evaluation.temperature == 0
+    assert "evaluation" not in graph(name, "--evaluate", "0").nodes
+
+
+REFERENCES = {
+    "grpo": (("", False), ("--objective.kl-coef 0.1", True), ("--reward-kl-coef 0.1", True)),
+    "reinforce_pp": (("", True), ("--kl-coef 0", False)),
+    "rloo": (("", True), ("--kl-coef 0", False)),
+    "dapo": (("", False),),
+    "iterative_dpo": (("", False), ("--reference initial", True)),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_there_is_a_reference_where_one_is_needed(name: str) -> None:
+    for options, needed in REFERENCES[name]:
+        made = graph(name, *options.split())
+        assert ("reference" in made.nodes) == needed, options
+        assert check(made, CLUSTER).ok
+
+
+def test_grpo_whitens_where_the_estimator_wants_it() -> None:
+    found = {
+        name: node(graph("grpo", "--advantage", name), TokenBatch).whiten
+        for name in ("group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce")
+    }
+    assert [name for name, how in found.items() if how == "full"] == ["reinforce_baseline", "reinforce"]
+    assert node(graph("grpo", "--advantage", "reinforce", "--whiten", "mean"), TokenBatch).whiten == "mean"
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("correction", ["tis", "icepop", "sequence_mask", "decoupled", "None"])
+def test_grpo_takes_every_objective_with_every_correction(kind: str, correction: str) -> None:
+    options = ("--objective", kind, "--objective.correction", correction, "--objective.clip-high", "2.0")
+    assert check(graph("grpo", *options), CLUSTER).ok
+
+
+def test_the_batcher_makes_advantages_as_the_advantage_node_does() -> None:
+    for name in ("grpo", "reinforce_pp", "rloo"):
+        made = graph(name)
+        assert node(made, TokenBatch).estimate is node(made, GroupAdvantage).estimate
+
+
+def test_dapo_filters_on_the_way_to_as_many_groups_as_a_batch_has() -> None:
+    dynamic = node(graph("dapo", "--groups-per-step", "6"), GroupAdvantage).dynamic
+    assert dynamic is not None and dynamic.groups_per_step == 6
+    assert node(graph("dapo", "--overlong-buffer", "0"), Reward).shaping.overlong is None
+
+
+def test_a_round_of_iterative_dpo_begins_when_the_last_ones_weights_are_everywhere() -> None:
+    made = graph("iterative_dpo")
+    numbers = check(made, CLUSTER).plan.numbers
+    assert (numbers.max_staleness, numbers.tickets) == (0, node(made, TokenBatch).num_groups)
+    assert node(made, PairMaker).reference == "round"
+
+
+MISTAKES = {
+    ("reinforce_pp", "--baseline --kl-target 1"): "adaptive_kl steers the KL in the reward",
+    ("reinforce_pp", "--kl-target 0"): "adaptive_kl.target is 0.0",
+    ("dapo", "--max-filtered-per-step 0"): "max_filtered_per_step is 0",
+    ("dapo", "--mean-between 0.8 0.2"): "the lower bound has to come first",
+    ("dapo", "--overlong-buffer -1"): "shaping.overlong.buffer is -1",
+    ("dapo", "--optimizer-steps 0"): "optimizer_steps is 0",
+    ("raft", "--group-size 1"): "the best of a group needs at least 2",
+    ("iterative_dpo", "--group-size 1"): "a pair needs at least 2",
+    ("rloo", "--group-size 1"): "compares the members of a group",
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES, ids=" ".join)
+def test_settings_that_cannot_work_are_problems(name: tuple[str, str]) -> None:
+    (problem,) = [problem for problem in problems(*name) if MISTAKES[name] in problem]
+    assert problem
