@@ -117,6 +117,8 @@ class Sample(Message):
     ref_logprobs: Float32 | None = None
     teacher_logprobs: Float32 | None = None
     """Of the policy tokens under a teacher (distillation); 0 elsewhere."""
+    teacher_hidden: Float32 | None = None
+    """[policy tokens, teacher's hidden size]: what the teacher's output layer makes its logits of."""
     values: Float32 | None = None
     """The critic's V of the state before each policy token; 0 elsewhere."""
     values_version: int = -1

@@ -20,6 +20,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.tasks import Task
+from flowrl.training.distillation import ReverseKL
 from flowrl.training.recipes import PolicyObjective
 from flowrl.training.settings import ZeroSettings
 
@@ -62,6 +63,8 @@ class Distill:
     teacher: str = "tiny_teacher"
     """tiny_teacher (for tiny), or the path of a model directory with the student's vocabulary."""
     teacher_dtype: Literal["float32", "bfloat16"] = "float32"
+    exact: bool = False
+    """The student learns the teacher's whole next-token distributions (exact reverse KL), not sampled tokens alone."""
 
 
 def graph(cfg: Distill) -> Graph:
@@ -78,7 +81,7 @@ def graph(cfg: Distill) -> Graph:
     )
     judge = g.add(
         "teacher",
-        Teacher(teacher, student=student, temperature=cfg.temperature, dtype=cfg.teacher_dtype),
+        Teacher(teacher, student=student, temperature=cfg.temperature, dtype=cfg.teacher_dtype, exact=cfg.exact),
         gpus=cfg.gpus,
     )
     advantage = g.add("advantage", TeacherAdvantage(size=cfg.group_size, negate=cfg.negate_rewards))
@@ -87,7 +90,8 @@ def graph(cfg: Distill) -> Graph:
         "trainer",
         Trainer(
             student,
-            objective=PolicyObjective(),
+            objective=ReverseKL(negate=cfg.negate_rewards) if cfg.exact else PolicyObjective(),
+            teacher=teacher if cfg.exact else None,
             lr=cfg.lr,
             temperature=cfg.temperature,
             zero=ZeroSettings(dtype=cfg.dtype),

@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Sample
 from flowrl.models import Policy
 from flowrl.models.characters import character_vocabulary
 from flowrl.models.vocabulary import untold, vocabulary, vocabulary_problem
-from flowrl.nodes import Teacher, TeacherAdvantage
+from flowrl.nodes import Teacher, TeacherAdvantage, Trainer
 from flowrl.nodes.teacher import _require_same_vocabulary, scored_by_teacher
-from flowrl.training.distillation import distillation_advantages
+from flowrl.training.distillation import ReverseKL, distillation_advantages
+from flowrl.training.estimate import trainable
+from flowrl.training.logprobs import Taught, chunked_logprobs
 from flowrl.training.objectives import policy_loss
+from flowrl.training.output_layer import OutputLayer, load_output_layer
+from flowrl.training.recipes import Seen, Totals
+from flowrl.training.rows import lay_out
 from tests.node_rig import InMemoryIn, InMemoryOut, members, run, sample, scored
 
 
@@ -76,6 +81,85 @@ def test_samples_that_no_teacher_saw_are_refused() -> None:
     node = TeacherAdvantage(size=4)
     with pytest.raises(ConfigError, match="connect a Teacher node"):
         run(node, scored=InMemoryIn([members([scored(0, 1.0)])]), groups=InMemoryOut())
+
+
+# The whole distribution
+
+
+def taught_case(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Taught]:
+    """(hidden, weight, targets, teacher): five places, a student of width 4 and a teacher of width 6, seven tokens."""
+    random = torch.Generator().manual_seed(1)
+    draw = [torch.randn(*shape, generator=random, dtype=dtype) for shape in ((5, 4), (7, 4), (5, 6), (7, 6), (7,))]
+    targets = torch.randint(7, (5,), generator=random)
+    return draw[0].requires_grad_(), draw[1].requires_grad_(), targets, Taught(draw[2], draw[3], draw[4])
+
+
+@pytest.mark.parametrize("logits_bytes", [1, 2 * 7 * 8, 1 << 20], ids=["one place a chunk", "two", "one chunk"])
+def test_the_relative_entropy_is_the_reverse_kl_and_so_is_its_gradient(logits_bytes: int) -> None:
+    hidden, weight, targets, teacher = taught_case()
+    upstream = torch.linspace(-1.0, 2.0, 5, dtype=torch.float64)
+    log_p = (hidden @ weight.T / 2.0).log_softmax(-1)
+    log_q = ((teacher.hidden_NK @ teacher.weight_VK.T + teacher.bias_V) / 2.0).log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    expected = torch.autograd.grad((upstream * -kl).sum(), (hidden, weight))
+
+    logprobs, entropies = chunked_logprobs(
+        hidden, weight, None, targets, temperature=2.0, entropy_gradient=True, taught=teacher, logits_bytes=logits_bytes
+    )
+    torch.testing.assert_close(-entropies, kl.detach(), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(logprobs, log_p.detach().gather(-1, targets[:, None])[:, 0])
+    found = torch.autograd.grad((upstream * entropies).sum(), (hidden, weight))
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_both_gradients_pass_together_with_a_teacher() -> None:
+    hidden, weight, targets, teacher = taught_case()
+
+    def function(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        logprobs, entropies = chunked_logprobs(h, w, None, targets, entropy_gradient=True, taught=teacher)
+        return (logprobs * 0.3 + entropies).sum()
+
+    assert torch.autograd.gradcheck(function, (hidden, weight))
+
+
+@pytest.mark.parametrize(("aggregation", "expected"), [("token", (1 + 2 + 6) / 3), ("sequence", (1.5 + 6) / 2)])
+@pytest.mark.parametrize("negate", [False, True])
+def test_the_loss_is_the_mean_reverse_kl(aggregation: str, expected: float, negate: bool) -> None:
+    mask = torch.tensor([[True, True], [True, False]])
+    entropies = -torch.tensor([[1.0, 2.0], [6.0, 99.0]])
+    empty = torch.zeros(2, 0)
+    seen = Seen(
+        empty, entropies, empty, mask, {}, Totals(3, 2), empty, torch.zeros(2), torch.zeros(0, 2, dtype=torch.long)
+    )
+    loss, stats = ReverseKL(aggregation=aggregation, negate=negate).loss(seen)
+    assert float(loss) == pytest.approx(-expected if negate else expected)
+    assert float(stats["reverse_kl"]) == pytest.approx(3.0)
+
+
+def test_the_exact_objective_says_what_it_needs() -> None:
+    with pytest.raises(ConfigError, match="choose token or sequence"):
+        ReverseKL(aggregation="constant")
+    bare = trainable(scored(0, 1.0), np.zeros(5))
+    with pytest.raises(FlowrlError, match="Teacher node with exact=True"):
+        ReverseKL().columns(bare)
+    (problem,) = Trainer(Policy("tiny"), objective=ReverseKL()).check(None)
+    assert "ReverseKL and a teacher= go together" in problem
+    (problem,) = Trainer(Policy("tiny"), teacher=Policy("tiny_teacher")).check(None)
+    assert "give both, or neither" in problem
+
+
+def test_rows_carry_the_hidden_states_of_their_samples_in_order() -> None:
+    layer = OutputLayer(torch.zeros(7, 2), None)
+    given = [taught(0, -1.0, -0.25), taught(1, -0.5)]
+    samples = [
+        trainable(scored_by_teacher(s, s.teacher_logprobs, np.full((s.response_tokens, 2), n, np.float32)), np.zeros(5))
+        for n, s in enumerate(given)
+    ]
+    rows = lay_out([s.token_ids for s in samples], [s.policy_mask for s in samples], packed=False)
+    found = layer.taught(rows, samples).taught
+    assert found is not None
+    torch.testing.assert_close(found.hidden_NK, torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]))
+    assert layer.taught(rows, []) is rows, "padding has no teacher"
 
 
 # Vocabularies
@@ -143,7 +227,27 @@ def test_the_teacher_scores_the_students_tokens(cache: object) -> None:
     logprobs = torch.log_softmax(logits_TV / 2.0, -1)[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
     np.testing.assert_allclose(found.teacher_logprobs[3:], logprobs[2:], atol=1e-5)
     assert found.reward == pytest.approx(logprobs[2:].mean() + 0.5, abs=1e-5)
-    assert ("scored", found) in context.ledger.events
+    assert ("scored", found) in context.ledger.events and found.teacher_hidden is None
+
+
+@pytest.mark.slow
+def test_hidden_states_and_output_layer_give_the_teachers_distribution(cache: object) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from flowrl.models import resolve
+
+    path, out, given = resolve(Policy("tiny")), InMemoryOut(), sample(0, response=4)
+    run(Teacher(Policy("tiny"), student=Policy("tiny"), exact=True), rollouts=InMemoryIn([given]), scored=out)
+    layer = load_output_layer(path, vocab_size=261, dtype="float32", device=torch.device("cpu"))
+    rows = lay_out([given.token_ids], [given.policy_mask], packed=False)
+    found = layer.taught(rows, out.sent).taught
+    assert found is not None
+    ids = torch.from_numpy(given.token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(path)(ids).logits[0, 2:6].log_softmax(-1)
+    torch.testing.assert_close(found.logprobs(slice(0, 4), 1.0), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ConfigError, match="has 261 tokens, the student's 260"):
+        load_output_layer(path, vocab_size=260, dtype="float32", device=torch.device("cpu"))
 
 
 @pytest.mark.slow

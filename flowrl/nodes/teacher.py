@@ -6,6 +6,8 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
@@ -13,7 +15,6 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Group, Sample, Scored
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.vocabulary import difference, untold, vocabulary_problem
-from flowrl.nodes.reference import reference_logprobs
 from flowrl.training.advantages import Array
 from flowrl.training.distillation import distillation_advantages
 from flowrl.training.estimate import trainable
@@ -27,7 +28,8 @@ class Teacher(Node):
     """Adds `teacher_logprobs` to the samples of `student`, whose vocabulary has to be the teacher's.
 
     A sample's reward is the mean over its policy tokens of log π_teacher − log π_b: an estimate, token by
-    token, of −KL(π_b‖π_teacher). `temperature` has to be the generator's: logits are divided by it.
+    token, of −KL(π_b‖π_teacher). `temperature` has to be the generator's: logits are divided by it. With
+    `exact` samples carry the teacher's hidden states too, which the objective `ReverseKL` needs.
     """
 
     cpus = 1
@@ -35,11 +37,20 @@ class Teacher(Node):
     rollouts: In[Sample]
     scored: Out[Scored]
 
-    def __init__(self, policy: Policy, *, student: Policy, temperature: float = 1.0, dtype: Dtype = "float32") -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        student: Policy,
+        temperature: float = 1.0,
+        dtype: Dtype = "float32",
+        exact: bool = False,
+    ) -> None:
         self.policy = policy
         self.student = student
         self.temperature = temperature
         self.dtype: Dtype = dtype
+        self.exact = exact
 
     def facts(self) -> Facts:
         return Facts()
@@ -72,8 +83,8 @@ class Teacher(Node):
     async def run(self) -> None:
         async for sample in self.rollouts:
             with self.context.busy("teach"):
-                logprobs = await self.blocking(reference_logprobs, self._model, sample, self.temperature)
-            scored = scored_by_teacher(sample, logprobs)
+                logprobs, hidden = await self.blocking(judgement, self._model, sample, self.temperature)
+            scored = scored_by_teacher(sample, logprobs, hidden if self.exact else None)
             self.context.ledger.scored(scored)
             await self.scored.send(scored)
 
@@ -116,12 +127,28 @@ class TeacherAdvantage(Node):
         return -advantages if self.negate else advantages
 
 
-def scored_by_teacher(sample: Sample, teacher_logprobs: Float32) -> Scored:
+def judgement(model: PolicyModel, sample: Sample, temperature: float) -> tuple[Float32, Float32]:
+    """(log p of the policy tokens at their places, 0 elsewhere; the last hidden state of each policy token)."""
+    import torch
+
+    from flowrl.training.rows import lay_out, policy_places
+
+    device = next(model.parameters()).device
+    rows = lay_out([sample.token_ids], [sample.policy_mask], packed=False, device=device)
+    with torch.no_grad():
+        hidden_NK = model.hidden(rows)
+        logprobs_N, _ = model.causal_lm.get_output_embeddings()(hidden_NK, rows.targets_N, temperature)
+    logprobs_T = np.zeros(len(sample.token_ids), np.float32)
+    logprobs_T[policy_places(sample.policy_mask)] = logprobs_N.float().cpu().numpy()
+    return logprobs_T, hidden_NK.float().cpu().numpy()
+
+
+def scored_by_teacher(sample: Sample, teacher_logprobs: Float32, hidden: Float32 | None = None) -> Scored:
     """`sample` with the teacher's logprobs, and their mean distance from the behavior policy's as its reward."""
     gap_T = distillation_advantages(teacher_logprobs, sample.behavior_logprobs, sample.policy_mask)
     reward = float(gap_T.sum()) / max(1, sample.response_tokens)
     fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
-    fields["teacher_logprobs"] = teacher_logprobs
+    fields |= {"teacher_logprobs": teacher_logprobs, "teacher_hidden": hidden}
     return Scored(**fields, reward=reward, raw_reward=reward, scored_s=time.time())
 
 

@@ -25,6 +25,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, resolve
 from flowrl.runtime.ledger_client import Use
+from flowrl.training.distillation import ReverseKL
 from flowrl.training.packing import loss_masks, split_batch
 from flowrl.training.recipes import Objective, PolicyObjective
 from flowrl.training.requirements import check_training, lora_problems
@@ -34,6 +35,8 @@ from flowrl.training.tally import Tally
 
 if TYPE_CHECKING:
     from flowrl.training.learner import Learner, Update
+    from flowrl.training.output_layer import OutputLayer
+    from flowrl.training.zero import ZeroEngine
     from flowrl.weights.publish import Publisher
 
 
@@ -43,8 +46,8 @@ class Trainer(Node):
     `lr` is the peak rate; `epochs` the passes over each batch (a batch's cut into several optimizer
     steps is the batcher's `optimizer_steps`). `temperature` has to be the generator's. With a `lora` of
     rank 1 or more an adapter is trained and the policy's own weights stay; a generator that gets adapters
-    has to be given the same one. Every `publish_every`th version is published, every `probe_every`th
-    publication carries the probe.
+    has to be given the same one. `teacher` is whom the objective `ReverseKL` compares the policy with.
+    Every `publish_every`th version is published, every `probe_every`th publication carries the probe.
     """
 
     cpus = 1
@@ -64,6 +67,7 @@ class Trainer(Node):
         temperature: float = 1.0,
         zero: ZeroSettings | None = None,
         lora: LoRA | None = None,
+        teacher: Policy | None = None,
         publish_every: int = 1,
         probe_every: int = 10,
     ) -> None:
@@ -75,6 +79,7 @@ class Trainer(Node):
         self.temperature = temperature
         self.zero = zero or ZeroSettings()
         self.lora = lora or LoRA()
+        self.teacher = teacher
         self.publish_every = publish_every
         self.probe_every = probe_every
         self.version = 0
@@ -98,6 +103,8 @@ class Trainer(Node):
             problems.append(f"lr is {self.lr}; it has to be a number from 0 up")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
+        if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
+            problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
         return problems + lora_problems(self.lora, self.zero)
 
     def preflight(self) -> None:
@@ -142,7 +149,16 @@ class Trainer(Node):
             epochs=self.epochs,
             temperature=self.temperature,
             max_staleness=self.context.max_staleness,
+            teacher=self._load_teacher(engine),
         )
+
+    def _load_teacher(self, engine: ZeroEngine) -> OutputLayer | None:
+        if self.teacher is None:
+            return None
+        from flowrl.training.output_layer import load_output_layer
+
+        path = resolve(self.teacher, progress=self.context.progress)
+        return load_output_layer(path, vocab_size=engine.vocab_size, dtype=self.zero.dtype, device=engine.device)
 
     def _source(self) -> str:
         """The model directory to start from. An adapter's checkpoint leaves the base where it was."""

@@ -1,14 +1,27 @@
 """On-policy distillation: the student's own tokens, judged one by one by a teacher.
 
-Axis T: tokens of one sample, prompt included.
+Two ways. By the sampled token alone: advantages for a `PolicyObjective`, at the cost of a logprob a token. Or
+exactly, by the whole next-token distribution: `ReverseKL`, for which a sample carries the teacher's last
+hidden state of each token and every trainer rank the teacher's output layer.
+
+Axes: B samples, T tokens: of one sample with its prompt, or policy tokens of the longest sample.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from flowrl.messages import Bool, Float32
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.messages import Bool, Float32, Trainable
 from flowrl.training.advantages import Array
+from flowrl.training.recipes import Column, Seen, Totals
+from flowrl.training.settings import Head
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def distillation_advantages(teacher_logprobs_T: Float32, behavior_logprobs_T: Float32, policy_mask_T: Bool) -> Array:
@@ -19,3 +32,58 @@ def distillation_advantages(teacher_logprobs_T: Float32, behavior_logprobs_T: Fl
     """
     gap_T = teacher_logprobs_T.astype(np.float64) - behavior_logprobs_T
     return np.where(policy_mask_T, gap_T, 0.0)
+
+
+@dataclass(frozen=True)
+class ReverseKL:
+    """Σ_v π(v) (log π(v) − log π_teacher(v)) at every policy token, over the full vocabulary.
+
+    The gradient is exact for the prefixes that were sampled, whose own distribution is not differentiated.
+    """
+
+    aggregation: str = "token"
+    """token | sequence"""
+    negate: bool = False
+    """A control: the student is driven away from the teacher."""
+
+    def __post_init__(self) -> None:
+        if self.aggregation not in ("token", "sequence"):
+            raise ConfigError(f"aggregation is {self.aggregation!r}; choose token or sequence")
+
+    @property
+    def head(self) -> Head:
+        return "lm"
+
+    at_end = False
+    offline = False
+    needs_proximal = False
+    needs_reference = False
+    needs_mismatched = False
+    needs_entropy_gradient = True
+    """The entropy it sees is relative to the teacher: −KL."""
+    stats = ("reverse_kl",)
+
+    def enough(self, totals: Totals) -> bool:
+        return totals.num_tokens > 0
+
+    def columns(self, sample: Trainable) -> Column:
+        if sample.sample_id and sample.teacher_hidden is None:
+            raise FlowrlError(
+                f"sample {sample.sample_id!r} carries no hidden states of a teacher: the exact reverse KL needs a "
+                "Teacher node with exact=True between generator and trainer"
+            )
+        return {}
+
+    def loss(self, seen: Seen) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training.objectives import aggregate
+
+        kl_BT, num_tokens = -seen.entropies_BT, seen.totals.num_tokens
+        loss = aggregate(
+            kl_BT,
+            seen.mask_BT,
+            self.aggregation,  # type: ignore[arg-type]
+            num_tokens=num_tokens,
+            num_sequences=seen.totals.num_sequences,
+        )
+        stats = {"reverse_kl": aggregate(kl_BT.detach(), seen.mask_BT, num_tokens=num_tokens)}
+        return (-loss if self.negate else loss), stats

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Bool, Trainable
+from flowrl.training.output_layer import OutputLayer
 from flowrl.training.pieces import Piece, make_piece
 from flowrl.training.recipes import Objective, Seen, Totals
 from flowrl.training.referenced import with_reference
@@ -82,12 +83,14 @@ class Learner:
         epochs: int = 1,
         temperature: float = 1.0,
         max_staleness: int | None = None,
+        teacher: OutputLayer | None = None,
     ) -> None:
         self.engine = engine
         self.objective = objective
         self._epochs = epochs
         self._temperature = temperature
         self._max_staleness = max_staleness
+        self._teacher = teacher
 
     def update(self, part: Batch, masks: Sequence[Bool], version: int, lr: float) -> Update:
         """Train on this rank's part of a batch. `masks` say which tokens of each sample enter the loss.
@@ -199,9 +202,10 @@ class Learner:
 
     def _piece(self, part: Batch, masks: Sequence[Bool], indices: Sequence[int], version: int) -> Piece:
         samples, chosen = [part.samples[i] for i in indices], [masks[i] for i in indices]
-        return make_piece(
+        piece = make_piece(
             samples, chosen, self.objective, version=version, packed=self.engine.packed, device=self.engine.device
         )
+        return piece if self._teacher is None else replace(piece, rows=self._teacher.taught(piece.rows, samples))
 
     def _assert_bound(self, sample: Trainable, mask: Bool, version: int) -> None:
         if self._max_staleness is None or self.objective.offline or not mask.any():

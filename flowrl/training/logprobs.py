@@ -1,6 +1,6 @@
 """Logprobs and entropies of given tokens, chunk by chunk: full logits in fp32 never exist.
 
-Axes: N places (each predicts one token), H hidden size, V vocabulary, C places of one chunk.
+Axes: N places (each predicts one token), H hidden size, K a teacher's, V vocabulary, C places of one chunk.
 
 The forward keeps hidden states and weight only and the backward computes the chunk's logits again,
 except where all places fit one chunk: then the logits are kept and nothing is computed twice. Logits
@@ -9,6 +9,7 @@ are computed in the weight's dtype, as vLLM does, and everything after them in f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,19 @@ from torch import Tensor, nn
 
 LOGITS_BYTES = 128 << 20
 """Size of one chunk's logits."""
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A teacher's next-token distribution at every place: hidden states, and the layer that makes logits of them."""
+
+    hidden_NK: Tensor
+    weight_VK: Tensor
+    bias_V: Tensor | None
+
+    def logprobs(self, places: slice, temperature: float) -> Tensor:
+        """[C, V] of some places, without a graph."""
+        return _logits(self.hidden_NK[places], self.weight_VK, self.bias_V, temperature).log_softmax(dim=-1)
 
 
 def chunked_logprobs(
@@ -26,15 +40,17 @@ def chunked_logprobs(
     *,
     temperature: float = 1.0,
     entropy_gradient: bool = False,
+    taught: Taught | None = None,
     logits_bytes: int = LOGITS_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """(log p(target), entropy of the full softmax) at every place; logits are divided by temperature.
 
+    With `taught` the entropy is relative to the teacher's distribution q: −Σ p log(p/q) = −KL(p‖q).
     Gradients flow through the logprobs, and through the entropy only with `entropy_gradient`.
     """
     wide_bytes = max(4, hidden_NH.element_size())
     chunk = max(1, logits_bytes // (weight_VH.shape[0] * wide_bytes))
-    return _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, entropy_gradient, chunk)  # type: ignore[no-any-return, no-untyped-call]
+    return _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, entropy_gradient, chunk, taught)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
@@ -55,6 +71,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         entropy_gradient: bool,
         chunk: int,
+        taught: Taught | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, sums = [], [], []
         kept_CV: Tensor | None = None
@@ -64,12 +81,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             log_sum_C = torch.logsumexp(logits_CV, dim=-1)
             probabilities_CV = (logits_CV - log_sum_C[:, None]).exp_()
             logprobs.append(logits_CV.gather(-1, targets_N[places, None]).squeeze(-1) - log_sum_C)
-            entropies.append(log_sum_C - torch.linalg.vecdot(probabilities_CV, logits_CV))
+            base_CV = logits_CV if taught is None else logits_CV - taught.logprobs(places, temperature)
+            entropies.append(log_sum_C - torch.linalg.vecdot(probabilities_CV, base_CV))
             sums.append(log_sum_C)
             kept_CV = logits_CV
         log_sums_N, entropies_N = torch.cat(sums), torch.cat(entropies)
         ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
-        ctx.kept_CV = kept_CV if len(sums) == 1 else None
+        ctx.kept_CV, ctx.taught = kept_CV if len(sums) == 1 else None, taught
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_sums_N, entropies_N)
         ctx.set_materialize_grads(False)
         if not entropy_gradient:
@@ -95,6 +113,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 None if grad_logprobs_N is None else grad_logprobs_N[places],
                 None if grad_entropies_N is None else grad_entropies_N[places],
                 entropies_N[places],
+                None if ctx.taught is None else ctx.taught.logprobs(places, ctx.temperature),
             )
             grad_CV = grad_CV.div_(ctx.temperature).to(weight_VH.dtype)
             if grad_hidden_NH is not None:
@@ -108,13 +127,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         if grad_bias_V is not None:
             grad_bias_V = grad_bias_V.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
 def _logit_gradient(
-    log_p_CV: Tensor, targets_C: Tensor, grad_logprob_C: Tensor | None, grad_entropy_C: Tensor | None, entropy_C: Tensor
+    log_p_CV: Tensor,
+    targets_C: Tensor,
+    grad_logprob_C: Tensor | None,
+    grad_entropy_C: Tensor | None,
+    entropy_C: Tensor,
+    log_q_CV: Tensor | None,
 ) -> Tensor:
-    """∂/∂logits of log p(target), onehot − p, and of the entropy, −p(log p + H), by the upstream gradients."""
+    """∂/∂logits of log p(target), onehot − p, and of the entropy, −p(log p − log q + H), by the upstream gradients."""
     p_CV = log_p_CV.exp()
     if grad_logprob_C is None:
         grad_logprob_C = torch.zeros_like(entropy_C)
@@ -122,7 +146,8 @@ def _logit_gradient(
     if grad_entropy_C is None:
         grad_CV = p_CV.mul_(slope_C1)
     else:
-        grad_CV = p_CV * (slope_C1 - grad_entropy_C[:, None] * (log_p_CV + entropy_C[:, None]))
+        log_ratio_CV = log_p_CV if log_q_CV is None else log_p_CV - log_q_CV
+        grad_CV = p_CV * (slope_C1 - grad_entropy_C[:, None] * (log_ratio_CV + entropy_C[:, None]))
     return grad_CV.scatter_add_(-1, targets_C[:, None], grad_logprob_C[:, None])
 
 
@@ -138,8 +163,19 @@ class LogprobHead(nn.Module):
         self.bias = head.bias
 
     def forward(
-        self, hidden_NH: Tensor, targets_N: Tensor, temperature: float, entropy_gradient: bool
+        self,
+        hidden_NH: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        entropy_gradient: bool = False,
+        taught: Taught | None = None,
     ) -> tuple[Tensor, Tensor]:
         return chunked_logprobs(
-            hidden_NH, self.weight, self.bias, targets_N, temperature=temperature, entropy_gradient=entropy_gradient
+            hidden_NH,
+            self.weight,
+            self.bias,
+            targets_N,
+            temperature=temperature,
+            entropy_gradient=entropy_gradient,
+            taught=taught,
         )

@@ -44,15 +44,18 @@ class PolicyModel(nn.Module):
         return self.causal_lm
 
     def forward(self, rows: Rows, temperature: float = 1.0, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.causal_lm.get_output_embeddings()(
+            self.hidden(rows), rows.targets_N, temperature, entropy_gradient, rows.taught
+        )
+        return result
+
+    def hidden(self, rows: Rows) -> Tensor:
+        """[N, H]: the last hidden states at the policy tokens' places."""
         # No attention mask: right padding needs none, and packed rows must not have one.
         hidden_BLH: Tensor = self.causal_lm.base_model(
             input_ids=rows.input_ids_BL, position_ids=rows.position_ids_BL, use_cache=False
         )[0]
-        hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, rows.places_N)
-        result: tuple[Tensor, Tensor] = self.causal_lm.get_output_embeddings()(
-            hidden_NH, rows.targets_N, temperature, entropy_gradient
-        )
-        return result
+        return hidden_BLH.flatten(0, 1).index_select(0, rows.places_N)
 
 
 def _refuse_scaled_logits(config: Any) -> None:

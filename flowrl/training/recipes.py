@@ -43,6 +43,7 @@ class Seen:
 
     logprobs_BT: Tensor
     entropies_BT: Tensor
+    """Of the next token's distribution π; where a teacher π_T is at hand relative to it, −KL(π‖π_T)."""
     old_logprobs_BT: Tensor
     """π_p, or the logprobs themselves, detached, where the batch makes one optimizer step."""
     mask_BT: Tensor

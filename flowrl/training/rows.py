@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Bool, Int32
+from flowrl.training.logprobs import Taught
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Rows:
     cells_N: Tensor
     """For each policy token its flat index into [B, T]."""
     shape: tuple[int, int]
+    taught: Taught | None = None
+    """What a teacher expects at these places; the entropy is relative to it then."""
 
     def spread(self, values_N: Tensor) -> Tensor:
         """[N] as [B, T], 0 at padding. Differentiable."""

@@ -1,0 +1,84 @@
+"""Two steps of every graph on the real stack, and their records.
+
+graphs/grpo.py has tests/test_stack_run.py to itself. The settings are as small as the graphs allow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.runtime.audit import audit
+
+pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(400)]
+ROOT = Path(__file__).parent.parent
+STEPS, PROMPTS, ANSWERS = 2, 4, 2
+SMALL = ("--group-size", "4", "--groups-per-step", "4")
+EVALUATED = ("--evaluate", str(PROMPTS), "--evaluate-samples", str(ANSWERS))
+
+ONLINE = {
+    "dapo": (*SMALL, *EVALUATED),
+    "distill": (*SMALL, *EVALUATED, "--teacher", "tiny", "--num-trainers", "2", "--exact"),
+    "raft": (*SMALL, *EVALUATED),
+    "reinforce_pp": (*SMALL, *EVALUATED),
+    "rloo": (*SMALL, *EVALUATED),
+    "custom_node": SMALL,
+}
+OFFLINE = {
+    "sft": ("--batch", "8"),
+}
+ELSEWHERE = {"grpo"}
+
+
+def run(graph: str, options: tuple[str, ...], run_dir: Path) -> str:
+    """What the run printed."""
+    command = [sys.executable, "-m", "flowrl.cli", "run", f"graphs/{graph}.py", *options, "--steps", str(STEPS)]
+    command += ["--run-dir", str(run_dir), "--plain"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=360, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def policy_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of the policy's trainer, checked for what all of them have."""
+    records = lines(run_dir)
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert all(math.isfinite(record["loss"]) and record["tokens_trained"] > 0 for record in records)
+    assert (run_dir / "checkpoints" / f"step_{STEPS:06d}" / "model.safetensors").is_file()
+    return records
+
+
+def test_every_graph_is_run_somewhere() -> None:
+    assert {path.stem for path in (ROOT / "graphs").glob("*.py")} == {*ONLINE, *OFFLINE, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("graph", ONLINE)
+def test_two_steps_of_an_online_graph(graph: str, tmp_path: Path) -> None:
+    printed = run(graph, ONLINE[graph], tmp_path / "run")
+    assert "audit: ok" in printed
+    report = audit(tmp_path / "run")
+    assert report.ok and report.figures["steps"] == STEPS
+    for record in policy_lines(tmp_path / "run"):
+        assert 0 <= record["staleness_max"] <= 1 and record["behavior_gap"] < 0.5
+    with closing(sqlite3.connect(tmp_path / "run" / "ledger.sqlite")) as db:
+        asked = dict(db.execute("SELECT phase, COUNT(*) FROM evaluations GROUP BY phase"))
+    expected = dict.fromkeys(("before", "after"), PROMPTS * ANSWERS) if EVALUATED[0] in ONLINE[graph] else {}
+    assert asked == expected
+
+
+@pytest.mark.parametrize("graph", OFFLINE)
+def test_two_steps_of_an_offline_graph(graph: str, tmp_path: Path) -> None:
+    run(graph, OFFLINE[graph], tmp_path / "run")
+    policy_lines(tmp_path / "run")
