@@ -4,7 +4,7 @@ export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 export RAY_DEDUP_LOGS := 0
 
-.PHONY: setup demo demo-control ladder-table ladder-controls test check lint bench clean
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint bench clean
 
 setup:
 	@.ci/setup
@@ -18,6 +18,10 @@ demo-control: setup
 # Every graph on `tiny`, and the table in README: about an hour and a half on two cores.
 ladder-table: setup
 	$(PY) -m benchmarks.ladder --readme
+
+# Each stage from the one before: SFT -> reward model -> PPO, and SFT -> DPO.
+ladder: setup
+	$(PY) -m benchmarks.ladder --chain
 
 ladder-controls: setup
 	$(PY) -m benchmarks.ladder_controls

@@ -35,6 +35,9 @@ class Gain:
     def gain(self) -> float:
         return self.after - self.before
 
+    def __str__(self) -> str:
+        return f"{self.before:.3f} -> {self.after:.3f}, {self.gain:+.3f} ± {self.error:.3f}"
+
     @property
     def low(self) -> float:
         return self.gain - 1.96 * self.error

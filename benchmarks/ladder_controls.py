@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gain import gain
-from benchmarks.ladder import RUNGS, paths, run_missing
+from benchmarks.ladder import RUNGS, Ladder
 from benchmarks.rungs import Rung, RungFailed, audited, checkpoint, flowrl
 from flowrl.weights.manifest import Checksum
 
@@ -49,29 +49,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     failed = 0
     for name in options.only or online:
-        for control in controls(online[name], options.home):
+        for control in controls(online[name], Ladder(RUNGS, options.home)):
             failed += not control.good
             print(control, flush=True)
             print(json.dumps({"benchmark": "ladder_controls", "system": "flowrl", **vars(control)}), flush=True)
     return 1 if failed else 0
 
 
-def controls(rung: Rung, home: Path) -> list[Control]:
+def controls(rung: Rung, ladder: Ladder) -> list[Control]:
     """Both controls of a rung; a run that failed is one that failed."""
     found = []
     for name, control in (("lr 0", still), ("negated", negated)):
         try:
-            run_missing(rung.needs, home)
-            found.append(control(rung, home))
+            ladder.run_missing(rung.needs)
+            found.append(control(rung, ladder))
         except (RungFailed, ValueError) as failure:
             found.append(Control(rung.title, name, False, str(failure)))
     return found
 
 
-def still(rung: Rung, home: Path) -> Control:
+def still(rung: Rung, ladder: Ladder) -> Control:
     """A few steps at learning rate 0."""
-    run_dir = home / f"{rung.title}-still"
-    run(replace(rung, steps=STILL_STEPS), ("--lr", "0"), run_dir, home, save_every=1)
+    run_dir = ladder.home / f"{rung.title}-still"
+    run(replace(rung, steps=STILL_STEPS), ("--lr", "0"), run_dir, ladder, save_every=1)
     sums = [checksum(checkpoint(run_dir, step)) for step in (1, STILL_STEPS)]
     before, after = scores(run_dir, "before"), scores(run_dir, "after")
     changed = sum(after[answer] != score for answer, score in before.items())
@@ -80,18 +80,17 @@ def still(rung: Rung, home: Path) -> Control:
     return Control(rung.title, "lr 0", good, text)
 
 
-def negated(rung: Rung, home: Path) -> Control:
+def negated(rung: Rung, ladder: Ladder) -> Control:
     """The rung as it is, with every reward's sign turned."""
-    run_dir = home / f"{rung.title}-negated"
-    run(rung, ("--negate-rewards",), run_dir, home)
+    run_dir = ladder.home / f"{rung.title}-negated"
+    run(rung, ("--negate-rewards",), run_dir, ladder)
     found = gain(run_dir)
-    text = f"{found.before:.3f} -> {found.after:.3f}, {found.gain:+.3f} ± {found.error:.3f}"
-    return Control(rung.title, "negated", found.gain < -2 * found.error and audited(run_dir), text)
+    return Control(rung.title, "negated", found.gain < -2 * found.error and audited(run_dir), str(found))
 
 
-def run(rung: Rung, options: Sequence[str], run_dir: Path, home: Path, *, save_every: int = 0) -> None:
+def run(rung: Rung, options: Sequence[str], run_dir: Path, ladder: Ladder, *, save_every: int = 0) -> None:
     """Later options win over those of the rung."""
-    command = [*rung.command(paths(rung, home), 0), *options, "--save-every", str(save_every), "--keep", "0"]
+    command = [*rung.command(ladder.models(rung), 0), *options, "--save-every", str(save_every), "--keep", "0"]
     flowrl(command, run_dir, limit_s=60 * rung.minutes + 60)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import ladder
 from benchmarks.gain import Gain, gain, paired
-from benchmarks.ladder import RUNGS, markdown, record, results, write_table
+from benchmarks.ladder import CHAIN, RANDOM, RUNGS, Ladder
 from benchmarks.ladder_controls import checksum, scores
+from benchmarks.ladder_table import BEGIN, END, markdown, write_table
 from benchmarks.rungs import Result, Rung, RungFailed, checkpoint, flowrl
 from flowrl.graph.load import load_file
 from flowrl.runtime.ledger import SCHEMA
@@ -80,22 +80,29 @@ def test_options_name_the_results_of_other_rungs(tmp_path: Path) -> None:
     assert "--evaluate" not in replace(rung, online=False).command({"sft": tmp_path, "reward_model": tmp_path}, 0)
 
 
-@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.title)
+@pytest.mark.parametrize("rungs", [RUNGS, CHAIN], ids=["table", "chain"])
+def test_a_rung_starts_from_what_lies_below_it(rungs: tuple[Rung, ...]) -> None:
+    below = {RANDOM}
+    for rung in rungs:
+        assert set(rung.needs) <= below and rung.title not in below
+        assert rung.minutes <= 10 and rung.steps >= 1
+        below.add(rung.title)
+
+
+@pytest.mark.parametrize("rung", (*RUNGS, *CHAIN), ids=lambda rung: rung.title)
 def test_every_rung_is_a_graph_that_takes_its_options(rung: Rung, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     command = rung.command(dict.fromkeys(rung.needs, tmp_path), 0)
     file = load_file(ROOT / command[1])
     own = command[2 : command.index("--steps")]
     assert file.build(file.parse(own)).nodes
-    assert rung.minutes <= 10 and rung.steps >= 1
-    known = [other.title for other in RUNGS[: RUNGS.index(rung)]]
-    assert set(rung.needs) <= {"random", *known}, "a rung starts from what lies below it"
 
 
 def test_results_are_kept_and_read_back(tmp_path: Path) -> None:
     rung = Rung("grpo", 5, seeds=2)
-    result(seed=1).write(record(rung, 1, tmp_path))
-    assert results([rung], tmp_path) == [result(seed=1)]
+    ladder = Ladder((rung,), tmp_path)
+    result(seed=1).write(ladder.record(rung, 1))
+    assert ladder.results() == [result(seed=1)]
 
 
 def test_the_table_has_a_line_a_rung_with_the_gains_of_its_seeds() -> None:
@@ -111,9 +118,9 @@ def test_the_table_has_a_line_a_rung_with_the_gains_of_its_seeds() -> None:
 
 def test_the_table_takes_its_place_in_the_readme(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"above\n{ladder.BEGIN}\nold\n{ladder.END}\nbelow\n")
+    readme.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
     write_table(readme, "new")
-    assert readme.read_text() == f"above\n{ladder.BEGIN}\nnew\n{ladder.END}\nbelow\n"
+    assert readme.read_text() == f"above\n{BEGIN}\nnew\n{END}\nbelow\n"
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="has no place for the table"):
         write_table(readme, "new")
@@ -122,7 +129,7 @@ def test_the_table_takes_its_place_in_the_readme(tmp_path: Path) -> None:
 
 def test_readme_has_the_place() -> None:
     text = (ROOT / "README.md").read_text()
-    assert text.index(ladder.BEGIN) < text.index(ladder.END)
+    assert text.index(BEGIN) < text.index(END)
 
 
 def test_a_run_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""The ladder's table in Markdown, and its place in README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.rungs import ANSWERS, EVALUATION, PROMPTS, Result, Rung
+
+BEGIN, END = "<!-- ladder-table: begin -->", "<!-- ladder-table: end -->"
+HEADING = (
+    f"Share of right answers on {PROMPTS} held-out prompts × {ANSWERS} answers, same seeds before and after; ± is the "
+    f"standard error of the paired differences. Online graphs are run with `{' '.join(EVALUATION)}` besides."
+)
+
+
+def markdown(rungs: Sequence[Rung], found: Sequence[Result]) -> str:
+    """A line a rung that has results, with its gains for every training seed."""
+    lines = [
+        HEADING,
+        "",
+        "| graph | before | after | gain by training seed | minutes | audit | command |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for rung in rungs:
+        runs = [result for result in found if result.rung == rung.title]
+        lines += [_line(rung, runs)] if runs else []
+    return "\n".join(lines)
+
+
+def _line(rung: Rung, runs: Sequence[Result]) -> str:
+    cells = (
+        rung.title,
+        f"{_mean([run.gain.before for run in runs]):.3f}",
+        f"{_mean([run.gain.after for run in runs]):.3f}",
+        ", ".join(f"{run.gain.gain:+.3f} ± {run.gain.error:.3f}" for run in runs),
+        f"{_mean([run.minutes for run in runs]):.1f}",
+        _audits(runs),
+        f"`{runs[0].command}`",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _audits(runs: Sequence[Result]) -> str:
+    verdicts = {run.audit for run in runs}
+    return "failed" if False in verdicts else "ok" if True in verdicts else "–"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def write_table(readme: Path, table: str) -> None:
+    """Put the table between its two marks. Raises ValueError if they are not there."""
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{readme} has no place for the table: it needs the lines {BEGIN} and {END}")
+    readme.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
