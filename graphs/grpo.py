@@ -11,6 +11,7 @@ from flowrl import Graph
 from flowrl.models import Policy
 from flowrl.nodes import (
     AdaptiveKL,
+    DynamicSampling,
     Evaluation,
     Generator,
     GroupAdvantage,
@@ -92,6 +93,8 @@ class GRPO:
     """Cores of each generator and trainer; None: one, or less for ranks that would not fit."""
     turns: bool = False
     """Generator and trainer take turns on the same cores and GPUs instead of working side by side."""
+    dynamic_sampling: bool = False
+    """Filter groups whose rewards are all equal, which teach nothing, and sample others in their place."""
     shuffle_rewards: bool = False
     """A control: rewards dealt out at random within each group. Nothing must be learnt."""
 
@@ -108,6 +111,7 @@ def graph(cfg: GRPO) -> Graph:
         kl_before_baseline=cfg.kl_before_baseline,
         shuffle_rewards=cfg.shuffle_rewards,
     )
+    dynamic = DynamicSampling(cfg.groups_per_step) if cfg.dynamic_sampling else None
 
     g = Graph("grpo")
     prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
@@ -119,7 +123,7 @@ def graph(cfg: GRPO) -> Graph:
         gpus=cfg.gpus,
     )
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
-    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=dynamic))
     batcher = g.add(
         "batcher",
         TokenBatch(
