@@ -213,6 +213,15 @@ class Batch(Message):
 
 
 @dataclass(frozen=True)
+class Values(Message):
+    """A critic's answer about the samples of a batch, in their order: V before each policy token, 0 elsewhere."""
+
+    version: int
+    """Of the critic; the same for all."""
+    values: tuple[Float32, ...]
+
+
+@dataclass(frozen=True)
 class Weights(Message):
     """The manifest of one published version; the tensors lie in the transport it names.
 

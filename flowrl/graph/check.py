@@ -51,6 +51,7 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from flow_rules.admission_problems(graph, numbers)
     yield from size_rules.count_problems(graph, numbers)
     yield from size_rules.group_problems(graph)
+    yield from size_rules.model_problems(graph)
     if not loose:  # what is missing on a way through the graph follows from a port that is not connected
         yield from flow_rules.feedback_problems(graph)
         yield from size_rules.ticket_problems(graph, numbers)

@@ -30,6 +30,8 @@ class Facts:
     """Trainers: every nth version is published."""
     adapter_rank: int | None = None
     """Trainers and generators: rank of the LoRA adapters that versions are sent as, 0 for whole weights."""
+    saves: str | None = None
+    """Trainers: names the directory of a checkpoint that their model goes to."""
     drops: bool = False
     """May drop, filter or fail items. The batcher downstream has to hear of it."""
     joins: tuple[str, ...] = ()
@@ -38,6 +40,8 @@ class Facts:
     """One message out for one in, of the same sample. False: merges, splits or renames samples."""
     optional: tuple[str, ...] = ()
     """Ports that may stay unconnected."""
+    weights_in_host_memory: bool = False
+    """Readers of weights: takes them from host memory also on a GPU, since it is no vLLM engine."""
     memory_bytes: int = 0
     """Host memory of one replica, 0 if unknown."""
     message_bytes: Mapping[str, int] = field(default_factory=dict)

@@ -147,7 +147,7 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
         edges=tuple(_edge(graph, edge, numbers, (*lanes, *calls)) for edge in graph.edges),
         lanes=lanes,
         calls=calls,
-        weights=tuple(way for edge in graph.edges for way in _weights(edge, lanes, by_replica)),
+        weights=tuple(way for edge in graph.edges for way in _weights(graph, edge, lanes, by_replica)),
         nodes=tuple(_node(graph, name) for name in graph.nodes),
         admission=_admission(graph),
         homeless=homeless,
@@ -233,15 +233,18 @@ def _edge(graph: Graph, edge: Edge, numbers: Numbers, ways: tuple[LanePlan | Cal
     )
 
 
-def _weights(edge: Edge, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPlan]) -> Iterator[WeightPlan]:
+def _weights(graph: Graph, edge: Edge, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPlan]) -> Iterator[WeightPlan]:
     if edge.kind == "latest" and issubclass(carried(edge.out), Weights):
+        in_host_memory = graph.nodes[owner(edge.into)].facts().weights_in_host_memory
         for lane in (lane for lane in lanes if lane.edge == edge.name):
-            way = _weight_transport(hosts[lane.producer], hosts[lane.consumer])
+            way = _weight_transport(hosts[lane.producer], hosts[lane.consumer], in_host_memory=in_host_memory)
             yield WeightPlan(edge.name, lane.producer, lane.consumer, way)
 
 
-def _weight_transport(trainer: HostPlan, reader: HostPlan) -> str:
+def _weight_transport(trainer: HostPlan, reader: HostPlan, *, in_host_memory: bool) -> str:
     same_machine = trainer.machine == reader.machine
+    if in_host_memory:
+        return "shm" if same_machine else "tcp"
     if trainer.num_gpus and reader.num_gpus:
         return "ipc" if same_machine and set(trainer.gpus) & set(reader.gpus) else "nccl"
     if reader.num_gpus:

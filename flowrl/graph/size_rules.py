@@ -71,6 +71,20 @@ def group_problems(graph: Graph) -> Iterator[str]:
             yield f"the nodes disagree on the {word} ({field}): {each}; give all of them the same number."
 
 
+def model_problems(graph: Graph) -> Iterator[str]:
+    """Two trainers' models need two directories in a checkpoint."""
+    savers: dict[str, list[str]] = {}
+    for name, node in graph.nodes.items():
+        if (saves := node.facts().saves) is not None:
+            savers.setdefault(saves, []).append(name)
+    for saves, names in savers.items():
+        if len(names) > 1:
+            yield (
+                f"{' and '.join(names)} would both save their model as {saves!r} in a checkpoint; give all but one of "
+                f"their policies a name of its own, as in Policy(..., name={names[-1]!r})."
+            )
+
+
 def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
     """Check 7: every sample fits into a micro-batch, every rank gets a sequence."""
     for name, node in graph.nodes.items():

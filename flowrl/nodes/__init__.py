@@ -1,7 +1,8 @@
 """The built-in nodes. Importing them loads no heavy package; their `setup` does."""
 
-from flowrl.nodes.advantage import GroupAdvantage
+from flowrl.nodes.advantage import GroupAdvantage, JoinedAdvantage
 from flowrl.nodes.batch import TokenBatch
+from flowrl.nodes.critic import Critic
 from flowrl.nodes.dataset import Demonstrations
 from flowrl.nodes.dynamic import DynamicSampling
 from flowrl.nodes.evaluation import Evaluation
@@ -19,11 +20,13 @@ from flowrl.nodes.trainer import Trainer
 __all__ = [
     "AdaptiveKL",
     "BestOfN",
+    "Critic",
     "Demonstrations",
     "DynamicSampling",
     "Evaluation",
     "Generator",
     "GroupAdvantage",
+    "JoinedAdvantage",
     "Overlong",
     "PairMaker",
     "PromptSource",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
-from flowrl.graph.ports import In, Members, Out
-from flowrl.messages import Group, Scored
+from flowrl.graph.ports import In, Members, Out, join
+from flowrl.messages import Group, Sample, Scored
 from flowrl.nodes.dynamic import DynamicSampling, GroupFilter
 from flowrl.training.advantages import GROUP_ESTIMATORS, Estimator
-from flowrl.training.estimate import Estimate
+from flowrl.training.estimate import Estimate, unvalued
 
 
 class GroupAdvantage(Node):
@@ -19,6 +20,9 @@ class GroupAdvantage(Node):
 
     `estimate` is an estimator's name or an `Estimate` with further settings. With `dynamic` groups that
     teach nothing are filtered; without it all are trained on that have members enough to compare.
+
+    Under `gae` samples without values keep their advantages open: the batcher, which needs the same
+    estimate, asks a Critic about the whole batch.
     """
 
     keyed_state = True
@@ -49,19 +53,24 @@ class GroupAdvantage(Node):
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
-            reason = self._why_filtered(members)
-            if reason:
-                for sample in members.items:
-                    self.scored.drop(sample, reason, state="filtered")
-                self._filter.assert_within(self.name)
-            else:
-                await self.groups.send(self.group(members), made_from=members.items)
+            await self._settle(members, members.items)
+
+    async def _settle(self, members: Members[Scored], taken: Sequence[Scored]) -> None:
+        """Filter the group or send it on; `taken` are the messages that its samples came in."""
+        reason = self._why_filtered(members)
+        if reason:
+            for sample in taken:
+                self.scored.drop(sample, reason, state="filtered")
+            self._filter.assert_within(self.name)
+        else:
+            await self.groups.send(self.group(members), made_from=taken)
 
     def group(self, members: Members[Scored]) -> Group:
         """The group of `members` with its advantages."""
+        waits = self.estimate.estimator == "gae" and any(sample.values is None for sample in members.items)
         return Group(
             group_id=members.group_id,
-            samples=self.estimate.trainable(members.items),
+            samples=unvalued(members.items) if waits else self.estimate.trainable(members.items),
             group_size=members.size,
             metrics=self._filter.since_kept(),
         )
@@ -77,3 +86,18 @@ class GroupAdvantage(Node):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._filter.load_state(state)
+
+
+class JoinedAdvantage(GroupAdvantage):
+    """The same where a Reference works beside the reward: both branches joined by sample."""
+
+    referenced: In[Sample]
+
+    def facts(self) -> Facts:
+        return dataclasses.replace(super().facts(), joins=("scored", "referenced"))
+
+    async def run(self) -> None:
+        async for pairs in join(self.scored, self.referenced).groups(self.size):
+            samples = tuple(dataclasses.replace(s, ref_logprobs=r.ref_logprobs) for s, r in pairs.items)
+            members = Members(pairs.group_id, pairs.ticket, pairs.size, samples, pairs.lost)
+            await self._settle(members, [scored for scored, _ in pairs.items])

@@ -12,12 +12,14 @@ from typing import Any, Literal
 import numpy as np
 
 from flowrl.channel.tickets import Window
+from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
-from flowrl.graph.ports import In, Out
-from flowrl.messages import Batch, Bool, Group, Trainable
+from flowrl.graph.ports import Call, In, Out
+from flowrl.messages import Batch, Bool, Group, Trainable, Values
 from flowrl.nodes.judged import judged_metrics
 from flowrl.nodes.running import AdaptiveKL, RunningEstimate
+from flowrl.nodes.valued import question, require_advantages, value_metrics, with_values
 from flowrl.training.advantages import whiten
 from flowrl.training.estimate import Estimate
 from flowrl.training.packing import loss_masks, trained_mask, units_of
@@ -33,10 +35,14 @@ class TokenBatch(Node):
     `normalise_rewards` takes from each reward the mean of all so far and divides by their standard
     deviation; `adaptive_kl` steers the weight of the KL in the reward. Both go batch by batch, so both need
     the advantage node's `estimate`: the advantages are made anew with it.
+
+    So does the estimator `gae`: the batcher asks a critic (`values`) about the whole batch at once, so all
+    its values are of one version, and makes the advantages with them.
     """
 
     groups: In[Group]
     batches: Out[Batch]
+    values: Call[Batch, Values]
 
     def __init__(
         self,
@@ -57,7 +63,7 @@ class TokenBatch(Node):
         self.normalise_rewards = normalise_rewards
         self.adaptive_kl = adaptive_kl
         self._running: RunningEstimate | None = None
-        if estimate is not None and (normalise_rewards or adaptive_kl is not None):
+        if estimate is not None and (normalise_rewards or adaptive_kl is not None or self._wants_values):
             self._running = RunningEstimate(estimate, normalise_rewards=normalise_rewards, adaptive_kl=adaptive_kl)
         self._window: Window[Group] | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -66,8 +72,17 @@ class TokenBatch(Node):
         self._before_send: Mapping[str, Any] | None = None
         """While a batch waits for its way out: what a checkpoint then has to keep, as its groups come again."""
 
+    @property
+    def _wants_values(self) -> bool:
+        return self.estimate is not None and self.estimate.estimator == "gae"
+
     def facts(self) -> Facts:
-        return Facts(groups_per_batch=self.num_groups, token_budget=self.token_budget, keeps_lineage=False)
+        return Facts(
+            groups_per_batch=self.num_groups,
+            token_budget=self.token_budget,
+            keeps_lineage=False,
+            optional=() if self._wants_values else ("values",),
+        )
 
     def check(self, facts: Any) -> list[str]:
         ranges = (
@@ -86,6 +101,13 @@ class TokenBatch(Node):
                 problems.append("adaptive_kl steers the KL in the reward; the estimate needs a kl_coef above 0")
         return problems
 
+    async def setup(self) -> None:
+        if self.values.live is not None and not self._wants_values:
+            raise ConfigError(
+                f"{self.name}: its port values is joined to a critic, but estimate is not 'gae', so nothing would be "
+                "asked; set estimate=Estimate('gae'), the advantage node's own, or drop the g.call"
+            )
+
     async def run(self) -> None:
         window = self._open_window()
         async for ticket, group in self.groups.ordered():
@@ -98,9 +120,15 @@ class TokenBatch(Node):
             await self._send(groups)
 
     async def _send(self, groups: Sequence[Group]) -> None:
-        await self.batches.send(self.batch(groups), made_from=groups)
+        await self.batches.send(self.batch(await self._valued(groups)), made_from=groups)
         self._num_sent += 1
         self._before_send = self._now()
+
+    async def _valued(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """`groups` with the critic's values, where there is one to ask."""
+        if self.values.live is None:
+            return groups
+        return with_values(groups, await self.values(question(groups, token_budget=self.token_budget)))
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The batch of `groups`, in their order."""
@@ -109,6 +137,8 @@ class TokenBatch(Node):
             groups = self._running.batch(groups)
             metrics |= self._running.metrics
         samples = tuple(sample for group in groups for sample in group.samples)
+        require_advantages(samples)
+        metrics |= value_metrics(samples)
         if self.whiten != "off":
             samples = whitened(samples, self._trained(samples), mean_only=self.whiten == "mean")
         return Batch(

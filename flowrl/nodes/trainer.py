@@ -47,7 +47,8 @@ class Trainer(Node):
     steps is the batcher's `optimizer_steps`). `temperature` has to be the generator's. With a `lora` of
     rank 1 or more an adapter is trained and the policy's own weights stay; a generator that gets adapters
     has to be given the same one. `teacher` is whom the objective `ReverseKL` compares the policy with.
-    Every `publish_every`th version is published, every `probe_every`th publication carries the probe.
+    Every `publish_every`th version is published, every `probe_every`th publication carries the probe. The
+    first `start_after` batches make versions without an update, as an actor does until its critic has learnt.
     """
 
     cpus = 1
@@ -70,6 +71,7 @@ class Trainer(Node):
         teacher: Policy | None = None,
         publish_every: int = 1,
         probe_every: int = 10,
+        start_after: int = 0,
     ) -> None:
         self.policy = policy
         self.objective: Objective = PolicyObjective() if objective is None else objective
@@ -82,6 +84,7 @@ class Trainer(Node):
         self.teacher = teacher
         self.publish_every = publish_every
         self.probe_every = probe_every
+        self.start_after = start_after
         self.version = 0
         self._published = -1
         self._learner: Learner
@@ -90,10 +93,15 @@ class Trainer(Node):
     # What the graph is told
 
     def facts(self) -> Facts:
-        return Facts(publish_every=self.publish_every, optional=("weights",), adapter_rank=self.lora.synced_rank)
+        return Facts(
+            publish_every=self.publish_every,
+            optional=("weights",),
+            adapter_rank=self.lora.synced_rank,
+            saves=self.policy.name,
+        )
 
     def check(self, facts: Any) -> list[str]:
-        least = {"epochs": 1, "publish_every": 1, "probe_every": 0}
+        least = {"epochs": 1, "publish_every": 1, "probe_every": 0, "start_after": 0}
         problems = [
             f"{name} is {getattr(self, name)}; it has to be {low} or more"
             for name, low in least.items()
@@ -219,7 +227,10 @@ class Trainer(Node):
         masks = loss_masks(part.samples, part.mask_staleness, self.version)
         step = self.version + 1
         lr = self.lr * self.schedule.factor(step, self.context.steps)
-        update = self._learner.update(part, masks, self.version, lr)
+        if self.version < self.start_after:
+            update = self._learner.rest(part, masks, self.version)
+        else:
+            update = self._learner.update(part, masks, self.version, lr)
         mine = (
             Tally.of(part.samples, masks, self.version),
             [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)],
@@ -262,7 +273,8 @@ class Trainer(Node):
         engine.save(self._state_dir(path))
 
     def _model_dir(self, path: str) -> Path:
-        return Path(path)
+        """A checkpoint directory is the policy's own model; those of others lie in it."""
+        return Path(path) if self.policy.name == Policy.name else Path(path) / self.policy.name
 
     def _state_dir(self, path: str) -> Path:
         return Path(path) / f"{self.name}_state"

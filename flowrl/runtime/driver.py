@@ -372,13 +372,16 @@ class Driver:
 
 
 def roles(graph: Graph) -> dict[str, str]:
-    """Node name -> role, so that `generator_busy_s` is a generator's whatever its name in the graph."""
-    return {
-        name: role
-        for name, node in graph.nodes.items()
-        for role in ("generator", "trainer")
-        if type(node).__name__.lower().endswith(role)
-    }
+    """Node name -> role, so that `generator_busy_s` is a generator's whatever its name in the graph.
+
+    Of several nodes of one kind (actor and critic are trainers) the first one has the role.
+    """
+    found: dict[str, str] = {}
+    for name, node in graph.nodes.items():
+        for role in ("generator", "trainer"):
+            if type(node).__name__.lower().endswith(role):
+                found.setdefault(role, name)
+    return {name: role for role, name in found.items()}
 
 
 async def _first_failure(work: Awaitable[Any], *others: asyncio.Future[Any]) -> Any:

@@ -135,13 +135,18 @@ class Estimate:
             return found
         if name == "values":
             raise ConfigError(
-                f"estimator 'gae' needs a critic's values, and sample {sample.sample_id} carries none; put a Critic "
-                "node before the advantage node, or choose another estimator"
+                f"estimator 'gae' needs a critic's values, and sample {sample.sample_id} carries none; join the "
+                "batcher's port values to a Critic with g.call, or choose another estimator"
             )
         raise ConfigError(
             f"kl_coef is {self.kl_coef}, but sample {sample.sample_id} carries no reference logprobs; put a "
             "Reference node between generator and reward, or set kl_coef=0"
         )
+
+
+def unvalued(samples: Sequence[Scored]) -> tuple[Trainable, ...]:
+    """`samples` with their advantages open (empty arrays), until a critic has valued them."""
+    return tuple(trainable(sample, np.zeros(0)) for sample in samples)
 
 
 def whole_reward(sample: Scored) -> float:

@@ -97,8 +97,7 @@ class Learner:
 
         `version` is the one being updated. Raises FlowrlError if a token is older than the bound.
         """
-        for sample, mask in zip(part.samples, masks, strict=True):
-            self._assert_bound(sample, mask, version)
+        self._assert_bounds(part, masks, version)
         self.engine.set_lr(lr)
         if self.objective.needs_reference and self.engine.lora.rank:
             mismatched = self.objective.needs_mismatched
@@ -110,6 +109,11 @@ class Learner:
         several = self._epochs * len(steps) > 1
         old = self._proximal(pieces) if several and self.objective.needs_proximal else {}
         return self._run(steps, totals, old)
+
+    def rest(self, part: Batch, masks: Sequence[Bool], version: int) -> Update:
+        """A batch without an update: nothing is computed, and the bound is asserted all the same."""
+        self._assert_bounds(part, masks, version)
+        return _told(Sums(), ("loss", *self.objective.stats), [], 0, 0)
 
     def _run(self, steps: Sequence[Sequence[Piece]], totals: Sequence[Totals], old: Mapping[int, Tensor]) -> Update:
         sums, norms, skipped = Sums(), list[float](), 0
@@ -206,6 +210,10 @@ class Learner:
             samples, chosen, self.objective, version=version, packed=self.engine.packed, device=self.engine.device
         )
         return piece if self._teacher is None else replace(piece, rows=self._teacher.taught(piece.rows, samples))
+
+    def _assert_bounds(self, part: Batch, masks: Sequence[Bool], version: int) -> None:
+        for sample, mask in zip(part.samples, masks, strict=True):
+            self._assert_bound(sample, mask, version)
 
     def _assert_bound(self, sample: Trainable, mask: Bool, version: int) -> None:
         if self._max_staleness is None or self.objective.offline or not mask.any():

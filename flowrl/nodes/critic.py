@@ -1,0 +1,193 @@
+"""The critic: the value of the state before every policy token, a batch at a time, at one version.
+
+Invariants
+- Nothing is valued before the first weights message is applied: the head that training begins with is
+  drawn in the trainer.
+- Weights change between requests, never inside one, so all values of a reply are of its version.
+- A version counts as held when it is loaded; tickets may wait for that.
+
+Waits: a request waits for the first weights and for the load or the request before it; the body ends
+when every caller has closed and the weights edge has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowrl.errors import FlowrlError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Serve
+from flowrl.messages import Batch, Float32, Sample, Values, Weights
+from flowrl.models import Policy, check_model, resolve
+from flowrl.training.packing import Unit, micro_batches_of
+from flowrl.training.settings import Dtype
+from flowrl.weights.probe import TOLERANCE, ProbeMismatch, mismatch
+from flowrl.weights.receive import Receiver, receiver
+from flowrl.weights.shm import SegmentLost
+
+if TYPE_CHECKING:
+    from flowrl.training.value_model import ScalarModel
+    from flowrl.weights.module import ModuleWeights
+
+
+class Critic(Node):
+    """Values what a batcher asks it about, with the newest weights of the trainer of its latest edge.
+
+    `policy` is that trainer's. `token_budget` bounds the tokens of one forward pass, padding included.
+    """
+
+    cpus = 1
+
+    requests: Serve[Batch, Values]
+    weights: In[Weights]
+
+    def __init__(self, policy: Policy, *, dtype: Dtype = "float32", token_budget: int = 8192) -> None:
+        self.policy = policy
+        self.dtype: Dtype = dtype
+        self.token_budget = token_budget
+        self.version = -1
+        self._content = -1
+        """The version whose tensors are loaded: older than `version` after an unchanged one."""
+        self._first = asyncio.Event()
+        """Set when weights have been loaded once."""
+        self._model_in_use = asyncio.Lock()
+        self._model: ScalarModel
+        self._loader: ModuleWeights
+        self._receiver: Receiver
+
+    # What the graph is told
+
+    def facts(self) -> Facts:
+        return Facts(concurrency=1, token_budget=self.token_budget, weights_in_host_memory=True)
+
+    def check(self, facts: Any) -> list[str]:
+        if self.token_budget < 1:
+            return [f"token_budget is {self.token_budget}; it needs at least the longest sample"]
+        return []
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+
+    # Life
+
+    async def setup(self) -> None:
+        self._receiver = receiver(self.context.weight_routes, self._replica, self.context.run_id)
+        await self.blocking(self._load)
+
+    def _load(self) -> None:
+        """The network; its numbers come with the first weights."""
+        source = resolve(self.policy, progress=self.context.progress)
+        import torch
+
+        from flowrl.training.value_model import load_scalar_model
+        from flowrl.weights.module import ModuleWeights
+
+        torch.set_num_threads(max(1, len(self.context.cores)))
+        model = load_scalar_model(source, start="policy", dtype=self.dtype).eval()
+        self._model = model.to("cuda" if self.context.gpus else "cpu")
+        self._loader = ModuleWeights(dict(model.network.named_parameters()))
+        self.context.progress("ready")
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_weights())
+            await self.requests.each(self._value, concurrency=1)
+
+    async def close(self) -> None:
+        if hasattr(self, "_receiver"):
+            self._receiver.close()
+
+    @property
+    def _replica(self) -> str:
+        return f"{self.name}/{self.context.replica}"
+
+    # Weights
+
+    async def _follow_weights(self) -> None:
+        async for manifest in self.weights:
+            async with self._model_in_use:
+                await self._take(manifest)
+            self.weights.finish(manifest)
+        if not self._first.is_set():
+            raise FlowrlError(
+                f"{self._replica}: the weights edge ended before its first message; "
+                "a trainer publishes its initial weights before its first batch"
+            )
+
+    async def _take(self, manifest: Weights) -> None:
+        """Bring the model to the manifest's version, unless newer weights took its place meanwhile."""
+        if manifest.version <= self.version:
+            return
+        if manifest.base_version != self._content:
+            try:
+                with self.context.busy("load"):
+                    await self.blocking(self._replace, manifest)
+            except SegmentLost:
+                return  # there is a newer manifest
+        self.version, self._content = manifest.version, manifest.base_version
+        self.context.ledger.holds(self._replica, manifest.policy, manifest.version)
+        self._first.set()
+
+    def _replace(self, manifest: Weights) -> None:
+        fetched = self._receiver.fetch(manifest)
+        try:
+            self._loader.load(fetched.update)
+        finally:
+            fetched.close()
+        if manifest.probe_logprobs:
+            self._probe(manifest)
+
+    def _probe(self, manifest: Weights) -> None:
+        """The trainer's values of a few fixed sequences have to be ours."""
+        sequences = [np.array(tokens, np.int32) for tokens in manifest.probe_token_ids]
+        masks = [np.ones(len(tokens), np.bool_) for tokens in sequences]
+        found = values_of(self._model, sequences, masks, token_budget=self.token_budget)
+        difference = mismatch(manifest, [values[1:].tolist() for values in found])
+        self.context.gauge("value_mismatch", difference)
+        if not difference <= TOLERANCE[self.dtype]:
+            raise ProbeMismatch(
+                f"{self._replica} loaded version {manifest.version} of {manifest.policy!r}, but its values of the "
+                f"probe sequences differ from the trainer's by {difference:.4g} on average; with {self.dtype} up to "
+                f"{TOLERANCE[self.dtype]:g} is rounding. Give the Critic and its Trainer the same model and dtype"
+            )
+
+    # Values
+
+    async def _value(self, batch: Batch) -> Values:
+        with self.context.standing("the critic's first weights"):
+            await self._first.wait()
+        async with self._model_in_use:
+            with self.context.busy("value"):
+                values = await self.blocking(self._values, batch.samples)
+            return Values(version=self.version, values=tuple(values))
+
+    def _values(self, samples: Sequence[Sample]) -> list[Float32]:
+        tokens, masks = [s.token_ids for s in samples], [s.policy_mask for s in samples]
+        return values_of(self._model, tokens, masks, token_budget=self.token_budget)
+
+
+def values_of(
+    model: ScalarModel, token_ids: Sequence[Any], policy_masks: Sequence[Any], *, token_budget: int
+) -> list[Float32]:
+    """V of the state before each policy token, at the token's place, for every sequence; 0 elsewhere."""
+    import torch
+
+    from flowrl.training.rows import lay_out, policy_places
+
+    device = next(model.parameters()).device
+    values = [np.zeros(len(tokens), np.float32) for tokens in token_ids]
+    lengths = [len(tokens) for tokens in token_ids]
+    units = [Unit((index,), length, length) for index, length in enumerate(lengths)]
+    for indices in micro_batches_of(sorted(units, key=lambda unit: -unit.longest), token_budget):
+        places = [policy_places(policy_masks[i]) for i in indices]
+        rows = lay_out([token_ids[i] for i in indices], [policy_masks[i] for i in indices], packed=False, device=device)
+        with torch.no_grad():
+            values_N = model(rows).float().cpu()
+        for i, where, part in zip(indices, places, values_N.split([len(p) for p in places]), strict=True):
+            values[i][where] = part.numpy()
+    return values

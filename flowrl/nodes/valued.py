@@ -1,0 +1,75 @@
+"""What the batcher does with a critic: asks about a whole batch, and puts its values into the samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.messages import Batch, Group, Trainable, Values
+
+
+def question(groups: Sequence[Group], *, token_budget: int) -> Batch:
+    """The samples of `groups` as a request to a critic."""
+    samples = tuple(sample for group in groups for sample in group.samples)
+    return Batch(
+        samples=samples,
+        micro_batches=(),
+        num_sequences=len(samples),
+        num_tokens=0,
+        num_groups=len(groups),
+        token_budget=token_budget,
+    )
+
+
+def with_values(groups: Sequence[Group], reply: Values) -> list[Group]:
+    """`groups` with the values of `reply`, which has one array for each of their samples, in order."""
+    left = iter(reply.values)
+    valued = [
+        dataclasses.replace(
+            group,
+            samples=tuple(
+                dataclasses.replace(sample, values=next(left), values_version=reply.version) for sample in group.samples
+            ),
+        )
+        for group in groups
+    ]
+    assert next(left, None) is None, "a critic answers with one array a sample"
+    return valued
+
+
+def require_advantages(samples: Sequence[Trainable]) -> None:
+    """Raise ConfigError where advantages were left open for a critic that was never asked."""
+    for sample in samples:
+        if sample.advantages.size != sample.token_ids.size:
+            raise ConfigError(
+                f"sample {sample.sample_id!r} came to the batcher without advantages, as the estimator 'gae' leaves "
+                "them to a critic; give the batcher the advantage node's estimate, and join its port values to a "
+                "Critic with g.call"
+            )
+
+
+def value_metrics(samples: Sequence[Trainable]) -> dict[str, float]:
+    """What the critic knew of the returns, over all policy tokens; nothing where there are no values.
+
+    Raises FlowrlError if the values are of several versions.
+    """
+    versions = {sample.values_version for sample in samples if sample.values is not None}
+    if not versions:
+        return {}
+    if len(versions) > 1:
+        raise FlowrlError(
+            f"a batch holds values of the critic's versions {min(versions)} to {max(versions)}, and PPO needs one: "
+            "let the batcher ask the Critic (g.call(batcher.values, critic.requests)) instead of a node before it"
+        )
+    kept = [s for s in samples if s.values is not None and s.returns is not None]
+    values = np.concatenate([s.values[s.policy_mask] for s in kept]) if kept else np.zeros(0)  # type: ignore[index]
+    returns = np.concatenate([s.returns[s.policy_mask] for s in kept]) if kept else np.zeros(0)  # type: ignore[index]
+    metrics = {"values_version": float(versions.pop())}
+    if returns.size:
+        metrics |= {"values_mean": float(values.mean()), "returns_mean": float(returns.mean())}
+        if (variance := float(returns.var())) > 0:
+            metrics["explained_variance"] = 1.0 - float((returns - values).var()) / variance
+    return metrics
