@@ -34,6 +34,7 @@ class ValueObjective:
     needs_proximal = False
     needs_entropy_gradient = False
     needs_mismatched = False
+    needs_reference = False
     stats = ("clip_fraction", "value_mean", "value_error")
 
     def enough(self, totals: Totals) -> bool:
