@@ -1,6 +1,7 @@
 """Two steps of every graph on the real stack, and their records.
 
-graphs/grpo.py has tests/test_stack_run.py to itself. The settings are as small as the graphs allow.
+graphs/grpo.py has tests/test_stack_run.py to itself, graphs/ppo.py tests/test_ppo_stack.py. The settings are as
+small as the graphs allow.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ONLINE = {
 OFFLINE = {
     "sft": ("--batch", "8"),
 }
-ELSEWHERE = {"grpo"}
+ELSEWHERE = {"grpo", "ppo"}
 
 
 def run(graph: str, options: tuple[str, ...], run_dir: Path) -> str:
