@@ -14,6 +14,8 @@ from flowrl.graph.ports import Out
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, check_model, check_prompts, load_tokenizer, resolve
 from flowrl.tasks import Row, Task, load_rows
+from flowrl.tasks.maths import check as check_answers
+from flowrl.tasks.mixture import mixed_order
 
 
 class PromptSource(Node):
@@ -56,14 +58,21 @@ class PromptSource(Node):
     def preflight(self) -> None:
         check_model(self.policy)
         rows = load_rows(self.task).train
+        for term in self.task.sources:
+            if Task(term.text).options.get("check") == "math":
+                check_answers([row.answer for row in load_rows(Task(term.text)).train if row.answer is not None])
         check_prompts(self.policy, [row.turns for row in rows], self.task.system_prompt)
 
     async def setup(self) -> None:
         self._seed = self.context.seed if self.seed is None else self.seed
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
-        self._rows = (await self.blocking(load_rows, self.task)).train
+        rows = await self.blocking(load_rows, self.task)
+        self._rows = rows.train
         self.context.progress(f"{len(self._rows)} training prompts")
+        if rows.skipped:
+            self.context.metric("rows_skipped", len(rows.skipped))
+            self.context.progress(f"{len(rows.skipped)} malformed rows are skipped, the first: {rows.skipped[0]}")
 
     async def run(self) -> None:
         for epoch, position, row in self._from_cursor():
@@ -107,10 +116,15 @@ class PromptSource(Node):
         epochs = self.epochs if self.epochs is not None or self.context.steps is not None else 1
         epoch, start = self._epoch, self._position
         while epochs is None or epoch < epochs:
-            order = epoch_order(len(self._rows), self._seed, epoch)
+            order = self._order(epoch)
             for position in range(start, len(order)):
                 yield epoch, position, self._rows[order[position]]
             epoch, start = epoch + 1, 0
+
+    def _order(self, epoch: int) -> list[int]:
+        if len(self.task.sources) > 1:
+            return mixed_order(self._rows, self.task, self._seed, epoch)
+        return epoch_order(len(self._rows), self._seed, epoch)
 
     def _pass_over(self) -> None:
         self._passed_over += 1

@@ -6,15 +6,16 @@ import dataclasses
 import difflib
 import functools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.arithmetic import Arithmetic, demonstrate
-from flowrl.tasks.files import Keys, dataset_rows, json_rows
+from flowrl.tasks.files import Keys, Reading, is_file_task
+from flowrl.tasks.files import rows as file_rows
 from flowrl.tasks.judge import place_of
 from flowrl.tasks.rewards import Part, parse_reward
-from flowrl.tasks.rows import Row, Rows
+from flowrl.tasks.rows import OF_TASK, Row, Rows
 from flowrl.tasks.spec import Task
 
 __all__ = [
@@ -48,19 +49,32 @@ def conversation(task: Task, row: Row) -> list[dict[str, str]]:
 Demonstrator = Callable[[Row, random.Random], str]
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def load_rows(task: Task) -> Rows:
     """Read or generate all rows of `task`, once in a process. Raises ConfigError for what is wrong with it."""
-    rows = Rows.split(_source(task))
+    reading = Reading(str(task.options.get("malformed", "stop")) if len(task.sources) == 1 else "stop")
+    rows = Rows.split(_mixed(task, reading) if len(task.sources) > 1 else _source(task, reading))
     if not rows.train and not rows.held_out:
-        raise ConfigError(f"task {task.name!r} has no rows at all; write one problem a line")
+        skipped = f", {len(reading.skipped)} are skipped: {reading.skipped[0]}" if reading.skipped else ""
+        raise ConfigError(f"task {task.name!r} has no rows at all{skipped}; write one problem a line")
     if not rows.train:
         raise ConfigError(f"task {task.name!r} has no training rows ({len(rows.held_out)} are held out); add rows")
-    return rows
+    return dataclasses.replace(rows, skipped=tuple(reading.skipped))
+
+
+def _mixed(task: Task, reading: Reading) -> Iterator[Row]:
+    """The rows of all sources; each says in a column which one it is of."""
+    for term in task.sources:
+        found = load_rows(Task(term.text))
+        reading.skipped += found.skipped
+        for row in (*found.train, *found.held_out):
+            yield dataclasses.replace(row, columns={**row.columns, OF_TASK: term.text})
 
 
 def demonstrator(task: Task) -> Demonstrator:
     """Where a warm start takes the answers from that it imitates: the task's own, of the quality it offers."""
+    if len(task.sources) > 1:
+        return lambda row, rng: demonstrator(Task(row.columns[OF_TASK]))(row, rng)
     return demonstrate if task.source == "arithmetic" else right_answer
 
 
@@ -69,22 +83,20 @@ def right_answer(row: Row, rng: random.Random) -> str:
     return str(row.answer)
 
 
-def _source(task: Task) -> Any:
+def _source(task: Task, reading: Reading) -> Iterable[Row]:
     if task.source == "arithmetic":
         return _options(Arithmetic, task).rows()
     if task.source.startswith("reasoning_gym/"):
         from flowrl.tasks import reasoning
 
         return reasoning.rows(task)
-    if task.path.suffix in (".jsonl", ".json") and task.path.is_file():
-        return json_rows(task.path, _options(Keys, task))
-    if task.path.is_dir():
-        return dataset_rows(task.path, _options(Keys, task))
+    if is_file_task(task.path):
+        return file_rows(task.path, _options(Keys, task), reading)
     close = difflib.get_close_matches(task.source, ["arithmetic", "reasoning_gym/chain_sum"], 1, 0.5)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"there is no task {task.source!r}: it is neither arithmetic, nor reasoning_gym/NAME, nor a .jsonl file or "
-        f"dataset directory on this machine.{hint}"
+        f"there is no task {task.source!r}: it is neither arithmetic, nor reasoning_gym/NAME, nor a .jsonl or "
+        f".parquet file or dataset directory on this machine.{hint}"
     )
 
 
@@ -95,6 +107,6 @@ def _options(kind: type[Options], task: Task) -> Options:
         if key not in fields:
             raise ConfigError(f"task {task.name!r} has no option {key!r}; it has {', '.join(fields)}")
         wanted = type(fields[key].default)
-        if not isinstance(value, wanted):
+        if not isinstance(value, (int, float) if wanted is float else wanted):
             raise ConfigError(f"task {task.name!r}: option {key} is {value!r} and needs {wanted.__name__}")
     return kind(**task.options)

@@ -1,16 +1,48 @@
-"""Rows from disk: JSON lines, and Hugging Face datasets saved by `save_to_disk`."""
+"""Rows from disk: JSON lines, Parquet, directories of either, and datasets saved by `save_to_disk`.
+
+Every record has a place, as `train.jsonl:17`, by which an error names it. What is malformed stops the
+reading before anything has started, or is skipped and counted: `Reading` decides.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.rows import Row
+
+T = TypeVar("T")
+Record = Mapping[str, Any]
+SUFFIXES = (".jsonl", ".json", ".parquet")
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class Malformed(ConfigError):
+    """One record that cannot be used; its text begins with the record's place."""
+
+
+@dataclass
+class Reading:
+    """What to do with malformed records: stop at the first, or skip them and keep what was wrong."""
+
+    malformed: str = "stop"
+    skipped: list[str] = field(default_factory=list)
+
+    def attempt(self, make: Callable[[], T]) -> T | None:
+        """What `make` returns, None if it met a malformed record that is to be skipped."""
+        try:
+            return make()
+        except Malformed as problem:
+            if self.malformed == "stop":
+                raise
+            self.skipped.append(str(problem))
+            return None
 
 
 @dataclass(frozen=True)
@@ -19,83 +51,193 @@ class Keys:
 
     prompt: str = "prompt"
     """Text, or a conversation as a list of {role, content}."""
+    messages: str = "messages"
+    """Where there is no prompt: a conversation, of which a last turn of the assistant's is the answer."""
     answer: str = "answer"
+    """Text, a number, or a list of one turn of the assistant's; `completion` where there is no such column."""
+    score: str = "score"
+    """Of several answers to one prompt the one with the highest score is taken."""
+    min_score: float = -math.inf
+    """Rows of a lower score are left out."""
     split: str = "train"
-    """Hugging Face datasets with several splits: the one to read."""
+    """Datasets with several splits: the one to read."""
+    check: str = "exact"
+    """How responses are compared with answers: exact, or math (the last number or formula, by math-verify)."""
+    malformed: str = "stop"
+    """Rows that cannot be used: stop before training, or skip and count them."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("check", ("exact", "math")), ("malformed", ("stop", "skip"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"option {name} of a task is {getattr(self, name)!r}; it needs {' or '.join(known)}")
 
 
-def json_rows(path: Path, keys: Keys) -> Iterator[Row]:
-    """One row a line. Raises ConfigError with the line's number on the first that is malformed."""
-    with path.open(encoding="utf-8") as lines:
+def is_file_task(path: Path) -> bool:
+    """A file or directory that `records` may be able to read."""
+    return path.is_dir() or (path.suffix in SUFFIXES and path.is_file())
+
+
+def rows(path: Path, keys: Keys, reading: Reading) -> Iterator[Row]:
+    """The rows at `path`. Raises ConfigError for what cannot be read, Malformed as `reading` says."""
+    for place, record in records(path, reading, split=keys.split):
+        row = reading.attempt(lambda place=place, record=record: _row(place, record, keys))  # type: ignore[misc]
+        if row is not None and row.score >= keys.min_score:
+            yield row
+
+
+def records(path: Path, reading: Reading, *, split: str = "train") -> Iterator[tuple[str, Record]]:
+    """(place, record) of everything at `path`, a file or a directory."""
+    if path.is_file():
+        yield from _file(path, reading)
+    elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        yield from _saved(path, split)
+    else:
+        for file in _files(path, split):
+            yield from _file(file, reading)
+
+
+def _file(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
+    return _parquet(path) if path.suffix == ".parquet" else _lines(path, reading)
+
+
+def _lines(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _row(f"{path}:{number}", _parse(f"{path}:{number}", line), keys)
+            place = f"{path}:{number}"
+            record = reading.attempt(lambda place=place, line=line: _parse(place, line)) if line.strip() else None  # type: ignore[misc]
+            if record is not None:
+                yield place, record
 
 
-def dataset_rows(path: Path, keys: Keys) -> Iterator[Row]:
-    """The rows of a dataset directory."""
+def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"{path}: reading Parquet needs the package pyarrow; pip install pyarrow") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as problem:
+        raise ConfigError(f"{path} is no Parquet file ({problem}); write it again, or name a .jsonl file") from None
+    number = 0
+    for batch in file.iter_batches():
+        for record in batch.to_pylist():
+            number += 1
+            yield f"{path}, row {number}", record
+
+
+def _saved(path: Path, split: str) -> Iterator[tuple[str, Record]]:
+    """A dataset, or one split of several, that `datasets` has saved."""
     try:
         from datasets import Dataset, DatasetDict, load_from_disk
     except ImportError:
-        raise ConfigError(
-            f"{path} is a directory; to read it the package datasets is needed: pip install datasets"
-        ) from None
+        raise ConfigError(f"{path}: to read it the package datasets is needed; pip install datasets") from None
     try:
         found: Dataset | DatasetDict = load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as refusal:
         raise ConfigError(
-            f"{path} is no dataset directory written by save_to_disk ({str(refusal).rstrip('.')}); save one there, or "
-            "name a .jsonl file"
+            f"{path} is no dataset directory written by save_to_disk ({str(refusal).rstrip('.')}); save one there"
         ) from None
     if isinstance(found, DatasetDict):
-        if keys.split not in found:
-            raise ConfigError(f"{path} has no split {keys.split!r}; it has {', '.join(found)}: set the option split")
-        found = found[keys.split]
-    for number, row in enumerate(found):
-        yield _row(f"{path}, row {number}", row, keys)
+        if split not in found:
+            raise ConfigError(f"{path} has no split {split!r}; it has {', '.join(found)}: set the option split")
+        found = found[split]
+    for number, record in enumerate(found, start=1):
+        yield f"{path}, row {number}", record
 
 
-def _parse(place: str, line: str) -> Mapping[str, Any]:
+def _files(path: Path, split: str) -> list[Path]:
+    """The files of a downloaded dataset: those named after the split, or all if none is."""
+    found = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet"))
+    if not found:
+        raise ConfigError(
+            f"{path} is no dataset directory: it was not written by save_to_disk and holds no .jsonl or .parquet "
+            "file; name a file, or save a dataset there"
+        )
+    return [file for file in found if file.name.startswith(split)] or found
+
+
+def _parse(place: str, line: str) -> Record:
     try:
-        row = json.loads(line)
+        record = json.loads(line)
     except json.JSONDecodeError as problem:
-        raise ConfigError(f"{place}: no JSON ({problem.msg}); write one object a line") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place}: a {type(row).__name__} where an object was needed; write one object a line")
-    return row
+        raise Malformed(f"{place}: no JSON ({problem.msg}); write one object a line") from None
+    if not isinstance(record, dict):
+        raise Malformed(f"{place}: a {type(record).__name__} where an object was needed; write one object a line")
+    return record
 
 
-def _row(place: str, row: Mapping[str, Any], keys: Keys) -> Row:
-    if keys.prompt not in row:
-        close = difflib.get_close_matches(keys.prompt, row, 1)
-        hint = f"did you mean prompt={close[0]}?" if close else f"set prompt= to one of {', '.join(row) or 'none'}"
-        raise ConfigError(f"{place}: no column {keys.prompt!r}; {hint} (behind the task's name: FILE:prompt=COLUMN)")
-    columns = {key: _plain(value) for key, value in row.items() if key not in (keys.prompt, keys.answer)}
-    if row.get(keys.answer) is not None:
-        columns["answer"] = str(row[keys.answer])
-    return Row(_turns(place, row[keys.prompt]), columns)
+def _row(place: str, record: Record, keys: Keys) -> Row:
+    turns, answer = _asked(place, record, keys)
+    used = (keys.prompt, keys.messages, keys.answer)
+    columns = {key: plain(value) for key, value in record.items() if key not in used}
+    if answer is not None:
+        columns["answer"] = answer
+    return Row(turns, columns, _score(place, record, keys))
 
 
-def _turns(place: str, prompt: object) -> tuple[Mapping[str, str], ...]:
-    if isinstance(prompt, str) and prompt.strip():
-        return ({"role": "user", "content": prompt},)
-    if isinstance(prompt, list) and prompt and all(_is_turn(turn) for turn in prompt):
-        return tuple({"role": turn["role"], "content": turn["content"]} for turn in prompt)
-    raise ConfigError(
-        f"{place}: the prompt is {str(prompt)[:60]!r}; it needs text, or a list of {{'role': ..., 'content': text}}"
+def _asked(place: str, record: Record, keys: Keys) -> tuple[tuple[Mapping[str, str], ...], str | None]:
+    """The messages before the response, and the reference response if there is one."""
+    if keys.prompt in record:
+        return conversation(place, record[keys.prompt], "prompt"), _answer(place, record, keys)
+    if keys.messages in record:
+        turns = conversation(place, record[keys.messages], "messages", may_end=True)
+        if turns[-1]["role"] != "assistant":
+            return turns, _answer(place, record, keys)
+        if len(turns) < 2:
+            raise Malformed(f"{place}: messages holds an answer alone; it needs what is answered before it")
+        return turns[:-1], _text(place, turns[-1]["content"], "last message")
+    close = difflib.get_close_matches(keys.prompt, record, 1)
+    hint = f"did you mean prompt={close[0]}?" if close else f"set prompt= to one of {', '.join(record) or 'none'}"
+    raise Malformed(f"{place}: no column {keys.prompt!r}; {hint} (behind the task's name: FILE:prompt=COLUMN)")
+
+
+def conversation(place: str, value: object, what: str, *, may_end: bool = False) -> tuple[Mapping[str, str], ...]:
+    """Turns of a text or a list of them. Raises Malformed; `may_end`: the assistant may have the last word."""
+    if isinstance(value, str) and value.strip():
+        return ({"role": "user", "content": value},)
+    if isinstance(value, list) and value and all(_is_turn(turn) for turn in value):
+        if may_end or value[-1]["role"] != "assistant":
+            return tuple({"role": turn["role"], "content": turn["content"]} for turn in value)
+        raise Malformed(f"{place}: the {what} ends with the assistant's turn; end it with the user's")
+    raise Malformed(
+        f"{place}: the {what} is {str(value)[:60]!r}; it needs text, or a list of {{'role': ..., 'content': text}} "
+        f"with the roles {', '.join(ROLES)}"
     )
 
 
+def _answer(place: str, record: Record, keys: Keys) -> str | None:
+    value = record.get(keys.answer, record.get("completion"))
+    if isinstance(value, list) and len(value) == 1 and _is_turn(value[0]):
+        value = value[0]["content"]
+    return None if value is None else _text(place, str(value), "answer")
+
+
+def _text(place: str, text: str, what: str) -> str:
+    if not text.strip():
+        raise Malformed(f"{place}: the {what} is empty; there is nothing to learn from it or to compare with")
+    return text
+
+
+def _score(place: str, record: Record, keys: Keys) -> float:
+    value = record.get(keys.score, 0.0)
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    if keys.score == "score" and keys.min_score == -math.inf:  # a column that happens to have this name
+        return 0.0
+    raise Malformed(f"{place}: the score is {value!r}; it needs a finite number")
+
+
 def _is_turn(turn: object) -> bool:
-    return isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+    return isinstance(turn, Mapping) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Values that a message can carry: lists become tuples, dates and the like their text."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, Iterable):
-        return tuple(_plain(inner) for inner in value)
+        return tuple(plain(inner) for inner in value)
     return str(value)

@@ -14,6 +14,8 @@ from functools import cached_property
 from typing import Any
 
 HELD_OUT_ONE_IN = 8
+OF_TASK = "of_task"
+"""In a mixture: the column with the name of the row's own source."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Row:
     turns: tuple[Mapping[str, str], ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All else that the row holds; `answer`, where there is one, is text."""
+    score: float = 0.0
+    """Of a scored answer: among several to one prompt the highest is taken."""
 
     @classmethod
     def ask(cls, question: str, /, **columns: Any) -> Row:
@@ -58,10 +62,16 @@ class Rows:
 
     train: tuple[Row, ...]
     held_out: tuple[Row, ...]
+    skipped: tuple[str, ...] = ()
+    """What was wrong with the rows that were skipped as malformed, each with its place."""
 
     @classmethod
     def split(cls, rows: Iterable[Row]) -> Rows:
-        """Split by hash; the first of several rows with the same prompt stays."""
-        unique = {row.prompt_id: row for row in reversed(list(rows))}
-        ordered = list(reversed(unique.values()))
+        """Split by hash; of several rows with the same prompt the first one of the highest score stays."""
+        unique: dict[str, Row] = {}
+        for row in rows:
+            known = unique.get(row.prompt_id)
+            if known is None or row.score > known.score:
+                unique[row.prompt_id] = row
+        ordered = list(unique.values())
         return cls(tuple(r for r in ordered if not r.held_out), tuple(r for r in ordered if r.held_out))

@@ -11,6 +11,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.rewards import parse_reward
+from flowrl.tasks.terms import PLUS, Term, terms
 
 _COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^\[(]*[\])])")
 
@@ -20,9 +21,10 @@ class Task:
     """Prompts with answers, split into training and held-out rows, and the reward that judges responses."""
 
     name: str = "arithmetic"
-    """`arithmetic`, `reasoning_gym/NAME`, a `.jsonl` file or a directory written by `datasets`' save_to_disk.
+    """`arithmetic`, `reasoning_gym/NAME`, a `.jsonl` or `.parquet` file, or a dataset directory.
 
-    Options follow a colon: `reasoning_gym/chain_sum:max_terms=3,max_digits=1`, `questions.jsonl:prompt=problem`.
+    Options follow a colon: `reasoning_gym/chain_sum:max_terms=3,max_digits=1`, `questions.jsonl:prompt=problem`,
+    `gsm8k.jsonl:prompt=question,check=math`. Several sources with weights: `0.7*problems.jsonl + 0.3*arithmetic`.
     With `extract=number` a reasoning_gym verifier is shown the last number of a response, with `extract=tag` its
     last <answer>…</answer>.
     """
@@ -35,11 +37,29 @@ class Task:
     """First message of every conversation; "" leaves it to the model's chat template."""
 
     def __post_init__(self) -> None:
+        if len(self.sources) > 1:
+            self._check_sources()
+            return
         if not self.source:
             raise ConfigError(f"task {self.name!r} names no source; write e.g. arithmetic or reasoning_gym/chain_sum")
         _ = self.options
         if self.reward:
             parse_reward(self.reward)
+
+    def _check_sources(self) -> None:
+        for term in self.sources:
+            Task(term.text, self.reward)
+            if term.weight <= 0:
+                raise ConfigError(
+                    f"task {self.name!r}: the weight of {term.text} is {term.weight:g}; it has to be above 0"
+                )
+        if len({term.text for term in self.sources}) < len(self.sources):
+            raise ConfigError(f"task {self.name!r} names a source twice; add up its weights")
+
+    @property
+    def sources(self) -> tuple[Term, ...]:
+        """The sources of a mixture with their weights, else the task's name alone."""
+        return terms(self.name) if len(PLUS.split(self.name)) > 1 else (Term(self.name),)
 
     @property
     def source(self) -> str:
@@ -60,6 +80,10 @@ class Task:
     @property
     def own_verifier(self) -> str:
         """The function that comes with the source, as `place:function`."""
+        if len(self.sources) > 1:
+            return "flowrl.tasks.mixture:score"
+        if self.options.get("check") == "math":
+            return "flowrl.tasks.maths:score"
         if self.source.startswith("reasoning_gym/"):
             return "flowrl.tasks.reasoning:score"
         return "flowrl.tasks.verify:exact_match"

@@ -1,0 +1,60 @@
+"""Answers compared as mathematics, by math-verify: `1/2` is `0.5`, whatever stands around them.
+
+The reference may be an answer alone or a worked solution that ends with `#### 72` (GSM8K) or
+`\\boxed{72}` (MATH). Of a response the last such answer counts, else its last formula or number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from flowrl.errors import ConfigError
+
+MARK = "####"
+SECONDS = 5
+
+
+def score(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[Any]) -> list[float]:
+    """1 where the response's last answer equals the reference, else 0."""
+    return [float(equal(response, str(right))) for response, right in zip(responses, answer, strict=True)]
+
+
+def equal(response: str, answer: str) -> bool:
+    """Both say the same number, set, interval or formula."""
+    from math_verify import verify
+
+    said = _parsed(_last(response))
+    return bool(said) and bool(verify(_right(answer), said, timeout_seconds=SECONDS))
+
+
+@functools.lru_cache(maxsize=4096)
+def _right(answer: str) -> list[Any]:
+    return _parsed(_last(answer))
+
+
+def _last(text: str) -> str:
+    """What follows the last mark of GSM8K, the whole text where there is none."""
+    return text.rpartition(MARK)[2].strip()
+
+
+def _parsed(text: str) -> list[Any]:
+    from math_verify import parse
+
+    return list(parse(text, parsing_timeout=SECONDS))
+
+
+def check(answers: Sequence[str]) -> None:
+    """Raise ConfigError if math-verify is missing, or finds no answer in the first of `answers`."""
+    try:
+        import math_verify  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "check=math compares answers by math-verify, which is not installed; pip install math-verify"
+        ) from None
+    if answers and not _right(answers[0]):
+        raise ConfigError(
+            f"check=math finds no number or formula in the answer {answers[0][:60]!r}; name the column that has one "
+            "with answer=, or leave check=math out"
+        )

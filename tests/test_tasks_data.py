@@ -1,0 +1,235 @@
+"""Data on disk: formats, malformed rows that stop or are counted, mixtures, answers compared as mathematics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.models import Policy
+from flowrl.nodes import PromptSource, Reward
+from flowrl.tasks import Rows, Task, load_rows
+from flowrl.tasks.mixture import mixed_order, score
+from flowrl.tasks.rows import OF_TASK
+from tests.node_rig import InMemoryOut, attach
+
+RECORDS = [{"prompt": f"question {n}", "answer": str(n), "level": n % 3} for n in range(40)]
+
+
+def jsonl(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records))
+    return path
+
+
+def parquet(path: Path, records: list[dict[str, Any]]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return path
+
+
+def everything(rows: Rows) -> dict[str, Any]:
+    return {row.prompt: dict(row.columns) for row in (*rows.train, *rows.held_out)}
+
+
+def test_json_lines_parquet_and_directories_of_them_give_the_same_rows(tmp_path: Path) -> None:
+    expected = everything(load_rows(Task(str(jsonl(tmp_path / "rows.jsonl", RECORDS)))))
+    assert expected["question 7"] == {"answer": "7", "level": 1} and len(expected) == 40
+    assert everything(load_rows(Task(str(parquet(tmp_path / "rows.parquet", RECORDS))))) == expected
+    data = tmp_path / "downloaded" / "data"
+    data.mkdir(parents=True)
+    parquet(data / "train-00000-of-00002.parquet", RECORDS[:25])
+    parquet(data / "train-00001-of-00002.parquet", RECORDS[25:])
+    parquet(data / "test-00000-of-00001.parquet", [{"prompt": f"other {n}", "answer": "1"} for n in range(9)])
+    assert everything(load_rows(Task(str(tmp_path / "downloaded")))) == expected
+    assert set(everything(load_rows(Task(f"{tmp_path}/downloaded:split=test")))) == {f"other {n}" for n in range(9)}
+
+
+CONVERSATION = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+def one(tmp_path: Path, record: dict[str, Any], options: str = "") -> Any:
+    """The row of one record among others that make up a whole task."""
+    rest = [{"prompt": f"filler {n}", "answer": "x"} for n in range(20)]
+    rows = load_rows(Task(f"{jsonl(tmp_path / 'rows.jsonl', [record, *rest])}{options}"))
+    return next(row for row in (*rows.train, *rows.held_out) if not row.prompt.startswith("filler"))
+
+
+@pytest.mark.parametrize(
+    ("record", "turns", "answer"),
+    [
+        ({"messages": CONVERSATION}, 4, "d"),
+        ({"messages": CONVERSATION[:4]}, 4, None),
+        ({"prompt": "c", "completion": "d"}, 1, "d"),
+        ({"prompt": CONVERSATION[:2], "completion": [CONVERSATION[2]]}, 2, "b"),
+        ({"prompt": "c", "answer": 12}, 1, "12"),
+    ],
+)
+def test_shapes_of_a_record(tmp_path: Path, record: dict[str, Any], turns: int, answer: str | None) -> None:
+    row = one(tmp_path, record)
+    assert (len(row.turns), row.answer) == (turns, answer)
+    assert not {"messages", "prompt"} & set(row.columns)
+
+
+def test_of_scored_completions_the_best_is_taken(tmp_path: Path) -> None:
+    scored = [{"prompt": f"q{n}", "completion": f"{n}/{s}", "score": s} for n in range(20) for s in (0.1, 0.9, 0.5)]
+    path = jsonl(tmp_path / "rows.jsonl", scored)
+    rows = load_rows(Task(str(path)))
+    assert {row.answer for row in (*rows.train, *rows.held_out)} == {f"{n}/0.9" for n in range(20)}
+    with pytest.raises(ConfigError, match="has no rows at all"):
+        load_rows(Task(f"{path}:min_score=1"))
+
+
+MALFORMED = {
+    '{"prompt": broken': "no JSON",
+    '["a"]': "a list where an object was needed",
+    '{"question": "x"}': "no column 'prompt'",
+    '{"prompt": "x", "answer": "  "}': "the answer is empty",
+    '{"prompt": "x", "completion": ""}': "the answer is empty",
+    '{"prompt": [{"role": "robot", "content": "x"}]}': "with the roles system, user, assistant, tool",
+    '{"prompt": [{"role": "assistant", "content": "x"}]}': "ends with the assistant's turn",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "messages holds an answer alone",
+    '{"messages": []}': "the messages is '[]'",
+}
+
+
+@pytest.mark.parametrize("line", MALFORMED)
+def test_a_malformed_row_stops_before_training_or_is_skipped_and_counted(tmp_path: Path, line: str) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [*RECORDS[:20], line, *RECORDS[20:]])
+    with pytest.raises(ConfigError) as error:
+        load_rows(Task(str(path)))
+    assert "rows.jsonl:21: " in str(error.value) and MALFORMED[line] in str(error.value)
+    rows = load_rows(Task(f"{path}:malformed=skip"))
+    assert len(everything(rows)) == 40
+    assert len(rows.skipped) == 1 and "rows.jsonl:21: " in rows.skipped[0]
+
+
+def test_a_score_that_is_none_is_malformed_where_scores_are_asked_for(tmp_path: Path) -> None:
+    records = [{**record, "score": "good"} for record in RECORDS]
+    path = jsonl(tmp_path / "rows.jsonl", records)
+    assert len(everything(load_rows(Task(str(path))))) == 40, "a column that happens to have this name"
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the score is 'good'; it needs a finite number"):
+        load_rows(Task(f"{path}:min_score=0.5"))
+
+
+def test_rows_of_parquet_are_named_by_number(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "rows.parquet", [{"prompt": "a"}, {"prompt": ""}])
+    with pytest.raises(ConfigError, match=r"rows.parquet, row 2: the prompt is ''"):
+        load_rows(Task(str(path)))
+    (tmp_path / "none.parquet").write_text("nothing of the kind")
+    with pytest.raises(ConfigError, match="is no Parquet file"):
+        load_rows(Task(f"{tmp_path}/none.parquet"))
+
+
+def test_the_run_is_told_of_skipped_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    path = jsonl(tmp_path / "rows.jsonl", [*RECORDS, "{", "["])
+    source = PromptSource(Task(f"{path}:malformed=skip"), Policy("tiny"))
+    source.name = "prompts"
+    context = attach(source, prompts=InMemoryOut(0))
+    asyncio.run(source.setup())
+    assert context.metrics == {"rows_skipped": 2}
+    assert "2 malformed rows are skipped, the first: " in context.told[-1] and "rows.jsonl:41" in context.told[-1]
+
+
+@pytest.mark.parametrize("options", ["malformed=drop", "check=maths"])
+def test_options_of_data_have_known_values(tmp_path: Path, options: str) -> None:
+    with pytest.raises(ConfigError, match="it needs"):
+        load_rows(Task(f"{jsonl(tmp_path / 'rows.jsonl', RECORDS)}:{options}"))
+
+
+# Mixtures
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Task:
+    """70 and 30 of a hundred by weight; the second source is the smaller one for its weight."""
+    first = jsonl(tmp_path / "a.jsonl", [{"prompt": f"a{n}", "answer": "1"} for n in range(400)])
+    second = jsonl(tmp_path / "b.jsonl", [{"prompt": f"b{n}", "answer": "1/2"} for n in range(40)])
+    return Task(f"0.7*{first} + 0.3*{second}:check=math")
+
+
+def test_an_epoch_of_a_mixture_has_its_shares_and_no_row_twice(mixture: Task) -> None:
+    rows = load_rows(mixture).train
+    whole = sum(row.prompt.startswith("b") for row in rows)
+    epochs = [mixed_order(rows, mixture, 3, epoch) for epoch in range(4)]
+    for order in epochs:
+        of = Counter(rows[index].prompt[0] for index in order)
+        assert (of["b"], of["a"]) == (whole, int(whole / 0.3 * 0.7 + 1e-9))
+        assert len(order) == len(set(order))
+    assert epochs[0] == mixed_order(rows, mixture, 3, 0)
+    assert len({tuple(order) for order in epochs}) == 4
+    first = {index for index in epochs[0] if rows[index].prompt.startswith("a")}
+    assert first != {index for index in epochs[1] if rows[index].prompt.startswith("a")}
+
+
+@pytest.mark.slow
+def test_every_row_of_a_mixture_is_judged_by_its_own_verifier(mixture: Task) -> None:
+    sources = [term.text for term in mixture.sources]
+    of_task = [sources[0], sources[1], sources[1]]
+    answers = score(["", "", ""], ["1", "0.5", "1"], of_task=of_task, answer=["1", "1/2", "1/2"])
+    assert answers["rewards"] == [1.0, 1.0, 0.0]
+    assert mixture.own_verifier == "flowrl.tasks.mixture:score"
+    assert {row.columns[OF_TASK] for row in load_rows(mixture).train} == set(sources)
+    Reward(mixture).preflight()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("0*arithmetic + reasoning_gym/chain_sum", "the weight of arithmetic is 0"),
+        ("arithmetic + 2*arithmetic", "names a source twice"),
+        ("arithmetic + ", "has an empty summand"),
+        ("arithmetic + aritmetic", "there is no task 'aritmetic'"),
+    ],
+)
+def test_mixtures_that_are_none(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_rows(Task(name))
+
+
+# Mathematics
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "right"),
+    [
+        ("She sells 16 - 3 - 4 = 9 eggs.\n#### 18", "9 * 2 = 18\n#### 18", True),
+        ("The answer is $18", "#### 18", True),
+        ("the total is 1,234", "#### 1,234", True),
+        ("so it is \\boxed{\\frac{1}{2}}", "0.5", True),
+        ("#### 17", "#### 18", False),
+        ("no number at all", "#### 18", False),
+        ("", "#### 18", False),
+        ("18 and then 19", "18", False),
+    ],
+)
+def test_answers_are_compared_as_mathematics(response: str, answer: str, right: bool) -> None:
+    from flowrl.tasks.maths import equal
+
+    assert equal(response, answer) is right
+
+
+@pytest.mark.slow
+def test_a_file_of_worked_solutions_is_a_task(tmp_path: Path) -> None:
+    records = [{"question": f"{n} eggs twice?", "answer": f"{n} * 2 = {2 * n}\n#### {2 * n}"} for n in range(40)]
+    task = Task(f"{jsonl(tmp_path / 'gsm8k.jsonl', records)}:prompt=question,check=math")
+    assert task.own_verifier == "flowrl.tasks.maths:score"
+    Reward(task).preflight()
+    PromptSource(task, Policy("tiny")).preflight()
+    words = [{**record, "answer": "words"} for record in records]
+    task = Task(f"{jsonl(tmp_path / 'words.jsonl', words)}:prompt=question,check=math")
+    with pytest.raises(ConfigError, match="finds no number or formula in the answer 'words'"):
+        PromptSource(task, Policy("tiny")).preflight()
