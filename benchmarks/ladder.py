@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.ladder_table import markdown, write_table
-from benchmarks.rungs import ROOT, Result, Rung, RungFailed, checkpoint, run_dir_of, run_rung
+from benchmarks.rungs import ROOT, Result, Rung, RungFailed, result_of, run_rung
 
 SEEDS = 3
 RANDOM = "random"
@@ -72,15 +72,12 @@ class Ladder:
         print(f"{told} ...", file=sys.stderr, flush=True)
         result = run_rung(rung, seed, self.models(rung), self.home)
         result.write(self.record(rung, seed))
-        print(f"{told}: {result.gain}, {result.minutes:.1f} min", file=sys.stderr, flush=True)
+        print(f"{told}: {result.gain or 'done'}, {result.minutes:.1f} min", file=sys.stderr, flush=True)
 
     def models(self, rung: Rung) -> Mapping[str, Path]:
-        """What stands for the names in a rung's options: the models that other rungs ended with."""
+        """What stands for the names in a rung's options: what other rungs left."""
         known = {other.title: other for other in self.rungs}
-        return {
-            name: random_model() if name == RANDOM else checkpoint(run_dir_of(known[name], 0, self.home))
-            for name in rung.needs
-        }
+        return {name: random_model() if name == RANDOM else result_of(known[name], 0, self.home) for name in rung.needs}
 
     def record(self, rung: Rung, seed: int) -> Path:
         """Where the result of a run is kept."""

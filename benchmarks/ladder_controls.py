@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sqlite3
 import sys
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], choices=online, metavar="RUNG")
     parser.add_argument("--home", type=Path, default=Path("runs") / "ladder", help="where runs lie")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way ends too
     failed = 0
     for name in options.only or online:
         for control in controls(online[name], Ladder(RUNGS, options.home)):
@@ -90,7 +92,14 @@ def negated(rung: Rung, ladder: Ladder) -> Control:
 
 def run(rung: Rung, options: Sequence[str], run_dir: Path, ladder: Ladder, *, save_every: int = 0) -> None:
     """Later options win over those of the rung."""
-    command = [*rung.command(ladder.models(rung), 0), *options, "--save-every", str(save_every), "--keep", "0"]
+    command = [
+        *rung.command(ladder.models(rung), 0, ladder.home),
+        *options,
+        "--save-every",
+        str(save_every),
+        "--keep",
+        "0",
+    ]
     flowrl(command, run_dir, limit_s=60 * rung.minutes + 60)
 
 

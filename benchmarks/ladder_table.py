@@ -29,11 +29,12 @@ def markdown(rungs: Sequence[Rung], found: Sequence[Result]) -> str:
 
 
 def _line(rung: Rung, runs: Sequence[Result]) -> str:
+    gains = [run.gain for run in runs if run.gain is not None]
     cells = (
         rung.title,
-        f"{_mean([run.gain.before for run in runs]):.3f}",
-        f"{_mean([run.gain.after for run in runs]):.3f}",
-        ", ".join(f"{run.gain.gain:+.3f} ± {run.gain.error:.3f}" for run in runs),
+        f"{_mean([gain.before for gain in gains]):.3f}" if gains else "–",
+        f"{_mean([gain.after for gain in gains]):.3f}" if gains else "–",
+        ", ".join(f"{gain.gain:+.3f} ± {gain.error:.3f}" for gain in gains) or "–",
         f"{_mean([run.minutes for run in runs]):.1f}",
         _audits(runs),
         f"`{runs[0].command}`",

@@ -2,8 +2,8 @@
 
 Every rung starts from what `flowrl` itself makes (`tiny` and the like) or from the result of a rung above
 it, written as `{name}` in its options. It is judged by the task's verifier: the same held-out prompts,
-answers to a prompt and seeds, before and after. A graph that has no generator is judged by one that has:
-both models answer in runs of their own that train nothing.
+answers to a prompt and seeds, before and after. A graph that does not ask them itself is judged by one that
+does: the model it starts from and the one it ends with answer in runs that train nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.gain import Gain, Shares, gain, paired, shares
 ROOT = Path(__file__).parent.parent
 PROMPTS, ANSWERS = 256, 4
 EVALUATION = ("--evaluate", str(PROMPTS), "--evaluate-samples", str(ANSWERS))
+OUT = "out"
 JUDGE = ("--lr", "0", "--groups-per-step", "1", "--group-size", "2", "--staleness", "0")
 """With these graphs/grpo.py evaluates a model and leaves it alone."""
 
@@ -44,9 +45,11 @@ class Rung:
     seeds: int = 1
     """Training seeds it is run with."""
     online: bool = True
-    """It has a generator, evaluates itself, and can be audited."""
-    start: str = "tiny"
-    """Where its policy starts, for rungs that do not evaluate themselves: a model or a `{rung}`."""
+    """It trains on its own samples: its books can be audited, and its rewards negated."""
+    start: str = ""
+    """The model it starts from, or a `{rung}`, if it does not ask the held-out prompts itself."""
+    writes: str = ""
+    """Name of a file that it makes instead of a better model, `{out}` in its options. Nothing is judged then."""
     name: str = ""
     """Where it is not the graph's: two rungs of one graph."""
 
@@ -58,12 +61,14 @@ class Rung:
     def needs(self) -> tuple[str, ...]:
         """Rungs whose results its options name."""
         texts = (*self.options, self.start)
-        return tuple(dict.fromkeys(name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name))
+        names = dict.fromkeys(name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name)
+        return tuple(name for name in names if name != OUT)
 
-    def command(self, results: Mapping[str, Path], seed: int) -> list[str]:
+    def command(self, results: Mapping[str, Path], seed: int, home: Path) -> list[str]:
         """What stands behind `flowrl`, without the run directory."""
-        options = [option.format_map({name: str(path) for name, path in results.items()}) for option in self.options]
-        evaluation = EVALUATION if self.online else ()
+        known = {name: str(path) for name, path in results.items()} | {OUT: str(result_of(self, seed, home))}
+        options = [option.format_map(known) for option in self.options]
+        evaluation = () if self.start or self.writes else EVALUATION
         return [
             "run",
             f"graphs/{self.graph}.py",
@@ -83,7 +88,8 @@ class Result:
     rung: str
     seed: int
     command: str
-    gain: Gain
+    gain: Gain | None
+    """None where nothing was judged."""
     minutes: float
     audit: bool | None
     """None where there is nothing to audit."""
@@ -91,7 +97,8 @@ class Result:
     @property
     def good(self) -> bool:
         """A gain of more than two paired standard errors, and books that close."""
-        return self.gain.gain > 2 * self.gain.error and self.audit is not False
+        learnt = self.gain is None or self.gain.gain > 2 * self.gain.error
+        return learnt and self.audit is not False
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -99,22 +106,28 @@ class Result:
     @staticmethod
     def read(path: Path) -> Result:
         found = json.loads(path.read_text())
-        return Result(**found | {"gain": Gain(**found["gain"])})
+        return Result(**found | {"gain": found["gain"] and Gain(**found["gain"])})
 
 
 def run_rung(rung: Rung, seed: int, results: Mapping[str, Path], home: Path) -> Result:
     """Run it afresh below `home`, and judge it. Raises RungFailed."""
-    command, run_dir = rung.command(results, seed), run_dir_of(rung, seed, home)
+    command, run_dir = rung.command(results, seed, home), run_dir_of(rung, seed, home)
     start_s = time.monotonic()
     flowrl(command, run_dir, limit_s=60 * rung.minutes + 60)
     minutes = (time.monotonic() - start_s) / 60
-    if rung.online:
-        found, audit = gain(run_dir), audited(run_dir)
-    else:
-        start = rung.start.format_map({name: str(path) for name, path in results.items()})
-        found = paired(answers(start, home), answers(str(checkpoint(run_dir)), home))
-        audit = None
+    found = judged(rung, run_dir, results, home)
+    audit = audited(run_dir) if rung.online else None
     return Result(rung.title, seed, " ".join(["flowrl", *_short(command, home)]), found, minutes, audit)
+
+
+def judged(rung: Rung, run_dir: Path, results: Mapping[str, Path], home: Path) -> Gain | None:
+    """What the verifier says of a finished run."""
+    if rung.writes:
+        return None
+    if not rung.start:
+        return gain(run_dir)
+    start = rung.start.format_map({name: str(path) for name, path in results.items()})
+    return paired(answers(start, home), answers(str(checkpoint(run_dir)), home))
 
 
 def flowrl(command: Sequence[str], run_dir: Path, *, limit_s: float) -> None:
@@ -166,6 +179,13 @@ def audited(run_dir: Path) -> bool:
 
 def run_dir_of(rung: Rung, seed: int, home: Path) -> Path:
     return home / f"{rung.title}-{seed}"
+
+
+def result_of(rung: Rung, seed: int, home: Path) -> Path:
+    """What a finished run leaves to the rungs above it: a file, or the model it ended with."""
+    if rung.writes:
+        return home / f"{rung.title}-{seed}-{rung.writes}"
+    return run_dir_of(rung, seed, home) / "checkpoints" / f"step_{rung.steps:06d}"
 
 
 def checkpoint(run_dir: Path, step: int | None = None) -> Path:

@@ -13,7 +13,7 @@ from benchmarks.gain import Gain, gain, paired
 from benchmarks.ladder import CHAIN, RANDOM, RUNGS, Ladder
 from benchmarks.ladder_controls import checksum, scores
 from benchmarks.ladder_table import BEGIN, END, markdown, write_table
-from benchmarks.rungs import Result, Rung, RungFailed, checkpoint, flowrl
+from benchmarks.rungs import Result, Rung, RungFailed, checkpoint, flowrl, result_of
 from flowrl.graph.load import load_file
 from flowrl.runtime.ledger import SCHEMA
 
@@ -67,7 +67,7 @@ def test_two_errors_and_closed_books_make_a_good_result() -> None:
 def test_options_name_the_results_of_other_rungs(tmp_path: Path) -> None:
     rung = Rung("ppo", 20, ("--policy", "{sft}", "--reward-model", "{reward_model}"))
     assert rung.needs == ("sft", "reward_model")
-    command = rung.command({"sft": tmp_path / "a", "reward_model": tmp_path / "b"}, 2)
+    command = rung.command({"sft": tmp_path / "a", "reward_model": tmp_path / "b"}, 2, tmp_path)
     assert command[:6] == [
         "run",
         "graphs/ppo.py",
@@ -77,7 +77,20 @@ def test_options_name_the_results_of_other_rungs(tmp_path: Path) -> None:
         str(tmp_path / "b"),
     ]
     assert command[6:] == ["--evaluate", "256", "--evaluate-samples", "4", "--steps", "20", "--seed", "2"]
-    assert "--evaluate" not in replace(rung, online=False).command({"sft": tmp_path, "reward_model": tmp_path}, 0)
+    known = dict.fromkeys(rung.needs, tmp_path)
+    assert "--evaluate" not in replace(rung, start="tiny").command(known, 0, tmp_path)
+
+
+def test_a_rung_may_write_a_file_for_those_above(tmp_path: Path) -> None:
+    rung = Rung("pairs", 20, ("--policy", "{sft}", "--pairs", "{out}"), writes="pairs.jsonl")
+    assert rung.needs == ("sft",)
+    out = result_of(rung, 0, tmp_path)
+    assert rung.command({"sft": tmp_path}, 0, tmp_path)[4:6] == ["--pairs", str(out)]
+    assert "--evaluate" not in rung.command({"sft": tmp_path}, 0, tmp_path)
+    assert result("pairs", gain=None, audit=None).good
+    assert (
+        markdown([rung], [result("pairs", gain=None, audit=None)]).splitlines()[4].startswith("| pairs | – | – | – |")
+    )
 
 
 @pytest.mark.parametrize("rungs", [RUNGS, CHAIN], ids=["table", "chain"])
@@ -92,7 +105,7 @@ def test_a_rung_starts_from_what_lies_below_it(rungs: tuple[Rung, ...]) -> None:
 @pytest.mark.parametrize("rung", (*RUNGS, *CHAIN), ids=lambda rung: rung.title)
 def test_every_rung_is_a_graph_that_takes_its_options(rung: Rung, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    command = rung.command(dict.fromkeys(rung.needs, tmp_path), 0)
+    command = rung.command(dict.fromkeys(rung.needs, tmp_path), 0, tmp_path)
     file = load_file(ROOT / command[1])
     own = command[2 : command.index("--steps")]
     assert file.build(file.parse(own)).nodes
