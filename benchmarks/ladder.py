@@ -32,6 +32,7 @@ RUNGS = (
     Rung("reinforce_pp", 150, ("--lr", "2e-4")),
     Rung("rloo", 150, ("--lr", "2e-4")),
     Rung("dapo", 100, ("--lr", "2e-4")),
+    Rung("ppo", 150, ("--lr", "2e-4"), minutes=10, seeds=SEEDS),
     Rung("raft", 150, ("--lr", "3e-4"), minutes=10),
     Rung("iterative_dpo", 60, ("--lr", "1e-4"), minutes=10, seeds=SEEDS),
     Rung("distill", 80, ("--lr", "3e-4")),

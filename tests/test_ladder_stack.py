@@ -28,6 +28,7 @@ EVALUATED = ("--evaluate", str(PROMPTS), "--evaluate-samples", str(ANSWERS))
 ONLINE = {
     "dapo": (*SMALL, *EVALUATED),
     "distill": (*SMALL, *EVALUATED, "--teacher", "tiny", "--num-trainers", "2", "--exact"),
+    "iterative_dpo": (*SMALL, *EVALUATED, "--optimizer-steps", "2"),
     "raft": (*SMALL, *EVALUATED),
     "reinforce_pp": (*SMALL, *EVALUATED),
     "rloo": (*SMALL, *EVALUATED),
