@@ -28,10 +28,10 @@ EVALUATED = ("--evaluate", str(PROMPTS), "--evaluate-samples", str(ANSWERS))
 ONLINE = {
     "dapo": (*SMALL, *EVALUATED),
     "distill": (*SMALL, *EVALUATED, "--teacher", "tiny", "--num-trainers", "2", "--exact"),
-    "iterative_dpo": (*SMALL, *EVALUATED, "--optimizer-steps", "2"),
+    "iterative_dpo": (*SMALL, *EVALUATED, "--reference", "initial", "--optimizer-steps", "2"),
     "raft": (*SMALL, *EVALUATED),
-    "reinforce_pp": (*SMALL, *EVALUATED),
-    "rloo": (*SMALL, *EVALUATED),
+    "reinforce_pp": (*SMALL, *EVALUATED, "--kl-target", "0.5"),
+    "rloo": (*SMALL, *EVALUATED, "--normalise-rewards"),
     "custom_node": SMALL,
 }
 OFFLINE = {
