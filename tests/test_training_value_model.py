@@ -19,39 +19,9 @@ from flowrl.training.value_model import (
     load_scalar_model,
     write_scalar_model,
 )
+from tests.word_policy import EOS, make_policy
 
-WORDS = 12
-EOS = WORDS
 SEQUENCES = [np.array([*body, EOS], np.int32) for body in ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])]
-
-
-def make_policy(path: Path, *, pad: str | None) -> Path:
-    """A random causal language model with a word tokenizer whose pad token is `pad`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    vocabulary = {**{f"w{n}": n for n in range(WORDS)}, "<eos>": EOS}
-    if pad == "<pad>":
-        vocabulary["<pad>"] = EOS + 1
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token=pad)
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        initializer_range=0.3,
-        attention_dropout=0.1,
-        eos_token_id=EOS,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module", params=["<pad>", "<eos>", None], ids=["pad", "pad_is_eos", "no_pad"])

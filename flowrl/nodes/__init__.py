@@ -7,8 +7,10 @@ from flowrl.nodes.dataset import Demonstrations
 from flowrl.nodes.dynamic import DynamicSampling
 from flowrl.nodes.evaluation import Evaluation
 from flowrl.nodes.generator import Generator
+from flowrl.nodes.pair_writer import PairWriter
 from flowrl.nodes.reference import Reference
 from flowrl.nodes.reward import Reward
+from flowrl.nodes.reward_model import RewardModel
 from flowrl.nodes.running import AdaptiveKL
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.selection import BestOfN, PairMaker
@@ -29,9 +31,11 @@ __all__ = [
     "JoinedAdvantage",
     "Overlong",
     "PairMaker",
+    "PairWriter",
     "PromptSource",
     "Reference",
     "Reward",
+    "RewardModel",
     "Sampling",
     "Shaping",
     "Teacher",

@@ -2,7 +2,8 @@
 
 Invariants:
 
-- Nothing is sampled before the first weights edge message is applied, so every token has a version.
+- Nothing is sampled before the first weights edge message is applied, so every token has a version. Where
+  the graph ignores the weights port, what was loaded is the version for good.
 - A request is submitted only while no update is under way, so its prefix-cache salt is the version that
   computes its prompt. Requests that run across an update go on with the KV they have.
 - Whoever loses a version (overwritten on the latest edge, or its segment reused) takes the newest.
@@ -172,6 +173,9 @@ class Generator(Node):
             await self.requests.each(self._answer, concurrency=self.concurrency)
 
     async def _follow_weights(self) -> None:
+        if self.weights.live is None:
+            await self._updates.stay(self.context.start_version)
+            return
         async for manifest in self.weights:
             await self._updates.take(manifest)
             self.weights.finish(manifest)

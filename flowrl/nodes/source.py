@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
@@ -17,9 +17,11 @@ from flowrl.tasks import Row, Task, load_rows
 from flowrl.tasks.maths import check as check_answers
 from flowrl.tasks.mixture import mixed_order
 
+Part = Literal["train", "held_out", "all"]
+
 
 class PromptSource(Node):
-    """Sends every training row `repeat` times, as the members of one group.
+    """Sends every training row `repeat` times, as the members of one group; with `part` the held-out ones, or all.
 
     `epochs=None` goes on for as long as the run's `--steps` need, and is one epoch without them. `seed`
     None is the run's. Prompts of more than `max_prompt_tokens` are passed over and counted.
@@ -36,6 +38,7 @@ class PromptSource(Node):
         epochs: int | None = None,
         seed: int | None = None,
         max_prompt_tokens: int = 512,
+        part: Part = "train",
     ) -> None:
         self.task = task
         self.policy = policy
@@ -43,6 +46,7 @@ class PromptSource(Node):
         self.epochs = epochs
         self.seed = seed
         self.max_prompt_tokens = max_prompt_tokens
+        self.part: Part = part
         self._epoch = 0
         self._position = 0
         self._passed_over = 0
@@ -53,11 +57,16 @@ class PromptSource(Node):
 
     def check(self, facts: Any) -> list[str]:
         ranges = (("repeat", self.repeat), ("epochs", self.epochs), ("max_prompt_tokens", self.max_prompt_tokens))
-        return [f"{name} is {value}; it needs at least 1" for name, value in ranges if value is not None and value < 1]
+        problems = [
+            f"{name} is {value}; it needs at least 1" for name, value in ranges if value is not None and value < 1
+        ]
+        if self.part not in get_args(Part):
+            problems.append(f"part is {self.part!r}; choose one of {', '.join(get_args(Part))}")
+        return problems
 
     def preflight(self) -> None:
         check_model(self.policy)
-        rows = load_rows(self.task).train
+        rows = self.rows()
         for term in self.task.sources:
             if Task(term.text).options.get("check") == "math":
                 check_answers([row.answer for row in load_rows(Task(term.text)).train if row.answer is not None])
@@ -67,12 +76,16 @@ class PromptSource(Node):
         self._seed = self.context.seed if self.seed is None else self.seed
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
-        rows = await self.blocking(load_rows, self.task)
-        self._rows = rows.train
-        self.context.progress(f"{len(self._rows)} training prompts")
-        if rows.skipped:
-            self.context.metric("rows_skipped", len(rows.skipped))
-            self.context.progress(f"{len(rows.skipped)} malformed rows are skipped, the first: {rows.skipped[0]}")
+        self._rows = await self.blocking(self.rows)
+        self.context.progress(f"{len(self._rows)} prompts")
+        if skipped := (await self.blocking(load_rows, self.task)).skipped:
+            self.context.metric("rows_skipped", len(skipped))
+            self.context.progress(f"{len(skipped)} malformed rows are skipped, the first: {skipped[0]}")
+
+    def rows(self) -> tuple[Row, ...]:
+        """What an epoch goes through."""
+        rows = load_rows(self.task)
+        return {"train": rows.train, "held_out": rows.held_out, "all": (*rows.train, *rows.held_out)}[self.part]
 
     async def run(self) -> None:
         for epoch, position, row in self._from_cursor():

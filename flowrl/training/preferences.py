@@ -16,17 +16,26 @@ PreferenceKind = Literal["dpo", "ipo", "cdpo"]
 
 
 def reward_model_loss(
-    chosen_B: Tensor, rejected_B: Tensor, *, margin_B: Tensor | None = None, centring: float = 0.0
+    chosen_B: Tensor,
+    rejected_B: Tensor,
+    *,
+    margin_B: Tensor | None = None,
+    centring: float = 0.0,
+    num_pairs: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Bradley–Terry, −log σ(c − r − m), with an optional margin (2307.09288).
 
-    `centring` times the mean of (c + r)² keeps scores around 0. Stats: accuracy, margin.
+    `centring` times the mean of (c + r)² keeps scores around 0. Means are over B; a trainer passes the
+    `num_pairs` of its whole optimizer step. Stats: accuracy, margin.
     """
     difference_B = chosen_B - rejected_B
-    loss = -F.logsigmoid(difference_B if margin_B is None else difference_B - margin_B).mean()
+    loss_B = -F.logsigmoid(difference_B if margin_B is None else difference_B - margin_B)
     if centring:
-        loss = loss + centring * (chosen_B + rejected_B).square().mean()
-    return loss, _preference_stats(difference_B)
+        loss_B = loss_B + centring * (chosen_B + rejected_B).square()
+    num = difference_B.numel() if num_pairs is None else num_pairs
+    difference_B = difference_B.detach()
+    stats = {"accuracy": (difference_B > 0).to(difference_B.dtype).sum() / num, "margin": difference_B.sum() / num}
+    return loss_B.sum() / num, stats
 
 
 def dpo_loss(

@@ -76,6 +76,16 @@ def has_scalar_head(path: str | Path) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in read_config(path).architectures or ())
 
 
+def require_scalar_head(path: str | Path) -> None:
+    """Raise ConfigError unless `has_scalar_head`."""
+    if not has_scalar_head(path):
+        found = ", ".join(read_config(path).architectures or ("no architecture",))
+        raise ConfigError(
+            f"{path} is no reward model: its config.json names {found} and a …ForSequenceClassification is needed; "
+            "train one with graphs/reward_model.py, or start from the policy"
+        )
+
+
 def load_scalar_model(
     path: str | Path,
     *,
@@ -92,12 +102,8 @@ def load_scalar_model(
     """
     from transformers import AutoModelForSequenceClassification
 
-    if start == "reward_model" and not has_scalar_head(path):
-        found = ", ".join(read_config(path).architectures or ("no architecture",))
-        raise ConfigError(
-            f"{path} is no reward model: its config.json names {found} and a …ForSequenceClassification is needed; "
-            "train one with graphs/reward_model.py, or start from the policy"
-        )
+    if start == "reward_model":
+        require_scalar_head(path)
     config = read_config(path)
     config.num_labels = 1
     pad, tokenizer = distinct_pad(path, config)

@@ -206,6 +206,10 @@ class ZeroEngine:
         lengths = [len(tokens) - 1 for tokens in token_ids]
         return [part.tolist() for part in torch.split(scores_N.float().cpu(), lengths)]
 
+    def tell_scores(self, mean: float, std: float) -> None:
+        """What a reward model's scores are like, for the config.json of the next export."""
+        self.model.network.config.reward_mean, self.model.network.config.reward_std = mean, std
+
     def export(self, path: str | Path) -> None:
         """Write a Hugging Face model directory, tokenizer included; complete when any rank returns.
 

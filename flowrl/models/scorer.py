@@ -1,0 +1,115 @@
+"""A trained reward model outside of training: conversations in, scores out.
+
+A score is read at the last real token, and that is the end token, exactly once and by id: appended where
+the template ends a conversation without it, and a response's own trailing ones are taken for the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Int32
+from flowrl.models.chat import Chat, Turns, load_tokenizer
+from flowrl.training.settings import Dtype
+
+if TYPE_CHECKING:
+    from flowrl.training.value_model import ScalarModel
+
+Conversation = Turns | tuple[Turns, str]
+"""All turns, the assistant's last, or the turns of a prompt and the response to it."""
+TOKENS_A_PASS = 16384
+
+
+class Scorer:
+    """Scores by one reward model, in the calling thread; see `load_scorer`."""
+
+    def __init__(self, model: ScalarModel, tokenizer: Any, *, system_prompt: str = "") -> None:
+        self._model = model
+        self.chat = Chat(tokenizer, system_prompt)
+        config = model.network.config
+        self.mean = float(getattr(config, "reward_mean", 0.0))
+        """Of the model's scores where it was trained: with `std`, what makes scores of several models alike."""
+        self.std = float(getattr(config, "reward_std", 1.0))
+
+    def score(self, conversations: Sequence[Conversation]) -> list[float]:
+        """The score of each conversation, not normalised."""
+        return self.score_ids([self.ids(*_parts(conversation)) for conversation in conversations])
+
+    def ids(self, turns: Turns, response: str) -> Int32:
+        """The token ids that are scored: by this model's own template, to the end token."""
+        end = self.chat.tokenizer.eos_token
+        while end and response.endswith(end):
+            response = response[: -len(end)]
+        return self.ended(self.chat.demonstration(turns, response)[0])
+
+    def ended(self, token_ids: Int32) -> Int32:
+        """`token_ids` with the end token at their end, once."""
+        eos = self.chat.tokenizer.eos_token_id
+        length = len(token_ids)
+        while length and token_ids[length - 1] == eos:
+            length -= 1
+        return np.append(token_ids[:length], np.int32(eos))
+
+    def score_ids(self, token_ids: Sequence[Int32]) -> list[float]:
+        """The score of each sequence, at its last token."""
+        import torch
+
+        from flowrl.training.rows import lay_out_ends
+
+        scores = [0.0] * len(token_ids)
+        device = self._model.network.score.weight.device
+        for indices in _passes([len(tokens) for tokens in token_ids]):
+            rows = lay_out_ends([token_ids[i] for i in indices], packed=False, device=device)
+            with torch.no_grad():
+                found = self._model(rows).tolist()
+            for index, value in zip(indices, found, strict=True):
+                scores[index] = value
+        return scores
+
+    def normalised(self, scores: Sequence[float]) -> list[float]:
+        """`scores` less the model's mean, in units of its standard deviation."""
+        return [(score - self.mean) / max(self.std, 1e-8) for score in scores]
+
+
+def load_scorer(
+    path: str | Path, device: str = "cpu", dtype: Dtype = "float32", *, system_prompt: str = "", attention: str = "sdpa"
+) -> Scorer:
+    """The reward model in the directory `path`. Raises ConfigError if there is none."""
+    from flowrl.training.value_model import load_scalar_model
+
+    model = load_scalar_model(path, start="reward_model", dtype=dtype, attention=attention)
+    return Scorer(model.eval().to(device), load_tokenizer(path), system_prompt=system_prompt)
+
+
+def check_reward_model(path: str | Path) -> None:
+    """Raise ConfigError unless the directory `path` holds a reward model. Loads no weights."""
+    from flowrl.training.value_model import require_scalar_head
+
+    require_scalar_head(path)
+
+
+def _parts(conversation: Conversation) -> tuple[Turns, str]:
+    if isinstance(conversation, tuple) and len(conversation) == 2 and isinstance(conversation[1], str):
+        return conversation[0], conversation[1]
+    turns: Sequence[Mapping[str, str]] = conversation
+    if not turns or turns[-1].get("role") != "assistant":
+        found = turns[-1].get("role") if turns else "nothing"
+        raise ConfigError(f"a conversation to be scored ends with {found!r}; its last turn has to be the assistant's")
+    return turns[:-1], turns[-1]["content"]
+
+
+def _passes(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices in passes of like lengths, each within `TOKENS_A_PASS` (a longer sequence goes alone)."""
+    passed: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if passed and (len(passed) + 1) * lengths[passed[0]] > TOKENS_A_PASS:
+            yield passed
+            passed = []
+        passed.append(index)
+    if passed:
+        yield passed

@@ -1,0 +1,81 @@
+"""Pairs into a file: what a reward model or DPO is trained on later.
+
+One line a pair, `{"prompt", "chosen", "rejected"}` and the row's other columns; the prompt is text, or the
+messages of a longer conversation. A line is complete when the pair is finished in the books.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In
+from flowrl.messages import Group, Trainable
+from flowrl.tasks import Task, load_rows
+
+PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin")
+
+
+class PairWriter(Node):
+    """Writes each pair of a PairMaker to the new file `path`; `task` is the one whose prompts were answered.
+
+    The margin of a pair is the difference of the two rewards. In the books pairs end as dropped, `written`.
+    """
+
+    groups: In[Group]
+
+    def __init__(self, path: str, task: Task) -> None:
+        self.path = path
+        self.task = task
+        self._file: IO[str] | None = None
+
+    def facts(self) -> Facts:
+        return Facts(drops=True, keeps_lineage=False)
+
+    def check(self, facts: Any) -> list[str]:
+        return [] if self.path.endswith(".jsonl") else [f"path is {self.path!r}; name a file that ends in .jsonl"]
+
+    def preflight(self) -> None:
+        target = Path(self.path).expanduser()
+        if target.exists():
+            raise ConfigError(f"{target} is there already; name another file for the pairs, or remove it")
+        if not target.parent.is_dir():
+            raise ConfigError(f"the directory {target.parent} for the pairs is not there; make it")
+
+    async def setup(self) -> None:
+        rows = await self.blocking(load_rows, self.task)
+        self._turns = {row.prompt_id: row.turns for row in (*rows.train, *rows.held_out)}
+        self._file = await self.blocking(self._open)
+
+    def _open(self) -> IO[str]:
+        return Path(self.path).expanduser().open("a", encoding="utf-8")
+
+    async def run(self) -> None:
+        assert self._file is not None
+        async for group in self.groups:
+            chosen, rejected = group.samples
+            self._file.write(f"{json.dumps(self.line(chosen, rejected), ensure_ascii=False)}\n")
+            self._file.flush()
+            self.context.metric("pairs_written", 1)
+            self.groups.drop(group, "written")
+
+    async def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def line(self, chosen: Trainable, rejected: Trainable) -> dict[str, Any]:
+        """The pair as it is written."""
+        assert (chosen.label, rejected.label) == (1, -1)
+        turns = self._turns[chosen.prompt_id]
+        kept = {name: value for name, value in chosen.columns.items() if name not in PAIR_COLUMNS}
+        return {
+            "prompt": turns[0]["content"] if len(turns) == 1 else [dict(turn) for turn in turns],
+            "chosen": chosen.response_text,
+            "rejected": rejected.response_text,
+            "margin": chosen.reward - rejected.reward,
+            **kept,
+        }

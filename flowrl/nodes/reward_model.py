@@ -1,0 +1,176 @@
+"""The reward model as a node: a trained scalar head in the place of a reward function.
+
+Where the reward model's tokenizer and template are the policy's, a sample's own token ids are scored;
+otherwise its response is decoded text and rendered anew, behind the turns of its row.
+
+The first sample that finds the model free takes along all others that wait, up to `batch`. Each wait
+ends with the pass in which the sample is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from flowrl.errors import ConfigError, SampleFailed
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Int32, Sample, Scored
+from flowrl.models import Policy, check_model, load_tokenizer, resolve
+from flowrl.nodes.shaping import Shaping
+from flowrl.tasks import Task, load_rows
+from flowrl.training.settings import Dtype
+
+if TYPE_CHECKING:
+    from flowrl.models.scorer import Scorer
+
+TRIED_ROWS = 8
+"""Rows that have to render alike before two templates count as the same."""
+
+
+@dataclasses.dataclass
+class Waiting:
+    """A sample whose score is awaited."""
+
+    token_ids: Int32
+    score: float | None = None
+
+
+class RewardModel(Node):
+    """Scores samples by the reward model in the directory `model`; `policy` and `task` are the generator's.
+
+    With `normalise` the reward is the score less the model's mean in units of its standard deviation, as
+    its config.json tells them; the raw reward is the bare score. At most `batch` samples go into a pass.
+    """
+
+    cpus = 1
+
+    rollouts: In[Sample]
+    scored: Out[Scored]
+
+    def __init__(
+        self,
+        model: str,
+        policy: Policy,
+        task: Task,
+        *,
+        normalise: bool = False,
+        shaping: Shaping | None = None,
+        batch: int = 64,
+        dtype: Dtype = "float32",
+    ) -> None:
+        self.model = model
+        self.policy = policy
+        self.task = task
+        self.normalise = normalise
+        self.shaping = shaping or Shaping()
+        self.batch = batch
+        self.dtype = dtype
+        self._scorer: Scorer
+        self._same_tokens = False
+        self._waiting: list[Waiting] = []
+        self._free = asyncio.Lock()
+
+    def facts(self) -> Facts:
+        return Facts(drops=True, concurrency=self.batch)
+
+    def check(self, facts: Any) -> list[str]:
+        problems = self.shaping.problems()
+        if not self.model:
+            problems.append("its model is empty; name the directory of a reward model, as graphs/reward_model.py makes")
+        if self.batch < 1:
+            problems.append(f"batch is {self.batch}; it needs at least 1")
+        return problems
+
+    def preflight(self) -> None:
+        from flowrl.models.scorer import check_reward_model
+
+        reward_model = Policy(self.model)
+        if reward_model.built_in:
+            raise ConfigError(
+                f"{self.model} is no reward model; train one with graphs/reward_model.py and name it here"
+            )
+        check_model(reward_model)
+        check_reward_model(resolve(reward_model))
+
+    async def setup(self) -> None:
+        await self.blocking(self._load)
+
+    def _load(self) -> None:
+        import torch
+
+        from flowrl.models.scorer import load_scorer
+
+        torch.set_num_threads(max(1, len(self.context.cores)))
+        device = "cuda" if self.context.gpus else "cpu"
+        self._scorer = load_scorer(
+            resolve(Policy(self.model)), device, self.dtype, system_prompt=self.task.system_prompt
+        )
+        rows = load_rows(self.task)
+        self._turns = {row.prompt_id: row.turns for row in (*rows.train, *rows.held_out)}
+        theirs = load_tokenizer(resolve(self.policy, progress=self.context.progress))
+        some = [list(turns) for turns in list(self._turns.values())[:TRIED_ROWS]]
+        self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)
+        if not self._same_tokens:
+            self.context.progress("its tokenizer or template is not the policy's: responses are rendered anew")
+
+    async def run(self) -> None:
+        await self.rollouts.each(self._score, concurrency=self.batch)
+
+    async def _score(self, sample: Sample) -> None:
+        mine = Waiting(self.token_ids(sample))
+        self._waiting.append(mine)
+        async with self._free:
+            if mine.score is None:
+                await self._pass()
+        assert mine.score is not None
+        if not math.isfinite(mine.score):
+            self.context.metric("reward_not_finite", 1)
+            raise SampleFailed("reward_not_finite")
+        scored = self.scored_sample(sample, mine.score)
+        self.context.ledger.scored(scored)
+        await self.scored.send(scored)
+
+    async def _pass(self) -> None:
+        """Score all that waits. If this is cancelled they go on waiting, for the next to score them."""
+        waiting = list(self._waiting)
+        with self.context.busy("score"):
+            scores = await self.blocking(self._scorer.score_ids, [one.token_ids for one in waiting])
+        for one, score in zip(waiting, scores, strict=True):
+            one.score = score
+        self._waiting = [one for one in self._waiting if one.score is None]
+
+    def token_ids(self, sample: Sample) -> Int32:
+        """What the reward model reads of `sample`."""
+        if self._same_tokens:
+            return self._scorer.ended(sample.token_ids)
+        return self._scorer.ids(self._turns[sample.prompt_id], sample.response_text)
+
+    def scored_sample(self, sample: Sample, score: float) -> Scored:
+        """`sample` with the reward that is trained on, and the bare score as the raw one."""
+        reward = self._scorer.normalised([score])[0] if self.normalise else score
+        shaped = self.shaping.shaped(
+            reward, {"reward_model": score}, num_tokens=sample.response_tokens, truncated=sample.truncated
+        )
+        fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
+        return Scored(
+            **fields, reward=shaped, raw_reward=score, reward_parts={"reward_model": score}, scored_s=time.time()
+        )
+
+
+def renders_alike(policy: Any, reward_model: Any, conversations: list[list[Any]]) -> bool:
+    """Whether two tokenizers give the same ids: the reward model's may have a pad token on top."""
+    from flowrl.models import Chat
+
+    known = reward_model.get_vocab()
+    if any(known.get(token) != token_id for token, token_id in policy.get_vocab().items()):
+        return False
+    if (policy.chat_template, policy.eos_token_id) != (reward_model.chat_template, reward_model.eos_token_id):
+        return False
+    chats = Chat(policy), Chat(reward_model)
+    rendered = ([chat.demonstration(turns, "12 words")[0].tolist() for chat in chats] for turns in conversations)
+    return all(ours == theirs for ours, theirs in rendered)

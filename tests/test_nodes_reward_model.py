@@ -1,0 +1,226 @@
+"""The reward-model node and its scorer: whose tokens are scored, the end token, and what waits together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Sample
+from flowrl.models import Policy
+from flowrl.models.scorer import Scorer, load_scorer
+from flowrl.nodes import RewardModel, Shaping
+from flowrl.nodes.reward_model import renders_alike
+from flowrl.tasks import Task
+from flowrl.training.value_model import load_scalar_model, write_scalar_model
+from tests.node_rig import FakeContext, InMemoryIn, InMemoryOut, attach, run, sample
+from tests.word_policy import EOS, make_policy
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"), pad="<eos>")
+
+
+@pytest.fixture(scope="module")
+def reward_model(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reward_model")
+    model = load_scalar_model(policy, start="policy", seed=1)
+    model.network.config.reward_mean, model.network.config.reward_std = 0.5, 2.0
+    write_scalar_model(model, model.network.state_dict(), policy, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scorer(reward_model: Path) -> Scorer:
+    return load_scorer(reward_model)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    rows = [{"prompt": f"w{n} w{n + 1}", "answer": "w2"} for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return Task(str(tmp_path / "rows.jsonl"))
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_the_end_token_is_appended_exactly_once_and_by_id(scorer: Scorer) -> None:
+    assert scorer.ids(ask("w1 w2"), "w3").tolist() == [1, 2, 3, EOS]
+    assert scorer.ids(ask("w1 w2"), "w3<eos>").tolist() == [1, 2, 3, EOS]
+    assert scorer.ended(np.array([1, 2], np.int32)).tolist() == [1, 2, EOS]
+    assert scorer.ended(np.array([1, EOS, EOS], np.int32)).tolist() == [1, EOS]
+
+
+def test_conversations_and_pairs_of_prompt_and_response_are_the_same(scorer: Scorer) -> None:
+    whole = [*ask("w1 w2"), {"role": "assistant", "content": "w3"}]
+    assert scorer.score([whole]) == scorer.score([(ask("w1 w2"), "w3")])
+    assert scorer.score([]) == []
+
+
+def test_scores_keep_their_order_and_do_not_depend_on_neighbours(
+    scorer: Scorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = [(ask("w1 w2"), " ".join(f"w{n}" for n in range(length))) for length in (3, 9, 1, 5)]
+    alone = [scorer.score([one])[0] for one in asked]
+    assert scorer.score(asked) == pytest.approx(alone, abs=1e-6)
+    monkeypatch.setattr("flowrl.models.scorer.TOKENS_A_PASS", 16)
+    assert scorer.score(asked) == pytest.approx(alone, abs=1e-6)
+    assert len({round(score, 4) for score in alone}) == 4
+
+
+def test_mean_and_deviation_come_from_the_config(scorer: Scorer, policy: Path) -> None:
+    assert (scorer.mean, scorer.std) == (0.5, 2.0)
+    assert scorer.normalised([0.5, 4.5]) == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("turns", [[], ask("w1")])
+def test_a_conversation_without_response_is_refused(scorer: Scorer, turns: Any) -> None:
+    with pytest.raises(ConfigError, match="its last turn has to be the assistant's"):
+        scorer.score([turns])
+
+
+def score(node: RewardModel, samples: list[Sample]) -> tuple[InMemoryOut, InMemoryIn, FakeContext]:
+    taken, out = InMemoryIn(samples), InMemoryOut()
+    return out, taken, run(node, rollouts=taken, scored=out)
+
+
+def test_a_sample_of_the_same_tokenizer_is_scored_by_its_own_ids(
+    policy: Path, reward_model: Path, scorer: Scorer, task: Task
+) -> None:
+    ids = np.array([1, 2, 0, 7, EOS], np.int32)
+    given = [sample(0, token_ids=ids), sample(1, token_ids=ids[:4])]
+    out, _, context = score(RewardModel(str(reward_model), Policy(str(policy)), task), given)
+    expected = scorer.score_ids([ids])[0]
+    assert [s.reward for s in out.sent] == pytest.approx([expected] * 2), "a truncated response is ended for it"
+    assert [s.raw_reward for s in out.sent] == [s.reward_parts["reward_model"] for s in out.sent]
+    assert context.told == []
+    assert [event[0] for event in context.ledger.events] == ["scored"] * 2
+
+
+def test_the_reward_is_normalised_and_shaped_and_the_raw_one_is_not(
+    policy: Path, reward_model: Path, scorer: Scorer, task: Task
+) -> None:
+    node = RewardModel(str(reward_model), Policy(str(policy)), task, normalise=True, shaping=Shaping(negate=True))
+    given = sample(0, token_ids=np.array([1, 2, 3, EOS], np.int32))
+    (out,) = score(node, [given])[0].sent
+    raw = scorer.score_ids([given.token_ids])[0]
+    assert out.raw_reward == pytest.approx(raw)
+    assert out.reward == pytest.approx(-(raw - 0.5) / 2.0)
+
+
+def test_another_template_means_rendering_the_row_anew(
+    policy: Path, reward_model: Path, scorer: Scorer, task: Task, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    other = make_policy(tmp_path / "other", pad="<pad>")
+    tokenizer: Any = AutoTokenizer.from_pretrained(other)
+    tokenizer.chat_template = "{% for m in messages %}w5 {{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(other)
+    assert not renders_alike(tokenizer, scorer.chat.tokenizer, [ask("w1")])
+    from flowrl.tasks import load_rows
+
+    row = load_rows(task).train[0]
+    given = sample(0, prompt_id=row.prompt_id, response_text="w9", token_ids=np.array([5, 1, 5, 9], np.int32))
+    out, _, context = score(RewardModel(str(reward_model), Policy(str(other)), task), [given])
+    assert out.sent[0].reward == pytest.approx(scorer.score([(row.turns, "w9")])[0])
+    assert "rendered anew" in context.told[0]
+
+
+def test_what_waits_is_scored_in_one_pass(policy: Path, reward_model: Path, task: Task) -> None:
+    """Five arrive while the first is being scored; they make the second pass together."""
+    node = RewardModel(str(reward_model), Policy(str(policy)), task)
+    out, passes = InMemoryOut(), list[int]()
+    context = attach(node, rollouts=InMemoryIn([]), scored=out)
+
+    async def main() -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def blocking(fn: Any, *args: Any) -> Any:
+            if args:
+                passes.append(len(args[0]))
+                begun.set()
+                await go_on.wait()
+            return fn(*args)
+
+        context.blocking = blocking  # type: ignore[method-assign]
+        node.name = "reward_model"
+        await node.setup()
+        samples = [sample(n, token_ids=np.array([n, 1, 2, EOS], np.int32)) for n in range(6)]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(node._score(samples[0]))
+            await begun.wait()
+            rest = [tasks.create_task(node._score(one)) for one in samples[1:]]
+            await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.gather(*rest)
+
+    asyncio.run(main())
+    assert passes == [1, 5]
+    assert len(out.sent) == 6
+
+
+def test_a_cancelled_pass_leaves_the_others_waiting(policy: Path, reward_model: Path, task: Task) -> None:
+    node = RewardModel(str(reward_model), Policy(str(policy)), task)
+    out = InMemoryOut()
+    context = attach(node, rollouts=InMemoryIn([]), scored=out)
+
+    async def main() -> None:
+        begun, calls = asyncio.Event(), list[int]()
+
+        async def blocking(fn: Any, *args: Any) -> Any:
+            if args:
+                calls.append(1)
+                begun.set()
+                if len(calls) == 1:
+                    await asyncio.Event().wait()
+            return fn(*args)
+
+        context.blocking = blocking  # type: ignore[method-assign]
+        node.name = "reward_model"
+        await node.setup()
+        first, second = (sample(n, token_ids=np.array([n, 1, 2, EOS], np.int32)) for n in range(2))
+        leader = asyncio.create_task(node._score(first))
+        await begun.wait()
+        follower = asyncio.create_task(node._score(second))
+        await asyncio.sleep(0)
+        leader.cancel()
+        await follower
+
+    asyncio.run(main())
+    assert [s.member for s in out.sent] == [1]
+
+
+def test_a_score_that_is_no_number_fails_its_sample(
+    policy: Path, reward_model: Path, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scorer, "score_ids", lambda self, ids: [float("nan")] * len(ids))
+    out, taken, context = score(RewardModel(str(reward_model), Policy(str(policy)), task), [sample(0)])
+    assert out.sent == []
+    assert [(state, why) for _, state, why in taken.dropped] == [("failed", "reward_not_finite")]
+    assert context.metrics == {"reward_not_finite": 1}
+
+
+def test_what_is_no_reward_model_is_said_before_the_run(policy: Path, reward_model: Path, task: Task) -> None:
+    RewardModel(str(reward_model), Policy(str(policy)), task).preflight()
+    with pytest.raises(ConfigError, match=r"is no reward model: its config.json names LlamaForCausalLM"):
+        RewardModel(str(policy), Policy(str(policy)), task).preflight()
+    with pytest.raises(ConfigError, match="tiny is no reward model"):
+        RewardModel("tiny", Policy(str(policy)), task).preflight()
+    assert len(RewardModel("", Policy(str(policy)), task, batch=0).check(None)) == 2
+
+
+def test_a_pad_token_on_top_is_no_difference(policy: Path, scorer: Scorer) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(policy)
+    assert len(scorer.chat.tokenizer.get_vocab()) == len(theirs.get_vocab()) + 1
+    assert renders_alike(theirs, scorer.chat.tokenizer, [ask("w1 w2")])
