@@ -77,7 +77,7 @@ def still(rung: Rung, ladder: Ladder) -> Control:
     sums = [checksum(checkpoint(run_dir, step)) for step in (1, STILL_STEPS)]
     before, after = scores(run_dir, "before"), scores(run_dir, "after")
     changed = sum(after[answer] != score for answer, score in before.items())
-    good = len(set(sums)) == 1 and not changed and before.keys() == after.keys() and audited(run_dir)
+    good = len(set(sums)) == 1 and not changed and before.keys() == after.keys() and audited(run_dir) is True
     text = f"weights {sums[0]:x} -> {sums[1]:x}, {changed} of {len(before)} answers scored otherwise"
     return Control(rung.title, "lr 0", good, text)
 
@@ -87,7 +87,7 @@ def negated(rung: Rung, ladder: Ladder) -> Control:
     run_dir = ladder.home / f"{rung.title}-negated"
     run(rung, ("--negate-rewards",), run_dir, ladder)
     found = gain(run_dir)
-    return Control(rung.title, "negated", found.gain < -2 * found.error and audited(run_dir), str(found))
+    return Control(rung.title, "negated", found.gain < -2 * found.error and audited(run_dir) is True, str(found))
 
 
 def run(rung: Rung, options: Sequence[str], run_dir: Path, ladder: Ladder, *, save_every: int = 0) -> None:

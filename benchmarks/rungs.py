@@ -45,7 +45,7 @@ class Rung:
     seeds: int = 1
     """Training seeds it is run with."""
     online: bool = True
-    """It trains on its own samples: its books can be audited, and its rewards negated."""
+    """It trains on its own samples, so its rewards can be negated."""
     start: str = ""
     """The model it starts from, or a `{rung}`, if it does not ask the held-out prompts itself."""
     writes: str = ""
@@ -112,12 +112,14 @@ class Result:
 def run_rung(rung: Rung, seed: int, results: Mapping[str, Path], home: Path) -> Result:
     """Run it afresh below `home`, and judge it. Raises RungFailed."""
     command, run_dir = rung.command(results, seed, home), run_dir_of(rung, seed, home)
+    if rung.writes:
+        result_of(rung, seed, home).unlink(missing_ok=True)
     start_s = time.monotonic()
     flowrl(command, run_dir, limit_s=60 * rung.minutes + 60)
     minutes = (time.monotonic() - start_s) / 60
     found = judged(rung, run_dir, results, home)
-    audit = audited(run_dir) if rung.online else None
-    return Result(rung.title, seed, " ".join(["flowrl", *_short(command, home)]), found, minutes, audit)
+    text = " ".join(["flowrl", *_short(command, home)])
+    return Result(rung.title, seed, text, found, minutes, audited(run_dir))
 
 
 def judged(rung: Rung, run_dir: Path, results: Mapping[str, Path], home: Path) -> Gain | None:
@@ -170,11 +172,12 @@ def answers(model: str, home: Path) -> Shares:
     return shares(run_dir, "before")
 
 
-def audited(run_dir: Path) -> bool:
-    """What `flowrl audit` says of a run."""
+def audited(run_dir: Path) -> bool | None:
+    """What `flowrl audit` says of a run; None where the graph has no tickets."""
     from flowrl.runtime.audit import audit
 
-    return audit(run_dir).ok
+    tickets = json.loads((run_dir / "graph.json").read_text())["tickets"]
+    return None if tickets is None else audit(run_dir).ok
 
 
 def run_dir_of(rung: Rung, seed: int, home: Path) -> Path:
