@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.runtime.alarms import NAMES as ALARMS
 from flowrl.runtime.metrics import NAMES, Metrics, flat, read, rewind
 from flowrl.runtime.sinks import open_sinks
 from flowrl.runtime.statistics import EdgeNow, NodeNow, Statistics, bottleneck
@@ -162,6 +165,7 @@ def test_sinks_get_the_numbers_of_the_same_record(tmp_path: Path) -> None:
         "time_s": line["time_s"],
         f"edges/{EDGE}/depth": 3,
         f"edges/{EDGE}/blocked_s": 0.5,
+        **{f"alarm/{name}": 0.0 for name in ALARMS},
     }
     assert sink.written == [(4, scalars), (4, {"evaluation/score": 0.25, "evaluation/step": 3})]
     assert sink.closed
@@ -183,6 +187,38 @@ def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
     events.Reload()
     values = [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors("reward_mean")]
     assert values == [(1, 0.25), (2, 0.5)]
+
+
+def test_wandb_keeps_an_offline_run_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = tmp_path / "grpo-7"
+    run_dir.mkdir()
+    metrics = Metrics(run_dir, Statistics(), roles={}, sinks=open_sinks(["wandb"], run_dir, {"lr": 0.5}))
+    for step in (1, 2):
+        metrics.line({"step": step, "reward_mean": step / 4})
+    metrics.evaluation(2, {"evaluation/score": 0.75})
+    metrics.close()
+    (kept,) = run_dir.glob("wandb/offline-run-*/run-grpo-7.wandb")
+    content = kept.read_bytes()
+    for expected in (b"reward_mean", b"evaluation/score", b"0.75", b"0.25", b"alarm/kl_drift", b"lr"):
+        assert expected in content, expected
+
+
+def test_trackio_keeps_a_run_in_its_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run_dir = tmp_path / "grpo-7"
+    run_dir.mkdir()
+    metrics = Metrics(run_dir, Statistics(), roles={}, sinks=open_sinks(["trackio"], run_dir, {"lr": 0.5}))
+    for step in (1, 2):
+        metrics.line({"step": step, "reward_mean": step / 4})
+    metrics.close()
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    with closing(sqlite3.connect(database)) as db:
+        rows = [json.loads(row) for (row,) in db.execute("SELECT metrics FROM metrics ORDER BY step")]
+    assert [row["reward_mean"] for row in rows] == [0.25, 0.5]
 
 
 def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:

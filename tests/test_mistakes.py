@@ -89,6 +89,8 @@ WRONG_VALUES = {
     "--save-every -1": "--save-every is -1; it has to be 0 or more",
     "--keep -1": "--keep is -1",
     "--seed -1": "--seed is -1",
+    "--alarms.kl -1": "--alarms.kl is -1.0; it has to be 0 (silent) or more",
+    "--alarms.window 0": "--alarms.window is 0; it needs at least 1 line",
     "--keep-best --evaluate 0": "--keep-best needs held-out scores, but the graph evaluates nothing",
     "--track foo": "no metrics sink is called 'foo'; there are tensorboard, wandb, trackio",
     "--resume": "--resume needs to know which run",

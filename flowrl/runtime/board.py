@@ -81,6 +81,8 @@ def _figures(board: Board) -> RenderableType:
     table.add_row("staleness", _staleness(board))
     losses = ("loss", "kl", "entropy", "grad_norm", "clip_fraction")
     table.add_row("training", Text("  ".join(f"{name} {_number(record.get(name))}" for name in losses)))
+    for name, text in (record.get("alarms") or {}).items():
+        table.add_row("alarm", Text(f"{name}: {text}", style="bold red"))
     table.add_row("admission", Text(board.admission or "open", no_wrap=True, overflow="ellipsis"))
     return table
 

@@ -90,6 +90,7 @@ class Driver:
             self.statistics,
             roles=roles(job.graph),
             sinks=open_sinks(job.options.track, job.run_dir, config),
+            limits=job.options.alarms,
         )
         self._trace = TraceWriter(job.run_dir / "trace.json")
         self._interrupted = False

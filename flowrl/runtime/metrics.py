@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.runtime.alarms import NAMES as ALARMS
+from flowrl.runtime.alarms import Alarms, Limits
 from flowrl.runtime.sinks import Sink
 from flowrl.runtime.statistics import Statistics
 
@@ -49,13 +51,20 @@ class Metrics:
     """
 
     def __init__(
-        self, run_dir: Path, statistics: Statistics, *, roles: Mapping[str, str], sinks: Sequence[Sink] = ()
+        self,
+        run_dir: Path,
+        statistics: Statistics,
+        *,
+        roles: Mapping[str, str],
+        sinks: Sequence[Sink] = (),
+        limits: Limits | None = None,
     ) -> None:
         self._statistics = statistics
         self._roles = dict(roles)
         self._sinks = tuple(sinks)
         self._step = 0
         before = read(run_dir / METRICS)
+        self._alarms = Alarms(limits or Limits(), before)
         self._start_s = time.monotonic() - (before[-1]["time_s"] if before else 0.0)
         self._file = (run_dir / METRICS).open("a")
 
@@ -67,10 +76,12 @@ class Metrics:
             full[self._public(name)] = value
         full.update({name: value for name, value in record.items() if value is not None})
         full = _finite(full)
+        full["alarms"] = self._alarms.look(full)
         self._file.write(json.dumps(full) + "\n")
         self._file.flush()
         self._step = full["step"]
         scalars = {name: value for name, value in flat(full).items() if name != "step"}
+        scalars |= {f"alarm/{name}": float(name in full["alarms"]) for name in ALARMS}
         for sink in self._sinks:
             sink.write(self._step, scalars)
         return full

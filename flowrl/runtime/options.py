@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowrl.errors import ConfigError
+from flowrl.runtime.alarms import Limits
 from flowrl.runtime.sinks import check_sinks
 
 
@@ -31,6 +32,8 @@ class RunOptions:
     """Plain lines instead of the live view."""
     track: tuple[str, ...] = ()
     """Further sinks of the metrics: tensorboard, wandb, trackio."""
+    alarms: Limits = field(default_factory=Limits)
+    """Limits of the alarms in view and metrics."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:

@@ -97,6 +97,7 @@ class PlainView:
         self._console = console
         self._start_s = time.monotonic()
         self._bottleneck = ""
+        self._ringing: set[str] = set()
 
     def progress(self, track: str, text: str) -> None:
         if self._board.progress.get(track) != text:
@@ -108,6 +109,15 @@ class PlainView:
         names = ("reward_mean", "loss", "kl", "staleness_max", "tokens_generated", "tokens_trained")
         figures = "  ".join(f"{name} {record[name]:.4g}" for name in names if record.get(name) is not None)
         self._print(f"step {record['step']}{of}  {figures}" + self._bottleneck)
+        self._alarms(record.get("alarms") or {})
+
+    def _alarms(self, ringing: Mapping[str, str]) -> None:
+        """Those that begin and those that end."""
+        for name in ringing.keys() - self._ringing:
+            self._print(f"alarm: {name}: {ringing[name]}")
+        for name in self._ringing - ringing.keys():
+            self._print(f"alarm over: {name}")
+        self._ringing = set(ringing)
 
     def statistics(self, statistics: Statistics, admission: str) -> None:
         node, why = bottleneck(statistics.nodes(), statistics.edges())

@@ -1,0 +1,91 @@
+"""Alarms: what usually goes wrong in RL, seen in the metrics lines while there is time to act.
+
+Pure. An alarm looks at the mean of the last `window` lines that have its figure, and rings from the line
+that crosses its limit to the one that comes back. It changes nothing in the run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where alarms begin to ring; 0 keeps one silent."""
+
+    entropy: float = 0.1
+    """entropy_collapse: below this part of the entropy that the run began with."""
+    kl: float = 0.5
+    """kl_drift: above this KL to the reference per token."""
+    equal: float = 0.9
+    """all_equal_groups: above this share of groups whose rewards are all equal, so that they teach nothing."""
+    mismatch: float = 0.05
+    """logprob_mismatch: above this mean difference between the trainer's and the generator's logprobs."""
+    truncated: float = 0.5
+    """truncation: above this share of responses cut off at the longest length."""
+    window: int = 5
+    """Lines that a mean is taken over."""
+
+    def __post_init__(self) -> None:
+        for name in ("entropy", "kl", "equal", "mismatch", "truncated"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"--alarms.{name} is {getattr(self, name)}; it has to be 0 (silent) or more")
+        if self.window < 1:
+            raise ConfigError(f"--alarms.window is {self.window}; it needs at least 1 line")
+
+
+FIGURES = {
+    "kl_drift": ("kl", "kl"),
+    "all_equal_groups": ("all_equal_groups_share", "equal"),
+    "logprob_mismatch": ("logprob_mismatch", "mismatch"),
+    "truncation": ("truncated_share", "truncated"),
+}
+"""Alarm -> (figure of a metrics line, limit) of those that ring above a limit."""
+NAMES = ("entropy_collapse", *FIGURES)
+
+
+class Alarms:
+    """Looks at every metrics line; `before` are the lines of a run that is resumed."""
+
+    def __init__(self, limits: Limits, before: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._limits = limits
+        self._recent: dict[str, deque[float]] = {}
+        self._first: list[float] = []
+        """The entropies of the run's first lines."""
+        for record in before:
+            self.look(record)
+
+    def look(self, record: Mapping[str, Any]) -> dict[str, str]:
+        """The alarms that ring at this line, with what they have to say."""
+        ringing = {name: text for name in FIGURES if (text := self._above(name, record))}
+        if text := self._collapse(record):
+            ringing["entropy_collapse"] = text
+        return ringing
+
+    def _above(self, name: str, record: Mapping[str, Any]) -> str:
+        figure, limit_name = FIGURES[name]
+        limit, mean = getattr(self._limits, limit_name), self._mean(figure, record)
+        if not limit or mean is None or mean <= limit:
+            return ""
+        return f"{figure} is {mean:.3g}, above {limit:g}"
+
+    def _collapse(self, record: Mapping[str, Any]) -> str:
+        mean, part = self._mean("entropy", record), self._limits.entropy
+        if record.get("entropy") is not None and len(self._first) < self._limits.window:
+            self._first.append(record["entropy"])
+        if mean is None or len(self._first) < self._limits.window:
+            return ""
+        began = sum(self._first) / len(self._first)
+        return f"entropy is {mean:.3g}, below {part:g} of the {began:.3g} at the start" if mean < part * began else ""
+
+    def _mean(self, figure: str, record: Mapping[str, Any]) -> float | None:
+        """Of the last lines that have the figure; None while they are fewer than a window."""
+        recent = self._recent.setdefault(figure, deque(maxlen=self._limits.window))
+        if record.get(figure) is not None:
+            recent.append(float(record[figure]))
+        return sum(recent) / len(recent) if len(recent) == self._limits.window else None
