@@ -21,6 +21,7 @@ from flowrl.nodes import (
     PromptSource,
     Reference,
     Reward,
+    RewardModel,
     Sampling,
     Shaping,
     TokenBatch,
@@ -68,6 +69,8 @@ class PPO:
     negate_rewards: bool = False
     """A control: every reward's sign turned. The policy must get worse."""
 
+    reward_model: str = ""
+    """Directory of a trained reward model that judges the responses; empty: the task's verifier."""
     critic: str = ""
     """Model that the critic starts from; empty: the policy. A reward model keeps its head, else one is drawn."""
     critic_lr: float = 3e-4
@@ -99,6 +102,7 @@ def graph(cfg: PPO) -> Graph:
     sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens)
     estimate = Estimate("gae", gamma=cfg.gamma, lam=cfg.lam, kl_coef=cfg.kl_coef, kl_estimator=cfg.kl_estimator)
     zero = ZeroSettings(dtype=cfg.dtype)
+    shaping = Shaping(negate=cfg.negate_rewards)
     cpus = cfg.cpus if cfg.cpus is not None else 1 if cfg.gpus else 0.5 / cfg.num_trainers
 
     g = Graph("ppo")
@@ -109,7 +113,13 @@ def graph(cfg: PPO) -> Graph:
         replicas=cfg.num_generators,
         gpus=cfg.gpus,
     )
-    reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
+    judge: Reward | RewardModel = (
+        RewardModel(cfg.reward_model, policy, cfg.task, normalise=True, shaping=shaping, dtype=cfg.dtype)
+        if cfg.reward_model
+        else Reward(cfg.task, shaping=shaping)
+    )
+    judge_cpus, judge_gpus = (cpus, cfg.gpus) if cfg.reward_model else (None, None)
+    reward = g.add("reward", judge, cpus=judge_cpus, gpus=judge_gpus)
     reference = g.add("reference", Reference(policy, temperature=cfg.temperature), cpus=cpus, gpus=cfg.gpus)
     advantage = g.add("advantage", JoinedAdvantage(estimate, size=cfg.group_size))
     batcher = g.add(
@@ -156,6 +166,8 @@ def graph(cfg: PPO) -> Graph:
     )
     g.turns(actor, reference)
     g.turns(critic_trainer, critic)
+    if cfg.reward_model:
+        g.turns(reference, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)
