@@ -1,6 +1,7 @@
 """Iterative DPO: the best and the worst answer to a prompt make a pair; each round is sampled by the last one.
 
 flowrl run graphs/iterative_dpo.py --steps 60
+flowrl run graphs/iterative_dpo.py --judge runs/reward_model/checkpoints/step_000200 --steps 60
 flowrl run graphs/iterative_dpo.py --reference initial --kind ipo --steps 60
 """
 
@@ -16,6 +17,7 @@ from flowrl.nodes import (
     PromptSource,
     Reference,
     Reward,
+    RewardModel,
     Sampling,
     Shaping,
     TokenBatch,
@@ -52,7 +54,7 @@ class IterativeDPO:
     num_trainers: int = 1
     """ZeRO ranks."""
     gpus: float = 0
-    """GPUs of each generator, trainer and reference."""
+    """GPUs of each generator and trainer, of a reference and a trained judge."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the trainer's parameters and activations."""
     token_budget: int = 8192
@@ -60,6 +62,8 @@ class IterativeDPO:
     negate_rewards: bool = False
     """A control: every reward's sign turned. The policy must get worse."""
 
+    judge: str = ""
+    """Directory of a trained reward model, which judges in the place of the task's own reward; "": none."""
     reference: Literal["round", "initial"] = "round"
     """What DPO is held to: the weights that sampled the round, or those at the start (adds a reference node)."""
     beta: float = 0.1
@@ -84,6 +88,10 @@ def graph(cfg: IterativeDPO) -> Graph:
         nll_coef=cfg.nll_coef,
         online=True,
     )
+    shaping = Shaping(negate=cfg.negate_rewards)
+    judge: Reward | RewardModel = (
+        RewardModel(cfg.judge, policy, cfg.task, shaping=shaping) if cfg.judge else Reward(cfg.task, shaping=shaping)
+    )
 
     g = Graph("iterative_dpo")
     prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
@@ -93,7 +101,7 @@ def graph(cfg: IterativeDPO) -> Graph:
         replicas=cfg.num_generators,
         gpus=cfg.gpus,
     )
-    reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
+    reward = g.add("reward", judge, gpus=cfg.gpus if cfg.judge else 0)
     pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference))
     batcher = g.add(
         "batcher",
@@ -111,6 +119,8 @@ def graph(cfg: IterativeDPO) -> Graph:
         replicas=cfg.num_trainers,
         gpus=cfg.gpus,
     )
+    if cfg.judge:
+        g.turns(trainer, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     if cfg.reference == "initial":

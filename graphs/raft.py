@@ -1,6 +1,7 @@
 """RAFT (arXiv 2304.06767): of several answers to a prompt the best is imitated; the next come from the result.
 
 flowrl run graphs/raft.py --steps 100
+flowrl run graphs/raft.py --judge runs/reward_model/checkpoints/step_000200 --steps 100
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from flowrl.nodes import (
     Generator,
     PromptSource,
     Reward,
+    RewardModel,
     Sampling,
     Shaping,
     TokenBatch,
@@ -50,7 +52,7 @@ class RAFT:
     num_trainers: int = 1
     """ZeRO ranks."""
     gpus: float = 0
-    """GPUs of each generator and trainer."""
+    """GPUs of each generator and trainer, and of a trained judge."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the trainer's parameters and activations."""
     token_budget: int = 8192
@@ -58,6 +60,8 @@ class RAFT:
     negate_rewards: bool = False
     """A control: every reward's sign turned. The policy must get worse."""
 
+    judge: str = ""
+    """Directory of a trained reward model, which judges in the place of the task's own reward; "": none."""
     least_reward: float | None = None
     """Prompts whose best answer has a lower raw reward are left out."""
     optimizer_steps: int = 1
@@ -70,6 +74,9 @@ def graph(cfg: RAFT) -> Graph:
     evaluated = sampling if cfg.evaluate_samples > 1 else None
     imitate = PolicyObjective(kind="reinforce", correction=None)
     shaping = Shaping(negate=cfg.negate_rewards)
+    judge: Reward | RewardModel = (
+        RewardModel(cfg.judge, policy, cfg.task, shaping=shaping) if cfg.judge else Reward(cfg.task, shaping=shaping)
+    )
 
     g = Graph("raft")
     prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
@@ -79,7 +86,7 @@ def graph(cfg: RAFT) -> Graph:
         replicas=cfg.num_generators,
         gpus=cfg.gpus,
     )
-    reward = g.add("reward", Reward(cfg.task, shaping=shaping))
+    reward = g.add("reward", judge, gpus=cfg.gpus if cfg.judge else 0)
     best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward))
     batcher = g.add(
         "batcher",
@@ -97,6 +104,8 @@ def graph(cfg: RAFT) -> Graph:
         replicas=cfg.num_trainers,
         gpus=cfg.gpus,
     )
+    if cfg.judge:
+        g.turns(trainer, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)

@@ -13,7 +13,7 @@ from flowrl.graph.graph import Graph
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB, Cluster, Machine
 from flowrl.graph.node import Node
-from flowrl.nodes import Generator, GroupAdvantage, PairMaker, Reward, TokenBatch, Trainer
+from flowrl.nodes import Generator, GroupAdvantage, PairMaker, Reward, RewardModel, TokenBatch, Trainer
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 ONLINE = ("grpo", "reinforce_pp", "rloo", "dapo", "raft", "iterative_dpo")
@@ -130,6 +130,16 @@ def test_a_round_of_iterative_dpo_begins_when_the_last_ones_weights_are_everywhe
     numbers = check(made, CLUSTER).plan.numbers
     assert (numbers.max_staleness, numbers.tickets) == (0, node(made, TokenBatch).num_groups)
     assert node(made, PairMaker).reference == "round"
+
+
+@pytest.mark.parametrize("name", ["raft", "iterative_dpo"])
+def test_a_trained_judge_takes_the_rewards_place_and_turns_with_the_trainer(name: str) -> None:
+    made = graph(name, "--judge", "/a/reward/model", "--negate-rewards")
+    judge = node(made, RewardModel)
+    assert (judge.model, judge.shaping.negate) == ("/a/reward/model", True)
+    assert not [node for node in made.nodes.values() if isinstance(node, Reward)]
+    assert ["trainer", "reward"] in [list(names) for names in made.turning]
+    assert check(made, CLUSTER).ok
 
 
 MISTAKES = {
