@@ -26,6 +26,7 @@ from flowrl.nodes import (
 from flowrl.tasks import Task
 from flowrl.training.estimate import Estimate
 from flowrl.training.recipes import PolicyObjective
+from flowrl.training.schedule import Schedule
 from flowrl.training.settings import ZeroSettings
 
 
@@ -67,6 +68,8 @@ class GRPO:
     """What a sample is compared with: its group's mean, with or without its spread, the others, or nothing."""
     objective: PolicyObjective = PolicyObjective()
     """The loss: ppo, gspo, cispo or reinforce; its options as in --objective.kl-coef 0.01. A KL adds a reference."""
+    schedule: Schedule = Schedule()
+    """Of the learning rate: --schedule.decay linear --schedule.warmup-steps 10."""
     optimizer_steps: int = 1
     """Mini-batches into which a batch is cut."""
     epochs: int = 1
@@ -142,6 +145,7 @@ def graph(cfg: GRPO) -> Graph:
             policy,
             objective=cfg.objective,
             lr=cfg.lr,
+            schedule=cfg.schedule,
             epochs=cfg.epochs,
             temperature=cfg.temperature,
             zero=ZeroSettings(dtype=cfg.dtype),
