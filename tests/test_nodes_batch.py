@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from flowrl.messages import Batch, Group
+from flowrl.messages import Batch, Group, Message
 from flowrl.nodes import GroupAdvantage, TokenBatch
 from tests.node_rig import InMemoryIn, InMemoryOut, attach, members, run, scored
 
@@ -103,6 +105,29 @@ def test_the_window_goes_on_where_a_checkpoint_left_it() -> None:
     resumed = TokenBatch(2)
     resumed.load_state(first.state())
     assert names(batches(resumed, [(3, group("g3")), (2, group("g2"))])) == [["g2", "g3"]]
+
+
+class Watched(InMemoryOut):
+    """Notes the state of `node` while it sends: that of a checkpoint which finds the send waiting."""
+
+    def __init__(self, node: TokenBatch) -> None:
+        super().__init__()
+        self.node = node
+        self.states: list[dict[str, object]] = []
+
+    async def send(self, item: Message, made_from: Sequence[Message] | None) -> None:
+        self.states.append(dict(self.node.state()))
+        await super().send(item, made_from)
+
+
+def test_a_checkpoint_amid_a_send_knows_the_batch_as_not_yet_made() -> None:
+    node = TokenBatch(2)
+    out = Watched(node)
+    attach(node).start_version = 5
+    arrivals = [(0, None), *((t, group(f"g{t}")) for t in (3, 4, 2, 1))]
+    run(node, groups=InMemoryIn(arrivals), batches=out)
+    assert [(state["base"], state["version"]) for state in out.states] == [(1, 5), (3, 6)]
+    assert (node.state()["base"], node.state()["version"]) == (5, 7)
 
 
 def test_settings_out_of_range_are_problems() -> None:
