@@ -10,7 +10,8 @@ from benchmarks.rungs import ANSWERS, EVALUATION, PROMPTS, Result, Rung
 BEGIN, END = "<!-- ladder-table: begin -->", "<!-- ladder-table: end -->"
 HEADING = (
     f"Share of right answers on {PROMPTS} held-out prompts × {ANSWERS} answers, same seeds before and after; ± is the "
-    f"standard error of the paired differences. Online graphs are run with `{' '.join(EVALUATION)}` besides."
+    f"standard error of the paired differences. Graphs that ask them take `{' '.join(EVALUATION)}` besides. For a "
+    "reward model: accuracy on held-out pairs, before being the best baseline (length, the policy's logprobs)."
 )
 
 

@@ -38,7 +38,8 @@ class Rung:
     """One graph with its settings."""
 
     graph: str
-    steps: int
+    steps: int = 0
+    """0: until the data end."""
     options: tuple[str, ...] = ()
     minutes: float = 5.0
     """What a run of it may take."""
@@ -47,9 +48,15 @@ class Rung:
     online: bool = True
     """It trains on its own samples, so its rewards can be negated."""
     start: str = ""
-    """The model it starts from, or a `{rung}`, if it does not ask the held-out prompts itself."""
+    """The model it starts from, or a `{rung}`, where it does not ask the held-out prompts itself."""
     writes: str = ""
     """Name of a file that it makes instead of a better model, `{out}` in its options. Nothing is judged then."""
+    pairs: str = ""
+    """A reward model is judged on the held-out part of these pairs: before is the best baseline, after its accuracy."""
+    floor: float = 0.0
+    """After has to be as much ..."""
+    margin: float = 0.0
+    """... and as much more than before."""
     name: str = ""
     """Where it is not the graph's: two rungs of one graph."""
 
@@ -60,25 +67,31 @@ class Rung:
     @property
     def needs(self) -> tuple[str, ...]:
         """Rungs whose results its options name."""
-        texts = (*self.options, self.start)
+        texts = (*self.options, self.start, self.pairs)
         names = dict.fromkeys(name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name)
         return tuple(name for name in names if name != OUT)
 
     def command(self, results: Mapping[str, Path], seed: int, home: Path) -> list[str]:
         """What stands behind `flowrl`, without the run directory."""
-        known = {name: str(path) for name, path in results.items()} | {OUT: str(result_of(self, seed, home))}
+        known = {name: str(path) for name, path in results.items()} | {OUT: str(file_of(self, seed, home))}
         options = [option.format_map(known) for option in self.options]
-        evaluation = () if self.start or self.writes else EVALUATION
+        evaluation = () if self.start or self.writes or self.pairs else EVALUATION
+        steps = ("--steps", str(self.steps)) if self.steps else ()
         return [
             "run",
             f"graphs/{self.graph}.py",
             *options,
             *evaluation,
-            "--steps",
-            str(self.steps),
+            *steps,
             "--seed",
             str(seed),
         ]
+
+    def passed(self, result: Result) -> bool:
+        """A gain of more than two standard errors, of what the rung asks for besides, and books that close."""
+        gain = result.gain
+        learnt = gain is None or (gain.gain > 2 * gain.error and gain.gain >= self.margin and gain.after >= self.floor)
+        return learnt and result.audit is not False
 
 
 @dataclass(frozen=True)
@@ -94,12 +107,6 @@ class Result:
     audit: bool | None
     """None where there is nothing to audit."""
 
-    @property
-    def good(self) -> bool:
-        """A gain of more than two paired standard errors, and books that close."""
-        learnt = self.gain is None or self.gain.gain > 2 * self.gain.error
-        return learnt and self.audit is not False
-
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
@@ -113,7 +120,7 @@ def run_rung(rung: Rung, seed: int, results: Mapping[str, Path], home: Path) -> 
     """Run it afresh below `home`, and judge it. Raises RungFailed."""
     command, run_dir = rung.command(results, seed, home), run_dir_of(rung, seed, home)
     if rung.writes:
-        result_of(rung, seed, home).unlink(missing_ok=True)
+        file_of(rung, seed, home).unlink(missing_ok=True)
     start_s = time.monotonic()
     flowrl(command, run_dir, limit_s=60 * rung.minutes + 60)
     minutes = (time.monotonic() - start_s) / 60
@@ -124,12 +131,25 @@ def run_rung(rung: Rung, seed: int, results: Mapping[str, Path], home: Path) -> 
 
 def judged(rung: Rung, run_dir: Path, results: Mapping[str, Path], home: Path) -> Gain | None:
     """What the verifier says of a finished run."""
+    known = {name: str(path) for name, path in results.items()}
     if rung.writes:
         return None
+    if rung.pairs:
+        return pair_accuracy(str(checkpoint(run_dir)), rung.pairs.format_map(known), rung.start.format_map(known))
     if not rung.start:
         return gain(run_dir)
-    start = rung.start.format_map({name: str(path) for name, path in results.items()})
-    return paired(answers(start, home), answers(str(checkpoint(run_dir)), home))
+    return paired(answers(rung.start.format_map(known), home), answers(str(checkpoint(run_dir)), home))
+
+
+def pair_accuracy(model: str, pairs: str, policy: str) -> Gain:
+    """How often a reward model prefers the right answer of a held-out pair, beside the best that needs no model."""
+    command = [sys.executable, "-m", "benchmarks.reward_accuracy", model, pairs, "--policy", policy]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RungFailed(f"benchmarks.reward_accuracy ended with status {done.returncode}: {done.stderr.strip()}")
+    judge, *baselines = json.loads(done.stdout.splitlines()[-1])
+    best = max(line["accuracy"] for line in baselines)
+    return Gain(prompts=judge["pairs"], before=best, after=judge["accuracy"], error=judge["error"])
 
 
 def flowrl(command: Sequence[str], run_dir: Path, *, limit_s: float) -> None:
@@ -184,11 +204,14 @@ def run_dir_of(rung: Rung, seed: int, home: Path) -> Path:
     return home / f"{rung.title}-{seed}"
 
 
+def file_of(rung: Rung, seed: int, home: Path) -> Path:
+    """The file that a run of the rung makes."""
+    return home / f"{rung.title}-{seed}-{rung.writes}"
+
+
 def result_of(rung: Rung, seed: int, home: Path) -> Path:
-    """What a finished run leaves to the rungs above it: a file, or the model it ended with."""
-    if rung.writes:
-        return home / f"{rung.title}-{seed}-{rung.writes}"
-    return run_dir_of(rung, seed, home) / "checkpoints" / f"step_{rung.steps:06d}"
+    """What a finished run leaves to the rungs above it: its file, or the model it ended with."""
+    return file_of(rung, seed, home) if rung.writes else checkpoint(run_dir_of(rung, seed, home))
 
 
 def checkpoint(run_dir: Path, step: int | None = None) -> Path:

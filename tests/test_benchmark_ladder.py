@@ -59,9 +59,13 @@ def test_gains_are_read_from_the_ledger_prompt_by_prompt(tmp_path: Path) -> None
 
 
 def test_two_errors_and_closed_books_make_a_good_result() -> None:
-    assert result().good and result(audit=None).good
-    assert not result(audit=False).good
-    assert not result(gain=Gain(prompts=256, before=0.25, after=0.28125, error=0.015625)).good
+    rung = Rung("grpo", 5)
+    assert rung.passed(result()) and rung.passed(result(audit=None))
+    assert not rung.passed(result(audit=False))
+    assert rung.passed(result(gain=None))
+    assert replace(rung, floor=0.5, margin=0.19).passed(result())
+    assert not replace(rung, floor=0.51).passed(result()) and not replace(rung, margin=0.21).passed(result())
+    assert not rung.passed(result(gain=Gain(prompts=256, before=0.25, after=0.28125, error=0.015625)))
 
 
 def test_options_name_the_results_of_other_rungs(tmp_path: Path) -> None:
@@ -85,9 +89,9 @@ def test_a_rung_may_write_a_file_for_those_above(tmp_path: Path) -> None:
     rung = Rung("pairs", 20, ("--policy", "{sft}", "--pairs", "{out}"), writes="pairs.jsonl")
     assert rung.needs == ("sft",)
     out = result_of(rung, 0, tmp_path)
+    assert out == tmp_path / "pairs-0-pairs.jsonl"
     assert rung.command({"sft": tmp_path}, 0, tmp_path)[4:6] == ["--pairs", str(out)]
     assert "--evaluate" not in rung.command({"sft": tmp_path}, 0, tmp_path)
-    assert result("pairs", gain=None, audit=None).good
     assert (
         markdown([rung], [result("pairs", gain=None, audit=None)]).splitlines()[4].startswith("| pairs | – | – | – |")
     )
