@@ -156,8 +156,8 @@ class Evaluation(Node):
             score=score,
             correct=score >= CORRECT,
             response_tokens=sample.response_tokens,
-            oldest_version=int(versions.min()),
-            newest_version=int(versions.max()),
+            oldest_version=int(versions.min()) if versions.size else None,
+            newest_version=int(versions.max()) if versions.size else None,
             task=held_out.task.name,
         )
 
@@ -210,15 +210,21 @@ def summary(rows: Sequence[EvaluationRow], num_samples: int) -> dict[str, float]
         "score": sum(row.score for row in rows) / len(rows),
         "num_answers": len(rows),
         "response_tokens_mean": sum(row.response_tokens for row in rows) / len(rows),
-        "oldest_version": min(row.oldest_version for row in rows),
-        "newest_version": max(row.newest_version for row in rows),
     }
+    if known := versions_of(rows):
+        figures |= {"oldest_version": min(known), "newest_version": max(known)}
     if num_samples > 1:
         figures[f"mean_at_{num_samples}"] = figures["exact_match"]
     for k in draws(num_samples):
         passed = sum(pass_at_k(num_samples, count, k) for count in correct.values())
         figures[f"pass_at_{k}"] = passed / len(correct)
     return figures
+
+
+def versions_of(rows: Sequence[EvaluationRow]) -> set[int]:
+    """Those that the answers' tokens begin and end with; an answer without a token has none."""
+    ends = {version for row in rows for version in (row.oldest_version, row.newest_version)}
+    return {version for version in ends if version is not None}
 
 
 def draws(num_samples: int) -> list[int]:
@@ -228,9 +234,9 @@ def draws(num_samples: int) -> list[int]:
 
 
 def _require_one_version(name: str, phase: str, rows: Sequence[EvaluationRow]) -> None:
-    oldest, newest = min(row.oldest_version for row in rows), max(row.newest_version for row in rows)
-    if oldest != newest:
+    known = versions_of(rows)
+    if len(known) > 1:
         raise FlowrlError(
-            f"{name}: the evaluation {phase} training saw the versions {oldest} to {newest} where it needs one; "
-            "this is an error in flowrl, please report it"
+            f"{name}: the evaluation {phase} training saw the versions {min(known)} to {max(known)} where it needs "
+            "one; this is an error in flowrl, please report it"
         )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.asking import Asking
 from flowrl.tasks.judge import Columns, Verdicts
 from flowrl.tasks.rewards import check_reward, open_reward, parse_reward
 from flowrl.tasks.server import RewardServer
+
+if TYPE_CHECKING:
+    from flowrl.models.scorer import Scorer
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,10 @@ class ServeOptions:
             raise ConfigError(f"--workers is {self.workers}; it needs at least 1")
 
 
-class Scores(Protocol):
-    """What is needed of a reward model: `flowrl.models.scorer.Scorer`."""
-
-    def score(self, asked: Sequence[tuple[Sequence[Mapping[str, str]], str]]) -> list[float]:
-        """One number for each (messages before the response, response)."""
-
-
 class AskModel:
     """Scores by a reward model, one request at a time, off the event loop."""
 
-    def __init__(self, scorer: Scores) -> None:
+    def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._turn = asyncio.Lock()
 
@@ -76,7 +72,7 @@ def serve(what: str, options: ServeOptions) -> None:
 
 def _asking(what: str, options: ServeOptions) -> Asking:
     if Path(what).expanduser().is_dir():
-        from flowrl.models.scorer import load_scorer  # type: ignore[import-untyped, unused-ignore]
+        from flowrl.models.scorer import load_scorer
 
         return AskModel(load_scorer(str(Path(what).expanduser()), options.device, options.dtype))
     if ":" not in what:

@@ -67,8 +67,8 @@ CREATE TABLE IF NOT EXISTS evaluations (
     score REAL NOT NULL,
     correct INTEGER NOT NULL,
     response_tokens INTEGER NOT NULL,
-    oldest_version INTEGER NOT NULL,
-    newest_version INTEGER NOT NULL,
+    oldest_version INTEGER,             -- of its tokens
+    newest_version INTEGER,
     task TEXT NOT NULL,
     evaluated_s REAL NOT NULL
 );

@@ -62,8 +62,9 @@ class EvaluationRow:
     score: float
     correct: bool
     response_tokens: int
-    oldest_version: int
-    newest_version: int
+    oldest_version: int | None
+    """Of its tokens; None if it has none."""
+    newest_version: int | None
     task: str = ""
 
 
