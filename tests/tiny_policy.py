@@ -8,7 +8,7 @@ from typing import Any
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>")
 
 
-def make_policy(path: Path, *, tied: bool, seed: int = 0, dtype: str = "float32") -> Any:
+def make_policy(path: Path, *, tied: bool, seed: int = 0, dtype: str = "float32", layers: int = 2) -> Any:
     """Writes model and tokenizer to `path`; returns the model."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -19,7 +19,7 @@ def make_policy(path: Path, *, tied: bool, seed: int = 0, dtype: str = "float32"
         vocab_size=len(vocabulary),
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,

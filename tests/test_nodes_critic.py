@@ -1,0 +1,181 @@
+"""The critic: values at the right places whatever the micro-batches, of the weights it was given last."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl.errors import FlowrlError
+from flowrl.messages import Batch, Sample, Values, Weights
+from flowrl.models import Policy
+from flowrl.nodes.critic import Critic, values_of
+from flowrl.training.rows import lay_out
+from flowrl.training.value_model import ScalarModel, load_scalar_model
+from flowrl.weights.probe import ProbeMismatch
+from flowrl.weights.publish import Publisher
+from tests.node_rig import FakeContext, InMemoryIn, attach, sample
+from tests.tiny_policy import make_policy
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    make_policy(path, tied=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(policy: Path) -> ScalarModel:
+    """What the critic's trainer holds: another head than the one a critic begins with."""
+    return load_scalar_model(policy, start="policy", seed=11).eval()
+
+
+def alone(model: ScalarModel, one: Sample) -> list[float]:
+    """V before each policy token, from a pass over this sample alone, read off by position."""
+    ids = torch.from_numpy(one.token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        hidden = model.classifier.base_model(input_ids=ids, use_cache=False)[0][0]
+        by_position = model.classifier.score(hidden)
+    return [float(by_position[t - 1]) for t in np.flatnonzero(one.policy_mask)]
+
+
+SAMPLES = [sample(m, response=1 + 3 * m) for m in range(4)]
+
+
+@pytest.mark.parametrize("token_budget", [13, 26, 1000])
+def test_values_stand_before_their_tokens_whatever_the_micro_batches(trained: ScalarModel, token_budget: int) -> None:
+    tokens, masks = [s.token_ids for s in SAMPLES], [s.policy_mask for s in SAMPLES]
+    for one, values in zip(SAMPLES, values_of(trained, tokens, masks, token_budget=token_budget), strict=True):
+        np.testing.assert_allclose(values[one.policy_mask], alone(trained, one), atol=1e-5)
+        assert not values[~one.policy_mask].any()
+
+
+class Source:
+    """Stands for the trainer's engine."""
+
+    rank = 0
+
+    def __init__(self, model: ScalarModel) -> None:
+        self._model = model
+        self.vocab_size = int(model.network.config.vocab_size)
+
+    def buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]]:
+        named = list(self._model.network.named_parameters())
+        yield [name for name, _ in named], [parameter.detach() for _, parameter in named]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        ids = [np.array(tokens, np.int32) for tokens in sequences]
+        rows = lay_out(ids, [np.ones(len(t), np.bool_) for t in ids], packed=False)
+        with torch.no_grad():
+            values_N = self._model(rows)
+        return [part.tolist() for part in values_N.split([len(t) - 1 for t in ids])]
+
+
+class Requests:
+    """A Serve port whose one caller asks `batches` and closes."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+        self.replies: list[Values] = []
+
+    async def serve(self, body: Any, concurrency: int) -> None:
+        assert concurrency == 1
+        for batch in self._batches:
+            self.replies.append(await body(batch))
+
+
+class Manifests(InMemoryIn):
+    def finish(self, item: Any) -> None:
+        pass
+
+
+class Context(FakeContext):
+    run_id = "critic-test"
+    weight_routes = ()
+
+    def gauge(self, name: str, value: float) -> None:
+        self.metrics[name] = value
+
+
+def question(samples: Sequence[Sample]) -> Batch:
+    return Batch(tuple(samples), (), len(samples), 0, 1)  # type: ignore[arg-type]
+
+
+def lived(policy: Path, manifests: Sequence[Weights], batches: Sequence[Batch]) -> tuple[Critic, Requests, Context]:
+    node, asked, context = Critic(Policy(str(policy))), Requests(batches), Context()
+    node.name, node.context = "critic", context  # type: ignore[assignment]
+    attach(node, weights=Manifests(manifests), requests=asked)
+
+    async def life() -> None:
+        await node.setup()
+        try:
+            await node.run()
+        finally:
+            await node.close()
+
+    asyncio.run(life())
+    return node, asked, context
+
+
+@pytest.fixture
+def publisher(trained: ScalarModel) -> Iterator[Publisher]:
+    made = Publisher(Source(trained), "critic_trainer", run_id=uuid.uuid4().hex[:8])
+    yield made
+    made.close()
+
+
+def published(publisher: Publisher, version: int, kind: str = "full") -> Weights:
+    manifest = publisher.publish(version, kind)
+    assert manifest is not None
+    return manifest
+
+
+def test_it_answers_with_the_trainers_values_and_their_version(
+    policy: Path, trained: ScalarModel, publisher: Publisher
+) -> None:
+    manifests = [published(publisher, 3), published(publisher, 4, "unchanged")]
+    _, asked, context = lived(policy, manifests, [question(SAMPLES)])
+    (reply,) = asked.replies
+    assert reply.version == 4, "an unchanged version is a version"
+    for one, values in zip(SAMPLES, reply.values, strict=True):
+        np.testing.assert_allclose(values[one.policy_mask], alone(trained, one), atol=1e-5)
+    assert [event[1:] for event in context.ledger.events] == [
+        ("critic/0", "critic_trainer", 3),
+        ("critic/0", "critic_trainer", 4),
+    ]
+    assert context.metrics["value_mismatch"] < 1e-5
+
+
+def test_a_version_that_is_gone_is_passed_over(policy: Path, publisher: Publisher) -> None:
+    gone = [published(publisher, version) for version in range(3)]
+    _, asked, _ = lived(policy, gone, [question(SAMPLES[:1])])
+    assert [reply.version for reply in asked.replies] == [2]
+
+
+def test_values_unlike_the_trainers_end_the_run(policy: Path, publisher: Publisher) -> None:
+    manifest = published(publisher, 0)
+    wrong = replace(manifest, probe_logprobs=tuple(tuple(v + 0.5 for v in row) for row in manifest.probe_logprobs))
+    with pytest.raises(ExceptionGroup) as caught:
+        lived(policy, [wrong], [question(SAMPLES)])
+    assert caught.group_contains(ProbeMismatch, match="differ from the trainer's by 0.5 on average")
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path, publisher: Publisher) -> None:
+    make_policy(tmp_path, tied=True, layers=1)
+    with pytest.raises(ExceptionGroup) as caught:
+        lived(tmp_path, [published(publisher, 0)], [question(SAMPLES)])
+    assert caught.group_contains(FlowrlError, match="do not fit this node's model: 12 tensors differ")
+
+
+def test_a_weights_edge_that_ends_before_its_first_message_is_an_error(policy: Path) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        lived(policy, [], [question(SAMPLES)])
+    assert caught.group_contains(FlowrlError, match="ended before its first message")
