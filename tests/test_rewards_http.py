@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
+from flowrl.nodes.serve import AskModel
 from flowrl.tasks.http import HttpReward
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import open_reward, parse_reward
@@ -327,3 +328,20 @@ def test_serve_reward_serves_a_function_until_it_is_told_to_end(tmp_path: Path) 
     finally:
         server.kill()
         server.wait()
+
+
+def test_a_reward_model_is_told_the_conversation_where_it_is_known() -> None:
+    class Lengths:
+        def __init__(self) -> None:
+            self.asked: list[Any] = []
+
+        def score(self, asked: list[Any]) -> list[float]:
+            self.asked += asked
+            return [float(len(response)) for _, response in asked]
+
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q"}]
+    model = Lengths()
+    asking = AskModel(model)  # type: ignore[arg-type]
+    verdicts = asyncio.run(asking.ask(["rendered", "p"], ["abc", "d"], [{"messages": turns}, {"messages": None}]))
+    assert verdicts.rewards == verdicts.scores == (3.0, 1.0)
+    assert model.asked == [(turns, "abc"), ([{"role": "user", "content": "p"}], "d")]
