@@ -265,3 +265,12 @@ def test_tokenizers_are_loaded_before_the_start_where_files_do_not_tell(cache: o
     Teacher(Policy(str(other)), student=Policy(str(other))).preflight()
     with pytest.raises(ConfigError, match="differ, first in 'a'"):
         _require_same_vocabulary(resolve(Policy("tiny")), str(other))
+
+
+def test_the_command_refuses_a_teacher_of_another_language(capsys: pytest.CaptureFixture[str]) -> None:
+    from flowrl.cli import main
+
+    graph = str(Path(__file__).parent.parent / "graphs" / "distill.py")
+    assert main(["check", graph, "--teacher", "smollm2"]) == 2
+    assert "node teacher: tiny and smollm2 have different tokenizers" in capsys.readouterr().err
+    assert main(["check", graph, "--exact", "--negate-rewards"]) == 0

@@ -38,11 +38,12 @@ OFFLINE = {
     "sft": ("--batch", "8"),
 }
 ELSEWHERE = {"grpo", "ppo"}
+NO_TRAINER = {"pairs"}
 
 
-def run(graph: str, options: tuple[str, ...], run_dir: Path) -> str:
+def run(graph: str, options: tuple[str, ...], run_dir: Path, *, steps: int = STEPS) -> str:
     """What the run printed."""
-    command = [sys.executable, "-m", "flowrl.cli", "run", f"graphs/{graph}.py", *options, "--steps", str(STEPS)]
+    command = [sys.executable, "-m", "flowrl.cli", "run", f"graphs/{graph}.py", *options, "--steps", str(steps)]
     command += ["--run-dir", str(run_dir), "--plain"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=360, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,7 +64,7 @@ def policy_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_every_graph_is_run_somewhere() -> None:
-    assert {path.stem for path in (ROOT / "graphs").glob("*.py")} == {*ONLINE, *OFFLINE, *ELSEWHERE}
+    assert {path.stem for path in (ROOT / "graphs").glob("*.py")} == {*ONLINE, *OFFLINE, *ELSEWHERE, *NO_TRAINER}
 
 
 @pytest.mark.parametrize("graph", ONLINE)
@@ -84,3 +85,12 @@ def test_two_steps_of_an_online_graph(graph: str, tmp_path: Path) -> None:
 def test_two_steps_of_an_offline_graph(graph: str, tmp_path: Path) -> None:
     run(graph, OFFLINE[graph], tmp_path / "run")
     policy_lines(tmp_path / "run")
+
+
+def test_pairs_of_a_policys_own_answers_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    run("pairs", ("--pairs", str(file)), tmp_path / "run", steps=24)
+    pairs = [json.loads(line) for line in file.read_text().splitlines()]
+    assert 1 <= len(pairs) <= 24
+    for pair in pairs:
+        assert pair["chosen"].strip() == pair["answer"] != pair["rejected"].strip() and pair["margin"] == 1.0
