@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
+from flowrl.tasks import preferences
 from flowrl.tasks.arithmetic import Arithmetic, demonstrate
 from flowrl.tasks.files import Keys, Reading, is_file_task
 from flowrl.tasks.files import rows as file_rows
@@ -25,6 +26,7 @@ __all__ = [
     "Task",
     "conversation",
     "demonstrator",
+    "load_preferences",
     "load_rows",
     "reward_parts",
     "right_answer",
@@ -52,8 +54,39 @@ Demonstrator = Callable[[Row, random.Random], str]
 @functools.lru_cache(maxsize=8)
 def load_rows(task: Task) -> Rows:
     """Read or generate all rows of `task`, once in a process. Raises ConfigError for what is wrong with it."""
-    reading = Reading(str(task.options.get("malformed", "stop")) if len(task.sources) == 1 else "stop")
-    rows = Rows.split(_mixed(task, reading) if len(task.sources) > 1 else _source(task, reading))
+    reading = _reading(task)
+    rows = _mixed(task, reading, load_rows) if len(task.sources) > 1 else _source(task, reading)
+    return _split(task, rows, reading)
+
+
+@functools.lru_cache(maxsize=8)
+def load_preferences(task: Task, kind: preferences.Kind) -> Rows:
+    """The pairs of `task`, or its labelled completions, of which a pair makes two; held out by prompt.
+
+    `arithmetic` prefers right answers to those without carrying.
+    """
+    reading = _reading(task)
+    rows: Iterable[Row]
+    if len(task.sources) > 1:
+        rows = _mixed(task, reading, functools.partial(load_preferences, kind=kind))
+    elif task.source == "arithmetic":
+        rows = preferences.careless(_source(task, reading), kind)
+    elif is_file_task(task.path):
+        rows = preferences.rows(task.path, _options(Keys, task), reading, kind)
+    else:
+        raise ConfigError(
+            f"task {task.name!r} has no preferences: it is neither arithmetic nor a .jsonl or .parquet file or dataset "
+            "directory on this machine; name one with the columns chosen and rejected, or completion and label"
+        )
+    return _split(task, rows, reading)
+
+
+def _reading(task: Task) -> Reading:
+    return Reading(str(task.options.get("malformed", "stop")) if len(task.sources) == 1 else "stop")
+
+
+def _split(task: Task, found: Iterable[Row], reading: Reading) -> Rows:
+    rows = Rows.split(found)
     if not rows.train and not rows.held_out:
         skipped = f", {len(reading.skipped)} are skipped: {reading.skipped[0]}" if reading.skipped else ""
         raise ConfigError(f"task {task.name!r} has no rows at all{skipped}; write one problem a line")
@@ -62,10 +95,10 @@ def load_rows(task: Task) -> Rows:
     return dataclasses.replace(rows, skipped=tuple(reading.skipped))
 
 
-def _mixed(task: Task, reading: Reading) -> Iterator[Row]:
+def _mixed(task: Task, reading: Reading, load: Callable[[Task], Rows]) -> Iterator[Row]:
     """The rows of all sources; each says in a column which one it is of."""
     for term in task.sources:
-        found = load_rows(Task(term.text))
+        found = load(Task(term.text))
         reading.skipped += found.skipped
         for row in (*found.train, *found.held_out):
             yield dataclasses.replace(row, columns={**row.columns, OF_TASK: term.text})

@@ -59,6 +59,12 @@ class Keys:
     """Of several answers to one prompt the one with the highest score is taken."""
     min_score: float = -math.inf
     """Rows of a lower score are left out."""
+    chosen: str = "chosen"
+    """Of pairs: the better completion, as text or as the messages that follow the prompt's or hold them, too."""
+    rejected: str = "rejected"
+    completion: str = "completion"
+    """Of labelled completions, with `label` true (desirable) or false."""
+    label: str = "label"
     split: str = "train"
     """Datasets with several splits: the one to read."""
     check: str = "exact"
