@@ -25,10 +25,17 @@ def cache_dir() -> Path:
 
 def cached_model(name: str, recipe: Mapping[str, Any], make: Callable[[Path], None], progress: Progress) -> Path:
     """The directory that `make(empty_dir)` fills, made at most once for each `recipe` (JSON values)."""
+    return cached_directory("models", name, recipe, make, progress)
+
+
+def cached_directory(
+    kind: str, name: str, recipe: Mapping[str, Any], make: Callable[[Path], None], progress: Progress
+) -> Path:
+    """The same for directories of another `kind`, which lie beside the models."""
     from filelock import FileLock, Timeout
 
     digest = hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=6).hexdigest()
-    home = cache_dir() / "models"
+    home = cache_dir() / kind
     final = home / f"{name}-{digest}"
     if final.is_dir():
         return final

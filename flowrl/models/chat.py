@@ -61,6 +61,13 @@ class Chat:
                 mask[before.size : _end(until, ids, self.tokenizer.eos_token_id)] = True
         return self._trimmed(ids, mask)
 
+    def completion(self, turns: Turns, answer: str) -> tuple[Int32, Bool]:
+        """The same with the mask on `answer` and its end alone, whatever the assistant said before."""
+        ids, mask = self.demonstration(turns, answer)
+        if self.tokenizer.chat_template:
+            mask[: self.prompt(turns)[1].size] = False
+        return ids, mask
+
     def _trimmed(self, ids: Int32, mask: Bool) -> tuple[Int32, Bool]:
         """Without what the template writes after the last trained token (a newline, mostly)."""
         end = int(np.flatnonzero(mask)[-1]) + 1

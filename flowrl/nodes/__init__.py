@@ -8,6 +8,8 @@ from flowrl.nodes.dynamic import DynamicSampling
 from flowrl.nodes.evaluation import Evaluation
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.pair_writer import PairWriter
+from flowrl.nodes.preference_reference import PreferenceReference
+from flowrl.nodes.preferences import PreferenceDataset, Preferences, PreferenceSource
 from flowrl.nodes.reference import Reference
 from flowrl.nodes.reward import Reward
 from flowrl.nodes.reward_model import RewardModel
@@ -32,6 +34,10 @@ __all__ = [
     "Overlong",
     "PairMaker",
     "PairWriter",
+    "PreferenceDataset",
+    "PreferenceReference",
+    "PreferenceSource",
+    "Preferences",
     "PromptSource",
     "Reference",
     "Reward",

@@ -13,7 +13,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import Out
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, check_model, check_prompts, load_tokenizer, resolve
-from flowrl.tasks import Row, Task, load_rows
+from flowrl.tasks import Row, Rows, Task, load_rows
 from flowrl.tasks.maths import check as check_answers
 from flowrl.tasks.mixture import mixed_order
 
@@ -78,14 +78,18 @@ class PromptSource(Node):
         self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
         self._rows = await self.blocking(self.rows)
         self.context.progress(f"{len(self._rows)} prompts")
-        if skipped := (await self.blocking(load_rows, self.task)).skipped:
+        if skipped := (await self.blocking(self.read)).skipped:
             self.context.metric("rows_skipped", len(skipped))
             self.context.progress(f"{len(skipped)} malformed rows are skipped, the first: {skipped[0]}")
 
     def rows(self) -> tuple[Row, ...]:
         """What an epoch goes through."""
-        rows = load_rows(self.task)
+        rows = self.read()
         return {"train": rows.train, "held_out": rows.held_out, "all": (*rows.train, *rows.held_out)}[self.part]
+
+    def read(self) -> Rows:
+        """All rows, read once in a process."""
+        return load_rows(self.task)
 
     async def run(self) -> None:
         for epoch, position, row in self._from_cursor():

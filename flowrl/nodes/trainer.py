@@ -14,6 +14,7 @@ stays free. Waits: for a batch (end of stream ends the run), for the other ranks
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,12 +50,17 @@ class Trainer(Node):
     has to be given the same one. `teacher` is whom the objective `ReverseKL` compares the policy with.
     Every `publish_every`th version is published, every `probe_every`th publication carries the probe. The
     first `start_after` batches make versions without an update, as an actor does until its critic has learnt.
+
+    What comes in by `held_out` is never trained on: the objective's stats on it stand as `held_out/NAME` in
+    the metrics of the last and of every `judge_every`th version, and those of the weights at the start as
+    `held_out_before/NAME` in the first line.
     """
 
     cpus = 1
     gang = True
 
     batches: In[Batch]
+    held_out: In[Batch]
     weights: Out[Weights]
 
     def __init__(
@@ -72,6 +78,7 @@ class Trainer(Node):
         publish_every: int = 1,
         probe_every: int = 10,
         start_after: int = 0,
+        judge_every: int = 0,
     ) -> None:
         self.policy = policy
         self.objective: Objective = PolicyObjective() if objective is None else objective
@@ -85,6 +92,8 @@ class Trainer(Node):
         self.publish_every = publish_every
         self.probe_every = probe_every
         self.start_after = start_after
+        self.judge_every = judge_every
+        self._held_out: list[Batch] = []
         self.version = 0
         self._published = -1
         self._learner: Learner
@@ -95,13 +104,13 @@ class Trainer(Node):
     def facts(self) -> Facts:
         return Facts(
             publish_every=self.publish_every,
-            optional=("weights",),
+            optional=("weights", "held_out"),
             adapter_rank=self.lora.synced_rank,
             saves=self.policy.name,
         )
 
     def check(self, facts: Any) -> list[str]:
-        least = {"epochs": 1, "publish_every": 1, "probe_every": 0, "start_after": 0}
+        least = {"epochs": 1, "publish_every": 1, "probe_every": 0, "start_after": 0, "judge_every": 0}
         problems = [
             f"{name} is {getattr(self, name)}; it has to be {low} or more"
             for name, low in least.items()
@@ -109,6 +118,8 @@ class Trainer(Node):
         ]
         if not 0 <= self.lr < math.inf:
             problems.append(f"lr is {self.lr}; it has to be a number from 0 up")
+        if self.objective.needs_mismatched and facts.groups_per_batch == 1:
+            problems.append("KTO's baseline is a mean over a batch, but a batch is 1 completion; it needs 2 or more")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
@@ -198,6 +209,7 @@ class Trainer(Node):
 
     async def run(self) -> None:
         await self._publish(changed=True)
+        await self._take_held_out()
         async for batch in self.batches:
             with self.context.busy("train"):
                 record, uses, changed = await self.blocking(self._train, batch)
@@ -210,6 +222,13 @@ class Trainer(Node):
             await self.context.step_done(self.version)
         if self._published != self.version:
             await self._publish(changed=True)
+
+    async def _take_held_out(self) -> None:
+        """Keep what there is to be judged on; ends when its sender has closed, at once if there is none."""
+        if self.held_out.live is not None:
+            async for batch in self.held_out:
+                self._held_out.append(copy.deepcopy(batch))
+                self.held_out.finish(batch)
 
     async def close(self) -> None:
         if self._publisher is not None:
@@ -227,6 +246,7 @@ class Trainer(Node):
         masks = loss_masks(part.samples, part.mask_staleness, self.version)
         step = self.version + 1
         lr = self.lr * self.schedule.factor(step, self.context.steps)
+        before = self._judged("held_out_before") if self.version == 0 else {}
         if self.version < self.start_after:
             update = self._learner.rest(part, masks, self.version)
         else:
@@ -238,7 +258,20 @@ class Trainer(Node):
         tallies, uses = zip(*self._learner.engine.gang.gather(mine), strict=True)
         record = {"step": step, "lr": lr, "num_groups": batch.num_groups, **batch.metrics}
         record |= Tally.total(tallies).metrics(offline=self.objective.offline) | _told(update)
+        record |= before | (self._judged("held_out") if self._is_judged(step) else {})
         return record, [use for part_uses in uses for use in part_uses], update.changed
+
+    def _is_judged(self, step: int) -> bool:
+        """Whether the held-out batch is looked at with the weights that this step made."""
+        return step == self.context.steps or bool(self.judge_every and step % self.judge_every == 0)
+
+    def _judged(self, prefix: str) -> dict[str, Any]:
+        """The objective's stats on the held-out batch; collective, no gradient."""
+        return {
+            f"{prefix}/{name}": value
+            for batch in self._held_out
+            for name, value in self._learner.judge(batch if batch.step_ends else self._alone(batch)).items()
+        }
 
     def _alone(self, batch: Batch) -> Batch:
         """A whole batch that came over an edge without gang dispatch."""

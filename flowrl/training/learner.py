@@ -25,6 +25,7 @@ from torch import Tensor
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Bool, Trainable
 from flowrl.training.output_layer import OutputLayer
+from flowrl.training.packing import loss_masks
 from flowrl.training.pieces import Piece, make_piece
 from flowrl.training.recipes import Objective, Seen, Totals
 from flowrl.training.referenced import with_reference
@@ -115,6 +116,25 @@ class Learner:
         self._assert_bounds(part, masks, version)
         return _told(Sums(), ("loss", *self.objective.stats), [], 0, 0)
 
+    def judge(self, part: Batch) -> dict[str, float | None]:
+        """loss and the objective's stats on this rank's part of a batch that is not trained on; collective."""
+        masks = loss_masks(part.samples, -1, 0)
+        pieces = [self._piece(part, masks, indices, 0) for indices in part.micro_batches]
+        (total,), sums = self._totals([pieces]), Sums()
+        with torch.no_grad():
+            mismatched_kl = self._mismatched_kl(pieces) if self.objective.needs_mismatched else 0.0
+            for piece in pieces if self.objective.enough(total) else ():
+                loss, stats = self.objective.loss(self._seen(piece, total, None, mismatched_kl))
+                sums.add({"loss": loss} | stats)
+        merged = self._merged(sums)
+        return {name: merged.values.get(name) for name in ("loss", *self.objective.stats)}
+
+    def _merged(self, sums: Sums) -> Sums:
+        merged = Sums()
+        for part in self.engine.gang.gather(sums):
+            merged.merge(part)
+        return merged
+
     def _run(self, steps: Sequence[Sequence[Piece]], totals: Sequence[Totals], old: Mapping[int, Tensor]) -> Update:
         sums, norms, skipped = Sums(), list[float](), 0
         planned = max(1, self._epochs * sum(map(self.objective.enough, totals)))
@@ -127,9 +147,7 @@ class Learner:
                     skipped += 1
                 else:
                     norms.append(result)
-        merged = Sums()
-        for part in self.engine.gang.gather(sums):
-            merged.merge(part)
+        merged = self._merged(sums)
         names = ("loss", *self.objective.stats)
         return _told(merged, names, norms, skipped, self._epochs * sum(total.num_tokens for total in totals))
 

@@ -130,6 +130,9 @@ class KTO:
         "desirable_logprob_change",
         "undesirable_logprob_change",
         "desirable_share",
+        "label_accuracy",
+        "preference_accuracy",
+        "reward_margin",
     )
 
     def __post_init__(self) -> None:
@@ -168,7 +171,13 @@ class KTO:
         stats = _entropy(seen) | {
             "z0": z0 * trained_B.sum() / totals.num_sequences,
             "desirable_share": (desirable_B & trained_B).sum() / totals.num_sequences,
+            "label_accuracy": (((change_B > z0) == desirable_B) & trained_B).sum() / totals.num_sequences,
         }
+        if totals.num_pairs:
+            chosen, rejected = seen.pairs_P2.unbind(dim=1)
+            h_P = change_B[chosen] - change_B[rejected]
+            stats["preference_accuracy"] = (h_P > 0).sum() / totals.num_pairs
+            stats["reward_margin"] = self.beta * h_P.sum() / totals.num_pairs
         sides = {
             "desirable": (desirable_B & trained_B, totals.num_desirable),
             "undesirable": (~desirable_B & trained_B, totals.num_sequences - totals.num_desirable),

@@ -1,0 +1,145 @@
+"""Reference logprobs of a fixed set of sequences, computed once and kept on disk.
+
+Invariants
+- A cache belongs to one model's files, one precision and one set of sequences, by hash: what has changed
+  is computed anew, under another name.
+- A cache under its final name is complete (`flowrl.models.cache`).
+- When `reference_cache` returns, the model that it loaded is gone from memory.
+
+Reading maps the file: what is not asked for stays on disk.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flowrl.messages import Bool, Float32, Int32
+from flowrl.models.cache import Progress, cached_directory
+from flowrl.training.model import choose_attention, load_policy_model
+from flowrl.training.packing import Unit, micro_batches_of
+from flowrl.training.rows import lay_out, policy_places
+from flowrl.training.settings import Dtype
+
+VERSION = 1
+"""Counts changes of this file that give other numbers."""
+LOGPROBS, KEYS, OFFSETS = "logprobs.npy", "keys.npy", "offsets.npy"
+KEY_BYTES = 16
+
+
+class ReferenceCache:
+    """What one directory holds."""
+
+    def __init__(self, directory: Path) -> None:
+        self._logprobs: Float32 = np.load(directory / LOGPROBS, mmap_mode="r")
+        self._offsets: npt.NDArray[np.int64] = np.load(directory / OFFSETS)
+        keys = np.load(directory / KEYS)
+        self._index = {row.tobytes(): number for number, row in enumerate(keys)}
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def logprobs(self, token_ids: Int32, mask: Bool) -> Float32:
+        """log p of the tokens in `mask` at their places, 0 elsewhere. Raises KeyError for an unknown sequence."""
+        number = self._index[key_of(token_ids, mask)]
+        result = np.zeros(len(token_ids), np.float32)
+        result[policy_places(mask)] = self._logprobs[self._offsets[number] : self._offsets[number + 1]]
+        return result
+
+
+def reference_cache(
+    model_dir: str | Path,
+    sequences: Iterable[tuple[Int32, Bool]],
+    *,
+    dtype: Dtype,
+    device: torch.device,
+    token_budget: int,
+    progress: Progress,
+) -> ReferenceCache:
+    """The cache of `sequences` (token ids, and which of them count) under the model, made first if need be.
+
+    One process makes it; others that ask for the same meanwhile wait. At most `token_budget` tokens,
+    padding included, or else one sequence, go through the model at a time.
+    """
+    known = {key_of(token_ids, mask): (token_ids, mask) for token_ids, mask in sequences}
+    recipe = {
+        "version": VERSION,
+        "model": fingerprint(Path(model_dir)),
+        "dtype": dtype,
+        "data": hashlib.blake2b(b"".join(sorted(known)), digest_size=KEY_BYTES).hexdigest(),
+    }
+
+    def make(target: Path) -> None:
+        progress(f"reference logprobs of {len(known)} sequences, kept for further runs")
+        _Pass(model_dir, dtype, device, token_budget, progress).write(known, target)
+
+    return ReferenceCache(cached_directory("references", "reference", recipe, make, progress))
+
+
+def key_of(token_ids: Int32, mask: Bool) -> bytes:
+    """A sequence's name: its tokens and which of them count."""
+    content = np.ascontiguousarray(token_ids, np.int32).tobytes() + np.packbits(mask).tobytes()
+    return hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
+
+
+def fingerprint(model_dir: Path) -> str:
+    """A hash over the model's config and weights: their names and their bytes."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for file in sorted(model_dir.iterdir()):
+        if file.suffix in (".safetensors", ".bin") or file.name == "config.json":
+            digest.update(file.name.encode())
+            with file.open("rb") as stream:
+                while chunk := stream.read(1 << 24):
+                    digest.update(chunk)
+    return digest.hexdigest()
+
+
+class _Pass:
+    """One pass of the reference over all sequences, longest first."""
+
+    def __init__(
+        self, model_dir: str | Path, dtype: Dtype, device: torch.device, token_budget: int, progress: Progress
+    ) -> None:
+        self._model_dir = model_dir
+        self._dtype = dtype
+        self._device = device
+        self._token_budget = token_budget
+        self._progress = progress
+
+    def write(self, known: Mapping[bytes, tuple[Int32, Bool]], target: Path) -> None:
+        """Fill `target` with the logprobs of all that is `known`; the model is freed at the end."""
+        found = sorted(known.values(), key=lambda sequence: -len(sequence[0]))
+        offsets = np.cumsum([0, *(policy_places(mask).size for _, mask in found)])
+        np.save(target / OFFSETS, offsets.astype(np.int64))
+        keys = b"".join(key_of(*sequence) for sequence in found)
+        np.save(target / KEYS, np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES))
+        logprobs: Float32 = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
+            target / LOGPROBS, mode="w+", dtype=np.float32, shape=(int(offsets[-1]),)
+        )
+        self._fill(logprobs, found, offsets)
+        del logprobs  # writes what is left
+
+    def _fill(self, logprobs: Float32, found: Sequence[tuple[Int32, Bool]], offsets: npt.NDArray[np.int64]) -> None:
+        attention = choose_attention(None, self._device)
+        model = load_policy_model(self._model_dir, dtype=self._dtype, attention=attention).eval().to(self._device)
+        units = [Unit((number,), len(tokens), len(tokens)) for number, (tokens, _) in enumerate(found)]
+        told = 0
+        for part in micro_batches_of(units, self._token_budget):
+            tokens, masks = zip(*(found[number] for number in part), strict=True)
+            rows = lay_out(tokens, masks, packed=False, device=self._device)
+            with torch.no_grad():
+                logprobs_N, _ = model(rows, 1.0)
+            logprobs[offsets[part[0]] : offsets[part[-1] + 1]] = logprobs_N.float().cpu().numpy()
+            if (tenth := 10 * (part[-1] + 1) // len(found)) > told:
+                told = tenth
+                self._progress(f"reference logprobs: {10 * tenth} %")
+        del model
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,138 @@
+"""The reference of preference data: every logprob before the first batch, once, then from disk.
+
+The model is loaded only if the cache of this model and this data is not there yet, and is freed again in
+`setup`: trainer and reference never hold their memory together once training has begun. Batches go by
+without a model, as fast as the file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Batch, Bool, Group, Int32, Trainable
+from flowrl.models import Policy, check_model, resolve
+from flowrl.nodes.preferences import Preferences, Renderer
+from flowrl.tasks import Row
+from flowrl.training.packing import tokens_of
+from flowrl.training.settings import Dtype
+
+if TYPE_CHECKING:
+    from flowrl.models.references import ReferenceCache
+
+
+class PreferenceReference(Node):
+    """Adds `ref_logprobs` under `policy` (None: the data's) to preferences, mismatched completions included.
+
+    Sends up to `num_held_out` held-out rows as one batch before all else, for the trainer to be judged on.
+    `token_budget` bounds the tokens of one pass, padding included.
+    """
+
+    cpus = 1
+
+    groups: In[Group]
+    referenced: Out[Group]
+    held_out: Out[Batch]
+
+    def __init__(
+        self,
+        data: Preferences,
+        *,
+        policy: Policy | None = None,
+        dtype: Dtype = "float32",
+        token_budget: int = 8192,
+        num_held_out: int = 256,
+    ) -> None:
+        self.data = data
+        self.policy = policy or data.policy
+        self.dtype: Dtype = dtype
+        self.token_budget = token_budget
+        self.num_held_out = num_held_out
+
+    def facts(self) -> Facts:
+        return Facts(optional=("held_out",))
+
+    def check(self, facts: object) -> list[str]:
+        problems = []
+        needed = self.data.group_size * self.data.max_tokens
+        if self.token_budget < needed:
+            problems.append(
+                f"token_budget is {self.token_budget}, but {self.data.group_size} conversation(s) of max_tokens = "
+                f"{self.data.max_tokens} that stay together can be {needed} tokens; raise it, or lower max_tokens"
+            )
+        if self.num_held_out < 0:
+            problems.append(f"num_held_out is {self.num_held_out}; it has to be 0 (none) or more")
+        return problems
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+
+    async def setup(self) -> None:
+        self._cache = await self.blocking(self._load)
+
+    def _load(self) -> ReferenceCache:
+        progress = self.context.progress
+        data_dir, model_dir = (resolve(policy, progress=progress) for policy in (self.data.policy, self.policy))
+        import torch
+
+        from flowrl.models.references import reference_cache
+
+        torch.set_num_threads(max(1, len(self.context.cores)))
+        chat, rows = self.data.chat(data_dir), self.data.rows()
+        parts = [Renderer(self.data, chat, rows.train), Renderer(self.data, chat, self._chosen(rows.held_out))]
+        self._judged_on = parts[1]
+        return reference_cache(
+            model_dir,
+            (sequence for part in parts for samples in part for sequence in _sequences(samples)),
+            dtype=self.dtype,
+            device=torch.device("cuda" if self.context.gpus else "cpu"),
+            token_budget=self.token_budget,
+            progress=progress,
+        )
+
+    def _chosen(self, held_out: Sequence[Row]) -> Sequence[Row]:
+        """The rows to judge on: the same ones whatever the order of the data, those of one prompt together."""
+        rows = sorted(held_out, key=lambda row: Row(row.turns).prompt_id)[: self.num_held_out]
+        alike = self.data.kind == "labelled" and len({Row(row.turns).prompt_id for row in rows}) < 2
+        return () if alike else rows
+
+    async def run(self) -> None:
+        judged_on = await self.blocking(self._held_out_batch)
+        if judged_on.samples and self.held_out.live is not None:
+            await self.held_out.send(judged_on)
+        if self.held_out.live is not None:
+            self.held_out.close()
+        async for group in self.groups:
+            samples = tuple(self.referenced_sample(sample) for sample in group.samples)
+            await self.referenced.send(replace(group, samples=samples))
+
+    def _held_out_batch(self) -> Batch:
+        rows = [samples for samples in self._judged_on if max(map(tokens_of, samples)) <= self.data.max_tokens]
+        samples = tuple(self.referenced_sample(sample) for row in rows for sample in row)
+        return Batch(
+            samples=samples,
+            micro_batches=(),
+            num_sequences=len(samples),
+            num_tokens=sum(sample.response_tokens for sample in samples),
+            num_groups=len(rows),
+            token_budget=self.token_budget,
+        )
+
+    def referenced_sample(self, sample: Trainable) -> Trainable:
+        """`sample`, and its mismatched completion if it has one, with their reference logprobs."""
+        other = sample.mismatched
+        if other is not None:
+            other = replace(other, ref_logprobs=self._cache.logprobs(other.token_ids, other.mask))
+        ref_logprobs = self._cache.logprobs(sample.token_ids, sample.policy_mask)
+        return replace(sample, ref_logprobs=ref_logprobs, mismatched=other)
+
+
+def _sequences(samples: Sequence[Trainable]) -> Iterator[tuple[Int32, Bool]]:
+    for sample in samples:
+        yield sample.token_ids, sample.policy_mask
+        if sample.mismatched is not None:
+            yield sample.mismatched.token_ids, sample.mismatched.mask

@@ -1,0 +1,115 @@
+"""Preference rows: pairs and labelled completions from disk and of the built-in task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.tasks import Task, load_preferences
+from flowrl.tasks.preferences import Kind
+from flowrl.tasks.rows import Row
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def written(path: Path, records: list[dict[str, Any]], options: str = "") -> Task:
+    file = path / "rows.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return Task(f"{file}{options}")
+
+
+def everything(task: Task, kind: Kind) -> list[Row]:
+    rows = load_preferences(task, kind)
+    return sorted((*rows.train, *rows.held_out), key=lambda row: str(row.columns))
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "text": {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+    "turns": {"prompt": [user("1+1=")], "chosen": [said("2")], "rejected": [said("3")]},
+    "whole": {"prompt": [user("1+1=")], "chosen": [user("1+1="), said("2")], "rejected": [user("1+1="), said("3")]},
+    "implied": {"chosen": [user("1+1="), said("2")], "rejected": [user("1+1="), said("3")]},
+}
+
+
+def many(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """`record` and enough others, so that the training part is not empty."""
+    return [record, *({"prompt": f"{n}*", "chosen": "yes", "rejected": "no"} for n in range(20))]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pair_is_the_same_in_every_form(form: str, tmp_path: Path) -> None:
+    rows = everything(written(tmp_path, many(FORMS[form])), "pairs")
+    (row,) = (row for row in rows if row.columns["chosen"] == "2")
+    assert row.turns == (user("1+1="),)
+    assert row.columns["rejected"] == "3"
+
+
+def test_a_prompt_may_have_many_pairs_all_in_one_part(tmp_path: Path) -> None:
+    records = [{"prompt": f"{n % 10}*", "chosen": f"c{n}", "rejected": f"r{n}"} for n in range(100)]
+    rows = load_preferences(written(tmp_path, records), "pairs")
+    assert len(rows.train) + len(rows.held_out) == 100
+    assert len({row.prompt_id for row in rows.train}) == len(rows.train)
+    assert not {row.turns for row in rows.train} & {row.turns for row in rows.held_out} or not rows.held_out
+    assert all(Row(row.turns).held_out for row in rows.held_out)
+
+
+def test_a_pair_counts_as_two_labelled_completions(tmp_path: Path) -> None:
+    rows = load_preferences(written(tmp_path, many(FORMS["text"])), "labelled")
+    found = [row for row in (*rows.train, *rows.held_out) if row.prompt == "1+1="]
+    assert [(row.columns["completion"], row.columns["label"]) for row in found] == [("2", True), ("3", False)]
+    assert found[0].columns["pair"] == found[1].columns["pair"]
+
+
+def test_labelled_completions_under_other_names(tmp_path: Path) -> None:
+    records = [{"q": f"{n}+1=", "said": str(n), "good": n % 2} for n in range(20)]
+    rows = everything(written(tmp_path, records, ":prompt=q,completion=said,label=good"), "labelled")
+    assert {(row.prompt, row.columns["label"]) for row in rows} == {(f"{n}+1=", bool(n % 2)) for n in range(20)}
+
+
+BAD: dict[str, tuple[Kind, dict[str, Any], str]] = {
+    "missing": ("pairs", {"prompt": "1", "chosen": "2"}, r"rows.jsonl:1: the column 'rejected' is missing"),
+    "empty": ("pairs", {"prompt": "1", "chosen": "", "rejected": "3"}, r":1: the column 'chosen' is ''; it needs text"),
+    "equal": ("pairs", {"prompt": "1", "chosen": "3", "rejected": "3"}, r":1: chosen and rejected are the same"),
+    "other prompt": (
+        "pairs",
+        {"prompt": "1", "chosen": [user("2"), said("3")], "rejected": "x"},
+        r":1: the column 'chosen' is .* behind the prompt's",
+    ),
+    "no prompt": (
+        "pairs",
+        {"chosen": "2", "rejected": "3"},
+        r":1: no column 'prompt', and 'chosen' is no conversation",
+    ),
+    "label": ("labelled", {"prompt": "1", "completion": "2", "label": "good"}, r":1: the column 'label' is 'good'"),
+    "no label": ("labelled", {"prompt": "1", "completion": "2"}, r":1: the column 'label' is None"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_malformed_row_is_named_with_its_line(case: str, tmp_path: Path) -> None:
+    kind, record, message = BAD[case]
+    with pytest.raises(ConfigError, match=message):
+        load_preferences(written(tmp_path, many(record)), kind)
+    rows = load_preferences(written(tmp_path, many(record), ":malformed=skip"), kind)
+    assert len(rows.skipped) == 1 and len(rows.train) + len(rows.held_out) >= 20
+
+
+def test_arithmetic_prefers_carrying() -> None:
+    rows = everything(Task("arithmetic:max_value=12"), "pairs")
+    assert ("5+8=", "13", "3") in {(row.prompt, row.columns["chosen"], row.columns["rejected"]) for row in rows}
+    assert all(row.columns["chosen"] != row.columns["rejected"] for row in rows)
+
+
+def test_a_task_without_preferences_says_what_would_have_some() -> None:
+    with pytest.raises(ConfigError, match="has no preferences: .* columns chosen and rejected"):
+        load_preferences(Task("reasoning_gym/chain_sum"), "pairs")
