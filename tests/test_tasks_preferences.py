@@ -59,8 +59,8 @@ def test_a_prompt_may_have_many_pairs_all_in_one_part(tmp_path: Path) -> None:
     rows = load_preferences(written(tmp_path, records), "pairs")
     assert len(rows.train) + len(rows.held_out) == 100
     assert len({row.prompt_id for row in rows.train}) == len(rows.train)
-    assert not {row.turns for row in rows.train} & {row.turns for row in rows.held_out} or not rows.held_out
-    assert all(Row(row.turns).held_out for row in rows.held_out)
+    assert not {row.prompt for row in rows.train} & {row.prompt for row in rows.held_out}
+    assert rows.held_out and all(Row(row.turns).held_out for row in rows.held_out)
 
 
 def test_a_pair_counts_as_two_labelled_completions(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_labelled_completions_under_other_names(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[Kind, dict[str, Any], str]] = {
-    "missing": ("pairs", {"prompt": "1", "chosen": "2"}, r"rows.jsonl:1: the column 'rejected' is missing"),
+    "missing": ("pairs", {"prompt": "1", "chosen": "2"}, r"rows\.jsonl:1: the column 'rejected' is missing"),
     "empty": ("pairs", {"prompt": "1", "chosen": "", "rejected": "3"}, r":1: the column 'chosen' is ''; it needs text"),
     "equal": ("pairs", {"prompt": "1", "chosen": "3", "rejected": "3"}, r":1: chosen and rejected are the same"),
     "other prompt": (
@@ -111,5 +111,5 @@ def test_arithmetic_prefers_carrying() -> None:
 
 
 def test_a_task_without_preferences_says_what_would_have_some() -> None:
-    with pytest.raises(ConfigError, match="has no preferences: .* columns chosen and rejected"):
+    with pytest.raises(ConfigError, match=r"has no preferences: .* columns chosen and rejected"):
         load_preferences(Task("reasoning_gym/chain_sum"), "pairs")
