@@ -7,6 +7,7 @@ from flowrl.nodes.dataset import Demonstrations
 from flowrl.nodes.dynamic import DynamicSampling
 from flowrl.nodes.evaluation import Evaluation
 from flowrl.nodes.generator import Generator
+from flowrl.nodes.held_out import HeldOutPreferences
 from flowrl.nodes.pair_writer import PairWriter
 from flowrl.nodes.preference_reference import PreferenceReference
 from flowrl.nodes.preferences import PreferenceDataset, Preferences, PreferenceSource
@@ -30,6 +31,7 @@ __all__ = [
     "Evaluation",
     "Generator",
     "GroupAdvantage",
+    "HeldOutPreferences",
     "JoinedAdvantage",
     "Overlong",
     "PairMaker",

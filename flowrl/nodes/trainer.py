@@ -302,8 +302,17 @@ class Trainer(Node):
 
     def _save(self, path: str) -> None:
         engine = self._learner.engine
+        if self.objective.at_end:
+            self._tell_scores()
         engine.export(self._model_dir(path))
         engine.save(self._state_dir(path))
+
+    def _tell_scores(self) -> None:
+        """A reward model's directory says what its scores on the held-out batch are like; collective."""
+        judged = self._judged("held_out")
+        mean, square = judged.get("held_out/score_mean"), judged.get("held_out/score_square")
+        if mean is not None and square is not None:
+            self._learner.engine.tell_scores(mean, math.sqrt(max(0.0, square - mean**2)))
 
     def _model_dir(self, path: str) -> Path:
         """A checkpoint directory is the policy's own model; those of others lie in it."""

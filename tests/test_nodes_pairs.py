@@ -1,0 +1,82 @@
+"""Pairs on their way to a file and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Group, Trainable
+from flowrl.models import Policy
+from flowrl.nodes import PairWriter, PromptSource
+from flowrl.tasks import Task, load_preferences, load_rows
+from tests.node_rig import InMemoryIn, run, scored
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    long = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    rows: list[Any] = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
+    rows.append({"prompt": long, "answer": "4"})
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return Task(str(tmp_path / "rows.jsonl"))
+
+
+def pair(prompt_id: str, chosen: str, rejected: str) -> Group:
+    def member(number: int, text: str, reward: float, label: int) -> Trainable:
+        made = scored(number, reward, group=prompt_id, prompt_id=prompt_id, response_text=text)
+        return Trainable(**vars(made), label=label, pair=prompt_id, advantages=np.zeros(5, np.float32))
+
+    return Group(prompt_id, (member(0, chosen, 1.5, 1), member(1, rejected, 0.5, -1)), 4)
+
+
+def written(task: Task, path: Path, groups: list[Group]) -> tuple[InMemoryIn, list[dict[str, Any]]]:
+    taken = InMemoryIn(groups)
+    run(PairWriter(str(path), task), groups=taken)
+    return taken, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_pairs_are_written_and_read_again_with_the_same_split(task: Task, tmp_path: Path) -> None:
+    rows = load_rows(task)
+    groups = [pair(row.prompt_id, f"{row.answer}", "9é") for row in (*rows.train, *rows.held_out)]
+    taken, lines = written(task, tmp_path / "pairs.jsonl", groups)
+    assert len(lines) == len(groups) and {line["margin"] for line in lines} == {1.0}
+    assert [(state, why) for _, state, why in taken.dropped] == [("dropped", "written")] * len(groups)
+    again = load_preferences(Task(str(tmp_path / "pairs.jsonl")), "pairs")
+    for part, expected in ((again.train, rows.train), (again.held_out, rows.held_out)):
+        assert [row.turns for row in part] == [row.turns for row in expected]
+        assert [row.columns["chosen"] for row in part] == [row.answer for row in expected]
+        assert {row.columns["rejected"] for row in part} == {"9é"}
+
+
+def test_a_long_conversation_is_written_as_messages(task: Task, tmp_path: Path) -> None:
+    rows = load_rows(task)
+    row = next(row for row in (*rows.train, *rows.held_out) if len(row.turns) == 3)
+    _, (line,) = written(task, tmp_path / "pairs.jsonl", [pair(row.prompt_id, "4", "5")])
+    assert [turn["role"] for turn in line["prompt"]] == ["user", "assistant", "user"]
+
+
+def test_a_file_that_is_there_is_not_written_to(task: Task, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").touch()
+    with pytest.raises(ConfigError, match="is there already; name another file"):
+        PairWriter(str(tmp_path / "pairs.jsonl"), task).preflight()
+    with pytest.raises(ConfigError, match="is not there; make it"):
+        PairWriter(str(tmp_path / "nowhere" / "pairs.jsonl"), task).preflight()
+    assert PairWriter("pairs.txt", task).check(None) == ["path is 'pairs.txt'; name a file that ends in .jsonl"]
+    assert PairWriter("pairs.jsonl", task).check(None) == []
+
+
+@pytest.mark.parametrize("part", ["train", "held_out", "all"])
+def test_a_source_of_one_part_or_of_all(task: Task, part: Any) -> None:
+    rows = load_rows(task)
+    expected = {"train": rows.train, "held_out": rows.held_out, "all": (*rows.train, *rows.held_out)}[part]
+    assert rows.held_out and PromptSource(task, Policy("tiny"), part=part).rows() == expected
+
+
+def test_an_unknown_part_is_a_problem(task: Task) -> None:
+    source = PromptSource(task, Policy("tiny"), part="some")  # type: ignore[arg-type]
+    assert source.check(None) == ["part is 'some'; choose one of train, held_out, all"]
