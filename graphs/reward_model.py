@@ -4,7 +4,7 @@ flowrl run graphs/pairs.py --pairs pairs.jsonl
 flowrl run graphs/reward_model.py --pairs pairs.jsonl --steps 300
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flowrl import Graph
@@ -29,8 +29,8 @@ class RewardModel:
     """tiny, smollm2, or the path of a Hugging Face model directory: what it starts from, with a new head."""
     task: Task = Task("arithmetic")
     """What `tiny` was warm-started on, and whose pairs are learnt from where `pairs` names none."""
-    pairs: Task | None = None
-    """Rows with `prompt`, `chosen` and `rejected` (text or messages), such as graphs/pairs.py writes."""
+    pairs: str = ""
+    """File or dataset of rows with `prompt`, `chosen` and `rejected`, such as graphs/pairs.py writes."""
     lr: float = 1e-4
     warmup_steps: int = 10
     """Steps over which the rate rises to `lr`."""
@@ -60,7 +60,8 @@ class RewardModel:
 
 def graph(cfg: RewardModel) -> Graph:
     policy = Policy(cfg.policy, task=cfg.task)
-    data = Preferences(cfg.pairs or cfg.task, policy, max_tokens=cfg.max_length)
+    pairs = replace(cfg.task, name=cfg.pairs) if cfg.pairs else cfg.task
+    data = Preferences(pairs, policy, max_tokens=cfg.max_length)
     trainer_node = Trainer(
         policy,
         objective=BradleyTerry(margin=cfg.margin, centring=cfg.centring),
