@@ -28,6 +28,9 @@ RANDOM = "random"
 """Stands for `tiny` before anything was trained."""
 RUNGS = (
     Rung("sft", 450, online=False, start="{random}"),
+    Rung("pairs", options=("--pairs", "{out}"), online=False, writes="pairs.jsonl"),
+    Rung("dpo", 100, ("--pairs", "{pairs}"), online=False, seeds=SEEDS),
+    Rung("kto", 100, ("--labelled", "{pairs}"), online=False, seeds=SEEDS),
     Rung("grpo", 150, ("--lr", "2e-4"), seeds=SEEDS),
     Rung("reinforce_pp", 150, ("--lr", "2e-4")),
     Rung("rloo", 150, ("--lr", "2e-4")),
@@ -38,7 +41,11 @@ RUNGS = (
     Rung("distill", 80, ("--lr", "3e-4")),
     Rung("distill", 80, ("--lr", "3e-4", "--exact"), name="distill_exact"),
 )
-CHAIN = (Rung("sft", 450, online=False, start="{random}"),)
+CHAIN = (
+    Rung("sft", 450, online=False, start="{random}"),
+    Rung("pairs", options=("--policy", "{sft}", "--pairs", "{out}"), online=False, writes="pairs.jsonl"),
+    Rung("dpo", 100, ("--policy", "{sft}", "--pairs", "{pairs}"), online=False),
+)
 README = ROOT / "README.md"
 
 
