@@ -4,7 +4,7 @@ flowrl run graphs/dpo.py --steps 60
 flowrl run graphs/dpo.py --policy smollm2 --pairs pairs.jsonl --evaluate 0 --steps 200
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flowrl import Graph
@@ -31,8 +31,8 @@ class DPO:
     """tiny, smollm2, or the path of a Hugging Face model directory. It is the reference, too."""
     task: Task = Task("arithmetic")
     """What the result is judged on: arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory."""
-    pairs: Task | None = None
-    """Rows with `prompt`, `chosen` and `rejected` (text or messages); None: the task's own pairs."""
+    pairs: str = ""
+    """Rows with `prompt`, `chosen` and `rejected` (text or messages); empty: the task's own pairs."""
     lr: float = 5e-5
     max_length: int = 1024
     """Longest conversation; rows with a longer one are dropped."""
@@ -71,7 +71,7 @@ class DPO:
 
 def graph(cfg: DPO) -> Graph:
     policy = Policy(cfg.policy, task=cfg.task)
-    data = Preferences(cfg.pairs or cfg.task, policy, max_tokens=cfg.max_length)
+    data = Preferences(replace(cfg.task, name=cfg.pairs) if cfg.pairs else cfg.task, policy, max_tokens=cfg.max_length)
     objective = DPOObjective(beta=cfg.beta, kind=cfg.kind, label_smoothing=cfg.label_smoothing, nll_coef=cfg.nll_coef)
 
     g = Graph("dpo")

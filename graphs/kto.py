@@ -4,7 +4,7 @@ flowrl run graphs/kto.py --steps 60
 flowrl run graphs/kto.py --policy smollm2 --labelled judged.jsonl --evaluate 0 --steps 200
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flowrl import Graph
@@ -31,8 +31,8 @@ class KTO:
     """tiny, smollm2, or the path of a Hugging Face model directory. It is the reference, too."""
     task: Task = Task("arithmetic")
     """What the result is judged on: arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory."""
-    labelled: Task | None = None
-    """Rows with `prompt`, `completion` and `label` (true or false), or pairs; None: the task's own pairs."""
+    labelled: str = ""
+    """Rows with `prompt`, `completion` and `label` (true or false), or pairs; empty: the task's own pairs."""
     lr: float = 5e-5
     max_length: int = 1024
     """Longest conversation; rows with a longer one are dropped."""
@@ -70,7 +70,12 @@ class KTO:
 
 def graph(cfg: KTO) -> Graph:
     policy = Policy(cfg.policy, task=cfg.task)
-    data = Preferences(cfg.labelled or cfg.task, policy, kind="labelled", max_tokens=cfg.max_length)
+    data = Preferences(
+        replace(cfg.task, name=cfg.labelled) if cfg.labelled else cfg.task,
+        policy,
+        kind="labelled",
+        max_tokens=cfg.max_length,
+    )
     objective = KTOObjective(
         beta=cfg.beta, desirable_weight=cfg.desirable_weight, undesirable_weight=cfg.undesirable_weight
     )
