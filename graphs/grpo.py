@@ -27,7 +27,7 @@ from flowrl.tasks import Task
 from flowrl.training.estimate import Estimate
 from flowrl.training.recipes import PolicyObjective
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.settings import LoRA, ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,18 @@ class GRPO:
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
     """What a sample is compared with: its group's mean, with or without its spread, the others, or nothing."""
     objective: PolicyObjective = PolicyObjective()
-    """The loss: ppo, gspo, cispo or reinforce; its options as in --objective.kl-coef 0.01. A KL adds a reference."""
-    schedule: Schedule = Schedule()
-    """Of the learning rate: --schedule.decay linear --schedule.warmup-steps 10."""
+    """The loss: ppo, gspo, cispo or reinforce; its options as in --objective.kl-coef 0.01. A KL adds a
+    reference, unless adapters are trained."""
     optimizer_steps: int = 1
     """Mini-batches into which a batch is cut."""
     epochs: int = 1
     """Passes over each batch."""
+    lora: LoRA = LoRA()
+    """Train adapters instead of all weights, as with --lora.rank 16."""
+    zero: ZeroSettings = ZeroSettings()
+    """Sharding, offload, optimizer, attention and the like of the trainer."""
+    schedule: Schedule = Schedule()
+    """Warm-up and decay of the learning rate."""
     whiten: Literal["off", "full", "mean"] | None = None
     """Advantages normalised over the batch; None: full for reinforce and reinforce_baseline, else off."""
     normalise_rewards: bool = False
@@ -120,7 +125,7 @@ def graph(cfg: GRPO) -> Graph:
     prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
     generator = g.add(
         "generator",
-        Generator(policy, sampling=sampling, evaluation=sampling if cfg.evaluate_samples > 1 else None),
+        Generator(policy, sampling=sampling, evaluation=sampling if cfg.evaluate_samples > 1 else None, lora=cfg.lora),
         replicas=cfg.num_generators,
         cpus=cfg.cpus,
         gpus=cfg.gpus,
@@ -145,10 +150,11 @@ def graph(cfg: GRPO) -> Graph:
             policy,
             objective=cfg.objective,
             lr=cfg.lr,
-            schedule=cfg.schedule,
             epochs=cfg.epochs,
             temperature=cfg.temperature,
-            zero=ZeroSettings(dtype=cfg.dtype),
+            schedule=cfg.schedule,
+            zero=cfg.zero.with_dtype(cfg.dtype),
+            lora=cfg.lora,
         ),
         replicas=cfg.num_trainers,
         cpus=cfg.cpus,
@@ -158,7 +164,8 @@ def graph(cfg: GRPO) -> Graph:
         g.turns(generator, trainer)
 
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.objective.kl_coef or cfg.reward_kl_coef:
+    # A trainer of adapters has the reference in itself, but only when the samples have reached it.
+    if cfg.reward_kl_coef or (cfg.objective.kl_coef and not cfg.lora.rank):
         reference = g.add("reference", Reference(policy, temperature=cfg.temperature), gpus=cfg.gpus)
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)

@@ -11,7 +11,8 @@ from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, PromptSource, TokenBatch, Trainer
 from flowrl.tasks import Task
 from flowrl.training.recipes import SFT as SFTObjective
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.schedule import Schedule
+from flowrl.training.settings import LoRA, ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ class SFT:
     dtype: Literal["float32", "bfloat16"] = "float32"
     token_budget: int = 8192
     """Most tokens of a micro-batch, padding included."""
+    lora: LoRA = LoRA()
+    """Train adapters instead of all weights, as with --lora.rank 16."""
+    zero: ZeroSettings = ZeroSettings()
+    """Sharding, offload, optimizer, attention and the like of the trainer."""
+    schedule: Schedule = Schedule()
+    """Warm-up and decay of the learning rate."""
     num_trainers: int = 1
     """ZeRO ranks."""
     gpus: float = 0
@@ -38,7 +45,14 @@ class SFT:
 
 def graph(cfg: SFT) -> Graph:
     policy = Policy(cfg.policy)
-    trainer_node = Trainer(policy, objective=SFTObjective(), lr=cfg.lr, zero=ZeroSettings(dtype=cfg.dtype))
+    trainer_node = Trainer(
+        policy,
+        objective=SFTObjective(),
+        lr=cfg.lr,
+        schedule=cfg.schedule,
+        zero=cfg.zero.with_dtype(cfg.dtype),
+        lora=cfg.lora,
+    )
 
     g = Graph("sft")
     prompts = g.add("prompts", PromptSource(cfg.task, policy, epochs=cfg.epochs))

@@ -88,6 +88,7 @@ class RecordingContext:
         self.run_dir, self.run_id, self.seed, self.steps = "", "test", 0, None
         self.cores, self.gpus = cores, ()
         self.resume_dir, self.start_version, self.gang_address = None, 0, ""
+        self.max_staleness: int | None = 1
         self.weight_routes: tuple[Any, ...] = ()
         self.ledger = self
         self.gauges: dict[str, list[float]] = {}

@@ -47,16 +47,24 @@ TOLERANCE = 1e-4
 class Live:
     """A running generator, its trainer's model, and the loop they live on."""
 
-    def __init__(self, path: Path, *, tied: bool) -> None:
+    def __init__(self, path: Path, *, tied: bool, **options: Any) -> None:
+        """`options` are further ones of the generator."""
         self.path = path
+        self.options = options
         self.model = make_policy(path, tied=tied)
-        self.publisher = Publisher(ModelSource(self.model), "policy", run_id="stack", probe_every=1)
+        self.publisher = self.make_publisher()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
         self.version = -1
         self.run: asyncio.Task[None] | None = None
         self.do(self._start())
+
+    def make_publisher(self) -> Publisher:
+        return Publisher(ModelSource(self.model), "policy", run_id="stack", probe_every=1)
+
+    def change_weights(self) -> None:
+        perturb(self.model, 0.02, self.version)
 
     def do(self, work: Coroutine[Any, Any, R]) -> R:
         return asyncio.run_coroutine_threadsafe(self._unless_it_fails(work), self.loop).result(timeout=120)
@@ -72,7 +80,9 @@ class Live:
 
     async def _start(self) -> None:
         sampling = Sampling(max_tokens=MOST)
-        self.generator = Generator(Policy(str(self.path)), sampling=sampling, concurrency=32, max_model_len=256)
+        self.generator = Generator(
+            Policy(str(self.path)), sampling=sampling, concurrency=32, max_model_len=256, **self.options
+        )
         self.generator.name = "generator"
         self.context: Any = RecordingContext(cores=CORE)
         self.generator.context = self.context
@@ -104,7 +114,7 @@ class Live:
         """Change every weight, publish, and have the generator told; returns the version."""
         self.version += 1
         if self.version:
-            perturb(self.model, 0.02, self.version)
+            self.change_weights()
         manifest = self.publisher.publish(self.version)
         self.loop.call_soon_threadsafe(self.weights.queue.put_nowait, manifest)
         return self.version

@@ -54,6 +54,7 @@ CASES = (
     Case("stage_0", stage=0, clip=0.05),
     Case("offloaded_optimizer", settings={"offload": "optimizer"}),
     Case("offloaded", settings={"offload": "all"}, optimizer_steps=2),
+    Case("packed", settings={"packing": True}, token_budget=35),
     Case("gradient_checkpointing", settings={"gradient_checkpointing": True}, optimizer_steps=2),
     Case("bfloat16_stage_3", settings={"dtype": "bfloat16"}),
     Case("bfloat16_stage_2", stage=2, settings={"dtype": "bfloat16"}),

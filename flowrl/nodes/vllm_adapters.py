@@ -76,14 +76,12 @@ class Adapters:
         return max(seconds)
 
     @contextmanager
-    def using(self) -> Iterator[Any]:
-        """The current adapter as vLLM's LoRARequest, kept until the end of the block."""
-        from vllm.lora.request import LoRARequest
-
+    def using(self) -> Iterator[int]:
+        """The id of the current adapter, which is kept until the end of the block."""
         adapter_id = self._current
         self._users[adapter_id] += 1
         try:
-            yield LoRARequest(f"version-{adapter_id - 1}", adapter_id, "held in memory")
+            yield adapter_id
         finally:
             self._users[adapter_id] -= 1
             self._freed.set()

@@ -137,7 +137,8 @@ class VllmSampler:
 
         last = None
         try:
-            with self._adapters.using() if self._adapters is not None else nullcontext() as adapter:
+            with self._adapters.using() if self._adapters is not None else nullcontext() as adapter_id:
+                adapter = _adapter(adapter_id)
                 stream = self._engine.generate(prompt, params, request_id, lora_request=adapter, priority=priority)
                 async for output in stream:
                     last = output
@@ -204,6 +205,15 @@ class VllmSampler:
         if outputs is not None:  # or it would log the end of the child as a failure
             outputs.get_loop().call_soon_threadsafe(outputs.cancel)
         engine.shutdown(timeout=CLOSE_S)
+
+
+def _adapter(adapter_id: int | None) -> Any:
+    """What a request names an adapter by; vLLM looks at the path of none that it holds already."""
+    if adapter_id is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter-{adapter_id}", adapter_id, "held in memory")
 
 
 def _completion(output: Any, version: int | None) -> Completion:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from flowrl.errors import ConfigError
@@ -142,6 +142,14 @@ class ZeroSettings:
             yield f"eps is {self.eps}; it has to be above 0"
         if self.packing and self.attention == "eager":
             yield "packing needs an attention that tells sequences of one row apart; choose sdpa or flash attention"
+
+    def with_dtype(self, dtype: Dtype) -> ZeroSettings:
+        """These settings in the dtype that a graph has as an option of its own. Raises ConfigError for another."""
+        if self.dtype not in ("float32", dtype):
+            raise ConfigError(
+                f"zero.dtype is {self.dtype!r} and dtype {dtype!r}: two words for one thing; set dtype alone"
+            )
+        return replace(self, dtype=dtype)
 
     @property
     def clipping(self) -> float:

@@ -1,0 +1,90 @@
+"""One ZeRO rank of the options test: python -m tests.options_rank RANK SIZE PORT DIRECTORY [NVME]
+
+Trains every option, writes the weights before and after every batch, exports, and resumes from a
+checkpoint made before the last batch. With NVME, a directory, it trains offloaded to it and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowrl.training.gang import Gang
+from flowrl.training.learner import Learner
+from flowrl.training.packing import loss_masks
+from flowrl.training.recipes import PolicyObjective
+from flowrl.training.settings import LoRA, ZeroSettings
+from flowrl.training.zero import ZeroEngine
+from tests.options_cases import ADAM, BATCHES, OPTIONS, Option
+from tests.training_cases import TEMPERATURE, make_batch
+from tests.training_rank import EVERYTHING_SHARDED
+
+
+def start(option: Option, gang: Gang, directory: Path) -> ZeroEngine:
+    settings = ZeroSettings(attention="sdpa", deepspeed=EVERYTHING_SHARDED, **option.settings)
+    torch.manual_seed(7)
+    return ZeroEngine(directory / option.base, settings, gang, lora=LoRA(**option.lora))
+
+
+def weights(engine: ZeroEngine) -> dict[str, Tensor]:
+    return {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}
+
+
+def adapter(engine: ZeroEngine) -> dict[str, Tensor]:
+    return {n: t.clone() for names, ts in engine.adapter_buckets(2000) for n, t in zip(names, ts, strict=True)}
+
+
+def update(engine: ZeroEngine, option: Option, version: int) -> None:
+    batch = make_batch(version, option.case)
+    if option.lora:
+        batch = replace(batch, samples=tuple(replace(s, ref_logprobs=None) for s in batch.samples))
+    part = batch.split(engine.gang.size)[engine.rank]
+    masks = loss_masks(part.samples, part.mask_staleness, version)
+    learner = Learner(engine, PolicyObjective(**option.objective), temperature=TEMPERATURE, max_staleness=2)
+    learner.update(part, masks, version, option.lr)
+
+
+def train(option: Option, gang: Gang, directory: Path) -> None:
+    out = directory / option.name
+    engine = start(option, gang, directory)
+    engine.export(out / "start")
+    history, adapters = [weights(engine)], [adapter(engine)]
+    for version in range(BATCHES):
+        if version == BATCHES - 1:
+            engine.save(out / "state")
+        update(engine, option, version)
+        history.append(weights(engine))
+        adapters.append(adapter(engine))
+    engine.export(out / "end")
+    resumed = start(option, gang, directory)
+    resumed.load(out / "state")
+    update(resumed, option, BATCHES - 1)
+    resumed.export(out / "resumed")
+    with engine.adapter_off():
+        base = engine.score([[1, 2, 3, 4, 5]])
+    if gang.rank == 0:
+        torch.save({"history": history, "adapters": adapters, "base": base}, out / "found.pt")
+
+
+def main() -> None:
+    rank, size, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    gang = Gang.meet(rank, size, f"127.0.0.1:{port}", torch.device("cpu"))
+    options = list(OPTIONS)
+    if len(sys.argv) > 5:
+        nvme = {"offload": "all", "nvme_path": sys.argv[5]}
+        options = [Option("nvme", {**ADAM, **nvme}, lr=0.01)]
+    for option in options:
+        train(option, gang, directory)
+    gang.leave()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
