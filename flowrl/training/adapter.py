@@ -29,6 +29,8 @@ def add_adapter(model: Any, lora: LoRA) -> None:
     """Freeze `model`, a transformers model, and put an adapter that changes nothing yet into its linear layers."""
     from peft import inject_adapter_in_model
 
+    if lora.quantize != "none":
+        model.train()  # in eval mode bitsandbytes repacks 4-bit weights on some CPUs, and they dequantize wrongly
     targets = target_layers(model, lora)
     inject_adapter_in_model(peft_config(lora, targets), model)
     for name, parameter in model.named_parameters():
