@@ -175,7 +175,8 @@ def test_adamw_is_torchs_with_decay_of_matrices_alone(trained: Path) -> None:
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     steps(model, torch.optim.AdamW(groups, lr=option.lr, betas=ADAM["betas"], eps=ADAM["eps"]), option, clip=1.0)
-    assert worst(found(trained, option)[-1], {n: p.detach() for n, p in model.named_parameters()}) <= 1e-5
+    # Adam makes steps of near-zero gradients, rounding included; decayed vectors would be off by 6e-3.
+    assert worst(found(trained, option)[-1], {n: p.detach() for n, p in model.named_parameters()}) <= 1e-4
 
 
 @pytest.mark.parametrize("option", **chosen("ema"))
