@@ -4,7 +4,7 @@ export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 export RAY_DEDUP_LOGS := 0
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint bench clean
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint bench clean mutants
 
 setup:
 	@.ci/setup
@@ -37,6 +37,10 @@ lint: setup
 test: setup lint
 	$(PY) -m pytest -q -m "not slow" tests
 	$(PY) -m pytest -q -m "slow" tests
+
+# Faults put in one at a time, each to be caught by the test that it names.
+mutants: setup
+	$(PY) -m tests.mutants.run
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,6 +6,7 @@ advantage that varies by token, and the running graph's advantages against `adva
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from flowrl.errors import ConfigError
 from flowrl.graph.ports import Members
-from flowrl.messages import Scored
+from flowrl.messages import Scored, Trainable
 from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.training.advantages import WHITENED_ESTIMATORS, advantages
 from flowrl.training.estimate import Estimate, stack
 from flowrl.training.model import PolicyModel, load_policy_model
 from flowrl.training.objectives import kl, policy_loss
 from flowrl.training.packing import loss_masks
-from flowrl.training.recipes import PolicyObjective
+from flowrl.training.pieces import make_piece
+from flowrl.training.preference_objectives import DPO
+from flowrl.training.recipes import PolicyObjective, Seen, Totals
 from flowrl.training.rows import lay_out
 from tests.node_rig import attach, scored
 from tests.training_cases import CASES, make_batch, make_model
@@ -110,6 +113,35 @@ def test_ppo_passes_no_gradient_where_the_clipped_term_is_the_smaller_one() -> N
     assert leaf.grad.tolist() == [pytest.approx([-0.1, 0.0, 0.0, 0.3, -0.2])]
     assert loss.item() == pytest.approx(-(0.5 - 0.8 + 1.2 - 1.5 + 1.0) / 5)
     assert float(stats["clip_fraction"]) == pytest.approx(2 / 5)
+
+
+# Preferences
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo"])
+def test_ipo_compares_means_per_token_and_dpo_sums(kind: Any) -> None:
+    """A pair of 2 and 5 tokens, its rejected completion first."""
+    samples = [preference(0, -1, [-1.0] * 5, [-1.4] * 5), preference(1, 1, [-2.0, -0.5], [-2.2, -1.1])]
+    objective = DPO(beta=0.4, kind=kind)
+    masks = [s.policy_mask for s in samples]
+    piece = make_piece(samples, masks, objective, version=0, packed=False, device=torch.device("cpu"))
+    nothing = piece.mask_BT.new_zeros(2, 0)
+    logprobs = piece.behavior_BT
+    totals = Totals(piece.num_tokens, piece.num_sequences, 1, 1)
+    seen = Seen(
+        logprobs, logprobs, logprobs, piece.mask_BT, piece.columns, totals, nothing, piece.labels_B, piece.pairs_P2, 0.0
+    )
+    loss, _ = objective.loss(seen)
+    chosen, rejected = 0.2 + 0.6, 5 * 0.4
+    h = chosen / 2 - rejected / 5 if kind == "ipo" else chosen - rejected
+    expected = (h - 1 / 0.8) ** 2 if kind == "ipo" else math.log(1 + math.exp(-0.4 * h))
+    assert float(loss) == pytest.approx(expected, abs=1e-6)
+
+
+def preference(member: int, label: int, logprobs: list[float], ref: list[float]) -> Trainable:
+    zeros = [0.0] * 3
+    fields = vars(scored(member, 0.0, response=len(ref), behavior_logprobs=np.array(zeros + logprobs, np.float32)))
+    return Trainable(**fields | {"ref_logprobs": np.array(zeros + ref, np.float32), "label": label, "pair": "p"})
 
 
 # Which tokens are trained
