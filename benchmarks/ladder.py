@@ -29,13 +29,16 @@ RANDOM = "random"
 RUNGS = (
     Rung("sft", 450, online=False, start="{random}"),
     Rung("pairs", options=("--pairs", "{out}"), online=False, writes="pairs.jsonl"),
+    Rung(
+        "reward_model", 300, ("--pairs", "{pairs}"), online=False, start="tiny", pairs="{pairs}", floor=0.7, margin=0.1
+    ),
     Rung("dpo", 100, ("--pairs", "{pairs}"), online=False, seeds=SEEDS),
     Rung("kto", 100, ("--labelled", "{pairs}"), online=False, seeds=SEEDS),
     Rung("grpo", 150, ("--lr", "2e-4"), seeds=SEEDS),
     Rung("reinforce_pp", 150, ("--lr", "2e-4")),
     Rung("rloo", 150, ("--lr", "2e-4")),
     Rung("dapo", 100, ("--lr", "2e-4")),
-    Rung("ppo", 150, ("--lr", "2e-4"), minutes=10, seeds=SEEDS),
+    Rung("ppo", 150, ("--lr", "2e-4", "--reward-model", "{reward_model}"), minutes=10, seeds=SEEDS),
     Rung("raft", 150, ("--lr", "3e-4"), minutes=10),
     Rung("iterative_dpo", 60, ("--lr", "1e-4"), minutes=10, seeds=SEEDS),
     Rung("distill", 80, ("--lr", "3e-4")),
@@ -44,6 +47,22 @@ RUNGS = (
 CHAIN = (
     Rung("sft", 450, online=False, start="{random}"),
     Rung("pairs", options=("--policy", "{sft}", "--pairs", "{out}"), online=False, writes="pairs.jsonl"),
+    Rung(
+        "reward_model",
+        300,
+        ("--policy", "{sft}", "--pairs", "{pairs}"),
+        online=False,
+        start="{sft}",
+        pairs="{pairs}",
+        floor=0.7,
+        margin=0.1,
+    ),
+    Rung(
+        "ppo",
+        150,
+        ("--policy", "{sft}", "--reward-model", "{reward_model}", "--critic", "{reward_model}", "--lr", "2e-4"),
+        minutes=10,
+    ),
     Rung("dpo", 100, ("--policy", "{sft}", "--pairs", "{pairs}"), online=False),
 )
 README = ROOT / "README.md"

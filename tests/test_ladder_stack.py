@@ -38,6 +38,7 @@ ONLINE = {
 OFFLINE = {
     "dpo": ("--batch", "4", "--held-out", "4", *EVALUATED),
     "kto": ("--batch", "4", "--held-out", "4", *EVALUATED),
+    "reward_model": ("--batch", "4", "--held-out", "8"),
     "sft": ("--batch", "8"),
 }
 ELSEWHERE = {"grpo", "ppo"}
