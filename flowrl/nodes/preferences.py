@@ -144,7 +144,7 @@ class Renderer:
         self._max_tokens = data.max_tokens
         self._chat = chat
         self._rows = {row.prompt_id: row for row in rows}
-        self._mismatches = mismatches(rows) if data.kind == "labelled" else {}
+        self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
 
     def __iter__(self) -> Iterator[tuple[Trainable, ...]]:
         return map(self.row, self._rows)

@@ -1,0 +1,228 @@
+"""DPO and KTO as the trainer runs them: one micro-batch or many, the same loss as the formula over the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.messages import Mismatched, Trainable
+from flowrl.training.pieces import make_piece
+from flowrl.training.preference_objectives import DPO, KTO
+from flowrl.training.preferences import dpo_loss, kto_loss
+from flowrl.training.recipes import Objective, Seen, Totals
+
+CPU = torch.device("cpu")
+LENGTHS = (5, 3, 2, 6, 4, 4)
+"""Policy tokens: chosen and rejected of three pairs."""
+
+
+def samples() -> list[Trainable]:
+    draw = np.random.default_rng(5)
+    return [_sample(draw, index, length) for index, length in enumerate(LENGTHS)]
+
+
+def _sample(draw: np.random.Generator, index: int, length: int) -> Trainable:
+    mask = np.arange(2 + length) >= 2
+    return Trainable(
+        sample_id=f"s{index}",
+        group_id=f"g{index // 2}",
+        prompt_id="p",
+        epoch=0,
+        member=index % 2,
+        group_size=2,
+        prompt_text="",
+        response_text="",
+        token_ids=np.arange(len(mask), dtype=np.int32),
+        policy_mask=mask,
+        behavior_logprobs=np.zeros(len(mask), np.float32),
+        versions=np.full(len(mask), -1, np.int32),
+        prompt_tokens=2,
+        truncated=False,
+        generator="",
+        ref_logprobs=np.where(mask, draw.normal(-2, 1, len(mask)), 0).astype(np.float32),
+        label=1 - 2 * (index % 2),
+        pair=f"g{index // 2}",
+    )
+
+
+def logprobs() -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(n, generator=draw) - 2).requires_grad_() for n in LENGTHS]
+
+
+@dataclass
+class Outcome:
+    loss: float
+    stats: dict[str, float]
+    gradient: torch.Tensor
+
+
+def run(objective: Objective, cut: list[list[int]], **seen: Any) -> Outcome:
+    """The sum over the micro-batches of `cut`, as the learner makes it."""
+    drawn, given = logprobs(), samples()
+    pieces = [
+        make_piece(
+            [given[i] for i in part],
+            [given[i].policy_mask for i in part],
+            objective,
+            version=0,
+            packed=False,
+            device=CPU,
+        )
+        for part in cut
+    ]
+    totals = Totals(*np.sum([piece.counts for piece in pieces], axis=0).tolist())
+    assert objective.enough(totals)
+    loss, stats = torch.zeros(()), dict[str, float]()
+    for part, piece in zip(cut, pieces, strict=True):
+        empty = torch.zeros(1, requires_grad=True)
+        logprobs_BT = piece.rows.spread(torch.cat([drawn[i] for i in part]) if part else empty)
+        nothing = logprobs_BT.detach() * 0
+        shown = Seen(
+            logprobs_BT,
+            nothing,
+            nothing,
+            piece.mask_BT,
+            piece.columns,
+            totals,
+            nothing,
+            piece.labels_B,
+            piece.pairs_P2,
+            **seen,
+        )
+        part_loss, part_stats = objective.loss(shown)
+        assert part_loss.requires_grad
+        loss = loss + part_loss
+        for name, value in part_stats.items():
+            stats[name] = stats.get(name, 0.0) + float(value)
+    loss.backward()
+    assert stats.keys() <= set(objective.stats)
+    return Outcome(float(loss.detach()), stats, torch.cat([d.grad for d in drawn if d.grad is not None]))
+
+
+def whole(means: bool = False) -> list[torch.Tensor]:
+    """(π_c, π_r, ref_c, ref_r) of the three pairs."""
+    drawn = [d.detach() for d in logprobs()]
+    ref = [torch.from_numpy(s.ref_logprobs[2:]) for s in samples() if s.ref_logprobs is not None]
+    if means:
+        policy, reference = (torch.stack([x.mean() for x in side]) for side in (drawn, ref))
+    else:
+        policy, reference = (torch.stack([x.sum() for x in side]) for side in (drawn, ref))
+    return [policy[::2], policy[1::2], reference[::2], reference[1::2]]
+
+
+OBJECTIVES = {
+    "dpo": DPO(beta=0.3),
+    "ipo": DPO(beta=0.3, kind="ipo"),
+    "cdpo": DPO(beta=0.3, kind="cdpo", label_smoothing=0.2),
+}
+CUTS = [[[0, 1, 2, 3, 4, 5]], [[2, 3], [0, 1, 4, 5]], [[4, 5], [0, 1], [], [2, 3]]]
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_dpo_step_is_the_formula_over_the_whole_batch(kind: Any, cut: list[list[int]]) -> None:
+    objective = OBJECTIVES[kind]
+    found = run(objective, cut)
+    expected, stats = dpo_loss(
+        *whole(means=kind == "ipo"), beta=0.3, kind=kind, label_smoothing=objective.label_smoothing
+    )
+    assert found.loss == pytest.approx(float(expected), rel=1e-5)
+    assert found.stats["preference_accuracy"] == pytest.approx(float(stats["accuracy"]))
+    assert found.stats["reward_margin"] == pytest.approx(float(stats["margin"]), rel=1e-4)
+    chosen, _, ref_chosen, _ = whole()
+    assert found.stats["chosen_logprob_change"] == pytest.approx(float((chosen - ref_chosen).mean()), rel=1e-4)
+    torch.testing.assert_close(found.gradient, run(objective, CUTS[0]).gradient)
+
+
+def test_the_nll_of_the_chosen_is_a_mean_per_token() -> None:
+    plain, with_nll = run(DPO(), CUTS[0]), run(DPO(nll_coef=0.5), CUTS[1])
+    nll = np.mean([-float(d.detach().mean()) for d in logprobs()[::2]])
+    assert with_nll.loss == pytest.approx(plain.loss + 0.5 * nll, rel=1e-5)
+    assert with_nll.stats["chosen_nll"] == pytest.approx(nll, rel=1e-5)
+
+
+def test_a_pair_with_one_half_masked_out_does_not_count() -> None:
+    given = samples()
+    masks = [s.policy_mask for s in given]
+    masks[3] = np.zeros_like(masks[3])
+    piece = make_piece(given, masks, DPO(), version=0, packed=False, device=CPU)
+    assert piece.pairs_P2.tolist() == [[0, 1], [4, 5]]
+    assert piece.counts == (18, 5, 2, 3)
+    assert not DPO().enough(Totals(num_tokens=9, num_sequences=3))
+
+
+@pytest.mark.parametrize("cut", [*CUTS, [[5], [0, 3], [1, 4, 2]]])
+def test_a_kto_step_is_the_formula_over_the_whole_batch(cut: list[list[int]]) -> None:
+    objective = KTO(beta=0.2, desirable_weight=1.5, undesirable_weight=0.7)
+    found = run(objective, cut, mismatched_kl=0.4)
+    chosen, rejected, ref_chosen, ref_rejected = whole()
+    policy, ref = torch.cat([chosen, rejected]), torch.cat([ref_chosen, ref_rejected])
+    desirable = torch.tensor([1, 1, 1, 0, 0, 0])
+    expected, stats = kto_loss(
+        policy,
+        ref,
+        desirable,
+        ref,
+        ref,
+        beta=0.2,
+        desirable_weight=1.5,
+        undesirable_weight=0.7,
+        z0=torch.tensor(0.4),
+    )
+    assert found.loss == pytest.approx(float(expected), rel=1e-5)
+    assert found.stats["z0"] == pytest.approx(0.4)
+    for name in ("desirable_reward", "undesirable_reward"):
+        assert found.stats[name] == pytest.approx(float(stats[name]), rel=1e-4)
+
+
+def test_the_baseline_is_never_negative() -> None:
+    assert run(KTO(), CUTS[0], mismatched_kl=-3.0).stats["z0"] == 0.0
+
+
+def test_mismatched_completions_are_a_pass_of_their_own() -> None:
+    first, second, *_ = samples()
+    other = Mismatched(
+        np.arange(9, dtype=np.int32), np.arange(9) >= 4, np.where(np.arange(9) >= 4, -1, 0).astype(np.float32)
+    )
+    given = [replace(first, mismatched=other), second]
+    piece = make_piece(given, [s.policy_mask for s in given], KTO(), version=0, packed=False, device=CPU)
+    crossed = piece.mismatched
+    assert crossed is not None
+    assert crossed.counted_B.tolist() == [True, False]
+    assert crossed.ref_B.tolist() == [-5.0, 0.0]
+    assert crossed.rows.targets_N.tolist()[:5] == [4, 5, 6, 7, 8]
+
+
+def test_one_completion_makes_no_kto_step() -> None:
+    assert not KTO().enough(Totals(num_tokens=5, num_sequences=1))
+    assert KTO().enough(Totals(num_tokens=5, num_sequences=2))
+
+
+@pytest.mark.parametrize("objective", [DPO(), KTO()])
+def test_samples_without_reference_logprobs_are_refused(objective: Objective) -> None:
+    with pytest.raises(FlowrlError, match="'s0' has no reference logprobs"):
+        objective.columns(replace(samples()[0], ref_logprobs=None))
+
+
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (DPO, {"beta": 0}, "beta is 0; it has to be a number above 0"),
+    (DPO, {"kind": "kto"}, "kind is 'kto'; choose one of dpo, ipo, cdpo"),
+    (DPO, {"kind": "cdpo"}, "needs a label_smoothing above 0"),
+    (DPO, {"label_smoothing": 0.1}, "the other kinds none"),
+    (DPO, {"kind": "cdpo", "label_smoothing": 0.5}, "from 0 to below 0.5"),
+    (DPO, {"nll_coef": -1}, "nll_coef is -1"),
+    (KTO, {"beta": float("nan")}, "beta is nan"),
+    (KTO, {"desirable_weight": 0}, "desirable_weight is 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), WRONG)
+def test_options_out_of_range_are_refused(kind: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kind(**options)
