@@ -104,7 +104,7 @@ class Rayside:
         import ray
         from ray.util.queue import Queue
 
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
         self._ray, self._queue = ray, Queue
 
         @ray.remote(num_cpus=0)
