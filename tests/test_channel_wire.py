@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -224,6 +224,7 @@ def test_a_body_beyond_the_limit_is_refused() -> None:
 
 
 @given(st.integers(0, 10_000), st.binary(min_size=1, max_size=3))
+@example(189, b"\x00\x02")  # an array that claims more axes than it has bytes for
 @settings(max_examples=300, deadline=None)
 def test_damaged_bytes_never_raise_anything_but_wire_errors(at: int, damage: bytes) -> None:
     array = np.arange(INLINE_LIMIT_BYTES, dtype=np.int16)

@@ -63,7 +63,7 @@ def test_kto_has_no_gradient_through_its_baseline() -> None:
         1.5 * (1 - sigmoid(beta * (r - z0))) if good else 1 - sigmoid(beta * (z0 - r))
         for r, good in zip(rewards, desirable.tolist(), strict=True)
     ]
-    assert float(loss) == pytest.approx(sum(terms) / 3, abs=1e-12)
+    assert loss.item() == pytest.approx(sum(terms) / 3, abs=1e-12)
     loss.backward()
     assert mismatched.grad is None and policy.grad is not None
     assert float(stats["z0"]) == pytest.approx(z0)

@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from struct import Struct
+from struct import error as StructError
 from typing import Any
 
 import msgpack
 import numpy as np
+from msgpack.exceptions import UnpackException
 
 from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Message, known_types, schema_hash
@@ -222,7 +224,7 @@ class Decoder:
         """The value; arrays in it are read-only views. Raises WireError."""
         try:
             return msgpack.unpackb(data, ext_hook=self._ext, use_list=False, strict_map_key=False)
-        except (ValueError, TypeError, IndexError, OverflowError, msgpack.exceptions.UnpackException) as error:
+        except (ValueError, TypeError, IndexError, OverflowError, StructError, UnpackException) as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
 
     def _ext(self, code: int, data: bytes) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine
 
 PLACEMENT_TIMEOUT_S = 120.0
@@ -70,14 +70,18 @@ class RayCluster:
         quiet = {"log_to_driver": bool(os.environ.get("FLOWRL_RAY_LOGS")), "logging_level": logging.ERROR}
         if not address:
             self.owned = True
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                object_store_memory=100 * 2**20,
-                **quiet,
-            )
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=num_gpus,
+                    include_dashboard=False,
+                    object_store_memory=100 * 2**20,
+                    **quiet,
+                )
+            except Exception as error:  # Ray has no class for this: it raises plain ones
+                why = " ".join(str(error).split())
+                raise FlowrlError(f"Ray did not start on this machine: {why}; see what else runs here") from error
             return
         runtime_env = None if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else self._runtime_env(graph_dir)
         try:
