@@ -256,7 +256,9 @@ class Trainer(Node):
             [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)],
         )
         tallies, uses = zip(*self._learner.engine.gang.gather(mine), strict=True)
-        record = {"step": step, "lr": lr, "num_groups": batch.num_groups, **batch.metrics}
+        record = {"step": step, "lr": lr, "num_groups": batch.num_groups}
+        if not self.objective.offline:  # data have no rewards for a batcher to tell of
+            record |= batch.metrics
         record |= Tally.total(tallies).metrics(offline=self.objective.offline) | _told(update)
         record |= before | (self._judged("held_out") if self._is_judged(step) else {})
         return record, [use for part_uses in uses for use in part_uses], update.changed
