@@ -53,6 +53,14 @@ def test_pairs_are_written_and_read_again_with_the_same_split(task: Task, tmp_pa
         assert {row.columns["rejected"] for row in part} == {"9é"}
 
 
+def test_a_pair_with_an_answer_of_no_text_is_left_out(task: Task, tmp_path: Path) -> None:
+    row = load_rows(task).train[0]
+    groups = [pair(row.prompt_id, "4", ""), pair(row.prompt_id, "4", "5")]
+    taken, lines = written(task, tmp_path / "pairs.jsonl", groups)
+    assert [(state, why) for _, state, why in taken.dropped] == [("filtered", "empty_answer"), ("dropped", "written")]
+    assert [line["rejected"] for line in lines] == ["5"]
+
+
 def test_a_long_conversation_is_written_as_messages(task: Task, tmp_path: Path) -> None:
     rows = load_rows(task)
     row = next(row for row in (*rows.train, *rows.held_out) if len(row.turns) == 3)

@@ -23,7 +23,8 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin")
 class PairWriter(Node):
     """Writes each pair of a PairMaker to the new file `path`; `task` is the one whose prompts were answered.
 
-    The margin of a pair is the difference of the two rewards. In the books pairs end as dropped, `written`.
+    The margin of a pair is the difference of the two rewards. In the books pairs end as dropped, `written`; one
+    with an answer of no text, of which there is nothing to write, is filtered as `empty_answer`.
     """
 
     groups: In[Group]
@@ -58,6 +59,9 @@ class PairWriter(Node):
         assert self._file is not None
         async for group in self.groups:
             chosen, rejected = group.samples
+            if not (chosen.response_text and rejected.response_text):
+                self.groups.drop(group, "empty_answer", state="filtered")
+                continue
             self._file.write(f"{json.dumps(self.line(chosen, rejected), ensure_ascii=False)}\n")
             self._file.flush()
             self.context.metric("pairs_written", 1)

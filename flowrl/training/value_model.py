@@ -119,6 +119,8 @@ def load_scalar_model(
     if pad >= _num_embeddings(classifier):
         classifier.resize_token_embeddings(pad + 1, mean_resizing=False)
     classifier.config.pad_token_id = pad
+    # What was the pad token may be the end token, where scores are read: its embedding has to learn.
+    classifier.get_input_embeddings().padding_idx = None
     if lora.rank:
         add_adapter(classifier, lora)
     if gradient_checkpointing:
