@@ -31,7 +31,7 @@ class RewardModel:
     """What `tiny` was warm-started on, and whose pairs are learnt from where `pairs` names none."""
     pairs: str = ""
     """File or dataset of rows with `prompt`, `chosen` and `rejected`, such as graphs/pairs.py writes."""
-    lr: float = 1e-4
+    lr: float = 5e-4
     warmup_steps: int = 10
     """Steps over which the rate rises to `lr`."""
     max_length: int = 1024

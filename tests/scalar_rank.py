@@ -24,7 +24,7 @@ from tests.word_policy import EOS, WORDS
 
 EVERYTHING_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 STAGES = (3, 2)
-STEPS, LR = 3, 0.05
+STEPS, LR = 3, 0.02
 OBJECTIVE = BradleyTerry(margin=True, centring=0.02)
 SEED = 11
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
+from flowrl.training.model import load_policy_model
 from flowrl.training.rows import lay_out, lay_out_ends
 from flowrl.training.value_model import (
     ScalarModel,
@@ -103,6 +104,18 @@ def test_dropout_is_off(saved: tuple[ScalarModel, Path]) -> None:
     model = saved[0]
     model.train()
     assert scores_of(model, packed=False) == scores_of(model, packed=False)
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
+def test_the_end_tokens_embedding_learns_although_it_is_the_pad_token(tmp_path: Path, pad: str) -> None:
+    tokens, mask = np.array([1, EOS, 2, EOS], np.int32), np.array([False, False, True, True])
+    make_policy(tmp_path, pad=pad)
+    policy, scalar = load_policy_model(tmp_path), load_scalar_model(tmp_path, start="policy")
+    policy(lay_out([tokens], [mask], packed=False))[0].sum().backward()
+    scalar(lay_out_ends([tokens], packed=False)).sum().backward()
+    for model in (policy, scalar):
+        gradient = model.network.get_input_embeddings().weight.grad
+        assert float(gradient[EOS].abs().max()) > 1e-3
 
 
 def test_the_head_computes_in_float32(saved: tuple[ScalarModel, Path]) -> None:

@@ -103,6 +103,8 @@ def load_policy_model(
         attn_implementation=attention,
         quantization_config=quantization(lora, dtype),
     )
+    # A pad token that is also the end token stands in conversations: torch would not let it learn there.
+    causal_lm.get_input_embeddings().padding_idx = None
     if lora.rank:
         add_adapter(causal_lm, lora)
     if gradient_checkpointing:
