@@ -58,6 +58,8 @@ class FakeContext:
 class InMemoryIn:
     """An In port fed from a list. `dropped` lists (item, state, reason)."""
 
+    connected = True
+
     def __init__(self, items: Sequence[Any]) -> None:
         self.items = items
         self.dropped: list[tuple[Any, str, str]] = []
@@ -89,6 +91,8 @@ class InMemoryIn:
 
 class InMemoryOut:
     """An Out port that lists what is sent, and admits `tickets` groups."""
+
+    connected = True
 
     def __init__(self, tickets: int = 1 << 30) -> None:
         self.sent: list[Any] = []

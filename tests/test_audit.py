@@ -178,6 +178,15 @@ def test_every_check_is_set_off_by_some_damage(sound: Path, tmp_path: Path) -> N
     assert set_off == {query for _, _, query in ROW_CHECKS}
 
 
+def test_data_have_no_version_but_rollouts_do(run_dir: Path) -> None:
+    damage(run_dir, "UPDATE samples SET oldest_trained_version = NULL, generator = 'pairs/0' WHERE sample_id = 'g0/0'")
+    graph = json.loads((run_dir / "graph.json").read_text())
+    for holder, wanted in (("generator", []), ("pairs", ["sample g0/0 has 7 trained tokens of no version"])):
+        edges = [{"kind": "latest", "into": f"{holder}.weights"}, {"kind": "queue", "into": "reward.rollouts"}]
+        (run_dir / "graph.json").write_text(json.dumps(graph | {"edges": edges}))
+        assert [text for kind, text in found(run_dir) if kind == "versions"] == wanted
+
+
 def test_a_token_older_than_the_bound_is_named(run_dir: Path) -> None:
     with closing(sqlite3.connect(run_dir / "ledger.sqlite", isolation_level=None)) as db:
         sample_id, updated = db.execute("SELECT sample_id, trained_version FROM samples WHERE step = 5").fetchone()

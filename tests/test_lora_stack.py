@@ -71,13 +71,12 @@ class Trained(Live):
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[Any]:
+def gang() -> Any:
     import torch
 
     from flowrl.training.gang import Gang
 
-    yield Gang.meet(0, 1, "", torch.device("cpu"))
-    torch.distributed.destroy_process_group()
+    return Gang.meet(0, 1, "", torch.device("cpu"))
 
 
 @pytest.fixture(scope="module", params=["adapter", "merged"])

@@ -29,6 +29,8 @@ STALE = next(case for case in CASES if case.name == "stale_masked")
 class Recorder:
     """Stands for the host: context, ledger and both ports. `events` has everything in order."""
 
+    connected = True
+
     batches: Sequence[Batch]
     events: list[tuple[str, Any]] = field(default_factory=list)
     manifests: list[Weights] = field(default_factory=list)

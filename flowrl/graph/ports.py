@@ -46,6 +46,8 @@ class Members(Generic[M]):
 class LiveIn(Protocol):
     """What the host attaches to an In port."""
 
+    @property
+    def connected(self) -> bool: ...
     def iterate(self) -> AsyncIterator[Any]: ...
     async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None: ...
     def groups(self, size: int) -> AsyncIterator[Members[Any]]: ...
@@ -68,6 +70,8 @@ class LiveJoin(Protocol):
 class LiveOut(Protocol):
     """What the host attaches to an Out port."""
 
+    @property
+    def connected(self) -> bool: ...
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None: ...
     async def admit(self, items: Sequence[Message]) -> bool: ...
     def close(self) -> None: ...
@@ -81,6 +85,11 @@ class Port:
         self.name = name
         self.types = types
         self.live: Any = None
+
+    @property
+    def connected(self) -> bool:
+        """An edge ends here, in a running node. False for a port that the graph ignores."""
+        return self.live is not None and bool(self.live.connected)
 
     def __repr__(self) -> str:
         names = ", ".join(t.__name__ for t in self.types)

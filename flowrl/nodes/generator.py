@@ -173,7 +173,7 @@ class Generator(Node):
             await self.requests.each(self._answer, concurrency=self.concurrency)
 
     async def _follow_weights(self) -> None:
-        if self.weights.live is None:
+        if not self.weights.connected:
             await self._updates.stay(self.context.start_version)
             return
         async for manifest in self.weights:

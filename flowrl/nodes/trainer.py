@@ -192,7 +192,7 @@ class Trainer(Node):
         return "reward_model" if has_scalar_head(source) else "policy"
 
     def _make_publisher(self, engine: Any) -> Publisher | None:
-        if self.weights.live is None:
+        if not self.weights.connected:
             return None
         from flowrl.training.adapter import AdapterSource, told_to_vllm
         from flowrl.weights.publish import Publisher

@@ -37,7 +37,9 @@ class Gang:
             os.environ["DS_ACCELERATOR"] = "cpu"
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if size == 1:
-            torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            # DeepSpeed keeps the process's first groups for good: two trainers of one process share them.
+            if not torch.distributed.is_initialized():
+                torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
             torch.distributed.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=size)
         _ready_deepspeed()
