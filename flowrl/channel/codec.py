@@ -1,7 +1,9 @@
 """Message bodies as msgpack, arrays beside it.
 
-A body is the tuple of a message's field values. Inside it an array is a msgpack extension that
-starts with dtype and shape, followed by
+A body is the tuple of a message's group id, its plain arrays and its field values. A plain array is a
+short, one-dimensional one that is a field itself: it travels as its raw values, and its dtype's code
+stands among the plain arrays, one byte for each field that is declared as an array. Any other array is a
+msgpack extension, which costs several calls each, that starts with dtype and shape, followed by
 
 - INLINE: the raw values (small arrays),
 - FRAME:  the index of the raw frame that holds them,
@@ -19,7 +21,7 @@ from functools import partial
 from operator import attrgetter
 from struct import Struct
 from struct import error as StructError
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgpack
 import numpy as np
@@ -29,6 +31,8 @@ from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Message, known_types, schema_hash
 
 INLINE, FRAME, SLAB, MESSAGE = 1, 2, 3, 4
+NOT_PLAIN = 255
+"""In place of a dtype's code: what this field holds is no plain array."""
 INLINE_LIMIT_BYTES = 8192
 """Above it an array travels as its own frame. zmq allocates frames of this size by themselves, so
 that their data are aligned."""
@@ -41,9 +45,13 @@ DTYPES = tuple(
     np.dtype(t) for t in ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 )
 _dtype_code = {dtype: code for code, dtype in enumerate(DTYPES)}
+FIRST_FIELD = 2
+"""Where in a body the field values begin."""
 _shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(9))
 _index = Struct("<Q")
 _hash = Struct("<I")
+UNPARSABLE = (ValueError, TypeError, LookupError, OverflowError, StructError, UnpackException)
+"""What bytes that are no body make the parser raise."""
 _extension = partial(tuple.__new__, msgpack.ExtType)
 """An ExtType without the checks of its constructor."""
 
@@ -57,6 +65,9 @@ class Schema:
         self.hash = schema_hash(cls)
         self.fields = {f.name: f for f in fields}
         self.names = tuple(self.fields)
+        hints = get_type_hints(cls)
+        self.arrays = tuple(FIRST_FIELD + at for at, name in enumerate(self.names) if "ndarray" in str(hints[name]))
+        """Where in a body plain arrays may be."""
         self.slotted = "__slots__" in cls.__dict__
         getter = attrgetter(*self.names) if fields else lambda message: ()
         self.values: Callable[[Message], tuple[Any, ...]] = (
@@ -172,6 +183,13 @@ class Encoder:
         self._depth = 0
         self.pack: Callable[[Any], bytes] = self._packers[0].pack
 
+    def body(self, schema: Schema, group_id: str, message: Message) -> bytes:
+        """The body of a message of `schema`."""
+        values = [group_id, None, *schema.values(message)]
+        if schema.arrays:
+            values[1] = _flatten(values, schema.arrays)
+        return self.pack(values)
+
     def _default(self, value: Any) -> Any:
         if type(value) is np.ndarray:
             return self._array(value)
@@ -213,6 +231,20 @@ class Encoder:
         return msgpack.ExtType(FRAME, head + _index.pack(len(self.frames) - 1))
 
 
+def _flatten(values: list[Any], positions: Iterable[int]) -> bytes:
+    """Put raw bytes in the place of plain arrays; returns the code for each of `positions`."""
+    codes = []
+    for at in positions:
+        value, code = values[at], NOT_PLAIN
+        if type(value) is np.ndarray and value.ndim == 1 and value.nbytes <= INLINE_LIMIT_BYTES:
+            code = _dtype_code.get(value.dtype, NOT_PLAIN)
+            if code != NOT_PLAIN:
+                value.setflags(False)
+                values[at] = value.tobytes()
+        codes.append(code)
+    return bytes(codes)
+
+
 class Decoder:
     """Unpacks what an Encoder packed. `frames` are the raw frames of the multipart at hand."""
 
@@ -224,8 +256,22 @@ class Decoder:
         """The value; arrays in it are read-only views. Raises WireError."""
         try:
             return msgpack.unpackb(data, ext_hook=self._ext, use_list=False, strict_map_key=False)
-        except (ValueError, TypeError, IndexError, OverflowError, StructError, UnpackException) as error:
+        except UNPARSABLE as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
+
+    def body(self, schema: Schema, data: bytes | memoryview) -> tuple[str, Message]:
+        """Group id and message that `Encoder.body` packed. Raises WireError."""
+        try:
+            # Not by `unpack`: each call counts here.
+            values = list(msgpack.unpackb(data, ext_hook=self._ext, use_list=False, strict_map_key=False))
+            if schema.arrays:
+                codes = values[1]
+                for index, at in enumerate(schema.arrays):
+                    if codes[index] != NOT_PLAIN:
+                        values[at] = np.frombuffer(values[at], DTYPES[codes[index]])
+        except UNPARSABLE as error:
+            raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
+        return values[0], schema.build(values[FIRST_FIELD:])
 
     def _ext(self, code: int, data: bytes) -> Any:
         if code == MESSAGE:

@@ -36,6 +36,7 @@ class OutEdge:
         self.capacity = capacity if capacity is not None else lanes[0].spec.capacity
         self.gate = Gate()
         self._turn = 0
+        self._only = self.lanes[0] if rule == "share" and len(lanes) == 1 else None
         for lane in lanes:
             lane.gate = self.gate
 
@@ -51,9 +52,11 @@ class OutEdge:
 
         Raises LaneFailed when a lane it needs has failed, WireError for a body that cannot travel.
         """
-        rule = self.rule
-        if rule == "share":
-            if self.gate or not self._any():
+        only, rule = self._only, self.rule
+        if only is not None and not self.gate.waiting and only.machine.credits > 0 and not only.machine.failed:
+            only.put(envelope)  # most sends: one lane, with credit; every call less counts here
+        elif rule == "share":
+            if self.gate.waiting or not self._any():
                 await self._wait(self.lanes, self._any)
             self._freest().put(envelope)
         elif rule == "key":
@@ -68,15 +71,11 @@ class OutEdge:
                 lane.put(envelope)
 
     def _any(self) -> bool:
-        if len(self.lanes) == 1:
-            return self.lanes[0].can_send()
         # A list, so that every failed lane is noticed.
         return any([lane.can_send() for lane in self.lanes])  # noqa: C419
 
     def _freest(self) -> SendLane:
         lanes = self.lanes
-        if len(lanes) == 1:
-            return lanes[0]
         self._turn = turn = (self._turn + 1) % len(lanes)
         return max((*lanes[turn:], *lanes[:turn]), key=lambda lane: lane.machine.credits)
 
@@ -84,7 +83,7 @@ class OutEdge:
         def ready() -> bool:
             return all([lane.can_send() for lane in lanes])  # noqa: C419
 
-        if self.gate or not ready():
+        if self.gate.waiting or not ready():
             await self._wait(lanes, ready)
         for lane, part in zip(lanes, parts(), strict=True):
             lane.put(part)

@@ -33,14 +33,12 @@ class Gate:
     """Where sends wait for credit, first come first served. Lanes of one edge share a gate."""
 
     def __init__(self) -> None:
-        self._waiting: dict[object, tuple[asyncio.Future[None], Callable[[], bool], float]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self.waiting: dict[object, tuple[asyncio.Future[None], Callable[[], bool], float]] = {}
+        """The sends that wait, in their order: (what wakes one, may it go, since when)."""
 
     def since(self) -> float | None:
         """When the longest wait began (time.monotonic), None if nothing waits."""
-        return next((began for _, _, began in self._waiting.values()), None)
+        return next((began for _, _, began in self.waiting.values()), None)
 
     async def wait(self, ready: Callable[[], bool]) -> float:
         """Return when `ready()` holds, with the seconds waited; the caller must act on it at once.
@@ -52,19 +50,19 @@ class Gate:
         try:
             while True:
                 turn: asyncio.Future[None] = loop.create_future()
-                self._waiting[me] = turn, ready, began
+                self.waiting[me] = turn, ready, began
                 self.wake()
                 await turn
                 if ready():
                     return time.monotonic() - began
         finally:
-            del self._waiting[me]
-            if self._waiting:
+            del self.waiting[me]
+            if self.waiting:
                 loop.call_soon(self.wake)
 
     def wake(self) -> None:
         """Let the first wait go on that can. It wakes the next when it has acted, or was cancelled."""
-        for turn, ready, _ in self._waiting.values():
+        for turn, ready, _ in self.waiting.values():
             if turn.done():
                 return
             try:
@@ -122,7 +120,7 @@ class SendLane:
 
     async def send(self, envelope: Envelope) -> None:
         """Wait for a credit and send. Cancelled while waiting it sends nothing. Raises LaneFailed."""
-        if self.gate or not self.can_send():
+        if self.gate.waiting or not self.can_send():
             self.blocked_s += await self.gate.wait(self.can_send)
         self.put(envelope)
 
@@ -165,7 +163,7 @@ class SendLane:
         if ids:
             for callback in self._taken:
                 callback(ids)
-            if self.gate:
+            if self.gate.waiting:
                 self.gate.wake()
 
     def acked(self, ids: Sequence[bytes]) -> None:

@@ -73,11 +73,13 @@ class Inbox:
 
         Raises EndOfStream when every lane has closed, LaneFailed when one has failed.
         """
-        if self._ready and not self._waiting:
+        if self._ready and not self._waiting and not self._restored:
             return self._next()
         while True:
             self._check_failed()
-            if self._restored or self._ready:
+            if self._restored:
+                return Delivery(self._restored.popleft(), self._seen.finish)
+            if self._ready:
                 return self._next()
             if all(lane.machine.ended for lane in self.lanes):
                 self._wake()
@@ -95,8 +97,6 @@ class Inbox:
         return self._waiting_since if self._waiting else None
 
     def _next(self) -> Delivery:
-        if self._restored:
-            return Delivery(self._restored.popleft(), self._seen.finish)
         ready = self._ready
         lane = ready[0]
         machine = lane.machine

@@ -46,6 +46,8 @@ class SenderLane:
         self.closed = False
         self.num_sent = 0
         self.num_acked = 0
+        self.credits = spec.capacity
+        """How many new messages may be sent now. Below 0 while a replay is longer than the capacity."""
         self._number = spec.number
         self._capacity = spec.capacity
         self._next = 0
@@ -56,11 +58,6 @@ class SenderLane:
         self.say_hello()
 
     @property
-    def credits(self) -> int:
-        """How many new messages may be sent now."""
-        return self._capacity - self._next + self._taken - len(self._backlog)
-
-    @property
     def depth(self) -> int:
         return self._next - self._taken + len(self._backlog)
 
@@ -68,6 +65,7 @@ class SenderLane:
         """Send a new message. Only with a credit, before `close`."""
         assert not self.closed and self.credits > 0, f"{self.spec.name}: sent without a credit, or after close"
         self.num_sent += 1
+        self.credits -= 1
         self._transmit(envelope)
 
     def _transmit(self, envelope: Envelope) -> None:
@@ -111,7 +109,8 @@ class SenderLane:
         if taken <= self._taken:
             return []
         untaken = self._untaken
-        ids = [untaken.popleft() for _ in range(taken - self._taken)]
+        ids = [untaken.popleft() for _ in range(self._taken, taken)]
+        self.credits += taken - self._taken
         self._taken = taken
         while self._backlog and self._next - taken < self.spec.capacity:
             self._transmit(self._backlog.popleft())
@@ -121,11 +120,8 @@ class SenderLane:
 
     def on_ack(self, seqs: Iterable[int]) -> list[bytes]:
         """The consumer has finished these. Returns the ids new among them."""
-        ids = []
-        for seq in seqs:
-            envelope = self._kept.pop(seq, None)
-            if envelope is not None:
-                ids.append(envelope.id)
+        kept = self._kept
+        ids = [kept.pop(seq).id for seq in seqs if seq in kept]
         self.num_acked += len(ids)
         return ids
 
@@ -154,6 +150,7 @@ class SenderLane:
         self._kept = {}
         self._untaken.clear()
         self._next = self._taken = 0
+        self.credits = self._capacity - len(self._backlog)
         self.say_hello()
         while self._backlog and self._next < self.spec.capacity:
             self._transmit(self._backlog.popleft())
@@ -182,6 +179,8 @@ class ReceiverLane:
         self.seen = seen if seen is not None else Seen()
         self.out: list[Frame] = []
         self.failed = ""
+        self.ready = False
+        """There is a message to take."""
         self.num_received = 0
         self.num_finished = 0
         self.owing: Callable[[ReceiverLane], None] = lambda lane: None
@@ -198,13 +197,7 @@ class ReceiverLane:
         self._told = 0
         self._asked = -1
         self._last: int | None = None
-        self._open: set[int] = set()
         self._acks: list[int] = []
-
-    @property
-    def ready(self) -> bool:
-        """There is a message to take."""
-        return bool(self._queue)
 
     @property
     def ended(self) -> bool:
@@ -227,8 +220,8 @@ class ReceiverLane:
 
     @property
     def owes(self) -> bool:
-        """There is a credit or an ack to flush."""
-        return self._told != self._taken or bool(self._acks)
+        """There is a credit or an ack to flush of which the owner has not been told."""
+        return not self._owing and (self._told != self._taken or bool(self._acks))
 
     def on_data(self, seq: int, envelope: Envelope) -> None:
         if seq != self._expected:
@@ -236,9 +229,9 @@ class ReceiverLane:
             return
         self._expected = seq + 1
         self.num_received += 1
-        self._open.add(seq)
         if self.seen.enter(envelope.id, self, seq):
             self._queue.append((seq, envelope))
+            self.ready = True
         else:
             self._queue.append((seq, None))
             self._skip()
@@ -255,27 +248,31 @@ class ReceiverLane:
             queue.popleft()
             self._taken += 1
             self._owe()
+        self.ready = bool(queue)
 
     def take(self) -> Envelope:
         """The next message; returns its credit. Only when `ready`."""
-        seq, envelope = self._queue.popleft()
+        queue = self._queue
+        seq, envelope = queue.popleft()
         assert envelope is not None
         if seq >= 0:
             self._taken += 1
             if not self._owing or self._taken - self._told == self._hasten:
                 self._owing = True
                 self.owing(self)
-        if self._queue and self._queue[0][1] is None:
+        if not queue:
+            self.ready = False
+        elif queue[0][1] is None:
             self._skip()
         return envelope
 
     def finish(self, seq: int, session: int) -> None:
-        """Ack a message: called by `Seen.finish`, in any order."""
-        if session == self.session and seq in self._open:
-            self._open.discard(seq)
+        """Ack a message: called by `Seen`, in any order, once for each seq of a session."""
+        if session == self.session:
             self._acks.append(seq)
             self.num_finished += 1
-            self._owe()
+            if not self._owing:
+                self._owe()
 
     def _owe(self) -> None:
         if not self._owing:
@@ -308,8 +305,8 @@ class ReceiverLane:
             self.refuse(problem)
             return
         self._told = -1
-        acked = set(self._acks)
-        self._acks += [seq for seq in kept if seq < self._expected and seq not in self._open and seq not in acked]
+        known = {*self._acks, *self.seen.open_of(self)}
+        self._acks += [seq for seq in kept if seq < self._expected and seq not in known]
         self._asked = -1
         if sent > self._expected:
             self._out_of_order(sent)
@@ -343,6 +340,7 @@ class ReceiverLane:
     def restart(self, session: int) -> None:
         """The producer was replaced. What it had sent stays; its repetitions are dropped as such."""
         self._queue = deque((-1, envelope) for _, envelope in self._queue if envelope is not None)
+        self.ready = bool(self._queue)
         self.session = session
         self.failed = ""
         self.out.clear()

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from flowrl.channel.address import CurveKeys
-from flowrl.channel.codec import Place, freeze
+from flowrl.channel.codec import Buffer, Place, freeze
 from flowrl.channel.wire import DATA, Frame, MessageEncoder, followed
 from flowrl.errors import ConfigError
 
@@ -37,12 +37,8 @@ class Link(Protocol):
     eager: bool
     """The first frames of a turn of the loop should leave at once: another process can begin on them."""
 
-    @property
-    def pending(self) -> int:
-        """Number of frames that would gain by leaving together."""
-
-    def add(self, frames: Iterable[Frame]) -> None:
-        """Take frames for the next `flush`. Raises WireError for what cannot travel."""
+    def add(self, frames: Iterable[Frame]) -> int:
+        """Take frames for the next `flush`. Returns how many wait for it. Raises WireError for what cannot travel."""
 
     def flush(self) -> None:
         """Send what was added."""
@@ -62,15 +58,12 @@ class LocalLink:
         self._epoch = epoch
         self._frames: list[Frame] = []
 
-    def add(self, frames: Iterable[Frame]) -> None:
+    def add(self, frames: Iterable[Frame]) -> int:
         for frame in frames:
             if frame[0] == DATA:
                 freeze(frame[4].body)
             self._frames.append(frame)
-
-    @property
-    def pending(self) -> int:
-        return 0
+        return len(self._frames)
 
     def flush(self) -> None:
         frames, self._frames = self._frames, []
@@ -110,20 +103,18 @@ class SocketLink:
             self._monitor = Monitor(self._socket, reconnected)
         self._socket.connect(url)
 
-    def add(self, frames: Iterable[Frame]) -> None:
-        self._encoder.add(frames)
-
-    @property
-    def pending(self) -> int:
-        return self._encoder.pending
+    def add(self, frames: Iterable[Frame]) -> int:
+        return self._encoder.add(frames)
 
     def flush(self) -> None:
         if self._encoder.pending:
-            parts = self._encoder.take()
-            send, last = self._socket.send, len(parts) - 1
-            for index, part in enumerate(parts):
-                small = len(part) < COPY_BELOW_BYTES
-                send(part, NOBLOCK | (SNDMORE if index < last else 0), copy=small, track=False)
+            *parts, last = self._encoder.take()
+            for part in parts:
+                self._send(part, NOBLOCK | SNDMORE)
+            self._send(last, NOBLOCK)
+
+    def _send(self, part: Buffer, flags: int) -> None:
+        self._socket.send(part, flags, copy=len(part) < COPY_BELOW_BYTES, track=False)
 
     def close(self, linger_s: float) -> None:
         if self._monitor is not None:
@@ -184,11 +175,18 @@ class Inlet:
         if inlet.closed:
             return
         recv, get, receive = inlet.recv, inlet.getsockopt, self._receive
-        while get(EVENTS) & POLLIN:  # type: ignore[operator]
-            parts: list[Any] = [recv(NOBLOCK)]
-            while followed(parts[0]) and get(RCVMORE):
+        try:
+            first = recv(NOBLOCK)  # a readable descriptor nearly always means a message: not asked for first
+        except zmq.Again:
+            return
+        while True:
+            parts: list[Any] = [first]
+            while followed(first) and get(RCVMORE):
                 parts.append(recv(NOBLOCK, copy=False).buffer)
             receive(parts)
+            if not get(EVENTS) & POLLIN:  # type: ignore[operator]
+                return
+            first = recv(NOBLOCK)
 
     def drain(self) -> None:
         """Receive what has arrived."""

@@ -3,6 +3,8 @@
 Invariants
 - Frames to one peer keep their order, whatever they belong to. Everything that becomes due for one peer
   within one turn of the loop leaves as one multipart, or as several when it is much.
+- Credits and acks leave with the first message after LATER_S, alone when there is none for as long again, and
+  at once when the producer would stand still without them. Requests take along what was acked before.
 - Frames for a lane that nobody has opened here yet wait for it, and frames from a process (or an epoch of
   it) that `join` has not named yet wait for that word. Credits bound both.
 - Frames from an earlier epoch of a peer are dropped: what they said is said again.
@@ -42,8 +44,8 @@ from flowrl.errors import ConfigError, LaneFailed, WireError
 
 LINGER_S = 1.0
 LATER_S = 0.001
-"""So long credits and acks that nobody waits for may wait for company: waking the other process costs
-more than telling it."""
+"""So long credits and acks that nobody waits for wait for company, and then as long again for a message to
+travel with: waking the other process costs more than telling it, and telling it twice more than once."""
 
 
 @dataclass(eq=False)
@@ -62,8 +64,12 @@ class Peer:
     owing: list[SendLane | ReceiveLane] = field(default_factory=list)
     dirty: bool = False
     """Something may be due at the end of the loop's turn."""
-    begun: bool = False
-    """Something has left in this turn already: what follows leaves together."""
+    begun: int = -1
+    """The last turn in which something left at once: what follows in it leaves together."""
+    busy: bool = False
+    """Something left at once since the last look at what is owed."""
+    ripe: bool = False
+    """What is owed has waited long enough: the next message takes it along."""
 
 
 class Control(Protocol):
@@ -90,6 +96,8 @@ class Router:
         """(is for a sender, lane number): frames."""
         self._dirty: list[Peer] = []
         self._scheduled = False
+        self._turn = 0
+        """Counts the turns of the loop in which frames came in or left together; a good enough clock."""
         self._later: asyncio.TimerHandle | None = None
 
     # Peers
@@ -147,7 +155,10 @@ class Router:
         for host in self._peers:
             self.post(host, (BYE, 0, 0, 0, None))
         self._flush()
-        self._flush_later()
+        if self._later is not None:
+            self._later.cancel()
+        for peer in self._peers.values():
+            self._send_due(peer)
         self.closed = True
         self._dirty.clear()
         lanes: list[SendLane | ReceiveLane] = [*self.senders.values(), *self.receivers.values()]
@@ -202,15 +213,15 @@ class Router:
             peer.owing.append(lane)
             return
         try:
-            link.add(lane.machine.flush())
+            pending = link.add(lane.machine.flush())
         except WireError as error:
             lane.machine.failed = str(error)
             raise WireError(f"lane {lane.spec.name!r}: {error}") from error
-        if not peer.begun and link.eager:
+        if peer.begun != self._turn and link.eager:
             self._begin(peer)
-        elif link.pending >= lane.burst:
+        elif pending >= lane.burst and link.eager:
             link.flush()
-        if not peer.dirty:
+        elif not peer.dirty:
             self._mark(peer)
 
     def owed(self, lane: ReceiveLane) -> None:
@@ -225,19 +236,27 @@ class Router:
             self._later = self.loop.call_later(LATER_S, self._flush_later)
 
     def _flush_later(self) -> None:
+        """What is owed leaves now; where messages leave all the time, the next one takes it along."""
         self._later = None
         for peer in self._peers.values():
-            if peer.owing:
+            if peer.owing and peer.busy:
+                peer.busy, peer.ripe = False, True
+                self._later = self._later or self.loop.call_later(LATER_S, self._flush_later)
+            elif peer.owing:
                 self._send_due(peer)
 
     def _begin(self, peer: Peer) -> None:
-        """Send what is due now, without waiting for the end of the turn."""
-        peer.begun = True
-        self._send_due(peer)
+        """Send what was added now, without waiting for the end of the turn."""
+        peer.begun = self._turn
+        peer.busy = True
+        if peer.ripe:
+            self._send_due(peer)
+        elif peer.link is not None:
+            peer.link.flush()
 
     def _send_due(self, peer: Peer) -> None:
         if peer.link is not None:
-            owing, peer.owing = peer.owing, []
+            owing, peer.owing, peer.ripe = peer.owing, [], False
             for lane in owing:
                 peer.link.add(lane.machine.flush())
             peer.link.flush()
@@ -249,9 +268,11 @@ class Router:
             raise LaneFailed(f"host {host!r} cannot be asked: {peer.failed}")
         if peer.link is not None:
             peer.link.add([frame])
-            if not peer.begun and peer.link.eager:
+            peer.ripe = True  # whoever is asked may look at what was acked before
+            if peer.begun != self._turn and peer.link.eager:
                 self._begin(peer)
-            self._mark(peer)
+            else:
+                self._mark(peer)
         elif not peer.failed:
             peer.pending.append(frame)
 
@@ -265,11 +286,11 @@ class Router:
 
     def _flush(self) -> None:
         self._scheduled = False
+        self._turn += 1
         dirty, self._dirty = self._dirty, []
         for peer in dirty:
-            peer.dirty = peer.begun = False
-            if peer.link is not None and (peer.link.pending or not peer.link.eager):
-                self._send_due(peer)
+            peer.dirty = False
+            self._send_due(peer)
 
     # Frames in
 
@@ -281,17 +302,27 @@ class Router:
             return
         if epoch < peer.epoch or peer.failed or self.closed:
             return
+        self._turn += 1
         touched: dict[ReceiveLane, None] = {}
+        lane: ReceiveLane | None = None
+        number = -1
         for frame in frames:
             if isinstance(frame, Refused):
                 self._refused(host, frame)
             elif frame[0] in TO_RECEIVER:
-                lane = self.receivers.get(frame[1])
-                if lane is not None and lane.changed is not None:
-                    self._to_receiver(lane, frame)
-                    touched[lane] = None
+                if frame[1] != number:
+                    number = frame[1]
+                    lane = self.receivers.get(number)
+                    if lane is not None and lane.changed is not None:
+                        touched[lane] = None
+                    else:
+                        lane = None
+                if lane is None:
+                    self._parked.setdefault((False, number), []).append(frame)
+                elif frame[0] == DATA and frame[2] == lane.machine.session:  # most frames by far
+                    lane.machine.on_data(frame[3], frame[4])
                 else:
-                    self._parked.setdefault((False, frame[1]), []).append(frame)
+                    self._to_receiver(lane, frame)
             elif frame[0] == BYE:
                 self._left(peer)
             elif frame[0] >= REQUEST:

@@ -47,9 +47,7 @@ class Seen:
                 return False
             self._open[id] = (lane, seq, lane.session)
             return True
-        copies = claims if isinstance(claims, list) else [claims]
-        copies.append((lane, seq, lane.session))
-        self._open[id] = copies
+        self._open[id] = [*_each(claims), (lane, seq, lane.session)]
         return False
 
     def restore(self, id: bytes) -> None:
@@ -60,6 +58,11 @@ class Seen:
     def is_open(self, id: bytes) -> bool:
         """Arrived and not finished."""
         return id in self._open
+
+    def open_of(self, lane: Acks) -> list[int]:
+        """The seqs of the copies that came on `lane` in its present session and are not finished."""
+        claims = [claim for copies in self._open.values() for claim in _each(copies)]
+        return [seq for at, seq, session in claims if at is lane and session == lane.session]
 
     def finish(self, id: bytes) -> None:
         """The message is finished: ack every copy. Once per id."""
@@ -72,3 +75,8 @@ class Seen:
                 lane.finish(seq, session)
         else:
             claims[0].finish(claims[1], claims[2])
+
+
+def _each(claims: Claim | list[Claim]) -> list[Claim]:
+    """Most ids have one copy, and are spared a list."""
+    return claims if isinstance(claims, list) else [claims]

@@ -28,7 +28,7 @@ from flowrl.messages import Message, Tombstone
 __all__ = ["Frame", "MessageDecoder", "MessageEncoder", "Refused", "dump", "lane_number", "load"]
 
 MAGIC = b"flow"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_BODY_BYTES = 1 << 30
 
 # Kinds of frames. A lane's own, to its receiver (hello, data, cancel, tombstone, close, error) and to its
@@ -69,25 +69,27 @@ class MessageEncoder:
         """Number of frames added since `take`."""
         return len(self._records) >> 1
 
-    def add(self, frames: Iterable[Frame]) -> None:
-        """Encode `frames` behind those before. Raises WireError for a value that cannot travel."""
-        arrays, records, pack = self._encoder.frames, self._records, self._encoder.pack
+    def add(self, frames: Iterable[Frame]) -> int:
+        """Encode `frames` behind those before. Returns `pending`. Raises WireError for a value that cannot travel."""
+        encoder, records = self._encoder, self._records
+        arrays = encoder.frames
         for kind, lane, session, seq, payload in frames:
             before = len(arrays)
             try:
                 if kind == DATA:
                     message: Message = payload.body
                     schema = schema_of(type(message))
-                    body = pack((payload.group_id, *schema.values(message)))
+                    body = encoder.body(schema, payload.group_id, message)
                     mark = TOMBSTONE if schema.cls is Tombstone else DATA
                     rest = payload.ticket, payload.member, schema.hash, len(body), payload.id
                 else:
-                    mark, body = kind, b"" if payload is None else pack(payload)
+                    mark, body = kind, b"" if payload is None else encoder.pack(payload)
                     rest = 0, 0, 0, len(body), _no_id
             except (WireError, OverflowError, ValueError) as error:
                 del arrays[before:]
                 raise WireError(f"cannot send: {error}") from error
             records += (_header.pack(mark, len(arrays) - before, lane, session, seq, *rest), body)
+        return len(records) >> 1
 
     def take(self) -> list[Buffer]:
         """The multipart of everything added since the last call."""
@@ -155,9 +157,8 @@ class MessageDecoder:
                 if length > self._max_body_bytes or at > end:
                     raise WireError(f"a body of {length} bytes; at most {min(self._max_body_bytes, end)} can be")
                 if kind in (DATA, TOMBSTONE):
-                    values = decoder.unpack(body)
-                    message: Message = schema_named(schema).build(values[1:])
-                    frames.append((DATA, lane, session, seq, Envelope(id, ticket, values[0], member, message)))
+                    group_id, message = decoder.body(schema_named(schema), body)
+                    frames.append((DATA, lane, session, seq, Envelope(id, ticket, group_id, member, message)))
                 elif kind in KINDS:
                     frames.append((kind, lane, session, seq, decoder.unpack(body) if length else None))
                 else:
