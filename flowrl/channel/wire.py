@@ -19,7 +19,7 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any
 
-from flowrl.channel.codec import Buffer, Decoder, Encoder, Place, schema_named, schema_of
+from flowrl.channel.codec import Buffer, Decoder, Encoder, Place, Schema, schema_named, schema_of
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.stored import dump, load
 from flowrl.errors import WireError
@@ -35,6 +35,7 @@ MAX_BODY_BYTES = 1 << 30
 # sender (credit, ack, resend, sync, refuse); and those of a pair of processes, from REQUEST on.
 HELLO, CREDIT, DATA, ACK, CANCEL, TOMBSTONE, CLOSE, ERROR, RESEND, SYNC, REFUSE = range(1, 12)
 TO_RECEIVER = frozenset((HELLO, DATA, CANCEL, TOMBSTONE, CLOSE, ERROR))
+MESSAGES = frozenset((DATA, TOMBSTONE))
 TO_SENDER = frozenset((CREDIT, ACK, RESEND, SYNC, REFUSE))
 REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE = range(20, 26)
 KINDS = frozenset((*TO_RECEIVER, *TO_SENDER, REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE))
@@ -145,9 +146,10 @@ class MessageDecoder:
         at, end = _preamble.size + _preamble.unpack_from(first)[4], len(first)
         unpack_from, header_bytes = _header.unpack_from, _header.size
         frames: list[Frame | Refused] = []
+        schema: Schema | None = None  # of the message before: most are alike
         while at < end:
             try:
-                kind, _, lane, session, seq, ticket, member, schema, length, id = unpack_from(first, at)
+                kind, _, lane, session, seq, ticket, member, number, length, id = unpack_from(first, at)
             except StructError as error:
                 raise WireError(f"a truncated header ({error})") from error
             at += header_bytes
@@ -156,8 +158,10 @@ class MessageDecoder:
             try:
                 if length > self._max_body_bytes or at > end:
                     raise WireError(f"a body of {length} bytes; at most {min(self._max_body_bytes, end)} can be")
-                if kind in (DATA, TOMBSTONE):
-                    group_id, message = decoder.body(schema_named(schema), body)
+                if kind in MESSAGES:
+                    if schema is None or schema.hash != number:
+                        schema = schema_named(number)
+                    group_id, message = decoder.body(schema, body)
                     frames.append((DATA, lane, session, seq, Envelope(id, ticket, group_id, member, message)))
                 elif kind in KINDS:
                     frames.append((kind, lane, session, seq, decoder.unpack(body) if length else None))
