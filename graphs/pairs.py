@@ -37,7 +37,7 @@ def graph(cfg: Pairs) -> Graph:
     sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens)
 
     g = Graph("pairs")
-    prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size, part=cfg.part))
+    prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size, part=cfg.part, epochs=1))
     generator = g.add("generator", Generator(policy, sampling=sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", Reward(cfg.task))
     maker = g.add("pair_maker", PairMaker(size=cfg.group_size, reference="initial"))
