@@ -12,14 +12,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.oracle import plain, rollouts
+from tests.oracle import plain, plain_offline, rollouts
 from tests.oracle.cases import BATCHES, CASES, OracleCase
-from tests.training_cases import make_model
+from tests.oracle.offline import OFFLINE_CASES, OfflineCase
+from tests.training_cases import VOCABULARY, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 RANKS = 2
@@ -30,9 +32,10 @@ def oracle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     """Where two ranks left what the chosen cases gave."""
     directory = tmp_path_factory.mktemp("oracle")
     make_model(directory / "model", tied=True, num_layers=1)
+    name_a_pad_token(directory / "model")
     rollouts.record(directory / "model", directory / "rollouts")
     chosen = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
-    names = [case.name for case in chosen if isinstance(case, OracleCase)]
+    names = [case.name for case in chosen if isinstance(case, OracleCase | OfflineCase)]
     (directory / "cases.json").write_text(json.dumps(names))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -66,21 +69,38 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def name_a_pad_token(model_dir: Path) -> None:
+    """Models with a scalar head need one."""
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"pad_token_id": VOCABULARY - 1}))
+
+
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert ours.keys() == theirs.keys()
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+
+
+def assert_same(found: dict[str, Any], expected: plain.Outcome, num_steps: int) -> None:
+    assert len(found["gradients"]) == len(expected.gradients) == num_steps
+    for ours, theirs in zip(found["gradients"], expected.gradients, strict=True):
+        size = max(float(gradient.abs().max()) for gradient in theirs.values())
+        assert size > 1e-3, "a gradient of nothing would prove nothing"
+        assert worst(ours, theirs) <= 2e-5 * max(1.0, size)
+    assert worst(found["weights"], expected.weights) <= 1e-5
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_gradients_and_weights_equal_the_plain_loop(case: OracleCase, oracle: Path) -> None:
     found = torch.load(oracle / f"{case.name}.pt")
     expected = plain.run(case, rollouts.load(oracle / "rollouts"), oracle / "model")
-    assert len(found["gradients"]) == len(expected.gradients) == BATCHES * case.epochs * case.optimizer_steps
-    for ours, theirs in zip(found["gradients"], expected.gradients, strict=True):
-        size = max(float(gradient.abs().max()) for gradient in theirs.values())
-        assert size > 1e-3, "a gradient of nothing would prove nothing"
-        assert worst(ours, theirs) <= 2e-5 * max(1.0, size)
-    assert worst(found["weights"], expected.weights) <= 1e-5
+    assert_same(found, expected, BATCHES * case.epochs * case.optimizer_steps)
     assert found["clip_fractions"] == pytest.approx(expected.clip_fractions, abs=1e-6)
     if case.ratio != "reinforce" and case.optimizer_steps > 1:
         assert any(0.0 < fraction < 1.0 for fraction in expected.clip_fractions)
+
+
+@pytest.mark.parametrize("case", OFFLINE_CASES, ids=[case.name for case in OFFLINE_CASES])
+def test_preferences_and_values_equal_the_plain_loop(case: OfflineCase, oracle: Path) -> None:
+    found = torch.load(oracle / f"{case.name}.pt")
+    expected = plain_offline.run(case, oracle / "model", oracle / "scalar_start_0.pt")
+    assert_same(found, expected, BATCHES * case.epochs * case.optimizer_steps)

@@ -25,25 +25,26 @@ from flowrl.training.recipes import PolicyObjective
 from flowrl.training.settings import ZeroSettings
 from flowrl.training.zero import ZeroEngine
 from tests.node_rig import InMemoryIn, InMemoryOut, attach, run
-from tests.oracle.cases import CASES, GROUP_SIZE, GROUPS, LAM, LR, MAX_STALENESS, TEMPERATURE, OracleCase
+from tests.oracle.cases import BATCHES, CASES, GROUP_SIZE, GROUPS, LAM, LR, MAX_STALENESS, TEMPERATURE, OracleCase
+from tests.oracle.offline import OFFLINE_CASES, OfflineCase, make_batch
 from tests.oracle.rollouts import Recorded, load
 
 MATRICES_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
-TOKEN_BUDGET = 80
+TOKEN_BUDGET = 32
 
 
 class Recording(ZeroEngine):
     """Keeps the whole accumulated gradient of every optimizer step, and can start over."""
 
-    def __init__(self, path: Path, settings: ZeroSettings, gang: Gang) -> None:
-        super().__init__(path, settings, gang)
+    def __init__(self, path: Path, settings: ZeroSettings, gang: Gang, *, head: Any) -> None:
+        super().__init__(path, settings, gang, head=head)
         self.gradients: list[dict[str, torch.Tensor]] = []
         self._first = [shard.detach().clone() for shard in self._shards()]
 
     def step(self) -> Any:
         from deepspeed.utils import safe_get_full_grad
 
-        named = self.model.causal_lm.named_parameters()
+        named = self.model.network.named_parameters()
         self.gradients.append({name: safe_get_full_grad(parameter).clone() for name, parameter in named})
         return super().step()
 
@@ -111,13 +112,51 @@ def train(case: OracleCase, engine: Recording, recorded: Recorded, directory: Pa
     )
     clip_fractions = []
     for version, batch in enumerate(batches_of(case, recorded)):
-        part = batch.split(engine.gang.size)[engine.rank]
+        part = split(batch, engine.gang)
         masks = loss_masks(part.samples, part.mask_staleness, version)
         clip_fractions.append(learner.update(part, masks, version, LR).stats["clip_fraction"])
-    weights = {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}
+    leave(engine, directory / f"{case.name}.pt", clip_fractions)
+
+
+def split(batch: Batch, gang: Gang) -> Batch:
+    """This rank's part, of which gradients have to be accumulated."""
+    part = batch.split(gang.size)[gang.rank]
+    assert len(part.micro_batches) > len(part.step_ends)
+    return part
+
+
+def train_offline(case: OfflineCase, engine: Recording, directory: Path) -> None:
+    engine.start_over()
+    learner = Learner(engine, case.made(), epochs=case.epochs, temperature=TEMPERATURE)
+    for version in range(BATCHES):
+        part = make_batch(case, version).split(engine.gang.size)[engine.rank]
+        learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR)
+    leave(engine, directory / f"{case.name}.pt", [])
+
+
+def weights_of(engine: Recording) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}
+
+
+def leave(engine: Recording, path: Path, clip_fractions: list[Any]) -> None:
+    weights = weights_of(engine)
     if engine.rank == 0:
-        found = {"gradients": engine.gradients, "weights": weights, "clip_fractions": clip_fractions}
-        torch.save(found, directory / f"{case.name}.pt")
+        torch.save({"gradients": engine.gradients, "weights": weights, "clip_fractions": clip_fractions}, path)
+
+
+def run_all(settings: ZeroSettings, gang: Gang, chosen: set[str], directory: Path) -> None:
+    recorded = load(directory / "rollouts")
+    engine = Recording(directory / "model", settings, gang, head="lm")
+    for case in CASES:
+        if case.name in chosen:
+            train(case, engine, recorded, directory)
+    for head in ("lm", "scalar"):
+        cases = [case for case in OFFLINE_CASES if case.head == head and case.name in chosen]
+        if head == "scalar" and cases:
+            engine = Recording(directory / "model", settings, gang, head="scalar")
+            torch.save(weights_of(engine), directory / f"scalar_start_{gang.rank}.pt")
+        for offline in cases:
+            train_offline(offline, engine, directory)
 
 
 def main() -> None:
@@ -125,12 +164,8 @@ def main() -> None:
     torch.set_num_threads(1)
     gang = Gang.meet(rank, size, f"127.0.0.1:{port}", torch.device("cpu"))
     settings = ZeroSettings(stage=3, optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=MATRICES_SHARDED)
-    engine = Recording(directory / "model", settings, gang)
     chosen = set(json.loads((directory / "cases.json").read_text()))
-    recorded = load(directory / "rollouts")
-    for case in CASES:
-        if case.name in chosen:
-            train(case, engine, recorded, directory)
+    run_all(settings, gang, chosen, directory)
     gang.leave()
     # gloo's threads that DeepSpeed still refers to now and then abort the interpreter's own way out.
     sys.stdout.flush()
