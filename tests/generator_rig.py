@@ -16,8 +16,6 @@ from flowrl.messages import Prompt, Sample
 class MemoryIn:
     """An in port fed from a queue; None ends it."""
 
-    connected = True
-
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -47,8 +45,6 @@ class MemoryIn:
 
 class MemoryOut:
     """An out port that keeps what is sent; `arrived(n)` waits for the nth message."""
-
-    connected = True
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

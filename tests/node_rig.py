@@ -58,8 +58,6 @@ class FakeContext:
 class InMemoryIn:
     """An In port fed from a list. `dropped` lists (item, state, reason)."""
 
-    connected = True
-
     def __init__(self, items: Sequence[Any]) -> None:
         self.items = items
         self.dropped: list[tuple[Any, str, str]] = []
@@ -91,8 +89,6 @@ class InMemoryIn:
 
 class InMemoryOut:
     """An Out port that lists what is sent, and admits `tickets` groups."""
-
-    connected = True
 
     def __init__(self, tickets: int = 1 << 30) -> None:
         self.sent: list[Any] = []
@@ -133,6 +129,7 @@ def attach(node: Node, **ports: Any) -> FakeContext:
         node.context = FakeContext()  # type: ignore[assignment]
     for name, live in ports.items():
         node.ports[name].live = live
+        node.ports[name].connected = True
     return node.context  # type: ignore[return-value]
 
 

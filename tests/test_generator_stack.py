@@ -90,6 +90,7 @@ class Live:
         ports: Any = self.generator
         ports.prompts.live, ports.weights.live = self.prompts, self.weights
         ports.rollouts.live, ports.requests.live = self.out, self.requests
+        ports.weights.connected = True
         await self.generator.setup()
         self.run = asyncio.create_task(self.generator.run())
 

@@ -29,8 +29,6 @@ STALE = next(case for case in CASES if case.name == "stale_masked")
 class Recorder:
     """Stands for the host: context, ledger and both ports. `events` has everything in order."""
 
-    connected = True
-
     batches: Sequence[Batch]
     events: list[tuple[str, Any]] = field(default_factory=list)
     manifests: list[Weights] = field(default_factory=list)
@@ -117,6 +115,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Recorder, Tr
     trainer.name = "trainer"
     trainer.context = host  # type: ignore[assignment]
     trainer.batches.live = trainer.weights.live = host  # type: ignore[assignment]
+    trainer.weights.connected = True
 
     async def life() -> None:
         await trainer.setup()

@@ -46,8 +46,6 @@ class Members(Generic[M]):
 class LiveIn(Protocol):
     """What the host attaches to an In port."""
 
-    @property
-    def connected(self) -> bool: ...
     def iterate(self) -> AsyncIterator[Any]: ...
     async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None: ...
     def groups(self, size: int) -> AsyncIterator[Members[Any]]: ...
@@ -70,8 +68,6 @@ class LiveJoin(Protocol):
 class LiveOut(Protocol):
     """What the host attaches to an Out port."""
 
-    @property
-    def connected(self) -> bool: ...
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None: ...
     async def admit(self, items: Sequence[Message]) -> bool: ...
     def close(self) -> None: ...
@@ -85,11 +81,8 @@ class Port:
         self.name = name
         self.types = types
         self.live: Any = None
-
-    @property
-    def connected(self) -> bool:
-        """An edge ends here, in a running node. False for a port that the graph ignores."""
-        return self.live is not None and bool(self.live.connected)
+        self.connected = False
+        """The running graph has an edge here: the same for all replicas, also one whose own lanes are none."""
 
     def __repr__(self) -> str:
         names = ", ".join(t.__name__ for t in self.types)

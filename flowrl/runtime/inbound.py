@@ -52,10 +52,6 @@ class Inbound:
         self._gate.set()
         self._groups: dict[str, OpenGroup] = {}
 
-    @property
-    def connected(self) -> bool:
-        return bool(self._inbox.lanes)
-
     def gate(self, *, open_: bool) -> None:
         """A closed gate lets no further item in: for the cut of a checkpoint."""
         if open_:

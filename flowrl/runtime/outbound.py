@@ -51,10 +51,6 @@ class Outbound:
         """Ids that a turn cut off by a checkpoint had sent: its repetition leaves them out."""
 
     @property
-    def connected(self) -> bool:
-        return bool(self.edges)
-
-    @property
     def carries_tombstones(self) -> bool:
         """Gangs and latest edges take whole batches and weights: a lost sample means nothing to them."""
         return any(edge.rule in ("share", "key", "broadcast") for edge in self.edges)

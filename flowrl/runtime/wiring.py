@@ -21,9 +21,11 @@ def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None
     """Give every port of `replica` its live side. Ignored ports get one without lanes, unused calls none."""
     node = graph.nodes[replica.place.node]
     rules: dict[str, Rule] = {edge.name: cast(Rule, edge.dispatch) for edge in plan.edges if edge.kind != "call"}
+    ends = {end for edge in plan.edges for end in (edge.out, edge.into)}
     sink = not any(isinstance(port, Out) for port in node.ports.values())
     for port in node.ports.values():
         label = f"{replica.place.node}.{port.name}"
+        port.connected = label in ends
         if isinstance(port, In):
             port.live = replica.inbound[port.name] = _inbound(replica, plan, endpoint, label, sink=sink)
         elif isinstance(port, Out):

@@ -1,0 +1,35 @@
+"""What the ports of a replica are told when they are joined to their lanes."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from flowrl import Cluster, Machine
+from flowrl.graph.machine import GB
+from flowrl.graph.plan import make_plan
+from flowrl.runtime.context import Place
+from flowrl.runtime.lease import Lease
+from flowrl.runtime.replica import Replica
+from flowrl.runtime.trace import TraceBuffer
+from flowrl.runtime.wiring import join
+from tests.graph_nodes import grpo
+
+CLUSTER = Cluster((Machine((0, 1), memory_bytes=8 * GB),))
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("latest", [True, False])
+def test_all_ranks_agree_on_whether_their_weights_go_anywhere(replica: int, latest: bool) -> None:
+    """Rank 1 has no lane of the weights edge, and still takes part in gathering them."""
+    graph = grpo(num_trainers=2, latest=latest, admit=latest).graph
+    place = Place("trainer", replica, 2, "", 0, None, (1,), (), None, 0, "run")
+    endpoint: Any = MagicMock()
+    trainer: Any = graph.nodes["trainer"]
+    joined = Replica(trainer, place, endpoint, TraceBuffer(), Lease("", "trainer", endpoint))
+    join(joined, graph, make_plan(graph, CLUSTER), endpoint)
+    assert trainer.weights.connected is latest
+    assert bool(joined.outbound["weights"].edges) is (latest and replica == 0)
+    assert trainer.batches.connected
