@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
-import signal
 import struct
 import sys
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 import msgpack
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.judge import BadReward, Columns, Verdicts, load_judge
+from flowrl.tasks.judge import BadReward, Columns, Verdicts
 
 LENGTH = struct.Struct("<I")
-PR_SET_PDEATHSIG = 1
 
 
 class RewardWorker:
@@ -40,7 +37,7 @@ class RewardWorker:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "flowrl.tasks.worker",
+            "flowrl.tasks.worker_child",
             self.place,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -100,47 +97,3 @@ class RewardWorker:
         (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
         message: dict[str, Any] = msgpack.unpackb(await self._process.stdout.readexactly(length))
         return message
-
-
-# The child
-
-
-def serve(place: str) -> None:
-    """The child's whole life."""
-    _die_with_parent()
-    inbox, outbox = os.fdopen(0, "rb", closefd=False), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    try:
-        judge = load_judge(place)
-    except ConfigError as problem:
-        _write(outbox, {"error": str(problem)})
-        return
-    _write(outbox, {})
-    while (request := _read(inbox)) is not None:
-        try:
-            verdicts = judge(request["prompts"], request["responses"], request["columns"])
-        except BadReward as bad:
-            _write(outbox, {"error": str(bad), "reason": bad.reason})
-        else:
-            _write(outbox, {"rewards": verdicts.rewards, "scores": verdicts.scores, "logs": dict(verdicts.logs)})
-
-
-def _read(inbox: IO[bytes]) -> Any:
-    head = inbox.read(LENGTH.size)
-    return msgpack.unpackb(inbox.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
-
-
-def _write(outbox: IO[bytes], message: dict[str, Any]) -> None:
-    body = msgpack.packb(message)
-    outbox.write(LENGTH.pack(len(body)) + body)
-    outbox.flush()
-
-
-def _die_with_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])

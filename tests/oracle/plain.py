@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -202,11 +203,18 @@ def step_loss(
     return loss, num_clipped / num_tokens
 
 
-def run(case: OracleCase, recorded: Recorded, model_dir: Path) -> Outcome:
-    """Train a fresh copy of the model on all batches."""
+def load_policy(model_dir: Path) -> Any:
+    """The model as transformers has it, but for the pad token's embedding: as any other's, it learns."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None
+    return model
+
+
+def run(case: OracleCase, recorded: Recorded, model_dir: Path) -> Outcome:
+    """Train a fresh copy of the model on all batches."""
+    model = load_policy(model_dir)
     optimizer, outcome = torch.optim.SGD(model.parameters(), lr=LR), Outcome()
     for version in range(BATCHES):
         groups = recorded[version * GROUPS : (version + 1) * GROUPS]

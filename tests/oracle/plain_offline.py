@@ -13,7 +13,7 @@ from torch import Tensor
 from flowrl.messages import Trainable
 from tests.oracle.cases import BATCHES, LR, TEMPERATURE
 from tests.oracle.offline import OfflineCase, make_batch
-from tests.oracle.plain import Outcome, places
+from tests.oracle.plain import Outcome, load_policy, places
 
 Weights = dict[str, Tensor]
 
@@ -39,12 +39,13 @@ def run(case: OfflineCase, model_dir: Path, scalar_start: Path) -> Outcome:
 
 
 def _model(case: OfflineCase, model_dir: Path, scalar_start: Path) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     if case.head == "lm":
-        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        return load_policy(model_dir)
     model: Any = AutoModelForSequenceClassification.from_pretrained(model_dir, dtype=torch.float32, num_labels=1)
     model.load_state_dict(torch.load(scalar_start))
+    model.get_input_embeddings().padding_idx = None
     return model
 
 
