@@ -1,9 +1,64 @@
-"""Settings of all tests."""
+"""Settings of all tests, and the Ray that many of them join."""
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+
+ROOT = Path(__file__).parent.parent
 
 # How long an example takes depends on what else the machine does; pytest's timeout ends what hangs.
 settings.register_profile("flowrl", deadline=None)
 settings.load_profile("flowrl")
+
+
+@pytest.fixture(scope="session")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which a run joins the Ray of all tests, as a cluster; it has to be there at the end."""
+    ports = free_ports(4)
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    options = [
+        f"--port={ports[0]}",
+        f"--ray-client-server-port={ports[1]}",
+        f"--dashboard-agent-listen-port={ports[2]}",
+        f"--dashboard-agent-grpc-port={ports[3]}",
+        "--num-cpus=8",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+    ]
+    head = subprocess.Popen(
+        [Path(sys.executable).with_name("ray"), "start", "--head", "--block", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path_factory.mktemp("ray"),
+        env={**os.environ, **token, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert head.stdout is not None
+    for line in head.stdout:
+        if "Ray runtime started" in line:
+            break
+    try:
+        yield {"RAY_ADDRESS": f"127.0.0.1:{ports[0]}", **token}
+        assert head.poll() is None, "a run ended the Ray that it had joined"
+    finally:
+        head.terminate()
+        head.stdout.read()
+        head.wait(30)
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [int(sock.getsockname()[1]) for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports

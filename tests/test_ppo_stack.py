@@ -24,18 +24,19 @@ SETTINGS = ("--group-size", "2", "--groups-per-step", "4", "--critic-warmup", st
 CHECKPOINTED = STEPS // 2
 
 
-def ppo(run_dir: Path, *args: str) -> str:
-    done = flowrl("run", "graphs/ppo.py", "--run-dir", str(run_dir), "--plain", *SETTINGS, *args, timeout_s=400)
+def ppo(run_dir: Path, ray: dict[str, str], *args: str) -> str:
+    command = ("run", "graphs/ppo.py", "--run-dir", str(run_dir), "--plain", *SETTINGS, *args)
+    done = flowrl(*command, timeout_s=400, env=ray)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def first(tmp_path_factory: pytest.TempPathFactory, ray: dict[str, str]) -> tuple[Path, str]:
     """A finished run of STEPS steps: its directory and what it printed."""
     run_dir = tmp_path_factory.mktemp("ppo") / "run"
     saved = ("--save-every", str(CHECKPOINTED), "--keep", "0")
-    return run_dir, ppo(run_dir, "--steps", str(STEPS), "--evaluate", "4", *saved)
+    return run_dir, ppo(run_dir, ray, "--steps", str(STEPS), "--evaluate", "4", *saved)
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -89,10 +90,10 @@ def test_a_checkpoint_holds_both_models(first: tuple[Path, str]) -> None:
     assert AutoModelForSequenceClassification.from_pretrained(path / "critic").config.num_labels == 1
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint(first: tuple[Path, str]) -> None:
+def test_a_run_goes_on_from_its_newest_checkpoint(first: tuple[Path, str], ray: dict[str, str]) -> None:
     run_dir = first[0]
     before = weights(run_dir / "checkpoints" / f"step_{STEPS:06d}" / "critic")
-    printed = ppo(run_dir, "--steps", str(RESUMED_STEPS), "--evaluate", "4", "--resume")
+    printed = ppo(run_dir, ray, "--steps", str(RESUMED_STEPS), "--evaluate", "4", "--resume")
     assert f"resumed from step_{STEPS:06d}" in printed and "audit: ok" in printed
     records = lines(run_dir)
     assert [record["step"] for record in records] == list(range(1, RESUMED_STEPS + 1))

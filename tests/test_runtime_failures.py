@@ -1,21 +1,16 @@
 """What a run does when something goes wrong, seen from outside: one message, an exit status, closed books
 that can be resumed, and nothing left on the machine.
 
-The runs are small graphs in `graphs_failing/`. Those that leave Ray in peace share one, joined by
-RAY_ADDRESS as a cluster is; those that kill it start their own.
+The runs are small graphs in `graphs_failing/`. Those that leave Ray in peace join the `ray` of all tests, as a
+cluster is joined; those that kill it start their own.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,50 +24,6 @@ DIES_WITHIN_S = 10
 RAY_DIES_WITHIN_S = 40
 RAYS_AGENTS = {"ray::DashboardA", "ray::RuntimeEnv"}
 """Two processes of Ray that look for its head a minute longer before they end by themselves."""
-
-
-@pytest.fixture(scope="module")
-def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment in which a run joins this module's Ray; the same Ray has to be there at the end."""
-    ports = free_ports(4)
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    options = [
-        f"--port={ports[0]}",
-        f"--ray-client-server-port={ports[1]}",
-        f"--dashboard-agent-listen-port={ports[2]}",
-        f"--dashboard-agent-grpc-port={ports[3]}",
-        "--num-cpus=8",
-        "--include-dashboard=false",
-        "--disable-usage-stats",
-    ]
-    head = subprocess.Popen(
-        [Path(sys.executable).with_name("ray"), "start", "--head", "--block", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=tmp_path_factory.mktemp("ray"),
-        env={**os.environ, **token, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,
-    )
-    assert head.stdout is not None
-    for line in head.stdout:
-        if "Ray runtime started" in line:
-            break
-    try:
-        yield {"RAY_ADDRESS": f"127.0.0.1:{ports[0]}", **token}
-        assert head.poll() is None, "a run ended the Ray that it had joined"
-    finally:
-        head.terminate()
-        head.stdout.read()
-        head.wait(30)
-
-
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [int(sock.getsockname()[1]) for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 def test_a_node_that_raises_ends_the_run_once_and_it_can_be_resumed(tmp_path: Path, ray: dict[str, str]) -> None:
@@ -172,6 +123,7 @@ def test_a_deadlock_is_reported_with_its_cycle_and_waits_can_be_asked_for(tmp_pa
     run = Run(GRAPHS / "deadlock.py", tmp_path / "run", env=ray)
     run.until("training$")
     start_s = time.monotonic()
+    time.sleep(2)  # until both stand
     os.kill(run.process.pid, signal.SIGUSR1)
     run.until(r"source/0 waits: credit of source.lefts -> pairs.lefts for \d+ s")
     assert run.wait() == 2

@@ -46,9 +46,10 @@ class Generator(Node):
 
     `sampling` is for training, `evaluation` for `requests`: by default greedy, with the limits of
     `sampling`. `concurrency` is the number of prompts one replica works on; evaluation has as many slots
-    of its own, below in priority. `dtype` "auto" is the model's own. `lora` is the trainer's: where that
-    sends adapters, requests go on with the one they began with, and new ones take the newest. `engine`
-    passes further options to vLLM's AsyncEngineArgs.
+    of its own, below in priority. `dtype` "auto" is the model's own. `kv_cache_bytes` None is what vLLM finds
+    free on a GPU, and on CPU room for a prompt and a response in every slot, 1 GiB at most. `lora` is the
+    trainer's: where that sends adapters, requests go on with the one they began with, and new ones take the
+    newest. `engine` passes further options to vLLM's AsyncEngineArgs.
     """
 
     cpus = 1
@@ -71,7 +72,7 @@ class Generator(Node):
         concurrency: int = 128,
         dtype: str = "auto",
         max_model_len: int | None = None,
-        kv_cache_bytes: int = 1 << 30,
+        kv_cache_bytes: int | None = None,
         lora: LoRA | None = None,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
@@ -140,6 +141,7 @@ class Generator(Node):
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             max_num_seqs=2 * self.concurrency,
+            longest_response=max(self.sampling.max_tokens, self.evaluation.max_tokens),
             kv_cache_bytes=self.kv_cache_bytes,
             seed=self.context.seed,
             weight_backend=self._receiver.backend,

@@ -16,7 +16,7 @@ from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.messages import Int32, Weights
 from flowrl.nodes.sampling import Completion, Sampling, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
-from flowrl.nodes.vllm_start import engine_arguments, prepare_environment
+from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
 from flowrl.weights.engine_process import Adoption
 
 TRAINING, EVALUATION = 0, 1
@@ -47,7 +47,8 @@ class VllmSampler:
         dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 128,
-        kv_cache_bytes: int = 1 << 30,
+        longest_response: int = 512,
+        kv_cache_bytes: int | None = None,
         seed: int = 0,
         weight_backend: str = "flowrl_shm",
         slots: AdapterSlots | None = None,
@@ -75,6 +76,8 @@ class VllmSampler:
             engine=engine or {},
         )
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if kv_cache_bytes is None and not on_gpu:
+            config.cache_config.kv_cache_memory_bytes = kv_cache_room(config, longest_response)
         config.additional_config = Adoption(config.additional_config)
         return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), slots)
 

@@ -20,7 +20,10 @@ from flowrl.nodes.vllm_adapters import AdapterSlots
 
 SUPPORTED = "0.32"
 EXTENSION = "flowrl.weights.engine.WorkerExtension"
-GIB = 1 << 30
+KV_CACHE_BYTES = 1 << 30
+"""Most of the KV cache on CPU, where vLLM writes all of it at the start."""
+PROMPT_TOKENS = 512
+"""What a prompt is taken to have where room is made for it; longer ones make vLLM wait for room."""
 OURS = {
     "model": "the policy decides",
     "logprobs_mode": "training needs the logprobs of the distribution that was sampled from",
@@ -87,7 +90,7 @@ def engine_arguments(
     dtype: str,
     max_model_len: int | None,
     max_num_seqs: int,
-    kv_cache_bytes: int,
+    kv_cache_bytes: int | None,
     seed: int,
     on_gpu: bool,
     weight_backend: str,
@@ -118,7 +121,25 @@ def engine_arguments(
         arguments |= {
             "enforce_eager": True,
             "block_size": 32,
-            "kv_cache_memory_bytes": kv_cache_bytes,
             "distributed_executor_backend": "uni",
+            "kv_cache_memory_bytes": KV_CACHE_BYTES,  # `kv_cache_room` lowers it
         }
+    if kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = kv_cache_bytes
     return arguments | dict(engine)
+
+
+def kv_cache_room(config: Any, longest_response: int) -> int:
+    """Bytes of KV cache for a prompt and a response in every slot, and for one sequence of the model's length.
+
+    `config` is a VllmConfig. `KV_CACHE_BYTES` for models whose cache is not one key and value per head and layer.
+    """
+    model, parallel, slots = config.model_config, config.parallel_config, config.scheduler_config.max_num_seqs
+    if model.use_mla or model.is_hybrid or config.cache_config.cache_dtype != "auto":
+        return KV_CACHE_BYTES
+    per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
+    per_token = per_layer * model.get_num_layers(parallel)
+    block = config.cache_config.block_size
+    sequence = min(model.max_model_len, PROMPT_TOKENS + longest_response) + block
+    tokens = max(slots * sequence, model.max_model_len + block)
+    return int(min(KV_CACHE_BYTES, tokens * per_token))
