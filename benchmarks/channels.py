@@ -3,9 +3,10 @@
     python -m benchmarks.channels [--repetitions 5] [--no-ray] [--json FILE]
 
 Two processes; on flowrl's side always typed messages with ids, credits, custody (kept until the ack) and
-dedupe. Rates are timed at the sender, from the first send to the last ack; messages and their ids are made
-before, as the peers' payload is. The systems take turns within a repetition; the table gives the median over
-repetitions with the smallest and largest, and each line of JSON one system in one case.
+dedupe, on the event loop that a host has. Rates are timed at the sender, from the first send to the last ack;
+messages and their ids are made before, as the peers' payload is. The systems take turns within a repetition;
+the table gives the median over repetitions with the smallest and largest, and each line of JSON one system in
+one case.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import uvloop
 
 from benchmarks.channel_peers import (
     SPAWN,
@@ -86,7 +88,7 @@ def peer(pipe: Connection, count: int, capacity: int, echo: bool, tcp: bool, key
         await endpoint.request("A", "done")
         await endpoint.close()
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 def flowrl(
@@ -108,7 +110,7 @@ def flowrl(
         await endpoint.close()
         return result
 
-    result = asyncio.run(main())
+    result = uvloop.run(main())
     process.join()
     return result
 
@@ -177,7 +179,7 @@ def flowrl_local_rate(size: int, count: int, *, capacity: int = 256) -> float:
         await endpoint.close()
         return count / taken_s
 
-    return asyncio.run(main())
+    return uvloop.run(main())
 
 
 class Countdown:

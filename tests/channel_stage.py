@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import uvloop
 
 from flowrl.channel.address import Address
 from flowrl.channel.custody import Custody
@@ -101,4 +102,4 @@ async def stage(parent: Address, epoch: int, fate: Fate) -> None:
 
 if __name__ == "__main__":
     _, address, epoch, step, count = sys.argv
-    asyncio.run(stage(from_text(address), int(epoch), Fate(step, int(count))))
+    uvloop.run(stage(from_text(address), int(epoch), Fate(step, int(count))))
