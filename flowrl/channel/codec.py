@@ -66,8 +66,10 @@ class Schema:
         self.fields = {f.name: f for f in fields}
         self.names = tuple(self.fields)
         hints = get_type_hints(cls)
-        self.arrays = tuple(FIRST_FIELD + at for at, name in enumerate(self.names) if "ndarray" in str(hints[name]))
-        """Where in a body plain arrays may be."""
+        self.arrays = tuple(at for at, name in enumerate(self.names) if "ndarray" in str(hints[name]))
+        """Fields that may hold plain arrays."""
+        self.places = tuple(FIRST_FIELD + at for at in self.arrays)
+        """Where they are in a body."""
         self.slotted = "__slots__" in cls.__dict__
         getter = attrgetter(*self.names) if fields else lambda message: ()
         self.values: Callable[[Message], tuple[Any, ...]] = (
@@ -187,7 +189,7 @@ class Encoder:
         """The body of a message of `schema`."""
         values = [group_id, None, *schema.values(message)]
         if schema.arrays:
-            values[1] = _flatten(values, schema.arrays)
+            values[1] = _flatten(values, schema.places)
         return self.pack(values)
 
     def _default(self, value: Any) -> Any:
@@ -251,27 +253,26 @@ class Decoder:
     def __init__(self, attach: Callable[[bytes, int], Any] | None = None) -> None:
         self.frames: Sequence[Any] = ()
         self._attach = attach
+        self._unpack = partial(msgpack.unpackb, ext_hook=self._ext, use_list=False, strict_map_key=False)
 
     def unpack(self, data: bytes | memoryview) -> Any:
         """The value; arrays in it are read-only views. Raises WireError."""
         try:
-            return msgpack.unpackb(data, ext_hook=self._ext, use_list=False, strict_map_key=False)
+            return self._unpack(data)
         except UNPARSABLE as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
 
     def body(self, schema: Schema, data: bytes | memoryview) -> tuple[str, Message]:
         """Group id and message that `Encoder.body` packed. Raises WireError."""
         try:
-            # Not by `unpack`: each call counts here.
-            values = list(msgpack.unpackb(data, ext_hook=self._ext, use_list=False, strict_map_key=False))
+            group_id, codes, *values = self._unpack(data)  # not by `unpack`: each call counts here
             if schema.arrays:
-                codes = values[1]
-                for index, at in enumerate(schema.arrays):
-                    if codes[index] != NOT_PLAIN:
-                        values[at] = np.frombuffer(values[at], DTYPES[codes[index]])
+                for at, code in zip(schema.arrays, codes, strict=True):
+                    if code != NOT_PLAIN:
+                        values[at] = np.frombuffer(values[at], DTYPES[code])
         except UNPARSABLE as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
-        return values[0], schema.build(values[FIRST_FIELD:])
+        return group_id, schema.build(values)
 
     def _ext(self, code: int, data: bytes) -> Any:
         if code == MESSAGE:

@@ -25,7 +25,7 @@ from flowrl.errors import LaneFailed
 if TYPE_CHECKING:
     from flowrl.channel.inbox import Inbox
 
-FRAMES_AT_ONCE = 64
+FRAMES_AT_ONCE = 128
 Ids = Callable[[Sequence[bytes]], None]
 
 

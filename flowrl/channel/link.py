@@ -23,7 +23,7 @@ from flowrl.channel.codec import Buffer, Place, freeze
 from flowrl.channel.wire import DATA, Frame, MessageEncoder, followed
 from flowrl.errors import ConfigError
 
-COPY_BELOW_BYTES = 1 << 16
+COPY_BELOW_BYTES = 1 << 18
 """Smaller frames are copied into zmq: cheaper than telling Python when zmq has let go of them."""
 # As plain numbers: arithmetic on the enums costs more than the call.
 EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
