@@ -98,9 +98,9 @@ def pyzmq_round_trip(size: int, count: int) -> float:
 
 
 class Rayside:
-    """Ray's own ways between two processes; start it once, it takes seconds."""
+    """Ray's own ways between two processes, between `start` (it takes seconds) and `close`."""
 
-    def __init__(self) -> None:
+    def start(self) -> None:
         import ray
         from ray.util.queue import Queue
 
