@@ -21,7 +21,7 @@ from functools import partial
 from operator import attrgetter
 from struct import Struct
 from struct import error as StructError
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import msgpack
 import numpy as np
@@ -71,6 +71,7 @@ class Schema:
         self.places = tuple(FIRST_FIELD + at for at in self.arrays)
         """Where they are in a body."""
         self.slotted = "__slots__" in cls.__dict__
+        self._fill = _filler(self.names)
         getter = attrgetter(*self.names) if fields else lambda message: ()
         self.values: Callable[[Message], tuple[Any, ...]] = (
             getter if len(fields) != 1 else lambda message: (getter(message),)
@@ -87,8 +88,16 @@ class Schema:
         if self.slotted:
             return self.cls(*values)
         message = object.__new__(self.cls)
-        message.__dict__.update(zip(self.names, values))  # noqa: B905
+        self._fill(message.__dict__, values)
         return message
+
+
+def _filler(names: Sequence[str]) -> Callable[[dict[str, Any], Sequence[Any]], None]:
+    """A function that stores values under `names`: with the names in its code, as dataclasses make `__init__`."""
+    stores = [f"    d[{name!r}] = v[{at}]" for at, name in enumerate(names)]
+    scope: dict[str, Any] = {}
+    exec("\n".join(["def fill(d, v):", *stores, "    return None"]), scope)
+    return cast(Callable[[dict[str, Any], Sequence[Any]], None], scope["fill"])
 
 
 _by_class: dict[type, Schema] = {}
