@@ -47,6 +47,35 @@ class Gain:
         return self.gain + 1.96 * self.error
 
 
+@dataclass(frozen=True)
+class Preference:
+    """What a run changed on held-out pairs."""
+
+    accuracy: float
+    """How often the chosen completion's implicit reward is the higher one. Before training both are 0."""
+    chosen_change: float
+    """Mean change of the chosen completions' logprob, in nats."""
+    rejected_change: float
+
+    def __str__(self) -> str:
+        change = f"logprob of the chosen {self.chosen_change:+.2f} nats, of the rejected {self.rejected_change:+.2f}"
+        return f"{self.accuracy:.3f}; {change}"
+
+
+def preference(run_dir: Path) -> Preference | None:
+    """Read a run's metrics; None if it had no held-out preferences."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1]) if lines else {}
+    if "held_out/preference_accuracy" not in last:
+        return None
+    chosen, rejected = ("chosen", "rejected") if "held_out/chosen_reward" in last else ("desirable", "undesirable")
+    return Preference(
+        accuracy=last["held_out/preference_accuracy"],
+        chosen_change=last[f"held_out/{chosen}_logprob_change"],
+        rejected_change=last[f"held_out/{rejected}_logprob_change"],
+    )
+
+
 def gain(run_dir: Path) -> Gain:
     """Read a run's ledger. Raises ValueError if it has no pair of evaluations."""
     before, after = shares(run_dir, "before"), shares(run_dir, "after")

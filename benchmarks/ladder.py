@@ -32,13 +32,13 @@ RUNGS = (
     Rung(
         "reward_model", 300, ("--pairs", "{pairs}"), online=False, start="tiny", pairs="{pairs}", floor=0.7, margin=0.1
     ),
-    Rung("dpo", 100, ("--pairs", "{pairs}"), online=False, seeds=SEEDS),
-    Rung("kto", 100, ("--labelled", "{pairs}"), online=False, seeds=SEEDS),
+    Rung("dpo", 200, ("--pairs", "{pairs}", "--nll-coef", "0.5"), online=False, seeds=SEEDS),
+    Rung("kto", 200, ("--labelled", "{pairs}", "--beta", "0.5"), online=False, seeds=SEEDS),
     Rung("grpo", 150, ("--lr", "2e-4"), seeds=SEEDS),
     Rung("reinforce_pp", 150, ("--lr", "2e-4")),
     Rung("rloo", 150, ("--lr", "2e-4")),
     Rung("dapo", 100, ("--lr", "2e-4")),
-    Rung("ppo", 150, ("--lr", "2e-4", "--reward-model", "{reward_model}"), minutes=10, seeds=SEEDS),
+    Rung("ppo", 60, ("--kl-coef", "0.3", "--reward-model", "{reward_model}"), minutes=10, seeds=SEEDS),
     Rung("raft", 150, ("--lr", "3e-4"), minutes=10),
     Rung("iterative_dpo", 60, ("--lr", "1e-4"), minutes=10, seeds=SEEDS),
     Rung("distill", 80, ("--lr", "3e-4")),
@@ -59,11 +59,11 @@ CHAIN = (
     ),
     Rung(
         "ppo",
-        150,
-        ("--policy", "{sft}", "--reward-model", "{reward_model}", "--critic", "{reward_model}", "--lr", "2e-4"),
+        60,
+        ("--policy", "{sft}", "--reward-model", "{reward_model}", "--critic", "{reward_model}", "--kl-coef", "0.3"),
         minutes=10,
     ),
-    Rung("dpo", 100, ("--policy", "{sft}", "--pairs", "{pairs}"), online=False),
+    Rung("dpo", 200, ("--policy", "{sft}", "--pairs", "{pairs}", "--nll-coef", "0.5"), online=False),
 )
 README = ROOT / "README.md"
 

@@ -14,6 +14,8 @@ HEADING = (
     "reward model: accuracy on held-out pairs, before being the best baseline (length, the policy's logprobs)."
 )
 
+PREFERENCES = "Accuracy of the implicit rewards on held-out pairs (0.5 is chance), and what moved:"
+
 
 def markdown(rungs: Sequence[Rung], found: Sequence[Result]) -> str:
     """A line a rung that has results, with its gains for every training seed."""
@@ -26,7 +28,8 @@ def markdown(rungs: Sequence[Rung], found: Sequence[Result]) -> str:
     for rung in rungs:
         runs = [result for result in found if result.rung == rung.title]
         lines += [_line(rung, runs)] if runs else []
-    return "\n".join(lines)
+    preferred = [f"- {result.rung}, seed {result.seed}: {result.preference}" for result in found if result.preference]
+    return "\n".join([*lines, *(["", PREFERENCES, "", *preferred] if preferred else [])])
 
 
 def _line(rung: Rung, runs: Sequence[Result]) -> str:

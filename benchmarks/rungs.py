@@ -19,11 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.gain import Gain, Shares, gain, paired, shares
+from benchmarks.gain import Gain, Preference, Shares, gain, paired, preference, shares
 
 ROOT = Path(__file__).parent.parent
 PROMPTS, ANSWERS = 256, 4
 EVALUATION = ("--evaluate", str(PROMPTS), "--evaluate-samples", str(ANSWERS))
+PREFERRED = 0.57
+"""Accuracy on held-out pairs, two standard errors above chance for 256 of them."""
 OUT = "out"
 JUDGE = ("--lr", "0", "--groups-per-step", "1", "--group-size", "2", "--staleness", "0")
 """With these graphs/grpo.py evaluates a model and leaves it alone."""
@@ -89,9 +91,10 @@ class Rung:
 
     def passed(self, result: Result) -> bool:
         """A gain of more than two standard errors, of what the rung asks for besides, and books that close."""
-        gain = result.gain
+        gain, preference = result.gain, result.preference
         learnt = gain is None or (gain.gain > 2 * gain.error and gain.gain >= self.margin and gain.after >= self.floor)
-        return learnt and result.audit is not False
+        preferred = preference is None or preference.accuracy > PREFERRED
+        return learnt and preferred and result.audit is not False
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class Result:
     minutes: float
     audit: bool | None
     """None where there is nothing to audit."""
+    preference: Preference | None = None
+    """Where held-out preferences are measured."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -113,7 +118,10 @@ class Result:
     @staticmethod
     def read(path: Path) -> Result:
         found = json.loads(path.read_text())
-        return Result(**found | {"gain": found["gain"] and Gain(**found["gain"])})
+        known = {"gain": found["gain"] and Gain(**found["gain"])}
+        if found.get("preference"):
+            known["preference"] = Preference(**found["preference"])
+        return Result(**found | known)
 
 
 def run_rung(rung: Rung, seed: int, results: Mapping[str, Path], home: Path) -> Result:
@@ -126,7 +134,7 @@ def run_rung(rung: Rung, seed: int, results: Mapping[str, Path], home: Path) -> 
     minutes = (time.monotonic() - start_s) / 60
     found = judged(rung, run_dir, results, home)
     text = " ".join(["flowrl", *_short(command, home)])
-    return Result(rung.title, seed, text, found, minutes, audited(run_dir))
+    return Result(rung.title, seed, text, found, minutes, audited(run_dir), preference(run_dir))
 
 
 def judged(rung: Rung, run_dir: Path, results: Mapping[str, Path], home: Path) -> Gain | None:

@@ -1,6 +1,6 @@
 """Preference pairs for a reward model or DPO: two answers of one policy, of which the task's verifier prefers one.
 
-flowrl run graphs/pairs.py --pairs pairs.jsonl --steps 4000
+flowrl run graphs/pairs.py --pairs pairs.jsonl --num-prompts 4000
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ class Pairs:
     """The file that is written."""
     part: Literal["all", "train", "held_out"] = "all"
     """Which prompts. Readers of the file hold out the same prompts again, so `all` has both parts."""
+    num_prompts: int | None = None
+    """How many of them; None: all."""
     group_size: int = 4
     """Answers to one prompt; the best and the worst are paired."""
     max_tokens: int = 32
@@ -37,7 +39,8 @@ def graph(cfg: Pairs) -> Graph:
     sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens)
 
     g = Graph("pairs")
-    prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size, part=cfg.part, epochs=1))
+    source = PromptSource(cfg.task, policy, repeat=cfg.group_size, part=cfg.part, num_prompts=cfg.num_prompts, epochs=1)
+    prompts = g.add("prompts", source)
     generator = g.add("generator", Generator(policy, sampling=sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", Reward(cfg.task))
     maker = g.add("pair_maker", PairMaker(size=cfg.group_size, reference="initial"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.gain import Gain, gain, paired
+from benchmarks.gain import Gain, Preference, gain, paired, preference
 from benchmarks.ladder import CHAIN, RANDOM, RUNGS, Ladder
 from benchmarks.ladder_controls import checksum, scores
 from benchmarks.ladder_table import BEGIN, END, markdown, write_table
@@ -66,6 +67,20 @@ def test_two_errors_and_closed_books_make_a_good_result() -> None:
     assert replace(rung, floor=0.5, margin=0.19).passed(result())
     assert not replace(rung, floor=0.51).passed(result()) and not replace(rung, margin=0.21).passed(result())
     assert not rung.passed(result(gain=Gain(prompts=256, before=0.25, after=0.28125, error=0.015625)))
+    assert rung.passed(result(preference=Preference(0.9, -0.1, -3.0)))
+    assert not rung.passed(result(preference=Preference(0.5, 0.1, -3.0)))
+
+
+def test_preferences_are_read_from_the_last_line(tmp_path: Path) -> None:
+    last = {"step": 2, "held_out/preference_accuracy": 0.75}
+    for kind in ("chosen", "desirable"):
+        names = ("chosen", "rejected") if kind == "chosen" else ("desirable", "undesirable")
+        found = {f"held_out/{names[0]}_reward": 0.1, f"held_out/{names[0]}_logprob_change": 0.5}
+        found[f"held_out/{names[1]}_logprob_change"] = -2.0
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + json.dumps(last | found) + "\n")
+        assert preference(tmp_path) == Preference(0.75, 0.5, -2.0)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert preference(tmp_path) is None
 
 
 def test_options_name_the_results_of_other_rungs(tmp_path: Path) -> None:

@@ -346,25 +346,29 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("loaded", [False, True], ids=["while_loading", "when_loaded"])
-def test_vllms_process_ends_with_a_generator_that_is_killed(loaded: bool, tmp_path: Path) -> None:
+def test_vllms_process_ends_with_a_generator_that_is_killed_while_it_loads_or_later(tmp_path: Path) -> None:
     make_policy(tmp_path, tied=True)
     script = tmp_path / "host.py"
     script.write_text(HOST.format(core=CORE[0]))
-    host = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)],
+    with started(script, tmp_path) as loading, started(script, tmp_path) as loaded:
+        child = engine_process(loading.pid)
+        loading.send_signal(signal.SIGKILL)
+        assert ended(child, timeout_s=40.0)
+        child = engine_process(loaded.pid)
+        assert loaded.stdout is not None and "ready\n" in loaded.stdout
+        loaded.send_signal(signal.SIGKILL)
+        assert ended(child, timeout_s=40.0)
+
+
+def started(script: Path, model: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(script), str(model)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
     )
-    with host:
-        assert host.stdout is not None
-        child = engine_process(host.pid)
-        assert not loaded or "ready\n" in host.stdout
-        host.send_signal(signal.SIGKILL)
-        assert ended(child, timeout_s=40.0)
 
 
 def engine_process(host: int) -> int:

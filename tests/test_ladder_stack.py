@@ -46,10 +46,10 @@ ELSEWHERE = {"grpo", "ppo"}
 NO_TRAINER = {"pairs"}
 
 
-def run(graph: str, options: tuple[str, ...], run_dir: Path, ray: dict[str, str]) -> str:
+def run(graph: str, options: tuple[str, ...], run_dir: Path, ray: dict[str, str], *, steps: int | None = STEPS) -> str:
     """What the run printed."""
-    command = [sys.executable, "-m", "flowrl.cli", "run", f"graphs/{graph}.py", *options, "--steps", str(STEPS)]
-    command += ["--run-dir", str(run_dir), "--plain"]
+    command = [sys.executable, "-m", "flowrl.cli", "run", f"graphs/{graph}.py", *options]
+    command += ["--run-dir", str(run_dir), "--plain", *(() if steps is None else ("--steps", str(steps)))]
     env = {**os.environ, **ray}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=360, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -101,8 +101,9 @@ def test_two_steps_of_an_offline_graph(graph: str, tmp_path: Path, ray: dict[str
 
 def test_pairs_of_a_policys_own_answers_are_written(tmp_path: Path, ray: dict[str, str]) -> None:
     file = tmp_path / "pairs.jsonl"
-    run("pairs", ("--pairs", str(file), "--part", "held_out"), tmp_path / "run", ray)
+    options = ("--pairs", str(file), "--part", "held_out", "--num-prompts", "128")
+    run("pairs", options, tmp_path / "run", ray, steps=None)
     pairs = [json.loads(line) for line in file.read_text().splitlines()]
-    assert 100 <= len(pairs) <= 1250
+    assert 10 <= len(pairs) <= 128
     for pair in pairs:
         assert pair["chosen"].strip() == pair["answer"] != pair["rejected"].strip() and pair["margin"] == 1.0

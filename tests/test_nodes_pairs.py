@@ -83,6 +83,8 @@ def test_a_source_of_one_part_or_of_all(task: Task, part: Any) -> None:
     rows = load_rows(task)
     expected = {"train": rows.train, "held_out": rows.held_out, "all": (*rows.train, *rows.held_out)}[part]
     assert rows.held_out and PromptSource(task, Policy("tiny"), part=part).rows() == expected
+    assert PromptSource(task, Policy("tiny"), part=part, num_prompts=2).rows() == expected[:2]
+    assert PromptSource(task, Policy("tiny"), num_prompts=0).check(None) == ["num_prompts is 0; it needs at least 1"]
 
 
 def test_an_unknown_part_is_a_problem(task: Task) -> None:

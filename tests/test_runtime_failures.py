@@ -68,26 +68,34 @@ def test_the_death_of_a_host_is_named_and_nothing_is_left(tmp_path: Path, ray: d
     assert not run.socket_dirs
 
 
-@pytest.mark.parametrize("victim", ["driver", "raylet"])
-def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path: Path, victim: str) -> None:
+def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     options = ["--processes", "--generators", "2", "--generate-s", "0.1", "--save-every", "1"]
-    run = Run(FAULTS, tmp_path / "run", *options, "--steps", "100000")
-    run.until("checkpoint step_000004")
-    pid = run.process.pid if victim == "driver" else raylet_of(run.mark)
-    os.kill(pid, signal.SIGKILL)
-    run.wait()
-    seconds = DIES_WITHIN_S if victim == "driver" else RAY_DIES_WITHIN_S
-    assert set(run.left_after(seconds)) <= RAYS_AGENTS
-    assert "Traceback" not in run.stderr, run.stderr
+    seconds = {"driver": DIES_WITHIN_S, "raylet": RAY_DIES_WITHIN_S}
+    runs = {victim: Run(FAULTS, tmp_path / victim, *options, "--steps", "100000") for victim in seconds}
+    for victim, run in runs.items():
+        run.until("checkpoint step_000004")
+        os.kill(run.process.pid if victim == "driver" else raylet_of(run.mark), signal.SIGKILL)
+    for victim, run in runs.items():
+        run.wait()
+        assert set(run.left_after(seconds[victim])) <= RAYS_AGENTS, victim
+        assert "Traceback" not in run.stderr, run.stderr
 
-    steps = 4 + max(int(path.name.removeprefix("step_")) for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
-    again = Run(FAULTS, tmp_path / "run", *options, "--steps", str(steps), "--resume")
-    again.until("resumed from step_")
-    assert again.wait() == 0, again.stderr
-    assert "audit: ok" in again.stdout
-    assert states(tmp_path / "run") == {("trained", None): steps * 4}
-    assert again.left_after(DIES_WITHIN_S) == []
-    assert not run.socket_dirs and not list(Path("/dev/shm").glob(f"flowrl-*-{run.process.pid}-*"))
+    steps = {victim: 4 + newest_checkpoint(tmp_path / victim) for victim in runs}
+    again = {
+        victim: Run(FAULTS, tmp_path / victim, *options, "--steps", str(steps[victim]), "--resume") for victim in runs
+    }
+    for victim, run in again.items():
+        run.until("resumed from step_")
+        assert run.wait() == 0, run.stderr
+        assert "audit: ok" in run.stdout
+        assert states(tmp_path / victim) == {("trained", None): steps[victim] * 4}
+        assert run.left_after(DIES_WITHIN_S) == []
+        first = runs[victim]
+        assert not first.socket_dirs and not list(Path("/dev/shm").glob(f"flowrl-*-{first.process.pid}-*"))
+
+
+def newest_checkpoint(run_dir: Path) -> int:
+    return max(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
 
 
 def raylet_of(mark: str) -> int:

@@ -24,7 +24,8 @@ class PromptSource(Node):
     """Sends every training row `repeat` times, as the members of one group; with `part` the held-out ones, or all.
 
     `epochs=None` goes on for as long as the run's `--steps` need, and is one epoch without them. `seed`
-    None is the run's. Prompts of more than `max_prompt_tokens` are passed over and counted.
+    None is the run's. Prompts of more than `max_prompt_tokens` are passed over and counted. `num_prompts` takes
+    the first so many rows alone.
     """
 
     prompts: Out[Prompt]
@@ -39,6 +40,7 @@ class PromptSource(Node):
         seed: int | None = None,
         max_prompt_tokens: int = 512,
         part: Part = "train",
+        num_prompts: int | None = None,
     ) -> None:
         self.task = task
         self.policy = policy
@@ -47,6 +49,7 @@ class PromptSource(Node):
         self.seed = seed
         self.max_prompt_tokens = max_prompt_tokens
         self.part: Part = part
+        self.num_prompts = num_prompts
         self._epoch = 0
         self._position = 0
         self._passed_over = 0
@@ -56,7 +59,8 @@ class PromptSource(Node):
         return Facts(group_size=self.repeat, longest_prompt=self.max_prompt_tokens)
 
     def check(self, facts: Any) -> list[str]:
-        ranges = (("repeat", self.repeat), ("epochs", self.epochs), ("max_prompt_tokens", self.max_prompt_tokens))
+        names = ("repeat", "epochs", "max_prompt_tokens", "num_prompts")
+        ranges = [(name, getattr(self, name)) for name in names]
         problems = [
             f"{name} is {value}; it needs at least 1" for name, value in ranges if value is not None and value < 1
         ]
@@ -85,7 +89,8 @@ class PromptSource(Node):
     def rows(self) -> tuple[Row, ...]:
         """What an epoch goes through."""
         rows = self.read()
-        return {"train": rows.train, "held_out": rows.held_out, "all": (*rows.train, *rows.held_out)}[self.part]
+        parts = {"train": rows.train, "held_out": rows.held_out, "all": (*rows.train, *rows.held_out)}
+        return parts[self.part][: self.num_prompts]
 
     def read(self) -> Rows:
         """All rows, read once in a process."""

@@ -30,7 +30,7 @@ from tests.oracle.offline import OFFLINE_CASES, OfflineCase, make_batch
 from tests.oracle.rollouts import Recorded, load
 
 MATRICES_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
-TOKEN_BUDGET = 32
+TOKEN_BUDGET = 48
 
 
 class Recording(ZeroEngine):
