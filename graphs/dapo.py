@@ -23,7 +23,8 @@ from flowrl.nodes import (
 )
 from flowrl.tasks import Task
 from flowrl.training.recipes import PolicyObjective
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.schedule import Schedule
+from flowrl.training.settings import LoRA, ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class DAPO:
     """Most tokens of a micro-batch, padding included."""
     negate_rewards: bool = False
     """A control: every reward's sign turned. The policy must get worse."""
+    lora: LoRA = LoRA()
+    """Train adapters instead of all weights, as with --lora.rank 16."""
+    zero: ZeroSettings = ZeroSettings()
+    """Sharding, offload, optimizer, attention and the like of the trainer."""
+    schedule: Schedule = Schedule()
+    """Warm-up and decay of the learning rate."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -89,7 +96,7 @@ def graph(cfg: DAPO) -> Graph:
     prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
     generator = g.add(
         "generator",
-        Generator(policy, sampling=sampling, evaluation=evaluated),
+        Generator(policy, sampling=sampling, evaluation=evaluated, lora=cfg.lora),
         replicas=cfg.num_generators,
         gpus=cfg.gpus,
     )
@@ -106,7 +113,9 @@ def graph(cfg: DAPO) -> Graph:
             objective=objective,
             lr=cfg.lr,
             temperature=cfg.temperature,
-            zero=ZeroSettings(dtype=cfg.dtype),
+            schedule=cfg.schedule,
+            zero=cfg.zero.with_dtype(cfg.dtype),
+            lora=cfg.lora,
         ),
         replicas=cfg.num_trainers,
         gpus=cfg.gpus,

@@ -22,7 +22,8 @@ from flowrl.nodes import (
 from flowrl.tasks import Task
 from flowrl.training.distillation import ReverseKL
 from flowrl.training.recipes import PolicyObjective
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.schedule import Schedule
+from flowrl.training.settings import LoRA, ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class Distill:
     """Most tokens of a micro-batch, padding included."""
     negate_rewards: bool = False
     """A control: what the teacher likes is taken for what it dislikes. The policy must get worse."""
+    lora: LoRA = LoRA()
+    """Train adapters instead of all weights, as with --lora.rank 16."""
+    zero: ZeroSettings = ZeroSettings()
+    """Sharding, offload, optimizer, attention and the like of the trainer."""
+    schedule: Schedule = Schedule()
+    """Warm-up and decay of the learning rate."""
 
     teacher: str = "tiny_teacher"
     """tiny_teacher (for tiny), or the path of a model directory with the student's vocabulary."""
@@ -75,7 +82,7 @@ def graph(cfg: Distill) -> Graph:
     prompts = g.add("prompts", PromptSource(cfg.task, student, repeat=cfg.group_size))
     generator = g.add(
         "generator",
-        Generator(student, sampling=sampling, evaluation=sampling if cfg.evaluate_samples > 1 else None),
+        Generator(student, sampling=sampling, evaluation=sampling if cfg.evaluate_samples > 1 else None, lora=cfg.lora),
         replicas=cfg.num_generators,
         gpus=cfg.gpus,
     )
@@ -94,7 +101,9 @@ def graph(cfg: Distill) -> Graph:
             teacher=teacher if cfg.exact else None,
             lr=cfg.lr,
             temperature=cfg.temperature,
-            zero=ZeroSettings(dtype=cfg.dtype),
+            schedule=cfg.schedule,
+            zero=cfg.zero.with_dtype(cfg.dtype),
+            lora=cfg.lora,
         ),
         replicas=cfg.num_trainers,
         gpus=cfg.gpus,

@@ -22,7 +22,8 @@ from flowrl.nodes import (
 )
 from flowrl.tasks import Task
 from flowrl.training.preference_objectives import DPO as DPOObjective
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.schedule import Schedule
+from flowrl.training.settings import LoRA, ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,12 @@ class DPO:
     """Of parameters and activations."""
     token_budget: int = 8192
     """Most tokens of a micro-batch, padding included; a pair is never cut."""
+    lora: LoRA = LoRA()
+    """Train adapters instead of all weights, as with --lora.rank 16."""
+    zero: ZeroSettings = ZeroSettings()
+    """Sharding, offload, optimizer, attention and the like of the trainer."""
+    schedule: Schedule = Schedule()
+    """Warm-up and decay of the learning rate."""
 
 
 def graph(cfg: DPO) -> Graph:
@@ -89,7 +96,9 @@ def graph(cfg: DPO) -> Graph:
             policy,
             objective=objective,
             lr=cfg.lr,
-            zero=ZeroSettings(dtype=cfg.dtype),
+            schedule=cfg.schedule,
+            zero=cfg.zero.with_dtype(cfg.dtype),
+            lora=cfg.lora,
             judge_every=cfg.judge_every,
         ),
         replicas=cfg.num_trainers,
@@ -107,7 +116,9 @@ def graph(cfg: DPO) -> Graph:
         answers = Sampling(max_tokens=cfg.max_tokens)
         generator = g.add(
             "generator",
-            Generator(policy, sampling=answers, evaluation=answers if cfg.evaluate_samples > 1 else None),
+            Generator(
+                policy, sampling=answers, evaluation=answers if cfg.evaluate_samples > 1 else None, lora=cfg.lora
+            ),
             gpus=cfg.gpus,
         )
         held_out = Evaluation(

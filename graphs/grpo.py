@@ -63,6 +63,12 @@ class GRPO:
     """Most tokens of a micro-batch, padding included."""
     negate_rewards: bool = False
     """A control: every reward's sign turned. The policy must get worse."""
+    lora: LoRA = LoRA()
+    """Train adapters instead of all weights, as with --lora.rank 16."""
+    zero: ZeroSettings = ZeroSettings()
+    """Sharding, offload, optimizer, attention and the like of the trainer."""
+    schedule: Schedule = Schedule()
+    """Warm-up and decay of the learning rate."""
 
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
     """What a sample is compared with: its group's mean, with or without its spread, the others, or nothing."""
@@ -73,12 +79,6 @@ class GRPO:
     """Mini-batches into which a batch is cut."""
     epochs: int = 1
     """Passes over each batch."""
-    lora: LoRA = LoRA()
-    """Train adapters instead of all weights, as with --lora.rank 16."""
-    zero: ZeroSettings = ZeroSettings()
-    """Sharding, offload, optimizer, attention and the like of the trainer."""
-    schedule: Schedule = Schedule()
-    """Warm-up and decay of the learning rate."""
     whiten: Literal["off", "full", "mean"] | None = None
     """Advantages normalised over the batch; None: full for reinforce and reinforce_baseline, else off."""
     normalise_rewards: bool = False

@@ -25,7 +25,8 @@ from flowrl.nodes import (
 )
 from flowrl.tasks import Task
 from flowrl.training.preference_objectives import DPO
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.schedule import Schedule
+from flowrl.training.settings import LoRA, ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class IterativeDPO:
     """Most tokens of a micro-batch, padding included."""
     negate_rewards: bool = False
     """A control: every reward's sign turned. The policy must get worse."""
+    lora: LoRA = LoRA()
+    """Train adapters instead of all weights, as with --lora.rank 16."""
+    zero: ZeroSettings = ZeroSettings()
+    """Sharding, offload, optimizer, attention and the like of the trainer."""
+    schedule: Schedule = Schedule()
+    """Warm-up and decay of the learning rate."""
 
     judge: str = ""
     """Directory of a trained reward model, which judges in the place of the task's own reward; "": none."""
@@ -97,7 +104,7 @@ def graph(cfg: IterativeDPO) -> Graph:
     prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
     generator = g.add(
         "generator",
-        Generator(policy, sampling=sampling, evaluation=evaluated),
+        Generator(policy, sampling=sampling, evaluation=evaluated, lora=cfg.lora),
         replicas=cfg.num_generators,
         gpus=cfg.gpus,
     )
@@ -114,7 +121,9 @@ def graph(cfg: IterativeDPO) -> Graph:
             objective=objective,
             lr=cfg.lr,
             temperature=cfg.temperature,
-            zero=ZeroSettings(dtype=cfg.dtype),
+            schedule=cfg.schedule,
+            zero=cfg.zero.with_dtype(cfg.dtype),
+            lora=cfg.lora,
         ),
         replicas=cfg.num_trainers,
         gpus=cfg.gpus,

@@ -30,7 +30,8 @@ from flowrl.nodes import (
 from flowrl.tasks import Task
 from flowrl.training.estimate import Estimate
 from flowrl.training.recipes import PolicyObjective
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.schedule import Schedule
+from flowrl.training.settings import LoRA, ZeroSettings
 from flowrl.training.value_objective import ValueObjective
 
 
@@ -68,12 +69,21 @@ class PPO:
     """Most tokens of a micro-batch, padding included."""
     negate_rewards: bool = False
     """A control: every reward's sign turned. The policy must get worse."""
+    lora: LoRA = LoRA()
+    """Train adapters of the actor instead of all its weights, as with --lora.rank 16."""
+    zero: ZeroSettings = ZeroSettings()
+    """Sharding, offload, optimizer, attention and the like of the actor."""
+    schedule: Schedule = Schedule()
+    """Warm-up and decay of the actor's learning rate."""
 
     reward_model: str = ""
     """Directory of a trained reward model that judges the responses; empty: the task's verifier."""
     critic: str = ""
     """Model that the critic starts from; empty: the policy. A reward model keeps its head, else one is drawn."""
     critic_lr: float = 3e-4
+    critic_zero: ZeroSettings = ZeroSettings()
+    """As `zero`, of the critic's trainer."""
+    critic_schedule: Schedule = Schedule()
     critic_warmup: int = 5
     """Batches on which the critic trains alone: the policy makes versions, but does not change."""
     gamma: float = 1.0
@@ -101,7 +111,6 @@ def graph(cfg: PPO) -> Graph:
     critic_model = Policy(cfg.critic or cfg.policy, task=cfg.task, name="critic")
     sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens)
     estimate = Estimate("gae", gamma=cfg.gamma, lam=cfg.lam, kl_coef=cfg.kl_coef, kl_estimator=cfg.kl_estimator)
-    zero = ZeroSettings(dtype=cfg.dtype)
     shaping = Shaping(negate=cfg.negate_rewards)
     cpus = cfg.cpus if cfg.cpus is not None else 1 if cfg.gpus else 0.5 / cfg.num_trainers
 
@@ -109,7 +118,7 @@ def graph(cfg: PPO) -> Graph:
     prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
     generator = g.add(
         "generator",
-        Generator(policy, sampling=sampling, evaluation=sampling if cfg.evaluate_samples > 1 else None),
+        Generator(policy, sampling=sampling, evaluation=sampling if cfg.evaluate_samples > 1 else None, lora=cfg.lora),
         replicas=cfg.num_generators,
         gpus=cfg.gpus,
     )
@@ -144,7 +153,9 @@ def graph(cfg: PPO) -> Graph:
             lr=cfg.lr,
             epochs=cfg.epochs,
             temperature=cfg.temperature,
-            zero=zero,
+            schedule=cfg.schedule,
+            zero=cfg.zero.with_dtype(cfg.dtype),
+            lora=cfg.lora,
             start_after=cfg.critic_warmup,
         ),
         replicas=cfg.num_trainers,
@@ -158,7 +169,8 @@ def graph(cfg: PPO) -> Graph:
             objective=ValueObjective(clip=cfg.value_clip or None),
             lr=cfg.critic_lr,
             epochs=cfg.epochs,
-            zero=zero,
+            schedule=cfg.critic_schedule,
+            zero=cfg.critic_zero.with_dtype(cfg.dtype),
         ),
         replicas=cfg.num_trainers,
         cpus=cpus,

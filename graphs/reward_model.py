@@ -20,7 +20,7 @@ from flowrl.nodes import (
 from flowrl.tasks import Task
 from flowrl.training.reward_objective import BradleyTerry
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.settings import LoRA, ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,6 @@ class RewardModel:
     pairs: str = ""
     """File or dataset of rows with `prompt`, `chosen` and `rejected`, such as graphs/pairs.py writes."""
     lr: float = 5e-4
-    warmup_steps: int = 10
-    """Steps over which the rate rises to `lr`."""
     max_length: int = 1024
     """Longest conversation; rows with a longer one are dropped."""
     batch: int = 64
@@ -56,6 +54,12 @@ class RewardModel:
     """Of parameters and activations."""
     token_budget: int = 8192
     """Most tokens of a micro-batch, padding included; a pair is never cut."""
+    lora: LoRA = LoRA()
+    """Train adapters instead of all weights, as with --lora.rank 16."""
+    zero: ZeroSettings = ZeroSettings()
+    """Sharding, offload, optimizer, attention and the like of the trainer."""
+    schedule: Schedule = Schedule(warmup_steps=10)
+    """Warm-up and decay of the learning rate."""
 
 
 def graph(cfg: RewardModel) -> Graph:
@@ -66,8 +70,9 @@ def graph(cfg: RewardModel) -> Graph:
         policy,
         objective=BradleyTerry(margin=cfg.margin, centring=cfg.centring),
         lr=cfg.lr,
-        schedule=Schedule(warmup_steps=cfg.warmup_steps),
-        zero=ZeroSettings(dtype=cfg.dtype),
+        schedule=cfg.schedule,
+        zero=cfg.zero.with_dtype(cfg.dtype),
+        lora=cfg.lora,
         judge_every=cfg.judge_every,
     )
 

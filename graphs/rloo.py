@@ -23,7 +23,8 @@ from flowrl.nodes import (
 from flowrl.tasks import Task
 from flowrl.training.estimate import Estimate
 from flowrl.training.recipes import PolicyObjective
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.schedule import Schedule
+from flowrl.training.settings import LoRA, ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class RLOO:
     """Most tokens of a micro-batch, padding included."""
     negate_rewards: bool = False
     """A control: every reward's sign turned. The policy must get worse."""
+    lora: LoRA = LoRA()
+    """Train adapters instead of all weights, as with --lora.rank 16."""
+    zero: ZeroSettings = ZeroSettings()
+    """Sharding, offload, optimizer, attention and the like of the trainer."""
+    schedule: Schedule = Schedule()
+    """Warm-up and decay of the learning rate."""
 
     kl_coef: float = 0.001
     """Weight of the KL to the starting weights in the reward; 0: none."""
@@ -79,7 +86,7 @@ def graph(cfg: RLOO) -> Graph:
     prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
     generator = g.add(
         "generator",
-        Generator(policy, sampling=sampling, evaluation=evaluated),
+        Generator(policy, sampling=sampling, evaluation=evaluated, lora=cfg.lora),
         replicas=cfg.num_generators,
         gpus=cfg.gpus,
     )
@@ -101,7 +108,9 @@ def graph(cfg: RLOO) -> Graph:
             objective=objective,
             lr=cfg.lr,
             temperature=cfg.temperature,
-            zero=ZeroSettings(dtype=cfg.dtype),
+            schedule=cfg.schedule,
+            zero=cfg.zero.with_dtype(cfg.dtype),
+            lora=cfg.lora,
         ),
         replicas=cfg.num_trainers,
         gpus=cfg.gpus,

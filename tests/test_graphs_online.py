@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pytest
 
+from flowrl.errors import ConfigError
 from flowrl.graph.check import check
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import load_file
@@ -35,7 +36,11 @@ SHARED = (
     "dtype",
     "token_budget",
     "negate_rewards",
+    "lora",
+    "zero",
+    "schedule",
 )
+TRAINED = (*ONLINE, "distill", "ppo", "sft", "dpo", "kto", "reward_model")
 CLUSTER = Cluster((Machine(cores=(0, 1, 2, 3), memory_bytes=16 * GB),))
 N = TypeVar("N", bound=Node)
 
@@ -58,6 +63,22 @@ def problems(name: str, options: str) -> list[str]:
 def test_the_shared_options_stand_first_and_in_one_order(name: str) -> None:
     fields = [field.name for field in dataclasses.fields(load_file(GRAPHS / f"{name}.py").config_type)]
     assert tuple(fields[: len(SHARED)]) == SHARED
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_trainers_settings_are_options_of_its_graph(name: str) -> None:
+    options = "--lora.rank 8 --zero.stage 2 --zero.optimizer muon --schedule.warmup-steps 3 --dtype bfloat16"
+    made = graph(name, *options.split())
+    assert check(made, CLUSTER).ok
+    trainer, *others = [node for node in made.nodes.values() if isinstance(node, Trainer)]
+    assert (trainer.lora.rank, trainer.schedule.warmup_steps) == (8, 3)
+    assert (trainer.zero.stage, trainer.zero.optimizer, trainer.zero.dtype) == (2, "muon", "bfloat16")
+    for generator in (node for node in made.nodes.values() if isinstance(node, Generator)):
+        assert generator.facts().adapter_rank == 8
+    for critic in others:
+        assert (critic.lora.rank, critic.zero.stage, critic.zero.dtype) == (0, 3, "bfloat16")
+    with pytest.raises(ConfigError, match="set dtype alone"):
+        graph(name, "--zero.dtype", "bfloat16")
 
 
 @pytest.mark.parametrize("name", ONLINE)
