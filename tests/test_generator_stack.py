@@ -351,10 +351,10 @@ def test_vllms_process_ends_with_a_generator_that_is_killed_while_it_loads_or_la
     script = tmp_path / "host.py"
     script.write_text(HOST.format(core=CORE[0]))
     with started(script, tmp_path) as loading, started(script, tmp_path) as loaded:
-        child = engine_process(loading.pid)
+        child = engine_process(loading)
         loading.send_signal(signal.SIGKILL)
         assert ended(child, timeout_s=40.0)
-        child = engine_process(loaded.pid)
+        child = engine_process(loaded)
         assert loaded.stdout is not None and "ready\n" in loaded.stdout
         loaded.send_signal(signal.SIGKILL)
         assert ended(child, timeout_s=40.0)
@@ -365,20 +365,22 @@ def started(script: Path, model: Path) -> subprocess.Popen[str]:
         [sys.executable, str(script), str(model)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
     )
 
 
-def engine_process(host: int) -> int:
+def engine_process(host: subprocess.Popen[str]) -> int:
     """A pidfd of the process that vLLM spawns, as soon as it is there."""
-    while True:
-        for child in Path(f"/proc/{host}/task/{host}/children").read_text().split():
+    while host.poll() is None:
+        for child in Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split():
             with suppress(FileNotFoundError):
-                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                command = Path(f"/proc/{child}/cmdline").read_bytes()
+                if b"spawn_main" in command or b"EngineCore" in command:  # its name from when it has imported vLLM
                     return os.pidfd_open(int(child))
         time.sleep(0.05)
+    raise AssertionError(f"the generator ended before vLLM's process began: {host.stderr and host.stderr.read()}")
 
 
 def ended(pidfd: int, *, timeout_s: float) -> bool:
