@@ -4,7 +4,7 @@ export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 export RAY_DEDUP_LOGS := 0
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint bench clean mutants
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants
 
 setup:
 	@.ci/setup
@@ -26,16 +26,23 @@ ladder: setup
 ladder-controls: setup
 	$(PY) -m benchmarks.ladder_controls
 
-check: setup lint
-	$(PY) -m pytest -q -x -m "not slow" tests
+check: setup
+	@$(MAKE) --no-print-directory -j2 -Otarget lint fast
 
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy flowrl graphs benchmarks
 
-test: setup lint
-	$(PY) -m pytest -q -m "not slow" tests
+fast: setup
+	$(PY) -m pytest -q -x -m "not slow" tests
+
+# What most slow tests start from, made once on a machine.
+models: setup lint
+	$(PY) -c "from flowrl.models import Policy, resolve; from flowrl.tasks import Task; resolve(Policy('tiny', task=Task('arithmetic')))"
+
+test: setup
+	@$(MAKE) --no-print-directory -j2 -Otarget models fast
 	$(PY) -m pytest -q -m "slow" tests
 
 # Faults put in one at a time, each to be caught by the test that it names.
