@@ -3,8 +3,8 @@
     python -m benchmarks.ladder_controls [--only grpo ppo]
 
 At learning rate 0 the weights after a run are those from before, bit for bit, and so is every held-out
-answer's score. With rewards negated the score falls by more than two paired standard errors within a third of
-the rung's steps. The status is 1 if one of the two is otherwise, or an audit fails.
+answer's score. With rewards negated the score falls by more than two paired standard errors within a part
+of the rung's steps. The status is 1 if one of the two is otherwise, or an audit fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flowrl.weights.manifest import Checksum
 
 STILL_STEPS = 4
 NEGATED_PART = 3
-"""A third of a rung's steps: far enough to fall, and not to where no group has spread for DAPO to sample."""
+"""A third of a rung's steps is far enough to fall."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def still(rung: Rung, ladder: Ladder) -> Control:
 def negated(rung: Rung, ladder: Ladder) -> Control:
     """A part of the rung, with every reward's sign turned."""
     run_dir = ladder.home / f"{rung.title}-negated"
-    run(replace(rung, steps=rung.steps // NEGATED_PART), ("--negate-rewards",), run_dir, ladder)
+    steps = rung.negated_steps or rung.steps // NEGATED_PART
+    run(replace(rung, steps=steps), ("--negate-rewards",), run_dir, ladder)
     found = gain(run_dir)
     return Control(rung.title, "negated", found.gain < -2 * found.error and audited(run_dir) is True, str(found))
 

@@ -49,6 +49,8 @@ class Rung:
     """Training seeds it is run with."""
     online: bool = True
     """It trains on its own samples, so its rewards can be negated."""
+    negated_steps: int = 0
+    """Steps with negated rewards after which the control looks at the score; 0: a part of `steps`."""
     start: str = ""
     """The model it starts from, or a `{rung}`, where it does not ask the held-out prompts itself."""
     writes: str = ""
