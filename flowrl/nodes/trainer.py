@@ -146,6 +146,7 @@ class Trainer(Node):
         progress("importing torch and DeepSpeed")
         import torch
 
+        from flowrl.training.async_io import is_built
         from flowrl.training.gang import Gang
         from flowrl.training.learner import Learner
         from flowrl.training.zero import ZeroEngine
@@ -154,6 +155,8 @@ class Trainer(Node):
         torch.manual_seed(self.context.seed)
         device = torch.device("cuda", 0) if self.context.gpus else torch.device("cpu")
         gang = Gang.meet(self.context.replica, self.context.num_replicas, self.context.gang_address, device)
+        if self.zero.nvme_path and not is_built():
+            progress("compiling DeepSpeed's async_io: some minutes, once on a machine")
         progress("loading the model")
         head = self.objective.head
         start = self._head_start(source) if head == "scalar" else "policy"

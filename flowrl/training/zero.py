@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flowrl.errors import ConfigError
 from flowrl.training.adapter import adapter_off, write_adapter
+from flowrl.training.async_io import build_async_io
 from flowrl.training.ema import Ema, whole_master_weight
 from flowrl.training.gang import Gang
 from flowrl.training.model import PolicyModel, choose_attention, load_policy_model, splits_packed_rows, write_model
@@ -74,6 +75,8 @@ class ZeroEngine:
         self.packed = splits_packed_rows(attention) if settings.packing is None else settings.packing
         config = deepspeed_config(settings, gang.size)
         self._stage: int = config["zero_optimization"]["stage"]
+        if settings.nvme_path:
+            build_async_io()
         # While this object lives, from_pretrained shards every weight as it loads it.
         sharded = _sharded_loading(config) if self._stage == 3 else None
         options: dict[str, Any] = {
