@@ -83,7 +83,7 @@ class HostActor:
 
     async def setup(self) -> dict[str, Any] | None:
         """None, or the failure of a node's set-up as plain data."""
-        failure = await self._on_loop(self._engine.guarded(self._engine.setup()))
+        failure: dict[str, Any] | None = await self._on_loop(self._engine.guarded(self._engine.setup()))
         gc.freeze()  # what is there now stays: a collection of all of it would stand in the way of messages
         gc.set_threshold(*self._collect_every)
         return failure
