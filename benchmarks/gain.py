@@ -63,12 +63,14 @@ class Preference:
 
 
 def preference(run_dir: Path) -> Preference | None:
-    """Read a run's metrics; None if it had no held-out preferences."""
+    """Read a run's metrics; None if it trained no policy on preferences."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1]) if lines else {}
-    if "held_out/preference_accuracy" not in last:
+    chosen, rejected = (
+        ("chosen", "rejected") if "held_out/chosen_logprob_change" in last else ("desirable", "undesirable")
+    )
+    if f"held_out/{chosen}_logprob_change" not in last:
         return None
-    chosen, rejected = ("chosen", "rejected") if "held_out/chosen_reward" in last else ("desirable", "undesirable")
     return Preference(
         accuracy=last["held_out/preference_accuracy"],
         chosen_change=last[f"held_out/{chosen}_logprob_change"],
