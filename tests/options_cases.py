@@ -31,6 +31,8 @@ class Option:
     @property
     def base(self) -> str:
         """Model directory: LoRA is tried on the model that is not tied as well."""
+        if self.name.startswith("large"):
+            return "large"
         return "untied" if self.name.endswith("untied") else "tied"
 
 
@@ -52,3 +54,12 @@ OPTIONS = (
     Option("muon_stage_2", {**MUON, "stage": 2}, lr=0.01),
     Option("muon_lora", {**MUON, "weight_decay": 0.0}, LORA, lr=0.01),
 )
+
+
+def offloaded(disk: str) -> tuple[Option, Option]:
+    """The same training with everything in host memory and with everything on `disk`.
+
+    DeepSpeed leaves tensors of less than 1 MiB in memory, so the model is large enough for its shards to go.
+    """
+    memory = Option("large_in_memory", {**ADAM, "offload": "all"}, lr=0.001)
+    return memory, Option("large_on_disk", {**memory.settings, "nvme_path": disk}, lr=memory.lr)

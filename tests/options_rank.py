@@ -1,7 +1,7 @@
-"""One ZeRO rank of the options test: python -m tests.options_rank RANK SIZE PORT DIRECTORY [NVME]
+"""One ZeRO rank of the options test: python -m tests.options_rank RANK SIZE PORT DIRECTORY [DISK]
 
 Trains every option, writes the weights before and after every batch, exports, and resumes from a
-checkpoint made before the last batch. With NVME, a directory, it trains offloaded to it and nothing else.
+checkpoint made before the last batch. With DISK, a directory, it trains what is offloaded to it alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowrl.training.packing import loss_masks
 from flowrl.training.recipes import PolicyObjective
 from flowrl.training.settings import LoRA, ZeroSettings
 from flowrl.training.zero import ZeroEngine
-from tests.options_cases import ADAM, BATCHES, OPTIONS, Option
+from tests.options_cases import BATCHES, OPTIONS, Option, offloaded
 from tests.training_cases import TEMPERATURE, make_batch
 from tests.training_rank import EVERYTHING_SHARDED
 
@@ -61,6 +61,8 @@ def train(option: Option, gang: Gang, directory: Path) -> None:
         history.append(weights(engine))
         adapters.append(adapter(engine))
     engine.export(out / "end")
+    disk = option.settings.get("nvme_path")
+    on_disk = sum(path.stat().st_size for path in Path(disk).rglob("*.swp")) if disk else 0
     resumed = start(option, gang, directory)
     resumed.load(out / "state")
     update(resumed, option, BATCHES - 1)
@@ -68,18 +70,14 @@ def train(option: Option, gang: Gang, directory: Path) -> None:
     with engine.adapter_off():
         base = engine.score([[1, 2, 3, 4, 5]])
     if gang.rank == 0:
-        torch.save({"history": history, "adapters": adapters, "base": base}, out / "found.pt")
+        torch.save({"history": history, "adapters": adapters, "base": base, "on_disk": on_disk}, out / "found.pt")
 
 
 def main() -> None:
     rank, size, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
     gang = Gang.meet(rank, size, f"127.0.0.1:{port}", torch.device("cpu"))
-    options = list(OPTIONS)
-    if len(sys.argv) > 5:
-        nvme = {"offload": "all", "nvme_path": sys.argv[5]}
-        options = [Option("nvme", {**ADAM, **nvme}, lr=0.01)]
-    for option in options:
+    for option in offloaded(sys.argv[5]) if len(sys.argv) > 5 else OPTIONS:
         train(option, gang, directory)
     gang.leave()
     sys.stdout.flush()

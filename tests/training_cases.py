@@ -62,7 +62,7 @@ CASES = (
 )
 
 
-def make_model(path: Path, *, tied: bool, num_layers: int = 2) -> None:
+def make_model(path: Path, *, tied: bool, num_layers: int = 2, hidden_size: int = 16) -> None:
     """A random small model whose logits are far from flat, saved as a Hugging Face directory."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -70,12 +70,12 @@ def make_model(path: Path, *, tied: bool, num_layers: int = 2) -> None:
     torch.manual_seed(3)
     sizes = {
         "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
+        "hidden_size": hidden_size,
+        "intermediate_size": hidden_size * 3 // 2,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "initializer_range": 0.3,
+        "initializer_range": 1.2 / hidden_size**0.5,
         "tie_word_embeddings": tied,
     }
     model = Qwen2ForCausalLM(Qwen2Config(**sizes)) if tied else LlamaForCausalLM(LlamaConfig(**sizes))

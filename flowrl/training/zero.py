@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError
+from flowrl.training import on_disk
 from flowrl.training.adapter import adapter_off, write_adapter
 from flowrl.training.async_io import build_async_io
 from flowrl.training.ema import Ema, whole_master_weight
@@ -246,23 +247,35 @@ class ZeroEngine:
 
     def save(self, path: str | Path) -> None:
         """Write master weights and optimizer state, a few files a rank. A frozen base is not among them."""
-        self._engine.save_checkpoint(
-            str(path), tag=TAG, save_latest=False, exclude_frozen_parameters=bool(self.lora.rank)
-        )
+        if self.settings.nvme_path:
+            on_disk.save(self._engine.optimizer, Path(path) / TAG, self.rank)
+        else:
+            self._engine.save_checkpoint(
+                str(path), tag=TAG, save_latest=False, exclude_frozen_parameters=bool(self.lora.rank)
+            )
         if self._ema is not None:
             self._ema.save(Path(path), self.rank)
 
     def load(self, path: str | Path) -> None:
-        """Take up what `save` wrote with the same number of ranks and the same ZeRO stage."""
-        found = len(list((Path(path) / TAG).glob("*optim_states.pt")))
+        """Take up what `save` wrote with the same number of ranks, the same ZeRO stage and offload to disk or not."""
+        disks = on_disk.rank_dirs(Path(path) / TAG)
+        if bool(disks) != bool(self.settings.nvme_path):
+            raise ConfigError(
+                f"checkpoint {path} was written {'with' if disks else 'without'} nvme_path, and this run is "
+                f"{'with' if self.settings.nvme_path else 'without'} it; resume as the run was started"
+            )
+        found = len(disks) or len(list((Path(path) / TAG).glob("*optim_states.pt")))
         if self._stage and found != self.gang.size:  # stage 0 shards nothing, and any number of ranks takes it up
             raise ConfigError(
                 f"checkpoint {path} was written by {found} trainer ranks, this run has {self.gang.size}; "
                 f"resume with {found} trainer replicas"
             )
-        self._engine.load_checkpoint(
-            str(path), tag=TAG, load_lr_scheduler_states=False, load_module_strict=not self.lora.rank
-        )
+        if disks:
+            on_disk.load(self._engine.optimizer, Path(path) / TAG, self.rank)
+        else:
+            self._engine.load_checkpoint(
+                str(path), tag=TAG, load_lr_scheduler_states=False, load_module_strict=not self.lora.rank
+            )
         if self._ema is not None:
             self._ema.load(Path(path), self.rank)
 

@@ -1,0 +1,57 @@
+"""Checkpoints of weights and optimizer state that lie on a disk (`nvme_path`).
+
+DeepSpeed's own copy the swap files alone: the weights that the model computes with stay those it began with
+until the next step. Here every sub-group is fetched as for a step, saved or filled, and put back as after one.
+One sub-group at a time is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WEIGHT = "weight"
+
+
+def rank_dirs(path: Path) -> list[Path]:
+    """What `save` wrote in this checkpoint, one directory a rank."""
+    return sorted(path.glob("on_disk_rank_*"))
+
+
+def save(optimizer: Any, path: Path, rank: int) -> None:
+    """This rank's shards, a file for each sub-group of a DeepSpeed ZeRO-3 optimizer."""
+    directory = path / f"on_disk_rank_{rank}"
+    directory.mkdir(parents=True, exist_ok=True)
+    for index, weight, state in _sub_groups(optimizer, changed=False):
+        torch.save({WEIGHT: weight.detach(), **state}, directory / f"sub_group_{index}.pt")
+
+
+def load(optimizer: Any, path: Path, rank: int) -> None:
+    """What `save` wrote, into an optimizer of the same model, ranks and settings; collective."""
+    for index, weight, state in _sub_groups(optimizer, changed=True):
+        saved = torch.load(path / f"on_disk_rank_{rank}" / f"sub_group_{index}.pt")
+        weight.detach().copy_(saved.pop(WEIGHT))
+        for name, value in saved.items():
+            if isinstance(state.get(name), Tensor):
+                state[name].copy_(value)
+            else:
+                state[name] = value
+
+
+def _sub_groups(optimizer: Any, *, changed: bool) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+    """(number, fp32 weights, optimizer state) in memory, one after the other; `changed` ones are written back."""
+    timers: set[str] = set()
+    if changed:
+        optimizer._partition_all_parameters()
+    for index, weight in enumerate(optimizer.fp32_partitioned_groups_flat):
+        optimizer._prepare_sub_group(index, timers)
+        yield index, weight, optimizer.optimizer.state[weight]
+        if changed:
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        optimizer._release_sub_group(index, timers)
+    if changed:
+        optimizer._post_step(timers)
