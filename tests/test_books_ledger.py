@@ -258,6 +258,26 @@ def test_tokens_generated_again_are_counted_apart(tmp_path: Path) -> None:
     run(body())
 
 
+def test_a_copy_of_what_a_checkpoint_kept_changes_no_row(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        first, second = prompts(0)[:2]
+        for prompt in (first, second):
+            small.client.generated(sample(prompt, [0] * 5))
+        small.client.scored(sample(first, [0] * 5, reward=1.0))
+        small.client.flush()
+        small.books.kept({first.sample_id}, {first.sample_id})
+        small.client.generated(sample(first, [3] * 6))
+        small.client.scored(sample(first, [3] * 6, reward=7.0))
+        small.client.flush()
+        small.books.commit()
+        query = "SELECT response_tokens, redone_tokens, newest_version, reward FROM samples ORDER BY member LIMIT 2"
+        assert rows(tmp_path, query) == [(5, 6, 0, 1.0), (5, 0, 0, None)]
+
+    run(body())
+
+
 def test_stale_tokens_leave_the_sample_trained_or_drop_it(tmp_path: Path) -> None:
     async def body() -> None:
         small = SmallRun(tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import ConfigError
-from flowrl.messages import Batch, Prompt, Trainable
+from flowrl.messages import Batch, Group, Prompt, Sample, Trainable
 from flowrl.runtime import checkpoint
 from flowrl.runtime.checkpoint import Cut
 
@@ -52,6 +52,13 @@ def test_the_parts_of_a_gangs_batch_are_joined_again() -> None:
     assert isinstance(envelope.body, Batch)
     assert [s.sample_id for s in envelope.body.samples] == ["x", "y", "z"]
     assert envelope.body.micro_batches == ()
+
+
+def test_what_is_made_already_is_found_in_the_messages() -> None:
+    rollout = Sample(**{f.name: getattr(sample("x"), f.name) for f in fields(Sample)})
+    bodies = [rollout, sample("y"), Group("g", (sample("z"),), 1), batch("b"), prompt("p")]
+    generated, scored = checkpoint.made(("a/0", "e", Envelope(b"1", body=body)) for body in bodies)
+    assert (generated, scored) == ({"x", "y", "z", "b"}, {"y", "z", "b"})
 
 
 def test_state_survives_the_disk(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Invariants
 - A group stands committed in the ledger before `admit` answers, so before its first prompt leaves.
 - Every admitted sample leaves `in_flight` at most once; later news of it changes no state.
 - A group whose samples have all been filtered, failed or dropped gives its ticket back by itself.
+- What is made of a sample again after a resume changes its row only if what was made before is gone.
 - Other events are committed with the next admission or step, and COMMIT_WITHIN_S after they came at
   the latest.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,6 +74,8 @@ class Books:
         """Groups with a sample in flight or an open ticket."""
         self._group_of: dict[str, str] = {}
         """Sample in flight -> its group."""
+        self._generated_before: set[str] = set()
+        self._scored_before: set[str] = set()
         self._waiters: list[asyncio.Future[None]] = []
         self._committing: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -170,6 +173,12 @@ class Books:
         while self._main and self.tickets.floor(self._main) < version:
             await self._change()
 
+    def kept(self, generated: Set[str], scored: Set[str]) -> None:
+        """A checkpoint has these samples generated, and scored, already: a turn that the cut found in its last
+        send makes them once more, and that copy goes nowhere."""
+        self._generated_before |= generated
+        self._scored_before |= scored
+
     # Events
 
     def record(self, events: Sequence[Row]) -> None:
@@ -182,10 +191,14 @@ class Books:
     def _generated(
         self, sample_id: str, generator: str, tokens: int, oldest: int | None, newest: int | None, at_s: float
     ) -> None:
+        if sample_id in self._generated_before:
+            self.ledger.add("redone", tokens, sample_id)
+            return
         self.ledger.add("generated", generator, tokens, oldest, newest, at_s, sample_id)
 
     def _scored(self, sample_id: str, reward: float, at_s: float) -> None:
-        self.ledger.add("scored", reward, at_s, sample_id)
+        if sample_id not in self._scored_before:
+            self.ledger.add("scored", reward, at_s, sample_id)
 
     def _lost(self, ticket: int, sample_ids: Sequence[str], state: str, reason: str, tokens: int) -> None:
         lost = sample_ids or self._in_flight_of(ticket)

@@ -27,7 +27,7 @@ import msgpack
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.stored import dump, load
 from flowrl.errors import ConfigError
-from flowrl.messages import Batch, Message, Prompt
+from flowrl.messages import Batch, Message, Prompt, Sample, Scored
 
 FORMAT = 1
 
@@ -112,6 +112,13 @@ def read_state(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"{directory}: checkpoint format {content['format']}, this flowrl reads {FORMAT}")
     content["messages"] = [(producer, edge, unpack(packed)) for producer, edge, packed in content["messages"]]
     return dict(content)
+
+
+def made(messages: Iterable[tuple[str, str, Envelope]]) -> tuple[set[str], set[str]]:
+    """Ids of the samples among these messages, and of those that have their reward."""
+    bodies = [envelope.body for _, _, envelope in messages]
+    samples = [s for body in bodies for s in getattr(body, "samples", (body,)) if isinstance(s, Sample)]
+    return {s.sample_id for s in samples}, {s.sample_id for s in samples if isinstance(s, Scored)}
 
 
 def publish(temporary: Path, final: Path) -> None:

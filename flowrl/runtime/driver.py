@@ -359,6 +359,7 @@ class Driver:
 
     async def _restore(self, directory: Path) -> None:
         state = checkpoint.read_state(directory)
+        self.books.kept(*checkpoint.made(state["messages"]))
         messages: dict[str, list[Any]] = {host: [] for host in self.hosts}
         for producer, edge, envelope in state["messages"]:
             name, replica = producer.split("/")

@@ -87,6 +87,7 @@ STATEMENTS = {
     " redone_tokens = redone_tokens + (CASE WHEN generated_s IS NULL THEN 0 ELSE response_tokens END),"
     " generator = ?, response_tokens = ?, oldest_version = ?, newest_version = ?, generated_s = ?"
     " WHERE sample_id = ?",
+    "redone": "UPDATE samples SET redone_tokens = redone_tokens + ? WHERE sample_id = ?",
     "scored": "UPDATE samples SET reward = ?, scored_s = ? WHERE sample_id = ?",
     "ended": "UPDATE samples SET state = ?, reason = ? WHERE sample_id = ?",
     "trained": "UPDATE samples SET state = 'trained', trained_tokens = ?, stale_tokens = ?,"
