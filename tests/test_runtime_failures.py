@@ -27,9 +27,11 @@ RAYS_AGENTS = {"ray::DashboardA", "ray::RuntimeEnv"}
 
 
 def test_a_node_that_raises_ends_the_run_once_and_it_can_be_resumed(tmp_path: Path, ray: dict[str, str]) -> None:
+    options = ["--steps", "6", "--save-every", "1"]
+    full = ["--capacity", "1", "--group-size", "4"]  # the generator's turns stand in their sends at every checkpoint
     runs = {
-        fault: Run(FAULTS, tmp_path / fault, "--fault", fault, "--steps", "6", "--save-every", "1", env=ray)
-        for fault in ("raise", "raise_in_loop", "forget", "setup")
+        fault: Run(FAULTS, tmp_path / fault, "--fault", fault, *options, *more, env=ray)
+        for fault, more in {"raise": [], "raise_in_loop": full, "forget": [], "setup": []}.items()
     }
     for fault, run in runs.items():
         assert run.wait() == 2, run.stdout
@@ -45,11 +47,12 @@ def test_a_node_that_raises_ends_the_run_once_and_it_can_be_resumed(tmp_path: Pa
     assert "Traceback" not in runs["forget"].stderr
     assert "RuntimeError: no such device" in runs["setup"].stderr
 
-    assert "audit: ok" in audit(tmp_path / "raise")
-    again = Run(FAULTS, tmp_path / "raise", "--steps", "6", "--resume", env=ray)
-    again.until("resumed from step_")
-    assert again.wait() == 0, again.stderr
-    assert states(tmp_path / "raise") == {("trained", None): 6 * 4}
+    for fault, more in {"raise": [], "raise_in_loop": full}.items():
+        assert "audit: ok" in audit(tmp_path / fault)
+        again = Run(FAULTS, tmp_path / fault, *options, *more, "--resume", env=ray)
+        again.until("resumed from step_")
+        assert again.wait() == 0, again.stdout + again.stderr
+        assert states(tmp_path / fault) == {("trained", None): 6 * 2 * (4 if more else 2)}
 
 
 @pytest.mark.parametrize("victim", ["generator-0", "trainer-1", "faulty-0"])

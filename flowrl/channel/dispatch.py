@@ -53,10 +53,11 @@ class OutEdge:
         Raises LaneFailed when a lane it needs has failed, WireError for a body that cannot travel.
         """
         only, rule = self._only, self.rule
-        if only is not None and not self.gate.waiting and only.machine.credits > 0 and not only.machine.failed:
+        stands = self.gate.held or self.gate.waiting
+        if only is not None and not stands and only.machine.credits > 0 and not only.machine.failed:
             only.put(envelope)  # most sends: one lane, with credit; every call less counts here
         elif rule == "share":
-            if self.gate.waiting or not self._any():
+            if stands or not self._any():
                 await self._wait(self.lanes, self._any)
             self._freest().put(envelope)
         elif rule == "key":
@@ -83,7 +84,7 @@ class OutEdge:
         def ready() -> bool:
             return all([lane.can_send() for lane in lanes])  # noqa: C419
 
-        if self.gate.waiting or not ready():
+        if self.gate.held or self.gate.waiting or not ready():
             await self._wait(lanes, ready)
         for lane, part in zip(lanes, parts(), strict=True):
             lane.put(part)
@@ -104,6 +105,11 @@ class OutEdge:
         parts: Sequence[Any] = split(len(self.lanes))
         assert len(parts) == len(self.lanes), f"{type(body).__name__}.split({len(self.lanes)}) gave {len(parts)} parts"
         return [Envelope(envelope.id, envelope.ticket, envelope.group_id, envelope.member, part) for part in parts]
+
+    def hold(self, held: bool) -> None:
+        """While held, nothing is sent: sends wait, whatever their credits. Latest edges never wait."""
+        self.gate.held = held
+        self.gate.wake()
 
     def on_taken(self, callback: Ids) -> None:
         """As `SendLane.on_taken`; of a message on several lanes once for each."""

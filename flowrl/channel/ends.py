@@ -35,6 +35,8 @@ class Gate:
     def __init__(self) -> None:
         self.waiting: dict[object, tuple[asyncio.Future[None], Callable[[], bool], float]] = {}
         """The sends that wait, in their order: (what wakes one, may it go, since when)."""
+        self.held = False
+        """Nothing goes, credit or not: for the cut of a checkpoint."""
 
     def since(self) -> float | None:
         """When the longest wait began (time.monotonic), None if nothing waits."""
@@ -53,7 +55,7 @@ class Gate:
                 self.waiting[me] = turn, ready, began
                 self.wake()
                 await turn
-                if ready():
+                if not self.held and ready():
                     return time.monotonic() - began
         finally:
             del self.waiting[me]
@@ -62,6 +64,8 @@ class Gate:
 
     def wake(self) -> None:
         """Let the first wait go on that can. It wakes the next when it has acted, or was cancelled."""
+        if self.held:
+            return
         for turn, ready, _ in self.waiting.values():
             if turn.done():
                 return
@@ -120,7 +124,7 @@ class SendLane:
 
     async def send(self, envelope: Envelope) -> None:
         """Wait for a credit and send. Cancelled while waiting it sends nothing. Raises LaneFailed."""
-        if self.gate.waiting or not self.can_send():
+        if self.gate.held or self.gate.waiting or not self.can_send():
             self.blocked_s += await self.gate.wait(self.can_send)
         self.put(envelope)
 

@@ -70,6 +70,7 @@ class LiveOut(Protocol):
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None: ...
     async def admit(self, items: Sequence[Message]) -> bool: ...
+    def was_sent(self) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -204,6 +205,15 @@ class Out(Port, Generic[T_co]):
         False when no further group is wanted (`--steps` is reached, or the run is ending).
         """
         return await self.live.admit(items)
+
+    def was_sent(self) -> bool:
+        """Whether the message that this turn would send next is among those that a resumed run began with.
+
+        A checkpoint may find a turn in a send that waits for credit. It keeps the message, and the resumed
+        run begins the turn again, where `send` leaves the message out. A turn that makes nothing else asks
+        here first, returns if so, and spares the work.
+        """
+        return self.live.was_sent()
 
     def close(self) -> None:
         """End this stream before `run` returns, when the node goes on with other work. Once or more."""

@@ -219,6 +219,8 @@ class Generator(Node):
     # Samples
 
     async def _generate(self, prompt: Prompt) -> None:
+        if self.rollouts.was_sent():
+            return
         sample = await self._sample(prompt, self.sampling, TRAINING)
         self.context.metric("tokens_generated", sample.response_tokens - len(prompt.prefix_token_ids))
         self.context.ledger.generated(sample)

@@ -1,11 +1,12 @@
 """Checkpoints: one consistent cut through a running graph.
 
 How the cut is made. Admission is closed, the trainers stand at a batch's end, generators hand over
-their unfinished prefixes, every host stops taking items and ends the turns it is in, and every pair of
-hosts has exchanged what was under way. From then on nothing changes, and what the producers still
-keep (custody) is the whole state between the nodes:
+their unfinished prefixes, every host stops taking items, ends the turns it is in and sends no more, and
+the hosts exchange what is under way until nothing moves. From then on nothing changes, and what the
+producers still keep (custody) is the whole state between the nodes:
 
-- a message that nobody has finished is saved with its edge, and sent again on it at resume;
+- a message that nobody has finished, or that waits for credit, is saved with its edge, and sent again on
+  it at resume;
 - a message whose turn has ended is left out, what was made from it is saved instead;
 - of a turn that stands still between two sends the item is saved and the ids of what it has already
   sent, so that the repeated turn sends only the rest.

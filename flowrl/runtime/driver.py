@@ -338,7 +338,7 @@ class Driver:
         for prefixes in await asyncio.gather(*(self.on_node(track, "snapshot") for track in generators)):
             cut.prefixes.update(prefixes)
         await self._ask_hosts("freeze")
-        await self._ask_hosts("ping", lambda host: {"peers": [peer for peer in self.hosts if peer != host]})
+        await self._until_still()
         for part in await self._ask_hosts("snapshot"):
             cut.add(part)
         await asyncio.gather(
@@ -349,6 +349,13 @@ class Driver:
         checkpoint.write_state(temporary, cut, {"version": version})
         await self._ask_hosts("thaw")
         await asyncio.gather(*(self.on_node(track, "resume") for track in generators))
+
+    async def _until_still(self) -> None:
+        """Until nothing is under way between any two hosts: credits and acks have their effect on arrival, and
+        may call for another. The hosts are frozen, so that comes to an end."""
+        before: list[int] = []
+        while (moved := await self._ask_hosts("settle", lambda host: {"peers": list(self.hosts)})) != before:
+            before = moved
 
     def _with_method(self, method: str) -> list[str]:
         nodes = self.job.graph.nodes

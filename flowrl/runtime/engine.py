@@ -83,6 +83,7 @@ class HostEngine:
             "freeze": self._freeze,
             "thaw": self._thaw,
             "gate": self._gate,
+            "settle": self._settle,
             "ping": self._ping,
             "snapshot": self._snapshot,
             "restore": self._restore,
@@ -176,23 +177,38 @@ class HostEngine:
     # What the driver asks over the control link
 
     async def _freeze(self, host: str, body: Any) -> None:
-        """Take nothing more, and return when every turn has ended or stands in a wait."""
+        """Take nothing more, and when every turn has ended or stands in a wait, send nothing more."""
         for replica in self.replicas.values():
             replica.gate(open_=False)
+        await self._idle()
         for replica in self.replicas.values():
-            await replica.activity.idle()
+            replica.hold(True)
 
     async def _thaw(self, host: str, body: Any) -> None:
         for replica in self.replicas.values():
+            replica.hold(False)
             replica.gate(open_=True)
+
+    async def _idle(self) -> None:
+        """Until no turn of any node here is inside user code."""
+        while any(replica.activity.working for replica in self.replicas.values()):
+            for replica in self.replicas.values():
+                await replica.activity.idle()
 
     async def _gate(self, host: str, body: dict[str, Any]) -> None:
         """Let one node take items, or not; turns that have begun go on."""
         self.replicas[body["track"]].gate(open_=body["open"])
 
-    async def _ping(self, host: str, body: dict[str, Any]) -> None:
-        """Everything that was under way between this host and the others has arrived."""
-        await asyncio.gather(*(self.endpoint.request(peer, "ping", {"peers": ()}) for peer in body["peers"]))
+    async def _settle(self, host: str, body: dict[str, Any]) -> int:
+        """Everything that was under way from here has arrived. Grows with all that has ever moved here."""
+        await self._idle()
+        await asyncio.gather(*(self.endpoint.request(peer, "ping") for peer in body["peers"]))
+        moves = sum(replica.activity.moves for replica in self.replicas.values())
+        lanes = self.endpoint.statistics().values()
+        return moves + sum(lane.sent + lane.received + lane.acked + lane.credits for lane in lanes)
+
+    async def _ping(self, host: str, body: Any) -> None:
+        """Frames of a link keep their order: what `host` sent before has arrived."""
 
     async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
         """This host's part of a cut; the host is frozen."""
@@ -218,7 +234,7 @@ class HostEngine:
                 self.replicas[track].node.load_state(load_value(state))
         for replica in self.replicas.values():
             for out in replica.outbound.values():
-                out.already_sent.update(body["sent"])
+                out.sent_before.update(body["sent"])
         for track, edge, packed in body["messages"]:
             self.replicas[track].restore(edge, unpack(packed))
 

@@ -47,7 +47,9 @@ class Outbound:
         """What is already sent of a group whose other members still wait for credit."""
         self._restoring: list[tuple[str, Envelope]] = []
         """A checkpoint's messages that still wait for credit."""
-        self.already_sent: set[bytes] = set()
+        self._waiting: dict[bytes, tuple[Envelope, int]] = {}
+        """What turns made that waits for credit, and the first of `edges` that has not got it yet."""
+        self.sent_before: set[bytes] = set()
         """Ids that a turn cut off by a checkpoint had sent: its repetition leaves them out."""
 
     @property
@@ -74,6 +76,13 @@ class Outbound:
         self._admitted.clear()
         return True
 
+    def was_sent(self) -> bool:
+        parents = self._parents(None)
+        if not parents or not self._left_out(self._next_id(parents), parents):
+            return False
+        self._count(parents)
+        return True
+
     async def bury(self, marker: Tombstone, items: Sequence[Item]) -> None:
         """Pass a tombstone on in the place of what would have been made from `items`."""
         if self.carries_tombstones:
@@ -92,8 +101,20 @@ class Outbound:
 
     def unacked(self) -> list[tuple[str, Envelope]]:
         """(edge, message) of all that no consumer has finished."""
-        kept = [(edge.name, envelope) for edge in self.edges if edge.rule != "latest" for envelope in edge.unacked()]
-        return kept + self._restoring
+        queues = [edge for edge in self.edges if edge.rule != "latest"]
+        kept = [(edge.name, envelope) for edge in queues for envelope in edge.unacked()]
+        waiting = [
+            (edge.name, envelope)
+            for envelope, first in self._waiting.values()
+            for edge in self.edges[first:]
+            if edge in queues
+        ]
+        return kept + waiting + self._restoring
+
+    def hold(self, held: bool) -> None:
+        """While held, nothing is sent."""
+        for edge in self.edges:
+            edge.hold(held)
 
     def sent_of_open_group(self) -> list[bytes]:
         """Ids of the members that are sent of a group whose admission has not returned yet."""
@@ -115,35 +136,55 @@ class Outbound:
         return list(dict.fromkeys(part for item in items for part in item.whole))
 
     def _envelope(self, body: Message, parents: Sequence[Item]) -> Envelope:
-        port = self.port
         if not parents:
             self._cursor += 1
-            return Envelope(source_id(port, str(self._cursor)), -1, "", -1, body)
-        ordinal = parents[0].ordinals.get(port, 0)
-        parents[0].ordinals[port] = ordinal + 1
+            return Envelope(source_id(self.port, str(self._cursor)), -1, "", -1, body)
+        key = self._next_id(parents)
+        self._count(parents)
         heads = [parent.envelope for parent in parents]
         first = heads[0]
         return Envelope(
-            message_id([head.id for head in heads], port, ordinal),
+            key,
             first.ticket if all(head.ticket == first.ticket for head in heads) else -1,
             first.group_id if all(head.group_id == first.group_id for head in heads) else "",
             first.member if all(head.member == first.member for head in heads) else -1,
             body,
         )
 
-    async def _send(self, envelope: Envelope, parents: Sequence[Item], *, uses_up: bool = True) -> None:
+    def _next_id(self, parents: Sequence[Item]) -> bytes:
+        """Of the next message that is made from these."""
+        return message_id([item.envelope.id for item in parents], self.port, parents[0].ordinals.get(self.port, 0))
+
+    def _count(self, parents: Sequence[Item]) -> None:
+        """That message has its id now."""
+        parents[0].ordinals[self.port] = parents[0].ordinals.get(self.port, 0) + 1
+
+    def _left_out(self, key: bytes, parents: Sequence[Item]) -> bool:
+        """A checkpoint has the message already: it counts as sent by its turn."""
+        if key not in self.sent_before:
+            return False
+        self.sent_before.discard(key)
         for item in parents:
             item.accounted = True
-        if envelope.id in self.already_sent:
-            self.already_sent.discard(envelope.id)
+        return True
+
+    async def _send(self, envelope: Envelope, parents: Sequence[Item], *, uses_up: bool = True) -> None:
+        if self._left_out(envelope.id, parents):
             return
-        for edge in self.edges:
-            if parents and edge.rule != "latest":
-                self._desk.child(parents, envelope.id, edge.num_arrivals)
-            began = time.time_ns()
-            with self._activity.waiting("credit", edge.name, inside=in_turn.get()):
-                await edge.send(envelope)
-            self._owner.waited(f"credit {edge.name}", began)
+        for item in parents:
+            item.accounted = True
+        try:
+            for number, edge in enumerate(self.edges):
+                if parents:
+                    self._waiting[envelope.id] = envelope, number
+                    if edge.rule != "latest":
+                        self._desk.child(parents, envelope.id, edge.num_arrivals)
+                began = time.time_ns()
+                with self._activity.waiting("credit", edge.name, inside=in_turn.get()):
+                    await edge.send(envelope)
+                self._owner.waited(f"credit {edge.name}", began)
+        finally:
+            self._waiting.pop(envelope.id, None)
         self._owner.sent(envelope)
         for item in parents:
             if item.held and uses_up:

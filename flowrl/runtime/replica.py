@@ -105,6 +105,11 @@ class Replica:
         for port in self.inbound.values():
             port.gate(open_=open_)
 
+    def hold(self, held: bool) -> None:
+        """Let out ports send, or not."""
+        for port in self.outbound.values():
+            port.hold(held)
+
     def report(self) -> dict[str, Any]:
         """A node that has not ended and waits for nothing the engine knows of is inside its own code."""
         report = self.activity.report() | {"open": len(self.desk)}

@@ -22,6 +22,8 @@ class Faults:
     generate_s: float = 0.02
     train_s: float = 0.02
     group_size: int = 2
+    capacity: int = 64
+    """Of the edge from the generator on: when it is full, turns stand in their send while a checkpoint is made."""
 
 
 def graph(cfg: Faults) -> Graph:
@@ -34,7 +36,7 @@ def graph(cfg: Faults) -> Graph:
     batcher = g.add("batcher", TokenBatch(2, token_budget=4096))
     trainer = g.add("trainer", (Ranks if cfg.ranks > 1 else Trainer)(cfg.train_s), replicas=cfg.ranks, cpus=cpus)
     g.connect(source.prompts, generator.prompts)
-    g.connect(generator.samples, faulty.samples)
+    g.connect(generator.samples, faulty.samples, capacity=cfg.capacity)
     g.connect(faulty.passed, collect.samples)
     g.connect(collect.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")

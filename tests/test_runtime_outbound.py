@@ -1,0 +1,141 @@
+"""Sends that a checkpoint finds waiting for credit: kept with the cut, and left out by the repeated turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from flowrl.channel.dispatch import EndOfStream
+from flowrl.channel.envelope import Envelope
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Sample
+from flowrl.runtime.context import Place
+from flowrl.runtime.inbound import Inbound
+from flowrl.runtime.lease import Lease
+from flowrl.runtime.outbound import Outbound
+from flowrl.runtime.replica import Replica
+from flowrl.runtime.trace import TraceBuffer
+from tests.node_rig import sample
+
+PLACE = Place("twice", 0, 1, "", 0, None, (), (), None, 0, "outbound-test")
+
+
+class Delivered:
+    def __init__(self, body: Sample) -> None:
+        self.envelope = Envelope(f"{body.sample_id:16}".encode(), 0, body.group_id, body.member, body)
+        self.acks = 0
+
+    def ack(self) -> None:
+        self.acks += 1
+
+
+class Source:
+    """An inbox."""
+
+    def __init__(self, bodies: Iterable[Sample]) -> None:
+        self.deliveries = [Delivered(body) for body in bodies]
+        self._left = list(self.deliveries)
+
+    async def take(self) -> Delivered:
+        if not self._left:
+            raise EndOfStream
+        return self._left.pop(0)
+
+
+class Edge:
+    """An edge with credit or without, whose messages nobody finishes."""
+
+    rule, num_arrivals = "share", 1
+
+    def __init__(self, name: str, *, credit: bool) -> None:
+        self.name = name
+        self.kept: list[Envelope] = []
+        self._credit = asyncio.Event()
+        if credit:
+            self._credit.set()
+
+    async def send(self, envelope: Envelope) -> None:
+        await self._credit.wait()
+        self.kept.append(envelope)
+
+    def unacked(self) -> list[Envelope]:
+        return self.kept
+
+    def close(self) -> None:
+        pass
+
+
+class Nobody:
+    def notify(self, *what: Any) -> None: ...
+
+
+class Twice(Node):
+    """Makes two messages of each: as it is, and its repetition. The first is work."""
+
+    samples: In[Sample]
+    out: Out[Sample]
+
+    def __init__(self) -> None:
+        self.worked: list[str] = []
+
+    async def run(self) -> None:
+        async for item in self.samples:
+            if not self.out.was_sent():
+                self.worked.append(item.sample_id)
+                await self.out.send(item)
+            await self.out.send(sample(item.member, group="second"))
+
+
+def replica_of(node: Twice, bodies: Iterable[Sample], *edges: Edge) -> tuple[Replica, Source]:
+    endpoint: Any = Nobody()
+    source: Any = Source(bodies)
+    outs: Any = edges
+    lease = Lease("", "core", endpoint)
+    replica = Replica(node, PLACE, endpoint, TraceBuffer(), lease)
+    node.ports["samples"].live = replica.inbound["samples"] = Inbound(
+        "twice.samples", source, replica.desk, replica.activity, replica, lease, sink=False
+    )
+    node.ports["out"].live = replica.outbound["out"] = Outbound("twice.out", outs, replica)
+    return replica, source
+
+
+def names(kept: Iterable[tuple[str, Envelope]]) -> list[tuple[str, str]]:
+    return [(edge, envelope.body.sample_id) for edge, envelope in kept]  # type: ignore[attr-defined]
+
+
+def test_a_waiting_message_is_kept_for_every_edge_that_has_not_got_it() -> None:
+    async def body() -> None:
+        edges = [Edge("a", credit=True), Edge("b", credit=False), Edge("c", credit=True)]
+        replica, source = replica_of(Twice(), [sample(0)], *edges)
+        running = asyncio.create_task(replica.run())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        kept = replica.outbound["out"].unacked()
+        assert names(kept) == [("a", "g:0"), ("b", "g:0"), ("c", "g:0")]
+        assert set(replica.sent_already()) == {kept[0][1].id}
+        running.cancel()
+        await asyncio.wait((running,))
+        assert names(replica.outbound["out"].unacked()) == [("a", "g:0")]
+        assert source.deliveries[0].acks == 0
+
+    asyncio.run(body())
+
+
+def test_the_repeated_turn_leaves_out_what_was_kept() -> None:
+    async def body() -> None:
+        before = Edge("a", credit=True)
+        first, _ = replica_of(Twice(), [sample(0)], before)
+        await first.run()
+        assert [envelope.body.sample_id for envelope in before.kept] == ["g:0", "second:0"]
+
+        node, edge = Twice(), Edge("a", credit=True)
+        again, _ = replica_of(node, [sample(0), sample(1)], edge)
+        again.outbound["out"].sent_before = {before.kept[0].id}
+        await again.run()
+        assert node.worked == ["g:1"]
+        assert [envelope.body.sample_id for envelope in edge.kept] == ["second:0", "g:1", "second:1"]
+        assert edge.kept[0].id == before.kept[1].id, "what follows has the id that it had before"
+
+    asyncio.run(body())
