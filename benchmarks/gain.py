@@ -87,8 +87,11 @@ def gain(run_dir: Path) -> Gain:
 
 
 def shares(run_dir: Path, phase: str) -> Shares:
-    """What one evaluation found; empty if there was none."""
-    query = "SELECT prompt_id, AVG(correct) FROM evaluations WHERE phase = ? GROUP BY 1"
+    """What one evaluation found on its first task; empty if there was none."""
+    query = (
+        "SELECT prompt_id, AVG(correct) FROM evaluations WHERE phase = ?"
+        " AND task = (SELECT task FROM evaluations ORDER BY rowid LIMIT 1) GROUP BY 1"
+    )
     with closing(sqlite3.connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)) as db:
         return dict(db.execute(query, (phase,)).fetchall())
 

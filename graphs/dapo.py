@@ -49,6 +49,8 @@ class DAPO:
     """Answers to each of them: one is greedy, several are sampled at `temperature`."""
     evaluate_every: int = 0
     """Steps between evaluations during training; 0 for none."""
+    evaluate_also: tuple[str, ...] = ()
+    """Further tasks that are asked then, each judged by its own verifier."""
     num_generators: int = 1
     num_trainers: int = 1
     """ZeRO ranks."""
@@ -136,6 +138,7 @@ def graph(cfg: DAPO) -> Graph:
             num_prompts=cfg.evaluate,
             num_samples=cfg.evaluate_samples,
             every=cfg.evaluate_every,
+            also=cfg.evaluate_also,
         )
         evaluation = g.add("evaluation", held_out)
         g.call(evaluation.generate, generator.requests)

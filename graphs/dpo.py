@@ -60,6 +60,8 @@ class DPO:
     """Answers to each of them: one is greedy, several are sampled."""
     evaluate_every: int = 0
     """Steps between evaluations during training; 0 for none."""
+    evaluate_also: tuple[str, ...] = ()
+    """Further tasks that are asked then, each judged by its own verifier."""
     num_trainers: int = 1
     """ZeRO ranks."""
     gpus: float = 0
@@ -127,6 +129,7 @@ def graph(cfg: DPO) -> Graph:
             num_prompts=cfg.evaluate,
             num_samples=cfg.evaluate_samples,
             every=cfg.evaluate_every,
+            also=cfg.evaluate_also,
         )
         evaluation = g.add("evaluation", held_out)
         g.call(evaluation.generate, generator.requests)

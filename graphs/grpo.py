@@ -52,6 +52,8 @@ class GRPO:
     """Answers to each of them: one is greedy, several are sampled at `temperature`."""
     evaluate_every: int = 0
     """Steps between evaluations during training; 0 for none."""
+    evaluate_also: tuple[str, ...] = ()
+    """Further tasks that are asked then, each judged by its own verifier."""
     num_generators: int = 1
     num_trainers: int = 1
     """ZeRO ranks."""
@@ -191,6 +193,7 @@ def graph(cfg: GRPO) -> Graph:
             num_prompts=cfg.evaluate,
             num_samples=cfg.evaluate_samples,
             every=cfg.evaluate_every,
+            also=cfg.evaluate_also,
         )
         evaluation = g.add("evaluation", held_out)
         g.call(evaluation.generate, generator.requests)

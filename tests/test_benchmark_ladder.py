@@ -27,14 +27,16 @@ def result(rung: str = "grpo", seed: int = 0, **more: object) -> Result:
     return Result(rung=rung, seed=seed, **fields | more)  # type: ignore[arg-type]
 
 
-def ledger(run_dir: Path, *rows: tuple[str, str, int, int]) -> None:
-    """(phase, prompt, member, correct)"""
+def ledger(run_dir: Path, *rows: tuple[str, str, int, int], also: str = "") -> None:
+    """(phase, prompt, member, correct), and answers to prompts of another task that are all right."""
     run_dir.mkdir(parents=True)
     with sqlite3.connect(run_dir / "ledger.sqlite") as db:
         db.executescript(SCHEMA)
         columns = [name for _, name, *_ in db.execute("PRAGMA table_info(evaluations)")]
-        for phase, prompt, member, correct in rows:
+        others = [(phase, f"{also}-{prompt}", member, 1, also) for phase, prompt, member, _ in rows if also]
+        for phase, prompt, member, correct, task in [*((*row, "first") for row in rows), *others]:
             known = {"phase": phase, "prompt_id": prompt, "member": member, "correct": correct, "score": correct * 0.5}
+            known["task"] = task
             values = [known.get(name, 0) for name in columns]
             db.execute(f"INSERT INTO evaluations VALUES ({', '.join('?' * len(values))})", values)
     db.close()
@@ -50,7 +52,7 @@ def test_the_error_is_that_of_the_paired_differences() -> None:
 def test_gains_are_read_from_the_ledger_prompt_by_prompt(tmp_path: Path) -> None:
     answers = [("before", "p", 0, 0), ("before", "p", 1, 1), ("before", "q", 0, 0), ("before", "q", 1, 0)]
     answers += [("after", "p", 0, 1), ("after", "p", 1, 1), ("after", "q", 0, 0), ("after", "q", 1, 1)]
-    ledger(tmp_path / "run", *answers)
+    ledger(tmp_path / "run", *answers, also="other")
     found = gain(tmp_path / "run")
     assert (found.prompts, found.before, found.after, found.error) == (2, 0.25, 0.75, 0.0)
     assert scores(tmp_path / "run", "before")["p", 1] == 0.5

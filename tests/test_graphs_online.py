@@ -30,6 +30,7 @@ SHARED = (
     "evaluate",
     "evaluate_samples",
     "evaluate_every",
+    "evaluate_also",
     "num_generators",
     "num_trainers",
     "gpus",

@@ -31,7 +31,7 @@ ONLINE = {
     "dapo": (*SMALL, *EVALUATED),
     "distill": (*SMALL, *EVALUATED, "--teacher", "tiny", "--num-trainers", "2", "--exact"),
     "iterative_dpo": (*SMALL, *EVALUATED, "--reference", "initial", "--optimizer-steps", "2"),
-    "raft": (*SMALL, *EVALUATED),
+    "raft": (*SMALL, *EVALUATED, "--evaluate-also", "arithmetic:max_value=12"),
     "reinforce_pp": (*SMALL, *EVALUATED, "--kl-target", "0.5"),
     "rloo": (*SMALL, *EVALUATED, "--normalise-rewards"),
     "custom_node": SMALL,
@@ -61,9 +61,9 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def asked(run_dir: Path) -> dict[str, int]:
-    """Answers to held-out prompts by phase."""
+    """Answers to held-out prompts by phase, as many for every task."""
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as db:
-        return dict(db.execute("SELECT phase, COUNT(*) FROM evaluations GROUP BY phase"))
+        return dict(db.execute("SELECT DISTINCT phase, COUNT(*) FROM evaluations GROUP BY phase, task"))
 
 
 def policy_lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -88,6 +88,8 @@ def test_two_steps_of_an_online_graph(graph: str, tmp_path: Path, ray: dict[str,
     for record in policy_lines(tmp_path / "run"):
         assert 0 <= record["staleness_max"] <= 1 and record["behavior_gap"] < 0.5
     assert asked(tmp_path / "run") == (BOTH if EVALUATED[0] in ONLINE[graph] else {})
+    if graph == "raft":
+        assert f"after training ({PROMPTS * ANSWERS} answers, arithmetic:max_value=12)" in printed
 
 
 @pytest.mark.parametrize("graph", OFFLINE)

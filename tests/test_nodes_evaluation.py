@@ -111,7 +111,14 @@ def test_every_task_has_figures_and_rows_under_its_name() -> None:
     assert [{row.task for row in rows} for _, rows in context.ledger.events] == [{TASK.name}, {other.name}]
 
 
+def test_further_tasks_are_asked_in_the_same_way_and_judged_by_their_own_verifiers() -> None:
+    first = Task("arithmetic", reward="rules.py:score", system_prompt="Add.")
+    node = Evaluation(first, Policy("tiny"), also=["arithmetic:operators=-"])
+    assert node.tasks == (first, Task("arithmetic:operators=-", system_prompt="Add."))
+
+
 def test_tasks_have_to_be_different_ones() -> None:
+    assert Evaluation(TASK, Policy("tiny"), also=[TASK.name]).check(None) == ["it needs one task or more, each once"]
     assert Evaluation((TASK, TASK), Policy("tiny")).check(None) == ["it needs one task or more, each once"]
     assert len(Evaluation((), Policy("tiny")).check(None)) == 1
 

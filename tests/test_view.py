@@ -41,7 +41,7 @@ def busy_board() -> Board:
         elapsed_s=63.4,
         progress={"driver": "training"},
         records=[record(step) for step in range(1, 11)],
-        evaluations=[("before", 0, 0.25, 512), ("during", 5, 0.5, 512)],
+        evaluations={"": [("before", 0, 0.25, 512), ("during", 5, 0.5, 512)]},
         nodes=[NodeNow("generator", 2, 0.4), NodeNow("trainer", 1, 0.97)],
         edges=[EdgeNow(EDGE, "generator", "trainer", 4, 2, 0.6)],
         generated_per_s=1234.5,
@@ -132,6 +132,7 @@ def test_without_a_terminal_there_is_a_line_for_every_event() -> None:
     view.progress("generator/0", "loading [the] model")
     view.progress("generator/0", "loading [the] model")
     view.evaluation("before", 0, 0.25, 512)
+    view.evaluation("before", 0, 0.5, 64, "sums.jsonl")
     view.statistics(report(0.9), "")
     view.step(record(1))
     view.warning("something")
@@ -140,6 +141,7 @@ def test_without_a_terminal_there_is_a_line_for_every_event() -> None:
     assert lines == [
         "generator/0: loading [the] model",
         "held-out 0.250 before training (512 answers)",
+        "held-out 0.500 before training (64 answers, sums.jsonl)",
         "step 1/40  reward_mean 0.26  loss -0.5  staleness_max 1  tokens_trained 3000"
         "  bottleneck trainer (works 90% of the time)",
         "warning: something",
@@ -156,10 +158,18 @@ def test_in_a_terminal_the_board_is_drawn_in_place(monkeypatch: pytest.MonkeyPat
     view.step(record(1))
     view.statistics(report(0.9), "all 4 tickets are out")
     view.evaluation("during", 1, 0.5, 64)
+    view.evaluation("during", 1, 0.75, 64, "sums.jsonl")
     view.warning("careful")
     view.close()
     last = out.getvalue().rpartition("╭")[2]
-    for text in ("1 of 40", "all 4 tickets are out", "0.500 at step 1", "careful", "90% busy"):
+    for text in (
+        "1 of 40",
+        "all 4 tickets are out",
+        "0.500 at step 1",
+        "64 answers, sums.jsonl",
+        "careful",
+        "90% busy",
+    ):
         assert text in last
 
 

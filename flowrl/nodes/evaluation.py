@@ -45,7 +45,8 @@ class Evaluation(Node):
     With `every` also after every so many steps: the trainers stand meanwhile, so that all answers are of
     one version, while rollouts go on. How answers are sampled is the generator's `evaluation` option;
     they are scored by their task's verifier, or by `function`. Of several tasks the first one's figures
-    keep their plain names, the others' begin with the task's.
+    keep their plain names, the others' begin with the task's. `also` names further tasks, with the first
+    one's system prompt and their own verifiers.
     """
 
     generate: Call[Prompt, Sample]
@@ -58,11 +59,13 @@ class Evaluation(Node):
         num_prompts: int = 512,
         num_samples: int = 1,
         every: int = 0,
+        also: Sequence[str] = (),
         function: str | Callable[..., Any] | None = None,
         concurrency: int = 64,
         timeout_s: float = 10.0,
     ) -> None:
-        self.tasks = (task,) if isinstance(task, Task) else tuple(task)
+        first = (task,) if isinstance(task, Task) else tuple(task)
+        self.tasks = (*first, *(Task(name, system_prompt=first[0].system_prompt) for name in also))
         self.policy = policy
         self.num_prompts = num_prompts
         self.num_samples = num_samples

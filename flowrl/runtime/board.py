@@ -36,8 +36,8 @@ class Board:
     """Node replica -> the last line of its set-up."""
     records: list[Mapping[str, Any]] = field(default_factory=list)
     """Metrics lines of this run, oldest first."""
-    evaluations: list[tuple[str, int, float, int]] = field(default_factory=list)
-    """(phase, step, mean score, number of answers)"""
+    evaluations: dict[str, list[tuple[str, int, float, int]]] = field(default_factory=dict)
+    """Task, "" for the first: (phase, step, mean score, number of answers)"""
     nodes: Sequence[NodeNow] = ()
     edges: Sequence[EdgeNow] = ()
     generated_per_s: float = 0.0
@@ -65,8 +65,8 @@ def _setup(board: Board) -> RenderableType:
     table.add_row("setting up", Text(clock(board.elapsed_s)))
     for track, text in board.progress.items():
         table.add_row(Text(track, style="cyan"), Text(text))
-    if board.evaluations:
-        table.add_row("held-out", _held_out(board))
+    for task, rows in board.evaluations.items():
+        table.add_row("held-out", _held_out(task, rows))
     return table
 
 
@@ -75,8 +75,8 @@ def _figures(board: Board) -> RenderableType:
     table = _figure_grid()
     table.add_row("step", _step(board))
     table.add_row("reward", _reward(board))
-    if board.evaluations:
-        table.add_row("held-out", _held_out(board))
+    for task, rows in board.evaluations.items():
+        table.add_row("held-out", _held_out(task, rows))
     table.add_row("tokens", _tokens(board))
     table.add_row("staleness", _staleness(board))
     losses = ("loss", "kl", "entropy", "grad_norm", "clip_fraction")
@@ -112,11 +112,11 @@ def _reward(board: Board) -> Text:
     return text.append(f"  {min(rewards):.3f} to {max(rewards):.3f}", style="dim")
 
 
-def _held_out(board: Board) -> Text:
+def _held_out(task: str, rows: Sequence[tuple[str, int, float, int]]) -> Text:
     """The first score and the last three."""
-    rows = board.evaluations if len(board.evaluations) <= 4 else [board.evaluations[0], *board.evaluations[-3:]]
-    scores = [f"{score:.3f} {phase if phase != 'during' else f'at step {step}'}" for phase, step, score, _ in rows]
-    return Text(" → ".join(scores)).append(f"   {rows[-1][3]} answers", style="dim")
+    shown = rows if len(rows) <= 4 else [rows[0], *rows[-3:]]
+    scores = [f"{score:.3f} {phase if phase != 'during' else f'at step {step}'}" for phase, step, score, _ in shown]
+    return Text(" → ".join(scores)).append(f"   {rows[-1][3]} answers{f', {task}' if task else ''}", style="dim")
 
 
 def _tokens(board: Board) -> Text:
@@ -196,10 +196,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[min(int((mean - low) / (high - low) * len(BARS)), len(BARS) - 1)] for mean in means)
 
 
-def evaluation_text(phase: str, step: int, score: float, count: int) -> str:
+def evaluation_text(phase: str, step: int, score: float, count: int, task: str) -> str:
     """As "0.412 at step 30 (512 answers)"."""
     where = f"at step {step}" if phase == "during" else f"{phase} training"
-    return f"{score:.3f} {where} ({count} answers)"
+    return f"{score:.3f} {where} ({count} answers{f', {task}' if task else ''})"
 
 
 def clock(seconds: float) -> str:

@@ -102,7 +102,9 @@ class Phases:
         )
         figures: dict[str, float] = {}
         for name, answer in zip(names, answers, strict=True):
-            driver.view.evaluation(phase, version, answer["exact_match"], int(answer["num_answers"]))
+            for task in [key.removesuffix("exact_match") for key in answer if key.endswith("exact_match")]:
+                score, count = answer[f"{task}exact_match"], int(answer[f"{task}num_answers"])
+                driver.view.evaluation(phase, version, score, count, task.removesuffix("/"))
             prefix = "" if name == self._evaluations[0] else f"{name}/"
             figures |= {f"{prefix}{key}": value for key, value in answer.items()}
         driver.metrics.evaluation(version, {f"evaluation/{key}": value for key, value in figures.items()})

@@ -31,8 +31,8 @@ class View(Protocol):
     def statistics(self, statistics: Statistics, admission: str) -> None:
         """New reports; `admission` is `Tickets.why_waiting()`."""
 
-    def evaluation(self, phase: str, step: int, score: float, count: int) -> None:
-        """An evaluation of `count` answers is finished."""
+    def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
+        """An evaluation of `count` answers is finished; `task` is given for all but the first one."""
 
     def warning(self, text: str) -> None:
         """Something the user should know that does not end the run."""
@@ -66,8 +66,8 @@ class LiveView:
         board.admission = admission
         self._redraw()
 
-    def evaluation(self, phase: str, step: int, score: float, count: int) -> None:
-        self._board.evaluations.append((phase, step, score, count))
+    def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
+        self._board.evaluations.setdefault(task, []).append((phase, step, score, count))
         self._redraw()
 
     def warning(self, text: str) -> None:
@@ -123,8 +123,8 @@ class PlainView:
         node, why = bottleneck(statistics.nodes(), statistics.edges())
         self._bottleneck = f"  bottleneck {node} ({why})" if node else ""
 
-    def evaluation(self, phase: str, step: int, score: float, count: int) -> None:
-        self._print(f"held-out {evaluation_text(phase, step, score, count)}")
+    def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
+        self._print(f"held-out {evaluation_text(phase, step, score, count, task)}")
 
     def warning(self, text: str) -> None:
         self._print(f"warning: {text}")
