@@ -49,7 +49,14 @@ class MemoryOut:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.closed = False
+        self.kept = False
+        """What is asked for is said to be in a checkpoint already."""
+        self.asked = asyncio.Event()
         self._changed = asyncio.Condition()
+
+    def was_sent(self) -> bool:
+        self.asked.set()
+        return self.kept
 
     async def send(self, item: Any, made_from: Any) -> None:
         async with self._changed:

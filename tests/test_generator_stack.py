@@ -219,6 +219,21 @@ def test_a_seed_gives_the_same_sample_again(live: Live) -> None:
     assert one.token_ids.tolist() == again.token_ids.tolist() != other.token_ids.tolist()
 
 
+def test_what_a_checkpoint_kept_is_not_sampled_again(live: Live) -> None:
+    async def ask() -> None:
+        live.out.asked.clear()
+        live.prompts.queue.put_nowait(replace(make_prompt(3), sample_id="kept"))
+        await live.out.asked.wait()
+
+    requests = live.generator._num_requests
+    live.out.kept = True
+    live.do(ask())
+    live.out.kept = False
+    (sample,) = live.samples([replace(make_prompt(3), sample_id="another")])
+    assert sample in live.out.sent and all(s.sample_id != "kept" for s in live.out.sent)
+    assert live.generator._num_requests == requests + 1
+
+
 def test_updates_during_live_traffic_tied(live: Live, tmp_path: Path) -> None:
     samples = update_under_traffic(live)
     crossing = [s for s in samples if len(set(s.versions[s.policy_mask].tolist())) > 1]

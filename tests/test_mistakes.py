@@ -106,6 +106,12 @@ def test_options_out_of_range(told: Told, options: str) -> None:
     assert WRONG_VALUES[options] in told("run", GRPO, *options.split())
 
 
+@pytest.mark.parametrize("option", ["--steps", "--save-every"])
+def test_a_graph_without_a_trainer_has_no_steps(told: Told, option: str) -> None:
+    graph = ROOT / "graphs" / "pairs.py"
+    assert f"{option} counts the batches of a trainer" in told("run", graph, "--pairs", "pairs.jsonl", option, 3)
+
+
 @pytest.mark.parametrize("options", ["--group-size 0", "--max-tokens 0", "--groups-per-step 0"])
 def test_a_number_is_complained_of_once_by_each_node(told: Told, options: str) -> None:
     nodes = [line.split(":")[0] for line in told("run", GRPO, *options.split()).splitlines()[1:]]

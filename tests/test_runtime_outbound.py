@@ -139,3 +139,46 @@ def test_the_repeated_turn_leaves_out_what_was_kept() -> None:
         assert edge.kept[0].id == before.kept[1].id, "what follows has the id that it had before"
 
     asyncio.run(body())
+
+
+class Pairs(Twice):
+    """One message of every two, which it holds."""
+
+    async def run(self) -> None:
+        held: list[Sample] = []
+        async for item in self.samples:
+            self.samples.hold(item)
+            held.append(item)
+            if len(held) == 2:
+                await self.out.send(sample(0, group="pair"), made_from=held)
+                held = []
+
+
+def test_what_a_node_makes_of_items_on_hold_is_made_again() -> None:
+    async def body() -> None:
+        replica, _ = replica_of(Pairs(), [sample(0), sample(1)], Edge("a", credit=False))
+        running = asyncio.create_task(replica.run())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        out = replica.outbound["out"]
+        assert len(out.not_sent()) == 1
+        assert replica.sent_already() == [] and out.unacked() == []
+        running.cancel()
+        await asyncio.wait((running,))
+
+    asyncio.run(body())
+
+
+def test_what_one_of_two_edges_has_got_is_kept_for_the_other() -> None:
+    async def body() -> None:
+        replica, _ = replica_of(Pairs(), [sample(0), sample(1)], Edge("a", credit=True), Edge("b", credit=False))
+        running = asyncio.create_task(replica.run())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        out = replica.outbound["out"]
+        assert names(out.unacked()) == [("a", "pair:0"), ("b", "pair:0")]
+        assert set(replica.sent_already()) == {key.id for _, key in out.unacked()}
+        running.cancel()
+        await asyncio.wait((running,))
+
+    asyncio.run(body())

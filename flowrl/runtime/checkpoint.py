@@ -5,8 +5,8 @@ their unfinished prefixes, every host stops taking items, ends the turns it is i
 the hosts exchange what is under way until nothing moves. From then on nothing changes, and what the
 producers still keep (custody) is the whole state between the nodes:
 
-- a message that nobody has finished, or that waits for credit, is saved with its edge, and sent again on
-  it at resume;
+- a message that nobody has finished is saved with its edge, and sent again on it at resume; so is one that
+  waits for credit, unless its node holds what it was made from and makes it again;
 - a message whose turn has ended is left out, what was made from it is saved instead;
 - of a turn that stands still between two sends the item is saved and the ids of what it has already
   sent, so that the repeated turn sends only the rest.

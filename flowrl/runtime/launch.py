@@ -87,6 +87,8 @@ class Launch:
             self._check_steps(version)
         self._check_keep_best()
         plan = make_plan(self.graph, machines)
+        if plan.admission is None and not any(node.gang for node in self.graph.nodes.values()):
+            self._check_stepless()
         if resume_from is not None:
             directory.check_edges([edge.name for edge in plan.edges if edge.kind == "queue"])
         self._preflight()
@@ -147,6 +149,14 @@ class Launch:
                 f"--resume: the newest checkpoint is of step {version} and --steps is {self.options.steps}; nothing is "
                 "left to do, ask for more steps"
             )
+
+    def _check_stepless(self) -> None:
+        for option, value in (("--steps", self.options.steps), ("--save-every", self.options.save_every)):
+            if value:
+                raise ConfigError(
+                    f"{option} counts the batches of a trainer, and the graph has none: it runs until its data end; "
+                    f"leave {option} out"
+                )
 
     def _check_keep_best(self) -> None:
         if self.options.keep_best and not any(hasattr(node, "evaluate") for node in self.graph.nodes.values()):

@@ -47,8 +47,8 @@ class Outbound:
         """What is already sent of a group whose other members still wait for credit."""
         self._restoring: list[tuple[str, Envelope]] = []
         """A checkpoint's messages that still wait for credit."""
-        self._waiting: dict[bytes, tuple[Envelope, int]] = {}
-        """What turns made that waits for credit, and the first of `edges` that has not got it yet."""
+        self._waiting: dict[bytes, tuple[Envelope, int, bool]] = {}
+        """What was made and waits for credit, the first of `edges` that has not got it yet, and `_makes_again`."""
         self.sent_before: set[bytes] = set()
         """Ids that a turn cut off by a checkpoint had sent: its repetition leaves them out."""
 
@@ -105,11 +105,16 @@ class Outbound:
         kept = [(edge.name, envelope) for edge in queues for envelope in edge.unacked()]
         waiting = [
             (edge.name, envelope)
-            for envelope, first in self._waiting.values()
+            for envelope, first, again in self._waiting.values()
+            if not again
             for edge in self.edges[first:]
             if edge in queues
         ]
         return kept + waiting + self._restoring
+
+    def not_sent(self) -> list[bytes]:
+        """Ids of what waits for credit and is not among `unacked`."""
+        return [key for key, (_, _, again) in self._waiting.items() if again]
 
     def hold(self, held: bool) -> None:
         """While held, nothing is sent."""
@@ -176,7 +181,7 @@ class Outbound:
         try:
             for number, edge in enumerate(self.edges):
                 if parents:
-                    self._waiting[envelope.id] = envelope, number
+                    self._waiting[envelope.id] = envelope, number, not number and _makes_again(parents)
                     if edge.rule != "latest":
                         self._desk.child(parents, envelope.id, edge.num_arrivals)
                 began = time.time_ns()
@@ -189,3 +194,9 @@ class Outbound:
         for item in parents:
             if item.held and uses_up:
                 self._desk.end(item)
+
+
+def _makes_again(parents: Sequence[Item]) -> bool:
+    """Whether a resumed run lets the node make this anew rather than keep it: the node's state says that of what
+    it held and has not sent yet. What a turn made of its one item is kept, since that may have been work."""
+    return any(item.held for item in parents)

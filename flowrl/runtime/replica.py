@@ -79,7 +79,8 @@ class Replica:
     def sent_already(self) -> list[bytes]:
         """Ids of what was made from items, or for a group, whose turn goes on."""
         admitted = [key for out in self.outbound.values() for key in out.sent_of_open_group()]
-        return self.desk.sent_by_open_items() + admitted
+        waiting = {key for out in self.outbound.values() for key in out.not_sent()}
+        return [key for key in self.desk.sent_by_open_items() if key not in waiting] + admitted
 
     async def admit(self, samples: Sequence[Prompt]) -> int | None:
         return await self.context.ledger.admit(self.place.node, samples)
