@@ -217,6 +217,14 @@ class Endpoint:
             found[lane.spec.name] = mine if other is None else replace(mine, received=other.received)
         return found
 
+    def moves(self) -> int:
+        """Grows with every message that is sent, taken in or finished here; latest edges do not count."""
+        senders = [lane.machine for lane in self._router.senders.values()]
+        receivers = [lane.machine for lane in self._router.receivers.values()]
+        return sum(m.num_sent + m.num_taken + m.num_acked for m in senders if isinstance(m, SenderLane)) + sum(
+            m.num_received + m.num_finished for m in receivers if isinstance(m, ReceiverLane)
+        )
+
     def watch(self) -> list[Wait]:
         """What every waiting sender, receiver and request here waits for."""
         now = time.monotonic()

@@ -45,6 +45,7 @@ class SenderLane:
         """Why nothing can be sent any more, "" while all is well."""
         self.closed = False
         self.num_sent = 0
+        self.num_taken = 0
         self.num_acked = 0
         self.credits = spec.capacity
         """How many new messages may be sent now. Below 0 while a replay is longer than the capacity."""
@@ -111,6 +112,7 @@ class SenderLane:
         untaken = self._untaken
         ids = [untaken.popleft() for _ in range(self._taken, taken)]
         self.credits += taken - self._taken
+        self.num_taken += taken - self._taken
         self._taken = taken
         while self._backlog and self._next - taken < self.spec.capacity:
             self._transmit(self._backlog.popleft())

@@ -11,6 +11,7 @@ hold the last weights. An interrupt ends admission, and what is in flight is fin
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import time
 from collections.abc import Awaitable, Mapping, Sequence
@@ -42,6 +43,7 @@ from flowrl.runtime.trace import TraceWriter
 from flowrl.runtime.view import View
 
 STOP_AT_ONCE_S = 1.0
+ASKED_FOR = 50
 UNBOUNDED = 1 << 40
 """Batches that admission runs ahead by where no weights flow back: the lanes' credits bound it."""
 
@@ -351,10 +353,16 @@ class Driver:
         await asyncio.gather(*(self.on_node(track, "resume") for track in generators))
 
     async def _until_still(self) -> None:
-        """Until nothing is under way between any two hosts: credits and acks have their effect on arrival, and
-        may call for another. The hosts are frozen, so that comes to an end."""
-        before: list[int] = []
-        while (moved := await self._ask_hosts("settle", lambda host: {"peers": list(self.hosts)})) != before:
+        """Until nothing is under way between any two hosts: a credit or an ack may call for another when it arrives.
+
+        The hosts are frozen, so that comes to an end. Requests made outside of turns may go on for ever; the
+        cut holds nothing of them, and they are waited for ASKED_FOR rounds only.
+        """
+        before: list[list[int]] = []
+        for number in itertools.count():
+            moved = await self._ask_hosts("settle", lambda host: {"peers": list(self.hosts)})
+            if moved == before or (number >= ASKED_FOR and [m for m, _ in moved] == [m for m, _ in before]):
+                return
             before = moved
 
     def _with_method(self, method: str) -> list[str]:

@@ -199,13 +199,11 @@ class HostEngine:
         """Let one node take items, or not; turns that have begun go on."""
         self.replicas[body["track"]].gate(open_=body["open"])
 
-    async def _settle(self, host: str, body: dict[str, Any]) -> int:
-        """Everything that was under way from here has arrived. Grows with all that has ever moved here."""
+    async def _settle(self, host: str, body: dict[str, Any]) -> tuple[int, int]:
+        """Everything that was under way from here has arrived. Counts of what ever moved here: messages, waits."""
         await self._idle()
         await asyncio.gather(*(self.endpoint.request(peer, "ping") for peer in body["peers"]))
-        moves = sum(replica.activity.moves for replica in self.replicas.values())
-        lanes = self.endpoint.statistics().values()
-        return moves + sum(lane.sent + lane.received + lane.acked + lane.credits for lane in lanes)
+        return self.endpoint.moves(), sum(replica.activity.moves for replica in self.replicas.values())
 
     async def _ping(self, host: str, body: Any) -> None:
         """Frames of a link keep their order: what `host` sent before has arrived."""
