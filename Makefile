@@ -4,7 +4,7 @@ export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 export RAY_DEDUP_LOGS := 0
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants test-nvme
 
 setup:
 	@.ci/setup
@@ -43,7 +43,11 @@ models: setup lint
 
 test: setup
 	@$(MAKE) --no-print-directory -j2 -Otarget models fast
-	$(PY) -m pytest -q -m "slow" tests
+	$(PY) -m pytest -q -m "slow and not nvme" -n 2 --dist loadfile tests
+
+# Offload to a disk: needs libaio with its headers, and compiles an extension for three minutes.
+test-nvme: setup
+	$(PY) -m pytest -q -m nvme tests
 
 # Faults put in one at a time, each to be caught by the test that it names.
 mutants: setup

@@ -284,6 +284,7 @@ def libaio() -> bool:
     return bool(AsyncIOBuilder().is_compatible(verbose=False))
 
 
+@pytest.mark.nvme
 def test_what_is_offloaded_to_a_disk_trains_the_same(tmp_path: Path) -> None:
     if not libaio():
         pytest.skip("DeepSpeed's async_io does not build here: libaio-dev is not installed")

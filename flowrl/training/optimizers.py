@@ -18,6 +18,8 @@ ENDS = ("embed", "lm_head", "score")
 def make_optimizer(model: nn.Module, settings: ZeroSettings) -> torch.optim.Optimizer:
     """For the parameters of `model` that are trained. Their rate is 0 until `rates` are set."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if settings.optimizer != "muon":
+        _import_unused_muon()
     if settings.optimizer == "sgd":
         return torch.optim.SGD(trained.values(), lr=0.0)
     if settings.optimizer == "muon":
@@ -63,6 +65,16 @@ def _muon(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> tor
     groups = [{"params": matrices, **muon}, *({**group, **adam} for group in _by_decay(others, settings))]
     optimizer: torch.optim.Optimizer = MuonWithAuxAdam(groups)
     return optimizer
+
+
+def _import_unused_muon() -> None:
+    """DeepSpeed imports its Muon whatever the optimizer, and with it the compiler that it is decorated with, which
+    takes seconds. Here it is imported first, undecorated."""
+    compile_, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        torch.compile = compile_
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
