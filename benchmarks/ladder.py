@@ -45,17 +45,17 @@ RUNGS = (
     Rung("distill", 80, ("--lr", "3e-4", "--exact"), name="distill_exact"),
 )
 CHAIN = (
-    Rung("sft", 450, online=False, start="{random}"),
+    Rung("sft", 650, online=False, start="{random}"),
     Rung("pairs", options=("--policy", "{sft}", "--pairs", "{out}"), online=False, writes="pairs.jsonl"),
     Rung(
         "reward_model",
-        300,
+        1500,  # its pairs are wrong in any digit: to tell them is to add
         ("--policy", "{sft}", "--pairs", "{pairs}"),
         online=False,
         start="{sft}",
         pairs="{pairs}",
         floor=0.7,
-        margin=0.1,
+        margin=0.05,
     ),
     Rung(
         "ppo",
