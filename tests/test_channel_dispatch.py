@@ -9,6 +9,7 @@ import pytest
 from flowrl.channel.dispatch import Inbox, OutEdge, Rule
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope
+from flowrl.errors import LaneFailed
 from flowrl.messages import Tombstone
 from tests.channel_rig import (
     drain,
@@ -84,6 +85,19 @@ def test_a_send_that_was_let_go_and_held_at_once_stays() -> None:
         assert await take_indices(port, 1) == [1]
 
     run(body, "local")
+
+
+def test_a_held_send_ends_when_its_lane_fails() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge, _ = edge_to(a, "share", 1), inboxes(b, 1)
+        edge.hold(True)
+        waiting = asyncio.create_task(edge.send(thing(0)))
+        await asyncio.sleep(0)
+        a.peer_failed("B", "it is gone")
+        with pytest.raises(LaneFailed, match="it is gone"):
+            await asyncio.wait_for(waiting, 1)
+
+    run(body)
 
 
 def test_key_keeps_a_group_on_one_lane_and_a_full_lane_does_not_hold_up_another() -> None:

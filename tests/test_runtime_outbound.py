@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flowrl.channel.dispatch import EndOfStream
 from flowrl.channel.envelope import Envelope
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample
-from flowrl.runtime.context import Place
 from flowrl.runtime.inbound import Inbound
 from flowrl.runtime.lease import Lease
 from flowrl.runtime.outbound import Outbound
 from flowrl.runtime.replica import Replica
 from flowrl.runtime.trace import TraceBuffer
 from tests.node_rig import sample
-
-PLACE = Place("twice", 0, 1, "", 0, None, (), (), None, 0, "outbound-test")
-
-
-class Delivered:
-    def __init__(self, body: Sample) -> None:
-        self.envelope = Envelope(f"{body.sample_id:16}".encode(), 0, body.group_id, body.member, body)
-        self.acks = 0
-
-    def ack(self) -> None:
-        self.acks += 1
-
-
-class Source:
-    """An inbox."""
-
-    def __init__(self, bodies: Iterable[Sample]) -> None:
-        self.deliveries = [Delivered(body) for body in bodies]
-        self._left = list(self.deliveries)
-
-    async def take(self) -> Delivered:
-        if not self._left:
-            raise EndOfStream
-        return self._left.pop(0)
+from tests.test_runtime_join import PLACE, Branch, Ledger
 
 
 class Edge:
@@ -67,10 +43,6 @@ class Edge:
         pass
 
 
-class Nobody:
-    def notify(self, *what: Any) -> None: ...
-
-
 class Twice(Node):
     """Makes two messages of each: as it is, and its repetition. The first is work."""
 
@@ -88,17 +60,31 @@ class Twice(Node):
             await self.out.send(sample(item.member, group="second"))
 
 
-def replica_of(node: Twice, bodies: Iterable[Sample], *edges: Edge) -> tuple[Replica, Source]:
-    endpoint: Any = Nobody()
-    source: Any = Source(bodies)
+def replica_of(node: Twice, bodies: Sequence[Sample], *edges: Edge) -> tuple[Replica, Branch]:
+    endpoint: Any = Ledger()
+    branch: Any = Branch("a", bodies, random.Random(0))
     outs: Any = edges
     lease = Lease("", "core", endpoint)
     replica = Replica(node, PLACE, endpoint, TraceBuffer(), lease)
     node.ports["samples"].live = replica.inbound["samples"] = Inbound(
-        "twice.samples", source, replica.desk, replica.activity, replica, lease, sink=False
+        "twice.samples", branch, replica.desk, replica.activity, replica, lease, sink=False
     )
     node.ports["out"].live = replica.outbound["out"] = Outbound("twice.out", outs, replica)
-    return replica, source
+    return replica, branch
+
+
+async def until_it_stands(replica: Replica) -> asyncio.Task[None]:
+    """The running replica once it waits for credit."""
+    running = asyncio.create_task(replica.run())
+    async with asyncio.timeout(5):
+        while not any(kind == "credit" for kind, _, _ in replica.activity.waits.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    return running
+
+
+async def end(running: asyncio.Task[None]) -> None:
+    running.cancel()
+    await asyncio.wait((running,))
 
 
 def names(kept: Iterable[tuple[str, Envelope]]) -> list[tuple[str, str]]:
@@ -108,17 +94,14 @@ def names(kept: Iterable[tuple[str, Envelope]]) -> list[tuple[str, str]]:
 def test_a_waiting_message_is_kept_for_every_edge_that_has_not_got_it() -> None:
     async def body() -> None:
         edges = [Edge("a", credit=True), Edge("b", credit=False), Edge("c", credit=True)]
-        replica, source = replica_of(Twice(), [sample(0)], *edges)
-        running = asyncio.create_task(replica.run())
-        for _ in range(10):
-            await asyncio.sleep(0)
+        replica, branch = replica_of(Twice(), [sample(0)], *edges)
+        running = await until_it_stands(replica)
         kept = replica.outbound["out"].unacked()
         assert names(kept) == [("a", "g:0"), ("b", "g:0"), ("c", "g:0")]
         assert set(replica.sent_already()) == {kept[0][1].id}
-        running.cancel()
-        await asyncio.wait((running,))
+        await end(running)
         assert names(replica.outbound["out"].unacked()) == [("a", "g:0")]
-        assert source.deliveries[0].acks == 0
+        assert branch.deliveries[0].acks == 0
 
     asyncio.run(body())
 
@@ -157,14 +140,11 @@ class Pairs(Twice):
 def test_what_a_node_makes_of_items_on_hold_is_made_again() -> None:
     async def body() -> None:
         replica, _ = replica_of(Pairs(), [sample(0), sample(1)], Edge("a", credit=False))
-        running = asyncio.create_task(replica.run())
-        for _ in range(10):
-            await asyncio.sleep(0)
+        running = await until_it_stands(replica)
         out = replica.outbound["out"]
         assert len(out.not_sent()) == 1
         assert replica.sent_already() == [] and out.unacked() == []
-        running.cancel()
-        await asyncio.wait((running,))
+        await end(running)
 
     asyncio.run(body())
 
@@ -172,13 +152,10 @@ def test_what_a_node_makes_of_items_on_hold_is_made_again() -> None:
 def test_what_one_of_two_edges_has_got_is_kept_for_the_other() -> None:
     async def body() -> None:
         replica, _ = replica_of(Pairs(), [sample(0), sample(1)], Edge("a", credit=True), Edge("b", credit=False))
-        running = asyncio.create_task(replica.run())
-        for _ in range(10):
-            await asyncio.sleep(0)
+        running = await until_it_stands(replica)
         out = replica.outbound["out"]
         assert names(out.unacked()) == [("a", "pair:0"), ("b", "pair:0")]
         assert set(replica.sent_already()) == {key.id for _, key in out.unacked()}
-        running.cancel()
-        await asyncio.wait((running,))
+        await end(running)
 
     asyncio.run(body())

@@ -55,7 +55,7 @@ class Gate:
                 self.waiting[me] = turn, ready, began
                 self.wake()
                 await turn
-                if not self.held and ready():
+                if ready() and not self.held:
                     return time.monotonic() - began
         finally:
             del self.waiting[me]
@@ -64,13 +64,11 @@ class Gate:
 
     def wake(self) -> None:
         """Let the first wait go on that can. It wakes the next when it has acted, or was cancelled."""
-        if self.held:
-            return
         for turn, ready, _ in self.waiting.values():
             if turn.done():
                 return
             try:
-                possible = ready()
+                possible = ready() and not self.held
             except LaneFailed:
                 possible = True
             if possible:

@@ -11,7 +11,6 @@ hold the last weights. An interrupt ends admission, and what is in flight is fin
 from __future__ import annotations
 
 import asyncio
-import itertools
 import shutil
 import time
 from collections.abc import Awaitable, Mapping, Sequence
@@ -30,6 +29,7 @@ from flowrl.runtime.barrier import BatchEnd, Turns
 from flowrl.runtime.best import Best, read_best
 from flowrl.runtime.books import LEDGER, Books
 from flowrl.runtime.cluster import RayCluster, Slot
+from flowrl.runtime.cutter import Cutter
 from flowrl.runtime.engine import HostSpec
 from flowrl.runtime.hosts import Hosts
 from flowrl.runtime.metrics import METRICS, Metrics, rewind
@@ -43,7 +43,6 @@ from flowrl.runtime.trace import TraceWriter
 from flowrl.runtime.view import View
 
 STOP_AT_ONCE_S = 1.0
-ASKED_FOR = 50
 UNBOUNDED = 1 << 40
 """Batches that admission runs ahead by where no weights flow back: the lanes' credits bound it."""
 
@@ -86,6 +85,7 @@ class Driver:
         self.books = self._open_books()
         self.best = read_best(job.run_dir, newest_step=job.start_version)
         self.phases = Phases(self)
+        self.cutter = Cutter(self)
         self._endpoint = endpoint
         self.metrics = Metrics(
             job.run_dir,
@@ -208,7 +208,8 @@ class Driver:
     async def _lead(self) -> dict[str, dict[str, float]]:
         await self.hosts.ask("setup")
         if self.job.resume_from is not None:
-            await self._restore(self.job.resume_from)
+            count = await self.cutter.put_back(self.job.resume_from)
+            self.view.progress("driver", f"resumed from {self.job.resume_from.name}: {count} messages in flight")
         running = {host: asyncio.create_task(self.hosts.ask_one(host, "run")) for host in self.hosts}
         try:
             evaluations: dict[str, dict[str, float]] = await _first_failure(self.phases.run(running), *running.values())
@@ -228,7 +229,7 @@ class Driver:
     async def _write_lines(self) -> None:
         """One line a batch, in order, each with what every host has counted until now. Ended by `_stop`."""
         while (record := await self._records.get()) is not None:
-            await self._ask_hosts("report")
+            await self.ask_hosts("report")
             self._write_line(record)
 
     def _write_line(self, record: dict[str, Any]) -> None:
@@ -314,7 +315,7 @@ class Driver:
             self.books.resume_admission("checkpoint")
 
     async def write_checkpoint(self, version: int, *, best: Best | None = None) -> None:
-        """One consistent cut through the graph, as flowrl.runtime.checkpoint explains."""
+        """One consistent cut through the graph, made the newest checkpoint."""
         start_s = time.monotonic()
         final = self.job.run_dir / "checkpoints" / f"step_{version:06d}"
         temporary = final.with_name(f".{final.name}.tmp")
@@ -322,7 +323,7 @@ class Driver:
         try:
             with writing(self.job.run_dir):
                 temporary.mkdir()
-                await self._write_cut(version, temporary)
+                await self.cutter.take(version, temporary)
                 checkpoint.publish(temporary, final)
                 if best is not None:
                     best.write(self.job.run_dir)
@@ -333,59 +334,9 @@ class Driver:
             shutil.rmtree(temporary, ignore_errors=True)
         self.view.progress("driver", f"checkpoint {final.name} in {time.monotonic() - start_s:.1f} s")
 
-    async def _write_cut(self, version: int, temporary: Path) -> None:
-        """Freeze the graph, write everything below `temporary`, and let it go on."""
-        cut = checkpoint.Cut()
-        generators = self._with_method("snapshot")
-        for prefixes in await asyncio.gather(*(self.on_node(track, "snapshot") for track in generators)):
-            cut.prefixes.update(prefixes)
-        await self._ask_hosts("freeze")
-        await self._until_still()
-        for part in await self._ask_hosts("snapshot"):
-            cut.add(part)
-        await asyncio.gather(
-            *(self.on_node(track, "checkpoint", path=str(temporary)) for track in self._with_method("checkpoint"))
-        )
-        self.books.commit()
-        self.books.backup(temporary)
-        checkpoint.write_state(temporary, cut, {"version": version})
-        await self._ask_hosts("thaw")
-        await asyncio.gather(*(self.on_node(track, "resume") for track in generators))
-
-    async def _until_still(self) -> None:
-        """Until nothing is under way between any two hosts: a credit or an ack may call for another when it arrives.
-
-        The hosts are frozen, so that comes to an end. Requests made outside of turns may go on for ever; the
-        cut holds nothing of them, and they are waited for ASKED_FOR rounds only.
-        """
-        before: list[list[int]] = []
-        for number in itertools.count():
-            moved = await self._ask_hosts("settle", lambda host: {"peers": list(self.hosts)})
-            if moved == before or (number >= ASKED_FOR and [m for m, _ in moved] == [m for m, _ in before]):
-                return
-            before = moved
-
-    def _with_method(self, method: str) -> list[str]:
-        nodes = self.job.graph.nodes
-        return [track for name, node in nodes.items() if hasattr(node, method) for track in self.replicas(name)]
-
-    async def _ask_hosts(self, kind: str, body: Any = lambda host: {}) -> list[Any]:
+    async def ask_hosts(self, kind: str, body: Any = lambda host: {}) -> list[Any]:
+        """The answers of all hosts to `kind`; `body(host)` goes with it."""
         return await asyncio.gather(*(self._endpoint.request(host, kind, body(host)) for host in self.hosts))
-
-    async def _restore(self, directory: Path) -> None:
-        state = checkpoint.read_state(directory)
-        self.books.kept(*checkpoint.made(state["messages"]))
-        messages: dict[str, list[Any]] = {host: [] for host in self.hosts}
-        for producer, edge, envelope in state["messages"]:
-            name, replica = producer.split("/")
-            index = int(replica) % len(self.replicas(name))
-            track = f"{name}/{index}"
-            messages[self.job.plan.host_of(track).name].append((track, edge, checkpoint.pack(envelope)))
-        await self._ask_hosts(
-            "restore",
-            lambda host: {"messages": messages[host], "sent": state["sent"], "states": state["states"]},
-        )
-        self.view.progress("driver", f"resumed from {directory.name}: {len(state['messages'])} messages in flight")
 
 
 def roles(graph: Graph) -> dict[str, str]:

@@ -77,7 +77,8 @@ CREATE TABLE IF NOT EXISTS evaluations (
 STATES = ("in_flight", "trained", "filtered", "failed", "dropped")
 
 # In this order: a sample's later events never meet a missing row, and no two statements write the
-# same column of a row. A second generation of one sample (a crash came between) counts as redone.
+# same column of a row. A second generation of one sample (a crash came between) counts as redone: the first one
+# where the second replaces it, and the second ("redone") where a checkpoint kept the first.
 STATEMENTS = {
     "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL)",
     "admitted": "INSERT INTO samples VALUES (?, ?, ?, ?, ?, 'in_flight', NULL, ?, 0, 0, 0, 0, NULL, ?,"
