@@ -49,13 +49,13 @@ CHAIN = (
     Rung("pairs", options=("--policy", "{sft}", "--pairs", "{out}"), online=False, writes="pairs.jsonl"),
     Rung(
         "reward_model",
-        1500,  # its pairs are wrong in any digit: to tell them is to add
-        ("--policy", "{sft}", "--pairs", "{pairs}"),
+        1800,  # its pairs are wrong in any digit: to tell them is to add
+        ("--policy", "{sft}", "--pairs", "{pairs}", "--schedule", "linear"),
         online=False,
         start="{sft}",
         pairs="{pairs}",
         floor=0.7,
-        margin=0.05,
+        margin=0.1,
     ),
     Rung(
         "ppo",
