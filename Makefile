@@ -37,7 +37,7 @@ lint: setup
 fast: setup
 	$(PY) -m pytest -q -x -m "not slow" tests
 
-# What most slow tests start from, made once on a machine.
+# What most slow tests start from, made once on a machine; after `lint`, while `fast` has the other core.
 models: setup lint
 	$(PY) -c "from flowrl.models import Policy, resolve; from flowrl.tasks import Task; resolve(Policy('tiny', task=Task('arithmetic')))"
 
