@@ -141,7 +141,7 @@ def test_a_take_cancelled_between_waking_and_taking_leaves_the_message_to_the_ne
         takes = [asyncio.ensure_future(inbox.take()) for _ in range(3)]
         await asyncio.wait(takes, timeout=0)
         takes[1].cancel()
-        machine.on_data(0, thing(0))
+        machine.on_data(0, [thing(0)])
         assert end.changed is not None
         end.changed(end)  # wakes the first
         takes[0].cancel()

@@ -102,6 +102,21 @@ def test_credit_returns_when_taken_and_ack_when_finished() -> None:
     assert sender.unacked() == [second]
 
 
+def test_messages_that_come_together_are_taken_from_where_the_receiver_stands() -> None:
+    receiver = ReceiverLane(spec(9))
+    a, b, c, d, e, f = map(envelope, range(6))
+    receiver.on_data(0, [a, b])
+    receiver.on_data(0, [a, b, c])  # sent again, with more behind
+    receiver.on_data(1, [b, c])
+    assert receiver.num_received == 3 and not receiver.out
+    receiver.on_data(4, [e, f])  # d is missing
+    assert receiver.num_received == 3
+    assert [frame[:4] for frame in receiver.flush()] == [(RESEND, receiver.spec.number, 0, 3)]
+    receiver.on_data(2, [c, d, e, f])
+    assert [receiver.take().id for _ in range(6)] == [message.id for message in (a, b, c, d, e, f)]
+    assert not receiver.ready
+
+
 def test_acks_come_in_any_order() -> None:
     sender, receiver = SenderLane(spec(3)), ReceiverLane(spec(3))
     items = [envelope(i) for i in range(3)]
@@ -306,6 +321,16 @@ class World:
     def post(self) -> None:
         self.wires[0].extend(self.sender.flush())
         self.wires[1].extend(self.receiver.flush())
+        if self.random.random() < 0.5:
+            self.merge()
+
+    def merge(self) -> None:
+        """Messages that follow each other travel together."""
+        wire = self.wires[0]
+        for at in range(len(wire) - 1, 0, -1):
+            (kind, lane, session, seq, payload), after = wire[at - 1], wire[at]
+            if kind == DATA and after[:4] == (DATA, lane, session, seq + len(payload)):
+                wire[at - 1 : at + 1] = [(DATA, lane, session, seq, [*payload, *after[4]])]
 
     def send(self) -> None:
         if self.sender.credits <= 0 or self.sender.closed:

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from flowrl.channel import codec
-from flowrl.channel.codec import DTYPES, INLINE_LIMIT_BYTES, freeze, payload_bytes
+from flowrl.channel.codec import freeze, payload_bytes
+from flowrl.channel.compiled import DTYPES, INLINE_LIMIT_BYTES
 from flowrl.channel.envelope import Envelope, message_id, source_id
-from flowrl.channel.stored import dump, dump_value, load, load_value
-from flowrl.channel.wire import ACK, CREDIT, DATA, Frame, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.stored import FORMAT, dump, dump_value, load, load_value
+from flowrl.channel.wire import ACK, CREDIT, DATA, RECORD_BYTES, Frame, MessageDecoder, MessageEncoder, Refused
 from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Group, Int32, Message, Prompt, Tombstone, Trainable
 
@@ -54,12 +55,14 @@ def shallow(message: Message) -> tuple[Any, ...]:
 def there_and_back(*bodies: Message) -> list[Envelope]:
     encoder, decoder = MessageEncoder("host", 3), MessageDecoder()
     sent = [Envelope(source_id("s", str(i)), i, "group", i, body) for i, body in enumerate(bodies)]
-    encoder.add([(DATA, 7, 1, i, envelope) for i, envelope in enumerate(sent)])
+    encoder.add([(DATA, 7, 1, i, [envelope]) for i, envelope in enumerate(sent)])
     parts = [bytes(part) for part in encoder.take()]
     assert decoder.sender(parts[0]) == ("host", 3)
     frames = list(decoder.decode(parts))
-    assert [frame[:4] for frame in frames] == [(DATA, 7, 1, i) for i in range(len(bodies))]  # type: ignore[index]
-    received = [frame[4] for frame in frames]  # type: ignore[index]
+    received: list[Envelope] = []
+    for kind, lane, session, seq, envelopes in frames:  # type: ignore[misc]
+        assert (kind, lane, session, seq) == (DATA, 7, 1, len(received))
+        received += envelopes
     for before, after in zip(sent, received, strict=True):
         assert (after.id, after.ticket, after.group_id, after.member) == (
             before.id,
@@ -95,6 +98,7 @@ def test_messages_arrive_as_they_left(bodies: list[Parcel]) -> None:
 
 
 @given(parcels)
+@example(Parcel(columns={"\0type": None, "a": {"\0type": "Prompt"}}))  # a mapping that looks like a message
 @settings(max_examples=100, deadline=None)
 def test_stored_messages_come_back(body: Parcel) -> None:
     assert equal(body, load(dump(body)))
@@ -103,13 +107,49 @@ def test_stored_messages_come_back(body: Parcel) -> None:
 def test_large_arrays_travel_beside_the_body_and_small_ones_inside() -> None:
     small, large = np.arange(10), np.arange(INLINE_LIMIT_BYTES)
     encoder = MessageEncoder("h", 0)
-    encoder.add([(DATA, 1, 0, 0, Envelope(bytes(16), body=Parcel(inner=(small, large, large + 1))))])
+    encoder.add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=Parcel(inner=(small, large, large + 1)))])])
     parts = encoder.take()
     assert len(parts) == 3
     assert np.shares_memory(np.asarray(parts[1]), large)
     (frame,) = MessageDecoder().decode([bytes(part) for part in parts])
-    _, first, second = frame[4].body.inner  # type: ignore[index]
+    _, first, second = frame[4][0].body.inner  # type: ignore[index]
     assert np.array_equal(first, large) and np.array_equal(second, large + 1)
+
+
+def test_messages_of_a_lane_share_a_record_until_something_comes_between() -> None:
+    def message(lane: int, session: int, seq: int, body: Message) -> Frame:
+        return DATA, lane, session, seq, [Envelope(source_id("s", str(seq)), body=body)]
+
+    body, other, long = Parcel(text="x"), Tombstone("g", 0, "failed", "", "n", ()), Parcel(text="x" * RECORD_BYTES)
+    encoder = MessageEncoder("h", 0)
+    encoder.add([message(1, 0, 0, body), message(1, 0, 1, body)])
+    encoder.add([message(1, 0, 2, body), message(1, 0, 4, body)])  # what is between was acked before a replay
+    encoder.add([message(1, 1, 5, body), message(2, 1, 6, body), message(2, 1, 7, other), message(2, 1, 8, long)])
+    encoder.add([message(2, 1, 9, body), message(2, 1, 10, body), (CREDIT, 3, 0, 7, None), message(2, 1, 11, body)])
+    assert encoder.pending == 12
+    frames = MessageDecoder().decode([bytes(part) for part in encoder.take()])
+    assert [(*frame[:4], len(frame[4]) if frame[4] else 0) for frame in frames] == [  # type: ignore[index]
+        (DATA, 1, 0, 0, 3),
+        (DATA, 1, 0, 4, 1),
+        (DATA, 1, 1, 5, 1),
+        (DATA, 2, 1, 6, 1),
+        (DATA, 2, 1, 7, 1),
+        (DATA, 2, 1, 8, 1),
+        (DATA, 2, 1, 9, 2),
+        (CREDIT, 3, 0, 7, 0),
+        (DATA, 2, 1, 11, 1),
+    ]
+    assert encoder.pending == 0
+
+
+def test_a_message_that_cannot_travel_leaves_those_before_it() -> None:
+    good, bad = (Envelope(bytes(16), body=Parcel(inner=(thing,))) for thing in (1, Torch()))
+    encoder = MessageEncoder("h", 0)
+    with pytest.raises(WireError, match="Torch"):
+        encoder.add([(DATA, 1, 0, 0, [good, bad])])
+    encoder.add([(DATA, 1, 0, 1, [good])])
+    ((*_, envelopes),) = MessageDecoder().decode([bytes(part) for part in encoder.take()])  # type: ignore[misc]
+    assert len(envelopes) == 2
 
 
 def test_frame_indices_count_over_the_whole_multipart() -> None:
@@ -166,7 +206,8 @@ class Torch:
 def test_foreign_types_are_refused_by_name_and_leave_nothing_behind() -> None:
     encoder = MessageEncoder("h", 0)
     with pytest.raises(WireError, match=r"Torch cannot travel"):
-        encoder.add([(DATA, 1, 0, 0, Envelope(bytes(16), body=Parcel(inner=(np.zeros(INLINE_LIMIT_BYTES), Torch()))))])
+        body = Parcel(inner=(np.zeros(INLINE_LIMIT_BYTES), Torch()))
+        encoder.add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=body)])])
     assert not encoder.pending
     encoder.add([(CREDIT, 1, 0, 5, None)])
     assert len(encoder.take()) == 1
@@ -175,7 +216,7 @@ def test_foreign_types_are_refused_by_name_and_leave_nothing_behind() -> None:
 @pytest.mark.parametrize("array", [np.array(["text"]), np.array([object()]), np.zeros(2, ">i4")])
 def test_arrays_of_other_dtypes_are_refused(array: np.ndarray[Any, Any]) -> None:
     with pytest.raises(WireError, match="cannot travel"):
-        MessageEncoder("h", 0).add([(DATA, 1, 0, 0, Envelope(bytes(16), body=Parcel(inner=(array,))))])
+        MessageEncoder("h", 0).add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=Parcel(inner=(array,)))])])
 
 
 def test_freeze_refuses_foreign_types_too() -> None:
@@ -199,7 +240,7 @@ def parts_of(*frames: Frame) -> list[bytes]:
 
 
 def test_a_bad_body_is_refused_and_the_frames_around_it_are_not() -> None:
-    body = Envelope(bytes(16), body=Parcel(text="x" * 100))
+    body = [Envelope(bytes(16), body=Parcel(text="x" * 100))]
     parts = parts_of((CREDIT, 1, 0, 5, None), (DATA, 2, 4, 0, body), (ACK, 3, 0, 0, [1, 2]))
     at = parts[0].index(b"x" * 100)
     broken = parts[0][: at - 2] + b"\xc1\xc1" + parts[0][at:]
@@ -210,7 +251,7 @@ def test_a_bad_body_is_refused_and_the_frames_around_it_are_not() -> None:
 
 
 def test_an_unknown_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = parts_of((DATA, 2, 0, 0, Envelope(bytes(16), body=Parcel())))
+    parts = parts_of((DATA, 2, 0, 0, [Envelope(bytes(16), body=Parcel())]))
     monkeypatch.setattr(codec, "_by_hash", {})
     monkeypatch.setattr(codec, "known_types", lambda: (Prompt,))
     (frame,) = MessageDecoder().decode(parts)
@@ -218,7 +259,7 @@ def test_an_unknown_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_body_beyond_the_limit_is_refused() -> None:
-    parts = parts_of((DATA, 2, 0, 0, Envelope(bytes(16), body=Parcel(text="x" * 100))))
+    parts = parts_of((DATA, 2, 0, 0, [Envelope(bytes(16), body=Parcel(text="x" * 100))]))
     (frame,) = MessageDecoder(max_body_bytes=50).decode(parts)
     assert isinstance(frame, Refused) and "at most 50" in frame.reason
 
@@ -228,7 +269,8 @@ def test_a_body_beyond_the_limit_is_refused() -> None:
 @settings(max_examples=300, deadline=None)
 def test_damaged_bytes_never_raise_anything_but_wire_errors(at: int, damage: bytes) -> None:
     array = np.arange(INLINE_LIMIT_BYTES, dtype=np.int16)
-    parts = parts_of((DATA, 2, 0, 0, Envelope(bytes(16), body=Parcel(1, "t", (1, array), {"a": np.arange(9)}))))
+    body = Parcel(1, "t", (1, array), {"a": np.arange(9)})
+    parts = parts_of((DATA, 2, 0, 0, [Envelope(bytes(16), body=body), Envelope(bytes(16), body=Parcel())]))
     start = 12 + at % (len(parts[0]) - 12)
     parts[0] = parts[0][:start] + damage + parts[0][start + len(damage) :]
     with contextlib.suppress(WireError):
@@ -265,7 +307,7 @@ def test_removed_and_missing_fields_are_refused_by_name() -> None:
 
 
 def test_an_unknown_type_and_foreign_bytes_are_refused() -> None:
-    stored = dump_value({"\0type": "Nobody"})
+    stored = codec.Encoder(beside=False).pack((FORMAT, {"\0type": "Nobody"}))
     with pytest.raises(SchemaError, match="'Nobody'"):
         load_value(stored)
     with pytest.raises(SchemaError):

@@ -21,32 +21,22 @@ from functools import partial
 from operator import attrgetter
 from struct import Struct
 from struct import error as StructError
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 import msgpack
 import numpy as np
 from msgpack.exceptions import UnpackException
 
+from flowrl.channel.compiled import DTYPE_CODES, DTYPES, INLINE_LIMIT_BYTES, Head, putting_together, taking_apart
+from flowrl.channel.envelope import Envelope
 from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Message, known_types, schema_hash
 
 INLINE, FRAME, SLAB, MESSAGE = 1, 2, 3, 4
-NOT_PLAIN = 255
-"""In place of a dtype's code: what this field holds is no plain array."""
-INLINE_LIMIT_BYTES = 8192
-"""Above it an array travels as its own frame. zmq allocates frames of this size by themselves, so
-that their data are aligned."""
-
 Buffer = bytes | memoryview | np.ndarray[Any, Any]
 Place = Callable[[np.ndarray[Any, Any]], bytes | None]
 """Puts an array into shared memory and returns its address, None where that is not possible."""
 
-DTYPES = tuple(
-    np.dtype(t) for t in ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
-)
-_dtype_code = {dtype: code for code, dtype in enumerate(DTYPES)}
-FIRST_FIELD = 2
-"""Where in a body the field values begin."""
 _shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(9))
 _index = Struct("<Q")
 _hash = Struct("<I")
@@ -68,10 +58,9 @@ class Schema:
         hints = get_type_hints(cls)
         self.arrays = tuple(at for at, name in enumerate(self.names) if "ndarray" in str(hints[name]))
         """Fields that may hold plain arrays."""
-        self.places = tuple(FIRST_FIELD + at for at in self.arrays)
-        """Where they are in a body."""
         self.slotted = "__slots__" in cls.__dict__
-        self._fill = _filler(self.names)
+        self.take_apart = taking_apart(self.names, self.arrays)
+        self.put_together = putting_together(cls, self.names, self.arrays, slotted=self.slotted)
         getter = attrgetter(*self.names) if fields else lambda message: ()
         self.values: Callable[[Message], tuple[Any, ...]] = (
             getter if len(fields) != 1 else lambda message: (getter(message),)
@@ -88,16 +77,8 @@ class Schema:
         if self.slotted:
             return self.cls(*values)
         message = object.__new__(self.cls)
-        self._fill(message.__dict__, values)
+        message.__dict__.update(zip(self.names, values, strict=True))
         return message
-
-
-def _filler(names: Sequence[str]) -> Callable[[dict[str, Any], Sequence[Any]], None]:
-    """A function that stores values under `names`: with the names in its code, as dataclasses make `__init__`."""
-    stores = [f"    d[{name!r}] = v[{at}]" for at, name in enumerate(names)]
-    scope: dict[str, Any] = {}
-    exec("\n".join(["def fill(d, v):", *stores, "    return None"]), scope)
-    return cast(Callable[[dict[str, Any], Sequence[Any]], None], scope["fill"])
 
 
 _by_class: dict[type, Schema] = {}
@@ -196,10 +177,7 @@ class Encoder:
 
     def body(self, schema: Schema, group_id: str, message: Message) -> bytes:
         """The body of a message of `schema`."""
-        values = [group_id, None, *schema.values(message)]
-        if schema.arrays:
-            values[1] = _flatten(values, schema.places)
-        return self.pack(values)
+        return self.pack(schema.take_apart(group_id, message))
 
     def _default(self, value: Any) -> Any:
         if type(value) is np.ndarray:
@@ -227,7 +205,7 @@ class Encoder:
             self._depth -= 1
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
-        code = _dtype_code.get(array.dtype)
+        code = DTYPE_CODES.get(array.dtype)
         if code is None or array.ndim > 8:
             raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot travel; convert it first")
         head = _shape_structs[array.ndim].pack(code, array.ndim, *array.shape)
@@ -240,20 +218,6 @@ class Encoder:
         raw = array if array.flags.c_contiguous else np.ascontiguousarray(array)
         self.frames.append(raw.reshape(-1).view(np.uint8).data)
         return msgpack.ExtType(FRAME, head + _index.pack(len(self.frames) - 1))
-
-
-def _flatten(values: list[Any], positions: Iterable[int]) -> bytes:
-    """Put raw bytes in the place of plain arrays; returns the code for each of `positions`."""
-    codes = []
-    for at in positions:
-        value, code = values[at], NOT_PLAIN
-        if type(value) is np.ndarray and value.ndim == 1 and value.nbytes <= INLINE_LIMIT_BYTES:
-            code = _dtype_code.get(value.dtype, NOT_PLAIN)
-            if code != NOT_PLAIN:
-                value.setflags(False)
-                values[at] = value.tobytes()
-        codes.append(code)
-    return bytes(codes)
 
 
 class Decoder:
@@ -271,17 +235,12 @@ class Decoder:
         except UNPARSABLE as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
 
-    def body(self, schema: Schema, data: bytes | memoryview) -> tuple[str, Message]:
-        """Group id and message that `Encoder.body` packed. Raises WireError."""
+    def bodies(self, schema: Schema, heads: Iterable[Head], data: bytes | memoryview) -> list[Envelope]:
+        """The messages whose bodies `Encoder.body` packed, an array of them, in their envelopes. Raises WireError."""
         try:
-            group_id, codes, *values = self._unpack(data)  # not by `unpack`: each call counts here
-            if schema.arrays:
-                for at, code in zip(schema.arrays, codes, strict=True):
-                    if code != NOT_PLAIN:
-                        values[at] = np.frombuffer(values[at], DTYPES[code])
+            return schema.put_together(heads, self._unpack(data))
         except UNPARSABLE as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
-        return group_id, schema.build(values)
 
     def _ext(self, code: int, data: bytes) -> Any:
         if code == MESSAGE:

@@ -74,7 +74,7 @@ class SenderLane:
         self._kept[seq] = envelope
         self._untaken.append(envelope.id)
         self._next = seq + 1
-        self.out.append((DATA, self._number, self.session, seq, envelope))
+        self.out.append((DATA, self._number, self.session, seq, [envelope]))
 
     def unacked(self) -> list[Envelope]:
         """Everything kept, oldest first."""
@@ -131,7 +131,7 @@ class SenderLane:
         """The receiver misses `first` and what followed."""
         for seq in range(max(first, self._taken), self._next):
             if seq in self._kept:
-                self.out.append((DATA, self._number, self.session, seq, self._kept[seq]))
+                self.out.append((DATA, self._number, self.session, seq, [self._kept[seq]]))
         self._say_close()
 
     def on_error(self, reason: str) -> None:
@@ -187,7 +187,7 @@ class ReceiverLane:
         self.num_finished = 0
         self.owing: Callable[[ReceiverLane], None] = lambda lane: None
         """Told when the lane begins to have something to flush, and when `hasty` becomes true."""
-        self._hasten = max(1, spec.capacity // 2)
+        self._hasten = max(1, spec.capacity // 4)
         self._owing = False
         self._number = spec.number
         self._queue: deque[tuple[int, Envelope | None]] = deque()
@@ -225,18 +225,23 @@ class ReceiverLane:
         """There is a credit or an ack to flush of which the owner has not been told."""
         return not self._owing and (self._told != self._taken or bool(self._acks))
 
-    def on_data(self, seq: int, envelope: Envelope) -> None:
+    def on_data(self, seq: int, envelopes: Sequence[Envelope]) -> None:
+        """Messages that follow each other, the first of them numbered `seq`."""
         if seq != self._expected:
             self._out_of_order(seq)
-            return
-        self._expected = seq + 1
-        self.num_received += 1
-        if self.seen.enter(envelope.id, self, seq):
-            self._queue.append((seq, envelope))
-            self.ready = True
-        else:
-            self._queue.append((seq, None))
-            self._skip()
+            envelopes = envelopes[self._expected - seq :] if seq < self._expected else ()
+            seq = self._expected
+        self._expected += len(envelopes)
+        self.num_received += len(envelopes)
+        enter, queue = self.seen.enter, self._queue
+        for envelope in envelopes:
+            if enter(envelope.id, self, seq):
+                queue.append((seq, envelope))
+                self.ready = True
+            else:
+                queue.append((seq, None))
+                self._skip()
+            seq += 1
 
     def _out_of_order(self, seq: int) -> None:
         if seq > self._expected and self._asked != self._expected:

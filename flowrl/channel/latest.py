@@ -59,7 +59,7 @@ class LatestSender:
         if self._pending and self._newest is not None and self._next == self._arrived:
             self._pending = False
             self._on_way[self._next] = self._newest.id
-            self.out.append((DATA, self._number, self.session, self._next, self._newest))
+            self.out.append((DATA, self._number, self.session, self._next, [self._newest]))
             self._next += 1
             self._say_close()
 
@@ -102,7 +102,7 @@ class LatestSender:
 
     def on_resend(self, first: int) -> None:
         if self._newest is not None and first < self._next:
-            self.out.append((DATA, self._number, self.session, self._next - 1, self._newest))
+            self.out.append((DATA, self._number, self.session, self._next - 1, [self._newest]))
         self._say_close()
 
     def on_error(self, reason: str) -> None:
@@ -182,7 +182,11 @@ class LatestReceiver:
     def owes(self) -> bool:
         return self._told != self._expected or bool(self._acks)
 
-    def on_data(self, seq: int, envelope: Envelope) -> None:
+    def on_data(self, seq: int, envelopes: Sequence[Envelope]) -> None:
+        for at, envelope in enumerate(envelopes, seq):
+            self._arrive(at, envelope)
+
+    def _arrive(self, seq: int, envelope: Envelope) -> None:
         if seq < self._expected:
             self._told = -1
             return

@@ -61,7 +61,8 @@ class LocalLink:
     def add(self, frames: Iterable[Frame]) -> int:
         for frame in frames:
             if frame[0] == DATA:
-                freeze(frame[4].body)
+                for envelope in frame[4]:
+                    freeze(envelope.body)
             self._frames.append(frame)
         return len(self._frames)
 

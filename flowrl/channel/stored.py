@@ -48,6 +48,8 @@ def load_value(data: bytes) -> Any:
 
 
 _TYPE = "\0type"
+"""The key that makes a mapping a message: names its class. None for a mapping that has this key itself."""
+_ITEMS = "items"
 
 
 def _named(value: Any) -> Any:
@@ -57,7 +59,8 @@ def _named(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(_named, value))
     if isinstance(value, Mapping):
-        return {key: _named(item) for key, item in value.items()}
+        items = {key: _named(item) for key, item in value.items()}
+        return {_TYPE: None, _ITEMS: items} if _TYPE in items else items
     return value
 
 
@@ -71,6 +74,8 @@ def _built(value: Any) -> Any:
         return tuple(map(_built, value))
     if not isinstance(value, dict):
         return value
+    if value.get(_TYPE, "") is None and isinstance(value.get(_ITEMS), dict):
+        return {key: _built(item) for key, item in value[_ITEMS].items()}
     items = {key: _built(item) for key, item in value.items()}
     if _TYPE not in items:
         return items

@@ -2,13 +2,15 @@
 
 Everything pending for one peer leaves as one multipart:
 
-    part 0    preamble (magic, wire version, whether parts follow, sender's epoch and host), then records:
-              header (kind, number of tensors, lane, session, seq, ticket, member, schema, body
-              length, message id) and body (msgpack, empty for None)
+    part 0    preamble (magic, wire version, whether parts follow, sender's epoch and host), then records
     part 1…   raw array buffers, which bodies refer to by index
 
-Small messages therefore share one part. Whatever does not parse is refused with WireError; nothing
-is ever unpickled.
+A record is a header (kind, number of tensors, lane, session, seq, schema, number of messages, body
+length) and a body (msgpack, empty for None). Messages of one class that follow each other on a lane share
+a record, for one by one their headers and parsing would cost more than they do: before its body, an array
+of their bodies, stand the id, ticket and member of each. `seq` is the first one's.
+
+Whatever does not parse is refused with WireError, a record at a time; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ from struct import error as StructError
 from typing import Any
 
 from flowrl.channel.codec import Buffer, Decoder, Encoder, Place, Schema, schema_named, schema_of
-from flowrl.channel.envelope import Envelope
 from flowrl.channel.stored import dump, load
 from flowrl.errors import WireError
-from flowrl.messages import Message, Tombstone
+from flowrl.messages import Tombstone
 
 __all__ = ["Frame", "MessageDecoder", "MessageEncoder", "Refused", "dump", "lane_number", "load"]
 
 MAGIC = b"flow"
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_BODY_BYTES = 1 << 30
+RECORD_BYTES = 1 << 20
+"""A record with bodies of so many bytes takes no further message."""
 
 # Kinds of frames. A lane's own, to its receiver (hello, data, cancel, tombstone, close, error) and to its
 # sender (credit, ack, resend, sync, refuse); and those of a pair of processes, from REQUEST on.
@@ -41,17 +44,46 @@ REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE = range(20, 26)
 KINDS = frozenset((*TO_RECEIVER, *TO_SENDER, REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE))
 
 Frame = tuple[int, int, int, int, Any]
-"""(kind, lane, session, seq, payload): payload is an Envelope for DATA, else a msgpack-able value."""
+"""(kind, lane, session, seq, payload): payload is a list of Envelopes for DATA, numbered from `seq`, else a
+msgpack-able value."""
 
 _preamble = Struct("<4sHHIH")
 _FOLLOWED = 6  # offset of "whether parts follow"
-_header = Struct("<BxHIIQqiII16s")
-_no_id = bytes(16)
+_header = Struct("<BxHIIQIII")
+_head = Struct("<16sqi")
+_array = Struct(">BI")
+_ARRAY_32 = 0xDD  # msgpack's mark of an array with 32 bits of length
 
 
 def lane_number(name: str) -> int:
     """32 bits that stand for a lane's name on the wire."""
     return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big")
+
+
+class _Record:
+    """Messages on their way into one record."""
+
+    __slots__ = ("bodies", "first", "first_tensor", "heads", "lane", "next", "num_bytes", "schema", "session")
+
+    def __init__(self, lane: int, session: int, seq: int, schema: Schema, first_tensor: int) -> None:
+        self.lane = lane
+        self.session = session
+        self.first = self.next = seq
+        self.schema = schema
+        self.first_tensor = first_tensor
+        self.heads: list[bytes] = []
+        self.bodies: list[bytes] = []
+        self.num_bytes = 0
+
+    def goes_on(self, lane: int, session: int, seq: int, schema: Schema) -> bool:
+        """Whether this is the place of that message."""
+        return (
+            seq == self.next
+            and lane == self.lane
+            and schema is self.schema
+            and session == self.session
+            and self.num_bytes < RECORD_BYTES
+        )
 
 
 class MessageEncoder:
@@ -64,38 +96,66 @@ class MessageEncoder:
         )
         self._encoder = Encoder(place)
         self._records: list[bytes] = [b""]
-
-    @property
-    def pending(self) -> int:
-        """Number of frames added since `take`."""
-        return len(self._records) >> 1
+        self._open: _Record | None = None
+        """Takes what follows on its lane; the last of the multipart so far."""
+        self.pending = 0
+        """Number of messages and other frames added since `take`."""
 
     def add(self, frames: Iterable[Frame]) -> int:
         """Encode `frames` behind those before. Returns `pending`. Raises WireError for a value that cannot travel."""
-        encoder, records = self._encoder, self._records
-        arrays = encoder.frames
-        for kind, lane, session, seq, payload in frames:
-            before = len(arrays)
-            try:
-                if kind == DATA:
-                    message: Message = payload.body
-                    schema = schema_of(type(message))
-                    body = encoder.body(schema, payload.group_id, message)
-                    mark = TOMBSTONE if schema.cls is Tombstone else DATA
-                    rest = payload.ticket, payload.member, schema.hash, len(body), payload.id
-                else:
-                    mark, body = kind, b"" if payload is None else encoder.pack(payload)
-                    rest = 0, 0, 0, len(body), _no_id
-            except (WireError, OverflowError, ValueError) as error:
-                del arrays[before:]
-                raise WireError(f"cannot send: {error}") from error
-            records += (_header.pack(mark, len(arrays) - before, lane, session, seq, *rest), body)
-        return len(records) >> 1
+        encoder, arrays = self._encoder, self._encoder.frames
+        before = len(arrays)
+        try:
+            for kind, lane, session, seq, payload in frames:
+                if kind != DATA:
+                    self._close()
+                    before = len(arrays)
+                    body = b"" if payload is None else encoder.pack(payload)
+                    tensors = len(arrays) - before
+                    self._records += (_header.pack(kind, tensors, lane, session, seq, 0, 0, len(body)), body)
+                    self.pending += 1
+                    continue
+                for envelope in payload:
+                    before = len(arrays)
+                    schema = schema_of(type(envelope.body))
+                    body = encoder.body(schema, envelope.group_id, envelope.body)
+                    head = _head.pack(envelope.id, envelope.ticket, envelope.member)
+                    record = self._open
+                    if record is None or not record.goes_on(lane, session, seq, schema):
+                        record = self._begin(_Record(lane, session, seq, schema, before))
+                    record.heads.append(head)
+                    record.bodies.append(body)
+                    record.num_bytes += len(body)
+                    record.next = seq = seq + 1
+                    self.pending += 1
+        except (WireError, OverflowError, ValueError, StructError) as error:
+            del arrays[before:]
+            raise WireError(f"cannot send: {error}") from error
+        return self.pending
+
+    def _begin(self, record: _Record) -> _Record:
+        self._close()
+        self._open = record
+        return record
+
+    def _close(self) -> None:
+        """Nothing more goes into the open record."""
+        record, self._open = self._open, None
+        if record is not None:
+            kind = TOMBSTONE if record.schema.cls is Tombstone else DATA
+            tensors = len(self._encoder.frames) - record.first_tensor
+            count, length = len(record.bodies), _array.size + record.num_bytes
+            place = record.lane, record.session, record.first
+            self._records.append(_header.pack(kind, tensors, *place, record.schema.hash, count, length))
+            self._records += record.heads
+            self._records.append(_array.pack(_ARRAY_32, count))
+            self._records += record.bodies
 
     def take(self) -> list[Buffer]:
         """The multipart of everything added since the last call."""
+        self._close()
         records, arrays = self._records, self._encoder.frames
-        self._records, self._encoder.frames = [b""], []
+        self._records, self._encoder.frames, self.pending = [b""], [], 0
         records[0] = self._starts[bool(arrays)]
         return [b"".join(records), *arrays]
 
@@ -141,30 +201,26 @@ class MessageDecoder:
         """
         first: bytes = parts[0]
         view = memoryview(first)
-        decoder = self._decoder
-        decoder.frames = parts[1:]
+        self._decoder.frames = parts[1:]
         at, end = _preamble.size + _preamble.unpack_from(first)[4], len(first)
-        unpack_from, header_bytes = _header.unpack_from, _header.size
         frames: list[Frame | Refused] = []
-        schema: Schema | None = None  # of the message before: most are alike
         while at < end:
             try:
-                kind, _, lane, session, seq, ticket, member, number, length, id = unpack_from(first, at)
+                kind, _, lane, session, seq, schema, count, length = _header.unpack_from(first, at)
             except StructError as error:
                 raise WireError(f"a truncated header ({error})") from error
-            at += header_bytes
+            heads = at + _header.size
+            at = heads + count * _head.size
             body = view[at : at + length]
             at += length
             try:
                 if length > self._max_body_bytes or at > end:
                     raise WireError(f"a body of {length} bytes; at most {min(self._max_body_bytes, end)} can be")
                 if kind in MESSAGES:
-                    if schema is None or schema.hash != number:
-                        schema = schema_named(number)
-                    group_id, message = decoder.body(schema, body)
-                    frames.append((DATA, lane, session, seq, Envelope(id, ticket, group_id, member, message)))
+                    marks = _head.iter_unpack(view[heads : at - length])
+                    frames.append((DATA, lane, session, seq, self._decoder.bodies(schema_named(schema), marks, body)))
                 elif kind in KINDS:
-                    frames.append((kind, lane, session, seq, decoder.unpack(body) if length else None))
+                    frames.append((kind, lane, session, seq, self._decoder.unpack(body) if length else None))
                 else:
                     raise WireError(f"a frame of unknown kind {kind}")
             except WireError as error:
