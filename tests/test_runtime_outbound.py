@@ -23,7 +23,7 @@ from tests.test_runtime_join import PLACE, Branch, Ledger
 class Edge:
     """An edge with credit or without, whose messages nobody finishes."""
 
-    rule, num_arrivals = "share", 1
+    rule = "share"
 
     def __init__(self, name: str, *, credit: bool) -> None:
         self.name = name
@@ -36,8 +36,14 @@ class Edge:
         await self._credit.wait()
         self.kept.append(envelope)
 
-    def unacked(self) -> list[Envelope]:
-        return self.kept
+    def arrivals(self, envelope: Envelope) -> list[tuple[bytes, int]]:
+        return [(envelope.id, 1)]
+
+    def addressed(self, envelope: Envelope) -> list[tuple[str, Envelope]]:
+        return [("", envelope)]
+
+    def unacked(self) -> list[tuple[str, Envelope]]:
+        return [("", envelope) for envelope in self.kept]
 
     def close(self) -> None:
         pass
@@ -87,8 +93,8 @@ async def end(running: asyncio.Task[None]) -> None:
     await asyncio.wait((running,))
 
 
-def names(kept: Iterable[tuple[str, Envelope]]) -> list[tuple[str, str]]:
-    return [(edge, envelope.body.sample_id) for edge, envelope in kept]  # type: ignore[attr-defined]
+def names(kept: Iterable[tuple[str, str, Envelope]]) -> list[tuple[str, str]]:
+    return [(edge, envelope.body.sample_id) for edge, _, envelope in kept]  # type: ignore[attr-defined]
 
 
 def test_a_waiting_message_is_kept_for_every_edge_that_has_not_got_it() -> None:
@@ -98,7 +104,7 @@ def test_a_waiting_message_is_kept_for_every_edge_that_has_not_got_it() -> None:
         running = await until_it_stands(replica)
         kept = replica.outbound["out"].unacked()
         assert names(kept) == [("a", "g:0"), ("b", "g:0"), ("c", "g:0")]
-        assert set(replica.sent_already()) == {kept[0][1].id}
+        assert set(replica.sent_already()) == {kept[0][2].id}
         await end(running)
         assert names(replica.outbound["out"].unacked()) == [("a", "g:0")]
         assert branch.deliveries[0].acks == 0
@@ -155,7 +161,7 @@ def test_what_one_of_two_edges_has_got_is_kept_for_the_other() -> None:
         running = await until_it_stands(replica)
         out = replica.outbound["out"]
         assert names(out.unacked()) == [("a", "pair:0"), ("b", "pair:0")]
-        assert set(replica.sent_already()) == {key.id for _, key in out.unacked()}
+        assert set(replica.sent_already()) == {envelope.id for *_, envelope in out.unacked()}
         await end(running)
 
     asyncio.run(body())

@@ -2,7 +2,8 @@
 
 - share: the lane with most free credits, in turn among equals
 - key: the lane that the group id hashes to
-- broadcast: every lane; the slowest gates
+- broadcast: every lane; the slowest gates. Each lane's copy has an id of its own, so that what two replicas
+  make of it is not taken for a repetition
 - gang: each lane its own part, made by the message's `split(n)`; all or nothing
 - latest: every lane, overwriting; never waits
 
@@ -13,11 +14,12 @@ Ends of waits: a send waits for the credits its rule needs, see `flowrl.channel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 from zlib import crc32
 
 from flowrl.channel.ends import Gate, Ids, SendLane
-from flowrl.channel.envelope import Envelope
+from flowrl.channel.envelope import Envelope, message_id
 from flowrl.channel.inbox import Delivery, EndOfStream, Inbox
 
 __all__ = ["Delivery", "EndOfStream", "Inbox", "OutEdge", "Rule"]
@@ -40,12 +42,20 @@ class OutEdge:
         for lane in lanes:
             lane.gate = self.gate
 
-    @property
-    def num_arrivals(self) -> int:
-        """On how many lanes each message must be taken in (`Custody.child`); a latest edge owes none."""
+    def arrivals(self, envelope: Envelope) -> list[tuple[bytes, int]]:
+        """(id, on how many lanes it must be taken in) for `Custody.child`; a latest edge owes none."""
         if self.rule == "latest":
-            return 0
-        return len(self.lanes) if self.rule in ("broadcast", "gang") else 1
+            return []
+        if self.rule == "gang":
+            return [(envelope.id, len(self.lanes))]
+        return [(copy.id, 1) for _, copy in self.addressed(envelope)]
+
+    def addressed(self, envelope: Envelope) -> list[tuple[str, Envelope]]:
+        """(consumer, its message): one for each consumer of a broadcast; elsewhere the rule chooses, and it is ""."""
+        if self.rule != "broadcast":
+            return [("", envelope)]
+        consumers = [lane.spec.consumer for lane in self.lanes]
+        return [(consumer, replace(envelope, id=message_id((envelope.id,), consumer, 0))) for consumer in consumers]
 
     async def send(self, envelope: Envelope) -> None:
         """Send by the edge's rule, waiting for its credits. Cancelled while waiting it sends nothing.
@@ -66,10 +76,19 @@ class OutEdge:
         elif rule == "gang":
             await self._all(self.lanes, lambda: self._parts(envelope))
         elif rule == "broadcast":
-            await self._all(self.lanes, lambda: [envelope] * len(self.lanes))
+            await self._all(self.lanes, lambda: [copy for _, copy in self.addressed(envelope)])
         else:
             for lane in self.lanes:
                 lane.put(envelope)
+
+    async def send_to(self, consumer: str, envelope: Envelope) -> None:
+        """Send one consumer's message of `addressed`, as it is. A consumer that is no more gets none."""
+        if not consumer:
+            await self.send(envelope)
+            return
+        for lane in self.lanes:
+            if lane.spec.consumer == consumer:
+                await lane.send(envelope)
 
     def _any(self) -> bool:
         # A list, so that every failed lane is noticed.
@@ -121,12 +140,13 @@ class OutEdge:
         for lane in self.lanes:
             lane.on_acked(callback)
 
-    def unacked(self) -> list[Envelope]:
-        """Everything kept for a replay; a message on several lanes once for each."""
-        return [envelope for lane in self.lanes for envelope in lane.unacked()]
+    def unacked(self) -> list[tuple[str, Envelope]]:
+        """Everything kept for a replay, as `addressed`; of a gang's message the part of each lane."""
+        named = self.rule == "broadcast"
+        return [(lane.spec.consumer if named else "", kept) for lane in self.lanes for kept in lane.unacked()]
 
     def cancel(self, ids: Sequence[bytes]) -> None:
-        """Ask the consumers to give these messages up."""
+        """Ask the consumers to give these messages up: of a broadcast the copies, by the ids that they have."""
         for lane in self.lanes:
             lane.cancel(ids)
 

@@ -1,6 +1,7 @@
 """What a node replica is doing: for stall reports, quiescence and the view.
 
-Invariant: `working` counts the turns that are inside user code and not in one of the engine's waits.
+Invariant: `working` counts the turns that are inside user code and not in one of the engine's waits; a turn
+with several waits at once (it sends two messages side by side) stands as long as any of them.
 A node with `working == 0` and no blocking call moves again only when something reaches it.
 """
 
@@ -10,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 
@@ -29,6 +31,11 @@ class Activity:
     def __post_init__(self) -> None:
         self._idle.set()
 
+    def begin(self) -> Turn:
+        """A turn of the node enters user code."""
+        self.work(+1)
+        return Turn(self)
+
     def work(self, change: int) -> None:
         self.working += change
         if self.working > 0:
@@ -37,20 +44,20 @@ class Activity:
             self._idle.set()
 
     @contextmanager
-    def waiting(self, kind: str, what: str, *, inside: bool) -> Iterator[None]:
-        """Inside: the wait is part of a turn, which does not count as working meanwhile."""
+    def waiting(self, kind: str, what: str, *, inside: Turn | None) -> Iterator[None]:
+        """`inside`: the turn that the wait is part of, which does not count as working meanwhile."""
         self._token += 1
         token = self._token
         self.waits[token] = (kind, what, time.monotonic())
-        if inside:
-            self.work(-1)
+        if inside is not None:
+            inside.stand(+1)
         try:
             yield
         finally:
             del self.waits[token]
             self.moves += 1
-            if inside:
-                self.work(+1)
+            if inside is not None:
+                inside.stand(-1)
 
     async def idle(self) -> None:
         """Returns when no turn is inside user code; ended by the turns themselves."""
@@ -64,3 +71,32 @@ class Activity:
             "moves": self.moves,
             "waits": [(kind, what, now - since) for kind, what, since in self.waits.values()],
         }
+
+
+class Turn:
+    """One turn of a node, in all tasks that work on it."""
+
+    __slots__ = ("_activity", "_over", "_waits")
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+        self._waits = 0
+        self._over = False
+
+    def stand(self, change: int) -> None:
+        """A wait of the turn begins (+1) or has ended (-1)."""
+        stood = self._waits > 0
+        self._waits += change
+        if not self._over and stood != (self._waits > 0):
+            self._activity.work(1 if stood else -1)
+
+    def end(self) -> None:
+        """The turn leaves user code, whatever it has left waiting. Once or more."""
+        if not self._over:
+            self._over = True
+            if not self._waits:
+                self._activity.work(-1)
+
+
+in_turn: ContextVar[Turn | None] = ContextVar("flowrl_in_turn", default=None)
+"""The turn that the present task works on."""

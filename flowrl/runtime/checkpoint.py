@@ -5,11 +5,15 @@ their unfinished prefixes, every host stops taking items, ends the turns it is i
 the hosts exchange what is under way until nothing moves. From then on nothing changes, and what the
 producers still keep (custody) is the whole state between the nodes:
 
-- a message that nobody has finished is saved with its edge, and sent again on it at resume; so is one that
-  waits for credit, unless its node holds what it was made from and makes it again;
+- a message that its consumer has not finished is saved with its edge, and sent again on it at resume; so is
+  one that waits for credit, unless its node holds what it was made from, or reads, and makes it again. What
+  two edges carry, or a broadcast, is one message for each consumer;
 - a message whose turn has ended is left out, what was made from it is saved instead;
+- in the place of a message whose loss is booked stands its tombstone;
 - of a turn that stands still between two sends the item is saved and the ids of what it has already
   sent, so that the repeated turn sends only the rest.
+
+Messages come from the hosts, and go back to them, in pages: all of a large run are more than a frame holds.
 
 A directory becomes a checkpoint by its last rename; a crash while writing leaves the one before.
 """
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,18 +33,30 @@ from flowrl.channel.envelope import Envelope
 from flowrl.channel.stored import dump, load
 from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Message, Prompt, Sample, Scored
+from flowrl.runtime.items import Place
 
-FORMAT = 1
+FORMAT = 2
+Saved = tuple[str, str, str, Envelope]
+"""(producer node replica, edge name, consumer of a broadcast or "", message)"""
+PAGE_BYTES = 64 << 20
+"""Of messages, in one answer or request."""
 
 
 @dataclass
 class Cut:
     """What one host, or all of them, hand over."""
 
-    messages: list[tuple[str, str, Envelope]] = field(default_factory=list)
-    """(producer node replica, edge name, envelope)"""
-    ended: set[bytes] = field(default_factory=set)
+    messages: list[Saved] = field(default_factory=list)
+    ended: set[Place] = field(default_factory=set)
+    lost: dict[Place, Message] = field(default_factory=dict)
+    """Tombstones of what is lost and has not been told to the next nodes."""
     sent: set[bytes] = field(default_factory=set)
+    """Ids of what turns that are to be repeated have sent."""
+    sent_before: set[bytes] = field(default_factory=set)
+    """The same from the checkpoint that the run began with; `left_out` are those that were of use."""
+    left_out: set[bytes] = field(default_factory=set)
+    cursors: dict[str, int] = field(default_factory=dict)
+    """Out port of a node replica: how many messages it has sent outside of turns."""
     states: dict[str, bytes] = field(default_factory=dict)
     """Node replica: its `state()`, dumped."""
     prefixes: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict)
@@ -48,22 +64,26 @@ class Cut:
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Take in what a host answered to "snapshot"."""
-        for producer, edge, packed in part["messages"]:
-            self.messages.append((producer, edge, unpack(packed)))
-        self.ended.update(part["ended"])
+        self.ended.update((port, key) for port, key in part["ended"])
+        self.lost.update({(port, key): load(marker) for port, key, marker in part["lost"]})
         self.sent.update(part["sent"])
+        self.sent_before.update(part["sent_before"])
+        self.left_out.update(part["left_out"])
+        self.cursors.update(part["cursors"])
         self.states.update(part["states"])
 
-    def settled(self) -> list[tuple[str, str, Envelope]]:
+    def settled(self) -> list[Saved]:
         """The messages to send again at resume: unfinished ones, prefixes filled in, gangs' parts merged."""
-        merged: dict[tuple[str, bytes], tuple[str, str, Envelope]] = {}
-        for producer, edge, envelope in self.messages:
-            if envelope.id in self.ended:
+        merged: dict[tuple[str, str, bytes], Saved] = {}
+        for producer, edge, consumer, envelope in self.messages:
+            place = edge.split(" -> ")[1], envelope.id
+            if place in self.ended:
                 continue
-            key = (edge, envelope.id)
+            body = self.lost.get(place) or self._with_prefix(envelope.body)
+            key = (edge, consumer, envelope.id)
             if key in merged:
-                envelope = replace(envelope, body=_merge(merged[key][2].body, envelope.body))
-            merged[key] = (producer, edge, replace(envelope, body=self._with_prefix(envelope.body)))
+                body = _merge(merged[key][3].body, body)
+            merged[key] = (producer, edge, consumer, replace(envelope, body=body))
         return list(merged.values())
 
     def _with_prefix(self, body: Message) -> Message:
@@ -74,12 +94,32 @@ class Cut:
 
 
 def _merge(first: Message, second: Message) -> Message:
-    """Two ranks' parts of one batch, joined; dispatch splits it anew. Broadcast copies are the same."""
+    """Two ranks' parts of one batch, joined; dispatch splits it anew."""
     if not isinstance(first, Batch) or not isinstance(second, Batch):
         return first
     known = {sample.sample_id for sample in first.samples}
     samples = (*first.samples, *(s for s in second.samples if s.sample_id not in known))
     return replace(first, samples=samples, micro_batches=())
+
+
+def pages(messages: Iterable[Saved]) -> Iterator[list[Any]]:
+    """The messages packed, about PAGE_BYTES at a time."""
+    page: list[Any] = []
+    num_bytes = 0
+    for *place, envelope in messages:
+        packed = pack(envelope)
+        page.append((*place, packed))
+        num_bytes += len(packed[-1])
+        if num_bytes >= PAGE_BYTES:
+            yield page
+            page, num_bytes = [], 0
+    if page:
+        yield page
+
+
+def unpage(page: Iterable[Any]) -> list[Saved]:
+    """The messages of a page."""
+    return [(producer, edge, consumer, unpack(packed)) for producer, edge, consumer, packed in page]
 
 
 def pack(envelope: Envelope) -> tuple[bytes, int, str, int, bytes]:
@@ -96,8 +136,9 @@ def write_state(directory: Path, cut: Cut, facts: Mapping[str, Any]) -> None:
     content = {
         "format": FORMAT,
         "facts": dict(facts),
-        "messages": [(producer, edge, pack(envelope)) for producer, edge, envelope in cut.settled()],
-        "sent": list(cut.sent),
+        "messages": [(*place, pack(envelope)) for *place, envelope in cut.settled()],
+        "sent": list(cut.sent | (cut.sent_before - cut.left_out)),
+        "cursors": cut.cursors,
         "states": cut.states,
     }
     with open(directory / "state.msgpack", "wb") as file:
@@ -111,13 +152,13 @@ def read_state(directory: Path) -> dict[str, Any]:
     content = msgpack.unpackb((directory / "state.msgpack").read_bytes(), strict_map_key=False)
     if content["format"] != FORMAT:
         raise ConfigError(f"{directory}: checkpoint format {content['format']}, this flowrl reads {FORMAT}")
-    content["messages"] = [(producer, edge, unpack(packed)) for producer, edge, packed in content["messages"]]
+    content["messages"] = unpage(content["messages"])
     return dict(content)
 
 
-def made(messages: Iterable[tuple[str, str, Envelope]]) -> tuple[set[str], set[str]]:
+def made(messages: Iterable[Saved]) -> tuple[set[str], set[str]]:
     """Ids of the samples among these messages, and of those that have their reward."""
-    bodies = [envelope.body for _, _, envelope in messages]
+    bodies = [envelope.body for *_, envelope in messages]
     samples = [s for body in bodies for s in getattr(body, "samples", (body,)) if isinstance(s, Sample)]
     return {s.sample_id for s in samples}, {s.sample_id for s in samples if isinstance(s, Scored)}
 

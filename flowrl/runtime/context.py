@@ -13,9 +13,8 @@ from typing import ParamSpec, TypeVar
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.graph.routes import WeightRoute
-from flowrl.runtime.activity import Activity
+from flowrl.runtime.activity import Activity, in_turn
 from flowrl.runtime.books import LedgerClient
-from flowrl.runtime.inbound import in_turn
 from flowrl.runtime.trace import TraceBuffer
 
 P = ParamSpec("P")
@@ -72,7 +71,7 @@ class NodeContext:
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run `fn` in this node's thread. A cancelled caller does not stop a call that has begun."""
         loop = asyncio.get_running_loop()
-        outside = not in_turn.get()
+        outside = in_turn.get() is None
         if outside:
             self.activity.work(+1)
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flowrl.runtime import checkpoint
 
@@ -33,8 +33,7 @@ class Cutter:
             cut.prefixes.update(prefixes)
         await driver.ask_hosts("freeze")
         await self._until_still()
-        for part in await driver.ask_hosts("snapshot"):
-            cut.add(part)
+        await asyncio.gather(*(self._take_from(host, cut) for host in driver.hosts))
         await asyncio.gather(
             *(driver.on_node(track, "checkpoint", path=str(directory)) for track in self._with_method("checkpoint"))
         )
@@ -43,6 +42,12 @@ class Cutter:
         checkpoint.write_state(directory, cut, {"version": version})
         await driver.ask_hosts("thaw")
         await asyncio.gather(*(driver.on_node(track, "resume") for track in generators))
+
+    async def _take_from(self, host: str, cut: checkpoint.Cut) -> None:
+        part = await self._driver.ask(host, "snapshot")
+        while page := await self._driver.ask(host, "kept"):
+            cut.messages += checkpoint.unpage(page)
+        cut.add(part)
 
     async def _until_still(self) -> None:
         """Until nothing is under way between any two hosts: a credit or an ack may call for another when it arrives.
@@ -62,17 +67,19 @@ class Cutter:
         """Give states and messages of a checkpoint to the hosts, before their nodes run. Returns how many messages."""
         driver, state = self._driver, checkpoint.read_state(directory)
         driver.books.kept(*checkpoint.made(state["messages"]))
-        messages: dict[str, list[Any]] = {host: [] for host in driver.hosts}
-        for producer, edge, envelope in state["messages"]:
+        messages: dict[str, list[checkpoint.Saved]] = {host: [] for host in driver.hosts}
+        for producer, edge, consumer, envelope in state["messages"]:
             name, replica = producer.split("/")
             index = int(replica) % len(driver.replicas(name))
             track = f"{name}/{index}"
-            messages[driver.job.plan.host_of(track).name].append((track, edge, checkpoint.pack(envelope)))
-        await driver.ask_hosts(
-            "restore",
-            lambda host: {"messages": messages[host], "sent": state["sent"], "states": state["states"]},
-        )
+            messages[driver.job.plan.host_of(track).name].append((track, edge, consumer, envelope))
+        await driver.ask_hosts("restore", lambda host: {name: state[name] for name in ("sent", "cursors", "states")})
+        await asyncio.gather(*(self._give(host, kept) for host, kept in messages.items()))
         return len(state["messages"])
+
+    async def _give(self, host: str, kept: list[checkpoint.Saved]) -> None:
+        for page in checkpoint.pages(kept):
+            await self._driver.ask(host, "send again", page)
 
     def _with_method(self, method: str) -> list[str]:
         """The replicas of the nodes that have it."""

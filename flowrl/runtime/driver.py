@@ -336,7 +336,11 @@ class Driver:
 
     async def ask_hosts(self, kind: str, body: Any = lambda host: {}) -> list[Any]:
         """The answers of all hosts to `kind`; `body(host)` goes with it."""
-        return await asyncio.gather(*(self._endpoint.request(host, kind, body(host)) for host in self.hosts))
+        return await asyncio.gather(*(self.ask(host, kind, body(host)) for host in self.hosts))
+
+    async def ask(self, host: str, kind: str, body: Any = None) -> Any:
+        """The answer of one host to `kind`."""
+        return await self._endpoint.request(host, kind, body if body is not None else {})
 
 
 def roles(graph: Graph) -> dict[str, str]:

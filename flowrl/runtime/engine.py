@@ -11,17 +11,18 @@ import asyncio
 import errno
 import os
 import traceback
-from collections.abc import Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.channel.control import Answer
 from flowrl.channel.endpoint import Address, Endpoint
-from flowrl.channel.stored import dump_value, load_value
-from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed
+from flowrl.channel.stored import dump, dump_value, load_value
+from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from flowrl.graph.load import rebuild
-from flowrl.runtime.checkpoint import pack, unpack
+from flowrl.runtime.checkpoint import pages, unpage
 from flowrl.runtime.cluster import meeting_place
 from flowrl.runtime.context import DRIVER, Place
 from flowrl.runtime.lease import Lease
@@ -30,6 +31,8 @@ from flowrl.runtime.trace import TraceBuffer
 from flowrl.runtime.wiring import join
 
 REPORT_EVERY_S = 1.0
+TOLD_EVERY_S = 60.0
+"""So often it is told whose turns a checkpoint waits for."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Errors of the disk, not of the code that writes: told without a traceback."""
 
@@ -60,6 +63,8 @@ class HostEngine:
         self.replicas: dict[str, Replica] = {}
         self._reporting: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
+        self._kept: Iterator[list[Any]] = iter(())
+        """The messages of a cut that are still to be handed over, in pages."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().set_exception_handler(self._unretrieved)
 
@@ -79,14 +84,16 @@ class HostEngine:
     async def open(self) -> dict[str, Any]:
         """Bind. The answer goes to every other host through the driver."""
         address: Address = await self.endpoint.open(tcp=self.spec.tcp)
-        handlers = {
+        handlers: dict[str, Answer] = {
             "freeze": self._freeze,
             "thaw": self._thaw,
             "gate": self._gate,
             "settle": self._settle,
             "ping": self._ping,
             "snapshot": self._snapshot,
+            "kept": self._next_page,
             "restore": self._restore,
+            "send again": self._send_again,
             "node": self._node,
             "report": self._report_now,
         }
@@ -180,9 +187,22 @@ class HostEngine:
         """Take nothing more, and when every turn has ended or stands in a wait, send nothing more."""
         for replica in self.replicas.values():
             replica.gate(open_=False)
-        await self._idle()
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle(), TOLD_EVERY_S)
+                break
+            for replica in self.replicas.values():
+                self._tell_of_turns(replica)
         for replica in self.replicas.values():
             replica.hold(True)
+
+    def _tell_of_turns(self, replica: Replica) -> None:
+        if replica.activity.working:
+            text = (
+                "a checkpoint waits for its turns to end. If they wait for another item of this node, which comes only "
+                "after the checkpoint, put the wait inside `with self.context.standing('what for'):`"
+            )
+            self.endpoint.notify(DRIVER, "warning", {"node": replica.place.track, "text": text})
 
     async def _thaw(self, host: str, body: Any) -> None:
         for replica in self.replicas.values():
@@ -209,44 +229,59 @@ class HostEngine:
         """Frames of a link keep their order: what `host` sent before has arrived."""
 
     async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
-        """This host's part of a cut; the host is frozen."""
+        """This host's part of a cut, but for the messages, which "kept" asks for; the host is frozen."""
         replicas = self.replicas.values()
         for replica in replicas:
             replica.context.ledger.flush()
+        self._kept = pages(
+            (replica.place.track, *kept)
+            for replica in replicas
+            for out in replica.outbound.values()
+            for kept in out.unacked()
+        )
+        outs = {f"{track} {name}": out for track, r in self.replicas.items() for name, out in r.outbound.items()}
         return {
-            "messages": [
-                (replica.place.track, edge, pack(envelope))
-                for replica in replicas
-                for out in replica.outbound.values()
-                for edge, envelope in out.unacked()
-            ],
-            "ended": [key for replica in replicas for key in replica.desk.waiting_for_children()],
+            "ended": [place for replica in replicas for place in replica.desk.waiting_for_children()],
+            "lost": [(*place, dump(marker)) for replica in replicas for place, marker in replica.desk.lost()],
             "sent": [key for replica in replicas for key in replica.sent_already()],
-            "states": {track: dump_value(dict(r.node.state())) for track, r in self.replicas.items()},
+            "sent_before": list(set().union(*(out.sent_before for out in outs.values()))),
+            "left_out": list(set().union(*(out.left_out for out in outs.values()))),
+            "cursors": {name: out.cursor for name, out in outs.items()},
+            "states": {track: self._state(replica) for track, replica in self.replicas.items()},
         }
 
+    def _state(self, replica: Replica) -> bytes:
+        with _attributed(replica):
+            try:
+                return dump_value(dict(replica.node.state()))
+            except WireError as error:
+                raise FlowrlError(f"its `state()` cannot be stored in a checkpoint: {error}") from error
+
+    async def _next_page(self, host: str, body: Any) -> list[Any]:
+        """The next of this host's messages for the cut; none when all were asked for."""
+        return next(self._kept, [])
+
     async def _restore(self, host: str, body: dict[str, Any]) -> None:
-        """Take up states, and send the messages of a checkpoint again; returns when all are with their lanes."""
-        for track, state in body["states"].items():
-            if track in self.replicas:
-                self.replicas[track].node.load_state(load_value(state))
-        for replica in self.replicas.values():
-            for out in replica.outbound.values():
+        """Take up the states of a checkpoint."""
+        for track, replica in self.replicas.items():
+            if track in body["states"]:
+                with _attributed(replica):
+                    replica.node.load_state(load_value(body["states"][track]))
+            for name, out in replica.outbound.items():
                 out.sent_before.update(body["sent"])
-        for track, edge, packed in body["messages"]:
-            self.replicas[track].restore(edge, unpack(packed))
+                out.cursor = body["cursors"].get(f"{track} {name}", 0)
+
+    async def _send_again(self, host: str, page: list[Any]) -> None:
+        """Messages of a checkpoint: they go out on their lanes when the nodes run."""
+        for track, edge, consumer, envelope in unpage(page):
+            self.replicas[track].restore((edge, consumer, envelope))
 
     async def _node(self, host: str, body: dict[str, Any]) -> Any:
         """Call a node's coroutine method: checkpoint, snapshot, evaluate, finish."""
         replica = self.replicas[body["track"]]
         method = getattr(replica.node, body["method"])
-        try:
+        with _attributed(replica):
             return await method(**body.get("arguments", {}))
-        except Exception as error:  # a node boundary
-            told = _failure(replica, error)
-            raise NodeFailed(
-                told["node"], told["replica"], told["reason"], remote_traceback=told["traceback"], ticket=told["ticket"]
-            ) from error
 
     # Reports
 
@@ -283,6 +318,18 @@ class NodeError(Exception):
     def __init__(self, report: dict[str, Any]) -> None:
         super().__init__(report["reason"])
         self.report = report
+
+
+@contextmanager
+def _attributed(replica: Replica) -> Iterator[None]:
+    """What is raised inside reaches the driver as the node's failure. A node boundary."""
+    try:
+        yield
+    except Exception as error:
+        told = _failure(replica, error)
+        raise NodeFailed(
+            told["node"], told["replica"], told["reason"], remote_traceback=told["traceback"], ticket=told["ticket"]
+        ) from error
 
 
 def _failure(replica: Replica, error: BaseException) -> dict[str, Any]:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextvars import ContextVar
 from typing import Any, Protocol
 
 from flowrl.channel.dispatch import Delivery, EndOfStream, Inbox
 from flowrl.errors import SampleFailed
 from flowrl.graph.ports import Members
 from flowrl.messages import Message, Tombstone
-from flowrl.runtime.activity import Activity
+from flowrl.runtime.activity import Activity, Turn, in_turn
 from flowrl.runtime.items import Desk, Item, OpenGroup, at_hand, current, tombstone
 from flowrl.runtime.lease import Lease
-
-in_turn: ContextVar[bool] = ContextVar("flowrl_in_turn", default=False)
 
 
 class Losses(Protocol):
@@ -61,13 +58,13 @@ class Inbound:
 
     async def take(self) -> Item | None:
         """The next item, tombstones included; None at end of stream."""
-        with self._activity.waiting("item", self.port, inside=False):
+        with self._activity.waiting("item", self.port, inside=None):
             try:
                 delivery: Delivery = await self._inbox.take()
             except EndOfStream:
                 return None
             await self._gate.wait()
-        return self._desk.take(delivery)
+        return self._desk.take(delivery, self.port)
 
     async def _next(self) -> Item | None:
         """The next item that is for user code; tombstones go on by themselves."""
@@ -77,15 +74,15 @@ class Inbound:
             self.pass_on(item)
         return None
 
-    async def _begin(self, item: Item) -> None:
+    async def _begin(self, item: Item) -> Turn:
         if self._lease.name:
-            with self._activity.waiting("turn", self._lease.name, inside=False):
+            with self._activity.waiting("turn", self._lease.name, inside=None):
                 await self._lease.begin()
-        self._activity.work(+1)
         self._losses.flow(item, begins=True)
+        return self._activity.begin()
 
-    async def _finish(self, item: Item) -> None:
-        self._activity.work(-1)
+    async def _finish(self, item: Item, turn: Turn) -> None:
+        turn.end()
         self._losses.flow(item, begins=False)
         for part in item.whole:
             self._desk.end_turn(part, sink=self._sink)
@@ -93,28 +90,29 @@ class Inbound:
 
     async def iterate(self) -> AsyncIterator[Any]:
         while (item := await self._next()) is not None:
-            await self.begin_turn(item)
+            turn = await self.begin_turn(item)
             try:
                 yield item.body
             except GeneratorExit:  # the loop was left or cancelled inside this turn; its item stays unfinished
-                await self.leave_turn()
+                await self.leave_turn(turn)
                 raise
-            await self.finish_turn(item)
+            await self.finish_turn(item, turn)
 
-    async def begin_turn(self, item: Item) -> None:
+    async def begin_turn(self, item: Item) -> Turn:
         """What follows in this task works on `item`, and on the other parts of its sample."""
-        await self._begin(item)
+        turn = await self._begin(item)
         current.set(item.whole)
-        self._enter(item)
+        self._enter(item, turn)
+        return turn
 
-    async def finish_turn(self, item: Item) -> None:
+    async def finish_turn(self, item: Item, turn: Turn) -> None:
         current.set(())
-        await self._finish(item)
+        await self._finish(item, turn)
         self._leave()
 
-    async def leave_turn(self) -> None:
+    async def leave_turn(self, turn: Turn) -> None:
         """The turn ends, its item does not."""
-        self._activity.work(-1)
+        turn.end()
         await self._lease.end()
 
     def pass_on(self, item: Item) -> None:
@@ -123,13 +121,13 @@ class Inbound:
         self._losses.pass_on(list(item.whole), item.body)
 
     @staticmethod
-    def _enter(item: Item) -> None:
-        in_turn.set(True)
+    def _enter(item: Item, turn: Turn) -> None:
+        in_turn.set(turn)
         at_hand.set(item.envelope.ticket)
 
     @staticmethod
     def _leave() -> None:
-        in_turn.set(False)
+        in_turn.set(None)
         at_hand.set(-1)
 
     async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None:
@@ -144,14 +142,15 @@ class Inbound:
 
     async def _turn(self, body: Callable[[Any], Awaitable[None]], item: Item, slots: asyncio.Semaphore) -> None:
         current.set((item,))
-        self._enter(item)
+        at_hand.set(item.envelope.ticket)
         with self._desk.noting_failure():
-            await self._begin(item)
+            turn = await self._begin(item)
+            self._enter(item, turn)
             try:
                 await body(item.body)
             except SampleFailed as failure:
                 self.drop(item.body, str(failure), "failed")
-            await self._finish(item)
+            await self._finish(item, turn)
         slots.release()
 
     def groups(self, size: int) -> AsyncIterator[Members[Any]]:
@@ -175,14 +174,14 @@ class Inbound:
             if not group.items:
                 self._lose_group(group, next(iter(group.lost.values())).body)
                 continue
-            self._activity.work(+1)
             members = list(group.items.values())
             self._flow(members, begins=True)
-            self._enter(item)
+            turn = self._activity.begin()
+            self._enter(item, turn)
             yield self._members(group)
             self._leave()
             self._flow(members, begins=False)
-            self._activity.work(-1)
+            turn.end()
 
     def _flow(self, items: list[Item], *, begins: bool) -> None:
         for item in items:
@@ -227,13 +226,13 @@ class Inbound:
                 yield ticket, None
                 continue
             item.held = True
-            self._activity.work(+1)
             self._losses.flow(item, begins=True)
-            self._enter(item)
+            turn = self._activity.begin()
+            self._enter(item, turn)
             yield ticket, item.body
             self._leave()
             self._losses.flow(item, begins=False)
-            self._activity.work(-1)
+            turn.end()
 
     def hold(self, item: Message) -> None:
         for part in self._desk.of(item).whole:
@@ -244,6 +243,8 @@ class Inbound:
         for part in dropped.whole:
             part.accounted = True
         marker = tombstone(dropped, self._desk.node, reason, state)
+        for part in dropped.whole:
+            part.lost = marker
         group = dropped.group
         if group is None:
             self._losses.lose(list(dropped.whole), marker, dropped.envelope.ticket)
@@ -258,9 +259,15 @@ class Inbound:
             self._lose_group(group, marker)
 
     def finish(self, item: Message) -> None:
-        for part in self._desk.of(item).whole:
+        finished = self._desk.of(item)
+        for part in finished.whole:
             part.held = part.accounted = True
             self._desk.end(part)
+        group = finished.group
+        if group is not None and not any(self._desk.holds(member) for member in group.present):
+            for rest in (*group.lost.values(), *group.dropped):
+                for part in rest.whole:
+                    self._desk.end(part)
 
     def newest(self) -> Any:
         return self._inbox.newest()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,17 +25,24 @@ from flowrl.channel.envelope import Envelope
 from flowrl.errors import FlowrlError
 from flowrl.messages import Message, Tombstone
 
+Place = tuple[str, bytes]
+"""(in port as "node.port", message id)"""
+
 
 @dataclass(slots=True, eq=False)
 class Item:
     """One message in the hands of a node."""
 
     delivery: Delivery
+    port: str = ""
+    """The in port that it came to."""
     ordinals: dict[str, int] = field(default_factory=dict)
     """How many messages were made from it so far, by out port."""
     accounted: bool = False
     """A send, hold or drop has spoken for it."""
     held: bool = False
+    lost: Tombstone | None = None
+    """Its loss is booked, and this marker stands for it from then on, also in a checkpoint."""
     group: OpenGroup | None = None
     children: list[bytes] = field(default_factory=list)
     parts: tuple[Item, ...] = ()
@@ -50,6 +57,11 @@ class Item:
     def given(self) -> Any:
         """What user code gets: the message, or the messages of all parts."""
         return tuple(part.body for part in self.parts) if self.parts else self.body
+
+    @property
+    def place(self) -> Place:
+        """What names it in its node: a message that an edge brings to two ports is two items."""
+        return self.port, self.envelope.id
 
     @property
     def envelope(self) -> Envelope:
@@ -73,6 +85,11 @@ class OpenGroup:
     sent: bool = False
 
     @property
+    def present(self) -> list[Item]:
+        """The members that are neither lost nor dropped."""
+        return [item for item in self.items.values() if item not in self.dropped]
+
+    @property
     def complete(self) -> bool:
         return len(self.items) + len(self.lost) >= self.size
 
@@ -88,22 +105,23 @@ class Desk:
 
     def __init__(self, node: str) -> None:
         self.node = node
-        self._custody: Custody[bytes] = Custody()
+        self._custody: Custody[Hashable] = Custody()
+        """Of items by their place, and of what is made from them by its id."""
         self._open: dict[int, Item] = {}
-        self._by_id: dict[bytes, Item] = {}
+        self._by_place: dict[Hashable, Item] = {}
         self.failed_ticket: int | None = None
         """What the node worked on when its first exception was raised, None if that was on no ticket."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def take(self, delivery: Delivery) -> Item:
-        item = Item(delivery)
+    def take(self, delivery: Delivery, port: str) -> Item:
+        item = Item(delivery, port)
         if id(item.body) in self._open:  # two branches of one process passed on the very same object
             delivery.envelope = dataclasses.replace(item.envelope, body=copy.copy(item.body))
         self._open[id(item.body)] = item
-        self._by_id[item.envelope.id] = item
-        self._custody.begin(item.envelope.id)
+        self._by_place[item.place] = item
+        self._custody.begin(item.place)
         return item
 
     def of(self, body: Message) -> Item:
@@ -116,13 +134,19 @@ class Desk:
             )
         return item
 
-    def child(self, parents: Iterable[Item], child_id: bytes, num_lanes: int) -> None:
-        """`child_id` was made from `parents` and must be taken in on `num_lanes` lanes."""
-        items = tuple(parents)
-        for item in items:
+    def holds(self, item: Item) -> bool:
+        """Whether the item's turn has not ended."""
+        return id(item.body) in self._open
+
+    def made(self, parents: Iterable[Item], child_id: bytes) -> None:
+        """`child_id` was made from `parents`."""
+        for item in parents:
             item.accounted = True
             item.children.append(child_id)
-        self._custody.child([item.envelope.id for item in items], child_id, num_lanes)
+
+    def owes(self, parents: Iterable[Item], child_id: bytes, num_lanes: int) -> None:
+        """What was made from `parents` goes out as `child_id`, and must be taken in on `num_lanes` lanes."""
+        self._custody.child([item.place for item in parents], child_id, num_lanes)
 
     def arrived(self, child_ids: Iterable[bytes]) -> None:
         for child_id in child_ids:
@@ -131,11 +155,15 @@ class Desk:
     def end(self, item: Item) -> None:
         """End the item's turn. Ends of an item that has ended already are ignored."""
         if self._open.pop(id(item.body), None) is not None:
-            self._ack(self._custody.end(item.envelope.id))
+            self._ack(self._custody.end(item.place))
 
-    def waiting_for_children(self) -> list[bytes]:
-        """Ids of items whose turn has ended, not yet acked: a checkpoint keeps their children instead."""
-        return [key for key, item in self._by_id.items() if id(item.body) not in self._open]
+    def waiting_for_children(self) -> list[Place]:
+        """Items whose turn has ended, not yet acked: a checkpoint keeps their children instead."""
+        return [item.place for item in self._by_place.values() if id(item.body) not in self._open]
+
+    def lost(self) -> list[tuple[Place, Tombstone]]:
+        """Items whose loss is booked and whose marker is not on its way: a checkpoint keeps the marker instead."""
+        return [(item.place, item.lost) for item in self._open.values() if item.lost is not None]
 
     def sent_by_open_items(self) -> list[bytes]:
         """Ids of what was made from items whose turn goes on."""
@@ -152,9 +180,9 @@ class Desk:
                 self.failed_ticket = ticket
             raise
 
-    def _ack(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._by_id.pop(key).delivery.ack()
+    def _ack(self, places: Iterable[Hashable]) -> None:
+        for place in places:
+            self._by_place.pop(place).delivery.ack()
 
     def end_turn(self, item: Item, *, sink: bool) -> None:
         """The body has let go of the item: finish it unless it is on hold."""

@@ -41,13 +41,13 @@ class Joined:
                 if isinstance(item.body, Tombstone):
                     lead.pass_on(item)
                     continue
-                await lead.begin_turn(item)
+                turn = await lead.begin_turn(item)
                 try:
                     yield item.given
                 except GeneratorExit:  # as in Inbound.iterate: the sample stays unfinished
-                    await lead.leave_turn()
+                    await lead.leave_turn(turn)
                     raise
-                await lead.finish_turn(item)
+                await lead.finish_turn(item, turn)
 
     async def groups(self, size: int) -> AsyncIterator[Members[Any]]:
         async with aclosing(self._wholes()) as wholes, aclosing(self._ports[0].grouped(wholes, size)) as groups:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from flowrl.channel.dispatch import OutEdge
 from flowrl.channel.envelope import Envelope, message_id, source_id
 from flowrl.messages import Message, Prompt, Tombstone
-from flowrl.runtime.activity import Activity
-from flowrl.runtime.inbound import in_turn
+from flowrl.runtime.activity import Activity, in_turn
 from flowrl.runtime.items import Desk, Item, current
 
 
@@ -33,6 +33,23 @@ class Owner(Protocol):
         """For the trace: a wait that ends now."""
 
 
+Kept = tuple[str, str, Envelope]
+"""What a checkpoint keeps on an edge: (edge, consumer as in `OutEdge.addressed`, message)."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A message that waits for credit."""
+
+    envelope: Envelope
+    first: int
+    """The first edge that has not got it yet."""
+    again: bool
+    """A resumed run makes it again (`_makes_again`); otherwise a checkpoint keeps it."""
+    outside: bool
+    """It was made outside of turns."""
+
+
 class Outbound:
     """LiveOut of one Out port of one node replica."""
 
@@ -43,14 +60,17 @@ class Outbound:
         self._desk = owner.desk
         self._activity = owner.activity
         self._cursor = 0
-        self._admitted: list[bytes] = []
-        """What is already sent of a group whose other members still wait for credit."""
-        self._restoring: list[tuple[str, Envelope]] = []
+        self._outside = 0
+        """Sends outside of turns that wait now. A resumed run repeats them, with the same ids."""
+        self._admitted: dict[int, list[bytes]] = {}
+        """What is already sent of groups whose other members still wait for credit, by ticket."""
+        self._restoring: list[Kept] = []
         """A checkpoint's messages that still wait for credit."""
-        self._waiting: dict[bytes, tuple[Envelope, int, bool]] = {}
-        """What was made and waits for credit, the first of `edges` that has not got it yet, and `_makes_again`."""
+        self._waiting: dict[bytes, Waiting] = {}
         self.sent_before: set[bytes] = set()
-        """Ids that a turn cut off by a checkpoint had sent: its repetition leaves them out."""
+        """Ids of what turns cut off by a checkpoint had sent: their repetitions leave it out."""
+        self.left_out: set[bytes] = set()
+        """Those that were left out."""
 
     @property
     def carries_tombstones(self) -> bool:
@@ -59,7 +79,15 @@ class Outbound:
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None:
         parents = self._parents(made_from)
-        await self._send(self._envelope(item, parents), parents)
+        envelope = self._envelope(item, parents)
+        if parents:
+            await self._send(envelope, parents)
+            return
+        self._outside += 1
+        try:
+            await self._send(envelope, ())
+        finally:
+            self._outside -= 1
 
     async def admit(self, items: Sequence[Message]) -> bool:
         prompts = [item for item in items if isinstance(item, Prompt)]
@@ -72,8 +100,8 @@ class Outbound:
         for prompt in prompts:
             key = source_id(self._desk.node.split("/")[0], prompt.sample_id)
             await self._send(Envelope(key, ticket, prompt.group_id, prompt.member, prompt), ())
-            self._admitted.append(key)
-        self._admitted.clear()
+            self._admitted.setdefault(ticket, []).append(key)
+        self._admitted.pop(ticket, None)
         return True
 
     def was_sent(self) -> bool:
@@ -86,35 +114,48 @@ class Outbound:
     async def bury(self, marker: Tombstone, items: Sequence[Item]) -> None:
         """Pass a tombstone on in the place of what would have been made from `items`."""
         if self.carries_tombstones:
-            envelope = self._envelope(marker, items)
-            envelope.group_id, envelope.member = marker.group_id, marker.member
+            # An id apart from those of what the turns sent, whatever they had sent when their item was lost.
+            key = message_id(sorted(item.envelope.id for item in items), f"{self.port} lost", 0)
+            ticket = items[0].envelope.ticket
+            alike = all(item.envelope.ticket == ticket for item in items)
+            envelope = Envelope(key, ticket if alike else -1, marker.group_id, marker.member, marker)
             await self._send(envelope, items, uses_up=False)
 
-    async def restore(self, edge: str, envelope: Envelope) -> None:
+    async def restore(self, kept: Kept) -> None:
         """Send a message that a checkpoint kept, on the edge where it was under way."""
-        waiting = (edge, envelope)
-        self._restoring.append(waiting)
-        for candidate in self.edges:
-            if candidate.name == edge:
-                await candidate.send(envelope)
-        self._restoring.remove(waiting)
+        self._restoring.append(kept)
+        name, consumer, envelope = kept
+        for edge in self.edges:
+            if edge.name == name:
+                await edge.send_to(consumer, envelope)
+        self._restoring.remove(kept)
 
-    def unacked(self) -> list[tuple[str, Envelope]]:
-        """(edge, message) of all that no consumer has finished."""
+    def unacked(self) -> list[Kept]:
+        """All that no consumer has finished."""
         queues = [edge for edge in self.edges if edge.rule != "latest"]
-        kept = [(edge.name, envelope) for edge in queues for envelope in edge.unacked()]
-        waiting = [
-            (edge.name, envelope)
-            for envelope, first, again in self._waiting.values()
-            if not again
-            for edge in self.edges[first:]
-            if edge in queues
-        ]
-        return kept + waiting + self._restoring
+        kept = [(edge.name, *one) for edge in queues for one in edge.unacked()]
+        for waiting in self._waiting.values():
+            if not waiting.again:
+                later = [edge for edge in self.edges[waiting.first :] if edge in queues]
+                kept += [(edge.name, *one) for edge in later for one in edge.addressed(waiting.envelope)]
+        return kept + self._restoring
 
     def not_sent(self) -> list[bytes]:
         """Ids of what waits for credit and is not among `unacked`."""
-        return [key for key, (_, _, again) in self._waiting.items() if again]
+        return [key for key, waiting in self._waiting.items() if waiting.again]
+
+    def sent_outside(self) -> list[bytes]:
+        """Ids of what waits for credit, made outside of turns, and is among `unacked`."""
+        return [key for key, waiting in self._waiting.items() if waiting.outside and not waiting.again]
+
+    @property
+    def cursor(self) -> int:
+        """How many messages were sent outside of turns; a send that waits is repeated by the resumed run."""
+        return self._cursor - self._outside
+
+    @cursor.setter
+    def cursor(self, value: int) -> None:
+        self._cursor = value
 
     def hold(self, held: bool) -> None:
         """While held, nothing is sent."""
@@ -123,7 +164,7 @@ class Outbound:
 
     def sent_of_open_group(self) -> list[bytes]:
         """Ids of the members that are sent of a group whose admission has not returned yet."""
-        return list(self._admitted)
+        return [key for keys in self._admitted.values() for key in keys]
 
     def close(self) -> None:
         for edge in self.edges:
@@ -143,7 +184,7 @@ class Outbound:
     def _envelope(self, body: Message, parents: Sequence[Item]) -> Envelope:
         if not parents:
             self._cursor += 1
-            return Envelope(source_id(self.port, str(self._cursor)), -1, "", -1, body)
+            return Envelope(source_id(f"{self._desk.node} {self.port}", str(self._cursor)), -1, "", -1, body)
         key = self._next_id(parents)
         self._count(parents)
         heads = [parent.envelope for parent in parents]
@@ -169,8 +210,8 @@ class Outbound:
         if key not in self.sent_before:
             return False
         self.sent_before.discard(key)
-        for item in parents:
-            item.accounted = True
+        self.left_out.add(key)
+        self._desk.made(parents, key)
         return True
 
     async def _send(self, envelope: Envelope, parents: Sequence[Item], *, uses_up: bool = True) -> None:
@@ -178,16 +219,22 @@ class Outbound:
             return
         for item in parents:
             item.accounted = True
+        if any(edge.rule != "latest" for edge in self.edges):
+            self._desk.made(parents, envelope.id)
         try:
             for number, edge in enumerate(self.edges):
+                again = not number and _makes_again(parents)
+                self._waiting[envelope.id] = Waiting(envelope, number, again, not parents)
                 if parents:
-                    self._waiting[envelope.id] = envelope, number, not number and _makes_again(parents)
-                    if edge.rule != "latest":
-                        self._desk.child(parents, envelope.id, edge.num_arrivals)
+                    for key, num_lanes in edge.arrivals(envelope):
+                        self._desk.owes(parents, key, num_lanes)
                 began = time.time_ns()
                 with self._activity.waiting("credit", edge.name, inside=in_turn.get()):
                     await edge.send(envelope)
                 self._owner.waited(f"credit {edge.name}", began)
+                if edge.rule == "broadcast":
+                    for _, copy in edge.addressed(envelope):
+                        self._owner.sent(copy)
         finally:
             self._waiting.pop(envelope.id, None)
         self._owner.sent(envelope)
@@ -198,5 +245,6 @@ class Outbound:
 
 def _makes_again(parents: Sequence[Item]) -> bool:
     """Whether a resumed run lets the node make this anew rather than keep it: the node's state says that of what
-    it held and has not sent yet. What a turn made of its one item is kept, since that may have been work."""
-    return any(item.held for item in parents)
+    it held and has not sent yet, or reads at its own pace. What a turn made of its one item is kept, since that may
+    have been work."""
+    return not parents or any(item.held for item in parents)

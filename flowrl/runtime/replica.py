@@ -11,12 +11,12 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope
 from flowrl.graph.node import Node
 from flowrl.messages import Prompt, Tombstone
-from flowrl.runtime.activity import Activity
+from flowrl.runtime.activity import Activity, in_turn
 from flowrl.runtime.context import NodeContext, Place
 from flowrl.runtime.inbound import Inbound
 from flowrl.runtime.items import Desk, Item
 from flowrl.runtime.lease import Lease
-from flowrl.runtime.outbound import Outbound
+from flowrl.runtime.outbound import Kept, Outbound
 from flowrl.runtime.requests import LiveCall
 from flowrl.runtime.trace import TraceBuffer
 
@@ -39,15 +39,16 @@ class Replica:
         self.lease = lease
         self._trace = trace
         self._tasks = asyncio.TaskGroup()
-        self._restored: list[tuple[Outbound, str, Envelope]] = []
+        self._restored: list[tuple[Outbound, Kept]] = []
         self.ended = False
         node.context = self.context
 
     async def run(self) -> None:
         """The body, then the end of its out ports. Raises what the body, or a loss on its way, raised."""
         async with self._tasks as tasks:
-            for out, edge, envelope in self._restored:
-                tasks.create_task(out.restore(edge, envelope))
+            for out, kept in self._restored:
+                tasks.create_task(out.restore(kept))
+            self._restored = []
             tasks.create_task(self._body())
         self.ended = True
         self.context.ledger.flush()
@@ -71,6 +72,7 @@ class Replica:
         self._tasks.create_task(self._bury(items, marker))
 
     async def _bury(self, items: list[Item], marker: Tombstone) -> None:
+        in_turn.set(None)  # the turn that it comes from goes on, or has ended
         for out in self.outbound.values():
             await out.bury(marker, items)
         for item in items:
@@ -80,7 +82,8 @@ class Replica:
         """Ids of what was made from items, or for a group, whose turn goes on."""
         admitted = [key for out in self.outbound.values() for key in out.sent_of_open_group()]
         waiting = {key for out in self.outbound.values() for key in out.not_sent()}
-        return [key for key in self.desk.sent_by_open_items() if key not in waiting] + admitted
+        outside = [key for out in self.outbound.values() for key in out.sent_outside()]
+        return [key for key in self.desk.sent_by_open_items() if key not in waiting] + admitted + outside
 
     async def admit(self, samples: Sequence[Prompt]) -> int | None:
         return await self.context.ledger.admit(self.place.node, samples)
@@ -93,10 +96,10 @@ class Replica:
         if now - since_ns >= TRACED_WAIT_NS:
             self._trace.slice(self.place.track, what, since_ns, now, kind="wait")
 
-    def restore(self, edge: str, envelope: Envelope) -> None:
+    def restore(self, kept: Kept) -> None:
         """Send a checkpoint's message again, as soon as the node runs: the lane may have to wait for credit."""
-        ports = [out for out in self.outbound.values() if edge.startswith(f"{out.port} -> ")]
-        self._restored += [(out, edge, envelope) for out in ports]
+        ports = [out for out in self.outbound.values() if kept[0].startswith(f"{out.port} -> ")]
+        self._restored += [(out, kept) for out in ports]
 
     def flow(self, item: Item, *, begins: bool) -> None:
         self._trace.item(self.place.track, item.envelope, begins=begins)

@@ -16,8 +16,7 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import LaneFailed, SampleFailed
 from flowrl.graph.plan import CallPlan
 from flowrl.messages import Message
-from flowrl.runtime.activity import Activity
-from flowrl.runtime.inbound import in_turn
+from flowrl.runtime.activity import Activity, in_turn
 from flowrl.runtime.lease import Lease
 
 
@@ -83,15 +82,15 @@ class LiveServe:
     async def serve(self, body: Callable[[Any], Awaitable[Message]], concurrency: int) -> None:
         self._slots = asyncio.Semaphore(concurrency)
         self._body.set_result(body)
-        with self._activity.waiting("item", self._port, inside=False):
+        with self._activity.waiting("item", self._port, inside=None):
             await self._ended
 
     async def _answer(self, host: str, message: dict[str, Any]) -> dict[str, Any]:
         body = await self._body
         async with self._slots:
-            in_turn.set(True)
             await self._lease.begin()
-            self._activity.work(+1)
+            turn = self._activity.begin()
+            in_turn.set(turn)
             try:
                 return {"reply": await body(message["request"])}
             except SampleFailed as failure:
@@ -101,7 +100,7 @@ class LiveServe:
                     self._ended.set_exception(error)
                 raise LaneFailed(f"{self._port} failed") from error
             finally:
-                self._activity.work(-1)
+                turn.end()
                 await self._lease.end()
 
     def _closed(self, host: str, message: dict[str, Any]) -> None:
