@@ -132,26 +132,32 @@ class Ledger:
     def commit(self) -> None:
         """Write all that is buffered, in one transaction.
 
-        Raises FlowrlError where the file cannot be written; then everything is still buffered.
+        Raises FlowrlError where that fails; then nothing of it is written, and everything is still buffered.
         """
         try:
-            self._db.execute("BEGIN")
-            for name, rows in self._rows.items():
-                self._db.executemany(STATEMENTS[name], rows)
-            self._db.execute("COMMIT")
-        except sqlite3.OperationalError as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            with self._db:  # ends in COMMIT, or in ROLLBACK
+                self._db.execute("BEGIN")
+                for name, rows in self._rows.items():
+                    self._db.executemany(STATEMENTS[name], rows)
+        except (sqlite3.Error, OverflowError) as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the primary one
+            mend = "make room there" if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) else "mend that"
             raise FlowrlError(
-                f"the ledger {self.path} cannot be written ({error}); the run cannot go on unbooked, make "
-                "room there and go on with --resume"
+                f"the ledger {self.path} cannot be written ({error}); the run cannot go on unbooked, {mend} and go on "
+                "with --resume"
             ) from error
         for rows in self._rows.values():
             rows.clear()
 
-    def knows(self, sample_id: str) -> bool:
-        """The sample was admitted before, and that is committed."""
-        return self._db.execute("SELECT 1 FROM samples WHERE sample_id = ?", (sample_id,)).fetchone() is not None
+    def group_of(self, sample_id: str) -> str | None:
+        """The group of a committed sample, None if there is no such sample."""
+        row = self._db.execute("SELECT group_id FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def samples_of(self, group_id: str) -> set[str]:
+        """The committed samples of a group; empty if there is no such group."""
+        rows = self._db.execute("SELECT sample_id FROM samples WHERE group_id = ?", (group_id,))
+        return {sample_id for (sample_id,) in rows}
 
     def in_flight(self) -> list[OpenSample]:
         """Every committed sample in flight, in order of admission."""
