@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 import sqlite3
 from collections.abc import Coroutine
 from contextlib import closing
@@ -507,6 +509,49 @@ def test_a_full_disk_asks_for_room(tmp_path: Path) -> None:
             await small.client.admit("prompts/0", prompts(1, 500))
 
     run(body())
+
+
+TWICE_WRITTEN: tuple[tuple[Any, ...], ...] = (
+    ("partial", 3, "g0/0"),
+    ("generated", "generator/0", 5, 1, 2, 9.0, "g0/0"),
+    ("redone", 4, "g0/0"),
+)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(TWICE_WRITTEN)))
+def test_where_two_statements_write_one_column_any_order_ends_alike(
+    tmp_path: Path, order: tuple[tuple[Any, ...], ...]
+) -> None:
+    """In one transaction or in several, wherever the commits fall."""
+    for commits in itertools.product([False, True], repeat=3):
+        directory = tmp_path / "".join(str(int(commit)) for commit in commits)
+        directory.mkdir()
+        book = ledger.Ledger(directory / "ledger.sqlite")
+        book.add("ticket", 0, "g0")
+        book.add("admitted", "g0/0", "g0", "p0", 0, 0, 5, 0, 1.0)
+        for event, commit in zip(order, commits, strict=True):
+            book.add(*event)
+            if commit:
+                book.commit()
+        book.close()
+        query = "SELECT response_tokens, redone_tokens, generator, oldest_version, newest_version FROM samples"
+        assert rows(directory, query) == [(5, 4, "generator/0", 1, 2)]
+
+
+def test_no_other_two_statements_write_one_column() -> None:
+    written: dict[str, set[str]] = {}
+    for name, statement in ledger.STATEMENTS.items():
+        if statement.startswith("UPDATE samples SET"):
+            assignments = statement.partition(" SET ")[2].partition(" WHERE ")[0]
+            for column in re.findall(r"(\w+) = ", assignments):
+                written.setdefault(column, set()).add(name)
+    assert {column: names for column, names in written.items() if len(names) > 1} == {
+        "response_tokens": {"partial", "generated"},
+        "redone_tokens": {"generated", "redone"},
+        "state": {"ended", "trained", "stale"},
+        "reason": {"ended", "stale"},
+        "stale_tokens": {"trained", "stale"},
+    }
 
 
 def test_an_orderly_end_drops_what_is_in_flight(tmp_path: Path) -> None:

@@ -76,9 +76,15 @@ CREATE TABLE IF NOT EXISTS evaluations (
 
 STATES = ("in_flight", "trained", "filtered", "failed", "dropped")
 
-# In this order: a sample's later events never meet a missing row, and no two statements write the
-# same column of a row. A second generation of one sample (a crash came between) counts as redone: the first one
-# where the second replaces it, and the second ("redone") where a checkpoint kept the first.
+# A transaction runs these in this order, each one's rows in order of their events: a sample's later events never
+# meet a missing row. That is not the order in which the events came, and need not be; of one row of `samples`
+# - `partial` and `generated` both write response_tokens, but a finished rollout's stand in any order: `generated`
+#   replaces what `partial` wrote, and `partial` leaves a generated row alone;
+# - `generated` and `redone` both write redone_tokens, but only add to them;
+# - `ended`, `trained` and `stale` write state, reason and stale_tokens, but `Books` adds one of the three at most.
+# The first `settled` of a ticket stands. No other two statements write the same column of a row.
+# A second generation of one sample (a crash came between) counts as redone: the first one where the second replaces
+# it, and the second ("redone") where a checkpoint kept the first.
 STATEMENTS = {
     "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL)",
     "admitted": "INSERT INTO samples VALUES (?, ?, ?, ?, ?, 'in_flight', NULL, ?, 0, 0, 0, 0, NULL, ?,"
