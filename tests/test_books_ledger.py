@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 import sqlite3
 from collections.abc import Coroutine
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -128,13 +131,88 @@ def test_the_end_of_admission_answers_those_that_wait(tmp_path: Path) -> None:
     run(body())
 
 
-def test_a_source_that_starts_again_gets_the_same_ticket(tmp_path: Path) -> None:
+def test_after_a_resume_a_group_in_flight_gets_the_ticket_it_has_once(tmp_path: Path) -> None:
+    async def before() -> None:
+        small = SmallRun(tmp_path)
+        assert [await small.admit(0), await small.admit(1)] == [0, 1]
+        small.close(orderly=False)
+
+    async def after() -> None:
+        small = SmallRun(tmp_path, resume=True)
+        with pytest.raises(FlowrlError, match=r"group 'g1' again after --resume, with samples .* \(g1/3\)"):
+            await small.client.admit("prompts/0", prompts(1, 4))
+        small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"), 0)
+        assert [await small.admit(1), await small.admit(0), await small.admit(2)] == [1, 0, 2]
+        with pytest.raises(FlowrlError, match="group 'g1' a second time"):
+            await small.admit(1)
+
+    run(before())
+    run(after())
+
+
+def test_a_group_is_admitted_once_in_flight_or_done(tmp_path: Path) -> None:
     async def body() -> None:
         small = SmallRun(tmp_path)
-        assert [await small.admit(0), await small.admit(0), await small.admit(1)] == [0, 0, 1]
-        small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"), 0)
-        with pytest.raises(FlowrlError, match=r"node 'prompts/0' admitted group 'g0' a second time"):
+        await small.admit(0)
+        for _ in range(2):
+            with pytest.raises(FlowrlError, match=r"node 'prompts/0' admitted group 'g0' a second time"):
+                await small.admit(0)
+            with pytest.raises(FlowrlError, match=r"node 'prompts/0' admitted group 'g0' a second time"):
+                await small.client.admit("prompts/0", [replace(p, sample_id=f"x{p.member}") for p in prompts(0)])
+            small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"), 0)
+        assert await small.admit(1) == 1
+
+    run(body())
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_every_sample_of_a_group_is_looked_up(tmp_path: Path, done: bool) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        if done:
+            small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"), 0)
+            small.books.commit()
+        first, second, third = prompts(1)
+        with pytest.raises(FlowrlError, match=r"'prompts/0' admitted sample 'g0/2' .* in group 'g1' after group 'g0'"):
+            await small.client.admit("prompts/0", [first, second, replace(third, sample_id="g0/2")])
+        with pytest.raises(FlowrlError, match="group 'g1' with 2 samples of the same id, 'g1/1'"):
+            await small.client.admit("prompts/0", [first, second, replace(third, sample_id="g1/1")])
+        assert await small.admit(1) == 1
+        assert rows(tmp_path, "SELECT COUNT(*) FROM samples") == [(6,)]
+
+    run(body())
+
+
+def test_of_two_admissions_at_once_the_later_one_is_refused(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        small.books.pause_admission("start")
+        first = asyncio.create_task(small.admit(0))
+        await turn()
+        with pytest.raises(FlowrlError, match="group 'g0' a second time"):
             await small.admit(0)
+        with pytest.raises(FlowrlError, match="sample 'g0/1' a second time, in group 'g1' after group 'g0'"):
+            await small.client.admit("prompts/1", [replace(p, sample_id=f"g0/{p.member + 1}") for p in prompts(1, 1)])
+        small.books.resume_admission("start")
+        assert await first == 0
+        assert await small.admit(1) == 1
+        small.close()
+        assert audit(tmp_path).ok
+
+    run(body())
+
+
+def test_what_a_cancelled_admission_asked_for_may_be_asked_for_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        small.books.pause_admission("start")
+        waiting = asyncio.create_task(small.admit(0))
+        await turn()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        small.books.resume_admission("start")
+        assert await small.admit(0) == 0
 
     run(body())
 
@@ -400,6 +478,80 @@ def test_a_full_disk_fails_the_admission_and_loses_no_row(tmp_path: Path) -> Non
         assert rows(tmp_path, "SELECT COUNT(*) FROM samples") == [(503,)]
 
     run(body())
+
+
+@pytest.mark.parametrize(
+    ("prompt_id", "cause"),
+    [(None, "NOT NULL constraint failed: samples.prompt_id"), ([], "binding"), (2**63, "too large")],
+)
+def test_a_row_that_cannot_be_stored_is_reported_with_its_cause(tmp_path: Path, prompt_id: object, cause: str) -> None:
+    async def body() -> None:
+        reported: list[BaseException] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        with pytest.raises(FlowrlError, match=rf"ledger\.sqlite cannot be written \(.*{cause}.*mend that") as refused:
+            await small.books.admit("prompts/0", "g1", [("g1/0", prompt_id, 0, 0, 5)])
+        assert "room" not in str(refused.value)
+        assert reported == [refused.value]
+        with pytest.raises(FlowrlError, match=cause):
+            small.books.close(orderly=True)
+        assert rows(tmp_path, "SELECT COUNT(*) FROM samples") == [(3,)]
+
+    run(body())
+
+
+def test_a_full_disk_asks_for_room(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        small.books.ledger._db.execute("PRAGMA max_page_count = 1")
+        with pytest.raises(FlowrlError, match="make room there and go on with --resume"):
+            await small.client.admit("prompts/0", prompts(1, 500))
+
+    run(body())
+
+
+TWICE_WRITTEN: tuple[tuple[Any, ...], ...] = (
+    ("partial", 3, "g0/0"),
+    ("generated", "generator/0", 5, 1, 2, 9.0, "g0/0"),
+    ("redone", 4, "g0/0"),
+)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(TWICE_WRITTEN)))
+def test_where_two_statements_write_one_column_any_order_ends_alike(
+    tmp_path: Path, order: tuple[tuple[Any, ...], ...]
+) -> None:
+    """In one transaction or in several, wherever the commits fall."""
+    for commits in itertools.product([False, True], repeat=3):
+        directory = tmp_path / "".join(str(int(commit)) for commit in commits)
+        directory.mkdir()
+        book = ledger.Ledger(directory / "ledger.sqlite")
+        book.add("ticket", 0, "g0")
+        book.add("admitted", "g0/0", "g0", "p0", 0, 0, 5, 0, 1.0)
+        for event, commit in zip(order, commits, strict=True):
+            book.add(*event)
+            if commit:
+                book.commit()
+        book.close()
+        query = "SELECT response_tokens, redone_tokens, generator, oldest_version, newest_version FROM samples"
+        assert rows(directory, query) == [(5, 4, "generator/0", 1, 2)]
+
+
+def test_no_other_two_statements_write_one_column() -> None:
+    written: dict[str, set[str]] = {}
+    for name, statement in ledger.STATEMENTS.items():
+        if statement.startswith("UPDATE samples SET"):
+            assignments = statement.partition(" SET ")[2].partition(" WHERE ")[0]
+            for column in re.findall(r"(\w+) = ", assignments):
+                written.setdefault(column, set()).add(name)
+    assert {column: names for column, names in written.items() if len(names) > 1} == {
+        "response_tokens": {"partial", "generated"},
+        "redone_tokens": {"generated", "redone"},
+        "state": {"ended", "trained", "stale"},
+        "reason": {"ended", "stale"},
+        "stale_tokens": {"trained", "stale"},
+    }
 
 
 def test_an_orderly_end_drops_what_is_in_flight(tmp_path: Path) -> None:

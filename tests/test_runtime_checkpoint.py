@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,3 +109,126 @@ def test_prefixes_leave_other_messages_alone() -> None:
     body = replace(sample("x"))
     cut = Cut(messages=[("a/0", "x.out -> y.in", "", Envelope(b"1", body=body))], prefixes={"x": (1, 2, 3)})
     assert cut.settled()[0][3].body is body
+
+
+# Directories, and a crash at any point
+
+
+CHANGES = ("replace", "rename", "rmdir", "unlink", "fsync")
+"""Of `os`: whatever `publish`, `prune` and `mend` do to the disk."""
+
+
+class Killed(BaseException):
+    """The process is dead: from the call that raised it on nothing reaches the disk."""
+
+
+@contextmanager
+def failing(at: int, error: type[BaseException]) -> Iterator[list[str]]:
+    """The disk's change number `at` does not happen, and after `Killed` no later one; yields those asked for."""
+    asked: list[str] = []
+
+    def guarded(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            asked.append(name)
+            if len(asked) - 1 == at or (error is Killed and len(asked) > at):
+                raise error(name)
+            return change(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CHANGES:
+            patch.setattr(os, name, guarded(name, getattr(os, name)))
+        yield asked
+
+
+def written(path: Path, content: str) -> Path:
+    """A checkpoint of two files, both with the same content."""
+    (path / "model").mkdir(parents=True)
+    for name in ("state.msgpack", "model/weights"):
+        (path / name).write_text(content)
+    return path
+
+
+def content(path: Path) -> str:
+    """Of a checkpoint that is whole."""
+    (only,) = {(path / name).read_text() for name in ("state.msgpack", "model/weights")}
+    return only
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("error", [Killed, OSError])
+def test_a_checkpoint_written_twice_is_there_whatever_happens(tmp_path: Path, error: type[BaseException]) -> None:
+    """The only one there is (`--keep 1`), and its second writing fails at every change of the disk in turn."""
+    seen = []
+    for at in itertools.count():
+        final = written(tmp_path / str(at) / "step_000004", "old")
+        new = written(final.with_name(".step_000004.tmp"), "new")
+        try:
+            with failing(at, error) as asked:
+                checkpoint.publish(new, final)
+        except error:
+            aside = final.with_name(".step_000004.old")
+            seen.append(content(final if final.exists() else aside))
+            assert error is Killed or final.exists()
+        else:
+            break
+        checkpoint.mend(final.parent)
+        assert (names(final.parent), content(final)) == (["step_000004"], seen[-1])
+        checkpoint.publish(written(final.with_name(".step_000004.tmp"), "newer"), final)
+        assert (names(final.parent), content(final)) == (["step_000004"], "newer")
+    assert asked[:3] == ["replace", "replace", "fsync"]
+    assert sorted(asked[3:]) == ["rmdir", "rmdir", "unlink", "unlink"]
+    assert seen == ["old"] * 2 + ["new"] * 5
+    assert (names(final.parent), content(final)) == (["step_000004"], "new")
+
+
+def test_a_killed_mending_is_gone_on_with(tmp_path: Path) -> None:
+    for at in itertools.count():
+        directory = tmp_path / str(at)
+        for name in (".step_000004.old", ".step_000008.old", ".step_000008.tmp", ".step_000012.tmp"):
+            written(directory / name, "old")
+        written(directory / "step_000008", "new")
+        try:
+            with failing(at, Killed):
+                checkpoint.mend(directory)
+        except Killed:
+            checkpoint.mend(directory)
+        else:
+            break
+        assert names(directory) == ["step_000004", "step_000008"]
+        assert [content(directory / name) for name in names(directory)] == ["old", "new"]
+    assert at > 4
+
+
+def test_what_was_left_aside_is_settled_by_the_next_writing_too(tmp_path: Path) -> None:
+    written(tmp_path / ".step_000004.old", "old")
+    new = written(tmp_path / ".step_000004.tmp", "new")
+    with pytest.raises(OSError, match="replace"), failing(2, OSError):
+        checkpoint.publish(new, tmp_path / "step_000004")
+    assert content(tmp_path / "step_000004") == "old"
+    checkpoint.publish(new, tmp_path / "step_000004")
+    assert (names(tmp_path), content(tmp_path / "step_000004")) == (["step_000004"], "new")
+
+
+def test_a_checkpoint_is_whole_or_gone_while_old_ones_are_removed(tmp_path: Path) -> None:
+    for at in itertools.count():
+        directory = tmp_path / str(at)
+        for step in (4, 8, 12):
+            written(directory / f"step_{step:06d}", str(step))
+        written(directory / ".step_000004.tmp", "left over")
+        try:
+            with failing(at, Killed):
+                checkpoint.prune(directory, 1)
+        except Killed:
+            for path in directory.glob("step_*"):
+                assert content(path) == str(int(path.name.removeprefix("step_")))
+            checkpoint.mend(directory)
+            checkpoint.prune(directory, 1)
+        else:
+            break
+        assert names(directory) == ["step_000012"]
+    assert (names(directory), content(directory / "step_000012")) == (["step_000012"], "12")

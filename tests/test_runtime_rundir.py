@@ -50,6 +50,20 @@ def test_the_newest_finished_checkpoint_is_taken(tmp_path: Path) -> None:
     assert directory.newest_checkpoint() == (10, directory.checkpoints / "step_000010")
 
 
+def test_a_checkpoint_that_stands_aside_is_put_back_before_it_is_looked_for(tmp_path: Path) -> None:
+    """A run was killed between the two renames by which a second writing of step 4 takes the place of the first."""
+    (tmp_path / "config.json").write_text("{}")
+    for name in (".step_000004.old", ".step_000004.tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "state.msgpack").write_text(name)
+    directory = RunDir(tmp_path)
+    directory.claim(resume=True)
+    assert directory.newest_checkpoint() == (4, directory.checkpoints / "step_000004")
+    assert [path.name for path in directory.checkpoints.iterdir()] == ["step_000004"]
+    assert (directory.checkpoints / "step_000004" / "state.msgpack").read_text() == ".step_000004.old"
+    directory.release()
+
+
 def test_resume_tells_which_options_changed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"config": {"lr": 0.1, "task": {"name": "arithmetic", "seeds": [1, 2]}}}')
     now = {"lr": 0.1, "task": {"name": "other", "seeds": (1, 2)}, "new": True}

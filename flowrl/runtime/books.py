@@ -2,6 +2,7 @@
 
 Invariants
 - A group stands committed in the ledger before `admit` answers, so before its first prompt leaves.
+- No group and no sample is admitted twice: `_admitting`, `_groups` and the ledger know every one there is.
 - Every admitted sample leaves `in_flight` at most once; later news of it changes no state.
 - A group whose samples have all been filtered, failed or dropped gives its ticket back by itself.
 - What is made of a sample again after a resume changes its row only if what was made before is gone.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +76,10 @@ class Books:
         """Groups with a sample in flight or an open ticket."""
         self._group_of: dict[str, str] = {}
         """Sample in flight -> its group."""
+        self._admitting: dict[str, str] = {}
+        """Sample whose `admit` has not been answered yet -> its group."""
+        self._taken_up: dict[str, int] = {}
+        """Group that the resume found in flight -> its ticket, until its source asks for it."""
         self._generated_before: set[str] = set()
         self._scored_before: set[str] = set()
         self._waiters: list[asyncio.Future[None]] = []
@@ -107,24 +113,50 @@ class Books:
     async def admit(self, node: str, group_id: str, rows: Sequence[Row]) -> int | None:
         """A committed ticket for the group, or None when admission has ended.
 
-        `rows`: (sample_id, prompt_id, epoch, member, prompt_tokens). A group that is in flight already
-        (its source was started again) gets the ticket it has. Raises FlowrlError for one that is done.
+        `rows`: (sample_id, prompt_id, epoch, member, prompt_tokens). A group that a resume found in flight
+        (the checkpoint came while its source was sending it) gets the ticket it has, once. Raises FlowrlError
+        for a group or sample that was admitted before, or is being admitted.
         """
-        known = self._groups.get(group_id)
-        if known is not None and known.in_flight:
-            return known.ticket
-        if known is not None or self.ledger.knows(rows[0][0]):
+        sample_ids = [row[0] for row in rows]
+        if group_id in self._taken_up:
+            return self._take_again(node, group_id, sample_ids)
+        if repeated := self._repeated(group_id, sample_ids):
             raise FlowrlError(
-                f"node {node!r} admitted group {group_id!r} a second time; a source has to give every group of every "
-                "epoch its own group_id and sample_ids"
+                f"node {node!r} admitted {repeated}; a source has to give every group of every epoch its own "
+                "group_id, and every member of a group its own sample_id"
             )
-        while (ticket := self.tickets.try_admit()) is None:
-            if self.tickets.closed:
-                return None
-            await self._change()
-        self._open(ticket, group_id, rows)
-        await self._commit_this_turn()
-        return ticket
+        self._admitting |= dict.fromkeys(sample_ids, group_id)  # nobody else takes these ids during the waits
+        try:
+            while (ticket := self.tickets.try_admit()) is None:
+                if self.tickets.closed:
+                    return None
+                await self._change()
+            self._open(ticket, group_id, rows)
+            await self._commit_this_turn()
+            return ticket
+        finally:
+            for sample_id in sample_ids:
+                del self._admitting[sample_id]
+
+    def _take_again(self, node: str, group_id: str, sample_ids: Sequence[str]) -> int:
+        if strange := set(sample_ids) - self.ledger.samples_of(group_id):
+            raise FlowrlError(
+                f"node {node!r} admitted group {group_id!r} again after --resume, with samples that it did not have "
+                f"before ({', '.join(sorted(strange))}); resume with the options that the run was started with"
+            )
+        return self._taken_up.pop(group_id)
+
+    def _repeated(self, group_id: str, sample_ids: Sequence[str]) -> str:
+        """What of the group was admitted before, in words; "" if nothing was."""
+        if group_id in self._groups or group_id in self._admitting.values() or self.ledger.samples_of(group_id):
+            return f"group {group_id!r} a second time"
+        for sample_id, times in Counter(sample_ids).items():
+            if times > 1:
+                return f"group {group_id!r} with {times} samples of the same id, {sample_id!r}"
+            other = ChainMap(self._admitting, self._group_of).get(sample_id) or self.ledger.group_of(sample_id)
+            if other is not None:
+                return f"sample {sample_id!r} a second time, in group {group_id!r} after group {other!r}"
+        return ""
 
     def _open(self, ticket: int, group_id: str, rows: Sequence[Row]) -> None:
         born = self.tickets.floor(self._main) if self._main else 0
@@ -306,7 +338,8 @@ class Books:
             group = self._groups.setdefault(sample.group_id, _Group(sample.ticket, set()))
             group.in_flight.add(sample.sample_id)
             self._group_of[sample.sample_id] = sample.group_id
-        self.tickets.restore([group.ticket for group in self._groups.values()], self.ledger.next_ticket())
+        self._taken_up = self.in_flight()
+        self.tickets.restore(self._taken_up.values(), self.ledger.next_ticket())
 
     def in_flight(self) -> dict[str, int]:
         """Group in flight -> its ticket, in order of admission."""

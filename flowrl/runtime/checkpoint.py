@@ -15,7 +15,10 @@ producers still keep (custody) is the whole state between the nodes:
 
 Messages come from the hosts, and go back to them, in pages: all of a large run are more than a frame holds.
 
-A directory becomes a checkpoint by its last rename; a crash while writing leaves the one before.
+A directory becomes a checkpoint by its last rename; a crash while writing leaves the one before. What is in
+`step_N` is whole at any time: the directory is written and removed as `.step_N.tmp`, and the one that a second
+`step_N` replaces stands aside as `.step_N.old` until that is in its place. What a crash leaves of the two, `mend`
+settles when the next run claims the directory.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ Saved = tuple[str, str, str, Envelope]
 """(producer node replica, edge name, consumer of a broadcast or "", message)"""
 PAGE_BYTES = 64 << 20
 """Of messages, in one answer or request."""
+ASIDE = ".old"
+RUBBISH = ".tmp"
 
 
 @dataclass
@@ -164,11 +169,45 @@ def made(messages: Iterable[Saved]) -> tuple[set[str], set[str]]:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Make a finished directory the checkpoint `final`, durably."""
+    """Make a finished directory the checkpoint `final`, durably; one that has the name already is replaced."""
+    _settle(final)
     if final.exists():
-        shutil.rmtree(final)
-    temporary.replace(final)
-    descriptor = os.open(final.parent, os.O_RDONLY)
+        final.replace(_hidden(final, ASIDE))
+    try:
+        temporary.replace(final)
+        _sync(final.parent)
+    finally:
+        _settle(final)
+
+
+def mend(checkpoints: Path) -> None:
+    """Put back, or remove, what a run left that was killed while it wrote, replaced or removed a checkpoint.
+
+    Nobody else may write there: the run directory's lock is held.
+    """
+    for aside in sorted(checkpoints.glob(f".step_*{ASIDE}")):
+        _settle(aside.with_name(aside.name[1:].removesuffix(ASIDE)))
+    for rubbish in sorted(checkpoints.glob(f".step_*{RUBBISH}")):
+        shutil.rmtree(rubbish, ignore_errors=True)  # a process of the killed run may be writing there still
+
+
+def _hidden(final: Path, suffix: str) -> Path:
+    return final.with_name(f".{final.name}{suffix}")
+
+
+def _settle(final: Path) -> None:
+    """The checkpoint that stands aside for `final` goes if that is there, else back to its place."""
+    aside = _hidden(final, ASIDE)
+    if not aside.exists():
+        return
+    if final.exists():
+        shutil.rmtree(aside)
+    else:
+        aside.replace(final)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -180,4 +219,7 @@ def prune(checkpoints: Path, keep: int, *, spared: Collection[int] = ()) -> None
     steps = sorted(path for path in checkpoints.glob("step_*") if path.is_dir())
     for path in steps[:-keep] if keep else []:
         if int(path.name.removeprefix("step_")) not in spared:
-            shutil.rmtree(path)
+            rubbish = _hidden(path, RUBBISH)
+            shutil.rmtree(rubbish, ignore_errors=True)
+            path.replace(rubbish)
+            shutil.rmtree(rubbish)

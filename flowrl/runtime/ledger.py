@@ -76,9 +76,15 @@ CREATE TABLE IF NOT EXISTS evaluations (
 
 STATES = ("in_flight", "trained", "filtered", "failed", "dropped")
 
-# In this order: a sample's later events never meet a missing row, and no two statements write the
-# same column of a row. A second generation of one sample (a crash came between) counts as redone: the first one
-# where the second replaces it, and the second ("redone") where a checkpoint kept the first.
+# A transaction runs these in this order, each one's rows in order of their events: a sample's later events never
+# meet a missing row. That is not the order in which the events came, and need not be; of one row of `samples`
+# - `partial` and `generated` both write response_tokens, but a finished rollout's stand in any order: `generated`
+#   replaces what `partial` wrote, and `partial` leaves a generated row alone;
+# - `generated` and `redone` both write redone_tokens, but only add to them;
+# - `ended`, `trained` and `stale` write state, reason and stale_tokens, but `Books` adds one of the three at most.
+# The first `settled` of a ticket stands. No other two statements write the same column of a row.
+# A second generation of one sample (a crash came between) counts as redone: the first one where the second replaces
+# it, and the second ("redone") where a checkpoint kept the first.
 STATEMENTS = {
     "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL)",
     "admitted": "INSERT INTO samples VALUES (?, ?, ?, ?, ?, 'in_flight', NULL, ?, 0, 0, 0, 0, NULL, ?,"
@@ -132,26 +138,32 @@ class Ledger:
     def commit(self) -> None:
         """Write all that is buffered, in one transaction.
 
-        Raises FlowrlError where the file cannot be written; then everything is still buffered.
+        Raises FlowrlError where that fails; then nothing of it is written, and everything is still buffered.
         """
         try:
-            self._db.execute("BEGIN")
-            for name, rows in self._rows.items():
-                self._db.executemany(STATEMENTS[name], rows)
-            self._db.execute("COMMIT")
-        except sqlite3.OperationalError as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            with self._db:  # ends in COMMIT, or in ROLLBACK
+                self._db.execute("BEGIN")
+                for name, rows in self._rows.items():
+                    self._db.executemany(STATEMENTS[name], rows)
+        except (sqlite3.Error, OverflowError) as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the primary one
+            mend = "make room there" if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) else "mend that"
             raise FlowrlError(
-                f"the ledger {self.path} cannot be written ({error}); the run cannot go on unbooked, make "
-                "room there and go on with --resume"
+                f"the ledger {self.path} cannot be written ({error}); the run cannot go on unbooked, {mend} and go on "
+                "with --resume"
             ) from error
         for rows in self._rows.values():
             rows.clear()
 
-    def knows(self, sample_id: str) -> bool:
-        """The sample was admitted before, and that is committed."""
-        return self._db.execute("SELECT 1 FROM samples WHERE sample_id = ?", (sample_id,)).fetchone() is not None
+    def group_of(self, sample_id: str) -> str | None:
+        """The group of a committed sample, None if there is no such sample."""
+        row = self._db.execute("SELECT group_id FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def samples_of(self, group_id: str) -> set[str]:
+        """The committed samples of a group; empty if there is no such group."""
+        rows = self._db.execute("SELECT sample_id FROM samples WHERE group_id = ?", (group_id,))
+        return {sample_id for (sample_id,) in rows}
 
     def in_flight(self) -> list[OpenSample]:
         """Every committed sample in flight, in order of admission."""

