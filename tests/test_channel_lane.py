@@ -250,6 +250,15 @@ def test_seen_forgets_only_long_after() -> None:
 # Peers that break the protocol
 
 
+def test_a_credit_for_what_was_never_sent_fails_the_lane_and_wakes_its_sends() -> None:
+    for sender in (SenderLane(spec()), LatestSender(spec(kind="latest"))):
+        sender.send(envelope(0))
+        sender.flush()
+        assert sender.on_credit(9) == [envelope(0).id]
+        assert sender.failed == "a credit for 9 messages, of which 1 were sent"
+        assert kinds(sender.flush()) == [ERROR]
+
+
 def test_what_waits_behind_bytes_that_broke_the_receiver_is_read() -> None:
     async def main() -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
