@@ -224,6 +224,44 @@ def test_freeze_refuses_foreign_types_too() -> None:
         freeze(Parcel(inner=(Torch(),)))
 
 
+@dataclass(frozen=True)
+class Derived(Message):
+    """Its `__post_init__` may run once only."""
+
+    number: int
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", self.number + 1)
+        object.__setattr__(self, "total", 2 * self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted(Message):
+    number: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", self.number + 1)
+
+
+@dataclass(frozen=True)
+class Heir(Slotted):
+    text: str = "x"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keyed(Message):
+    number: int
+    text: str = "x"
+
+
+@pytest.mark.parametrize("body", [Derived(3), Slotted(3), Heir(3, "y"), Keyed(number=3)])
+def test_every_field_arrives_and_nothing_is_initialised_again(body: Message) -> None:
+    there, nested = there_and_back(body, Parcel(inner=(body,)))
+    assert there.body == nested.body.inner[0] == load(dump(body)) == body  # type: ignore[attr-defined]
+    assert not hasattr(there.body, "__dict__") or set(vars(there.body)) == set(vars(body))
+
+
 def test_bytes_of_somebody_else() -> None:
     with pytest.raises(WireError, match="no flowrl process"):
         MessageDecoder().sender(b"GET / HTTP/1.1\r\n\r\n")
@@ -297,6 +335,14 @@ def test_added_fields_take_their_defaults() -> None:
     redefine([("b", int, field(default=7)), ("a", int, field(default=0))])
     loaded: Any = load(stored)
     assert (loaded.a, loaded.b) == (1, 7)
+
+
+def test_added_fields_take_what_their_factory_makes() -> None:
+    stored = dump(redefine([("a", int)])(1))  # type: ignore[call-arg]
+    redefine([("a", int), ("b", Mapping[str, int], field(default_factory=dict))])
+    first: Any = load(stored)
+    second: Any = load(stored)
+    assert first.b == second.b == {} and first.b is not second.b
 
 
 def test_removed_and_missing_fields_are_refused_by_name() -> None:

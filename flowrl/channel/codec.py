@@ -10,7 +10,8 @@ msgpack extension, which costs several calls each, that starts with dtype and sh
 - SLAB:   where they lie in a shared-memory slab.
 
 A nested message is an extension of its schema hash and its own body. Nothing is ever pickled. Lists
-arrive as tuples. Arrays arrive read-only, and are made read-only at the sender too.
+arrive as tuples. Arrays arrive read-only, and are made read-only at the sender too. A message arrives with
+the fields it had, those with `init=False` too: no `__init__` or `__post_init__` runs again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from functools import partial
 from operator import attrgetter
 from struct import Struct
 from struct import error as StructError
+from types import MemberDescriptorType
 from typing import Any, get_type_hints
 
 import msgpack
@@ -50,7 +52,7 @@ class Schema:
     """How one message class is taken apart and put together again."""
 
     def __init__(self, cls: type[Message]) -> None:
-        fields = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         self.cls = cls
         self.hash = schema_hash(cls)
         self.fields = {f.name: f for f in fields}
@@ -58,7 +60,8 @@ class Schema:
         hints = get_type_hints(cls)
         self.arrays = tuple(at for at, name in enumerate(self.names) if "ndarray" in str(hints[name]))
         """Fields that may hold plain arrays."""
-        self.slotted = "__slots__" in cls.__dict__
+        self.slotted = any(isinstance(getattr(cls, name, None), MemberDescriptorType) for name in self.names)
+        """A field lies in a slot, of this class or of one it inherits from."""
         self.take_apart = taking_apart(self.names, self.arrays)
         self.put_together = putting_together(cls, self.names, self.arrays, slotted=self.slotted)
         getter = attrgetter(*self.names) if fields else lambda message: ()
@@ -74,10 +77,12 @@ class Schema:
         """
         if len(values) != len(self.names):
             raise WireError(f"{self.cls.__name__} has {len(self.names)} fields, the frame holds {len(values)}")
-        if self.slotted:
-            return self.cls(*values)
         message = object.__new__(self.cls)
-        message.__dict__.update(zip(self.names, values, strict=True))
+        if self.slotted:
+            for name, value in zip(self.names, values, strict=True):
+                object.__setattr__(message, name, value)
+        else:
+            message.__dict__.update(zip(self.names, values, strict=True))
         return message
 
 

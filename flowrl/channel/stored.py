@@ -1,7 +1,7 @@
 """Messages in storage: self-describing, so that a file outlives changes of its message class.
 
 A stored message carries its fields by name. On loading, fields added since take their defaults;
-anything else that does not fit is refused by name.
+anything else that does not fit is refused by name. `__post_init__` does not run again, as on the wire.
 """
 
 from __future__ import annotations
@@ -79,13 +79,24 @@ def _built(value: Any) -> Any:
     items = {key: _built(item) for key, item in value.items()}
     if _TYPE not in items:
         return items
-    cls = message_type(items.pop(_TYPE))
-    _check_fields(cls, items)
-    return cls(**items)
+    return _message(items)
 
 
-def _check_fields(cls: type[Message], found: Mapping[str, Any]) -> None:
-    fields = schema_of(cls).fields
+def _message(found: dict[str, Any]) -> Message:
+    name = found.pop(_TYPE)
+    if not isinstance(name, str):
+        raise SchemaError(f"a stored message whose class is {name!r}, no name")
+    cls = message_type(name)
+    schema = schema_of(cls)
+    _check_fields(cls, schema.fields, found)
+    return schema.build([found[name] if name in found else _default(field) for name, field in schema.fields.items()])
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _check_fields(cls: type[Message], fields: Mapping[str, dataclasses.Field[Any]], found: Mapping[str, Any]) -> None:
     unknown = [name for name in found if name not in fields]
     missing = [name for name, field in fields.items() if name not in found and _required(field)]
     if unknown or missing:
