@@ -15,12 +15,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from flowrl import messages
 from flowrl.channel import codec
-from flowrl.channel.codec import freeze, payload_bytes
+from flowrl.channel.codec import MAX_DEPTH, freeze, payload_bytes
 from flowrl.channel.compiled import DTYPES, INLINE_LIMIT_BYTES
 from flowrl.channel.envelope import Envelope, message_id, source_id
 from flowrl.channel.stored import FORMAT, dump, dump_value, load, load_value
-from flowrl.channel.wire import ACK, CREDIT, DATA, RECORD_BYTES, Frame, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.wire import (
+    ACK,
+    CREDIT,
+    DATA,
+    RECORD_BYTES,
+    Frame,
+    MessageDecoder,
+    MessageEncoder,
+    Refused,
+)
 from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Group, Int32, Message, Prompt, Tombstone, Trainable
 
@@ -213,15 +223,58 @@ def test_foreign_types_are_refused_by_name_and_leave_nothing_behind() -> None:
     assert len(encoder.take()) == 1
 
 
-@pytest.mark.parametrize("array", [np.array(["text"]), np.array([object()]), np.zeros(2, ">i4")])
-def test_arrays_of_other_dtypes_are_refused(array: np.ndarray[Any, Any]) -> None:
-    with pytest.raises(WireError, match="cannot travel"):
-        MessageEncoder("h", 0).add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=Parcel(inner=(array,)))])])
+def within_itself() -> list[Any]:
+    items: list[Any] = []
+    items.append(items)
+    return items
 
 
-def test_freeze_refuses_foreign_types_too() -> None:
-    with pytest.raises(WireError, match=r"Torch cannot travel"):
-        freeze(Parcel(inner=(Torch(),)))
+@pytest.mark.parametrize(
+    ("thing", "reason"),
+    [
+        (np.array(["text"]), "dtype <U4"),
+        (np.array([object()]), "dtype object"),
+        (np.zeros(2, ">i4"), "dtype >i4"),
+        (np.zeros((1,) * 9), "9 axes"),
+        (np.complex64(1), ""),
+        ({Torch(): 1}, "Torch cannot travel"),
+        (Torch(), "Torch cannot travel"),
+        (within_itself(), "within themselves"),
+    ],
+)
+def test_the_same_is_refused_between_processes_in_one_and_in_storage(thing: Any, reason: str) -> None:
+    body = Parcel(inner=(thing,))
+    for send in (freeze, dump, parts_with):
+        with pytest.raises(WireError, match=f"cannot (send|be stored): .*{reason}"):
+            send(body)
+
+
+def chain(num_around: int) -> Parcel:
+    body = Parcel()
+    for _ in range(num_around):
+        body = Parcel(inner=(body,))
+    return body
+
+
+def test_messages_are_nested_only_so_deep() -> None:
+    deepest, deeper = chain(MAX_DEPTH), chain(MAX_DEPTH + 1)
+    freeze(deepest)
+    assert equal(deepest, there_and_back(deepest)[0].body) and equal(deepest, load(dump(deepest)))
+    for send in (freeze, dump, parts_with):
+        with pytest.raises(WireError, match=r"32 messages around it .* as a tuple"):
+            send(deeper)
+
+
+def test_bytes_that_nest_deeper_are_refused_before_the_stack_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_DEPTH", 60)
+    parts, stored = parts_with(chain(60)), dump(chain(60))
+    monkeypatch.undo()
+    (frame,) = MessageDecoder().decode(parts)
+    assert isinstance(frame, Refused) and "32 messages around it" in frame.reason
+    with pytest.raises(SchemaError, match="32 messages around it"):
+        load(stored)
+    (frame,) = MessageDecoder().decode(parts_with(chain(MAX_DEPTH)))
+    assert not isinstance(frame, Refused)
 
 
 @dataclass(frozen=True)
@@ -262,6 +315,13 @@ def test_every_field_arrives_and_nothing_is_initialised_again(body: Message) -> 
     assert not hasattr(there.body, "__dict__") or set(vars(there.body)) == set(vars(body))
 
 
+def test_a_field_without_a_value_is_named() -> None:
+    body = object.__new__(Derived)
+    for send in (freeze, dump, parts_with):
+        with pytest.raises(WireError, match="'number'"):
+            send(body)
+
+
 def test_bytes_of_somebody_else() -> None:
     with pytest.raises(WireError, match="no flowrl process"):
         MessageDecoder().sender(b"GET / HTTP/1.1\r\n\r\n")
@@ -275,6 +335,10 @@ def parts_of(*frames: Frame) -> list[bytes]:
     encoder = MessageEncoder("h", 0)
     encoder.add(frames)
     return [bytes(part) for part in encoder.take()]
+
+
+def parts_with(body: Message) -> list[bytes]:
+    return parts_of((DATA, 2, 0, 0, [Envelope(bytes(16), body=body)]))
 
 
 def test_a_bad_body_is_refused_and_the_frames_around_it_are_not() -> None:
@@ -296,9 +360,34 @@ def test_an_unknown_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(frame, Refused) and "same message classes" in frame.reason
 
 
+def unresolved(monkeypatch: pytest.MonkeyPatch) -> type[Message]:
+    """A message class with a type that is imported under `if TYPE_CHECKING`."""
+    cls: type[Message] = dataclasses.make_dataclass("Unresolved", [("a", "NotHere")], bases=(Message,), frozen=True)
+    del messages._registry["Unresolved"]
+    monkeypatch.setattr(codec, "known_types", lambda: (cls, Parcel))
+    return cls
+
+
+def test_classes_with_unknown_types_do_not_stand_in_the_way_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    unresolved(monkeypatch)
+    parts = parts_with(Parcel())
+    monkeypatch.setattr(codec, "_by_hash", {})
+    monkeypatch.setattr(codec, "_by_class", {})
+    (frame,) = MessageDecoder().decode(parts)
+    assert not isinstance(frame, Refused)
+    (frame,) = MessageDecoder().decode(parts_with(Slotted(1))[:1])
+    assert not isinstance(frame, Refused)
+
+
+def test_their_own_messages_say_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = unresolved(monkeypatch)(1)  # type: ignore[call-arg]
+    for send in (freeze, parts_with):
+        with pytest.raises(WireError, match=r"field of Unresolved .*'NotHere'.*TYPE_CHECKING"):
+            send(body)
+
+
 def test_a_body_beyond_the_limit_is_refused() -> None:
-    parts = parts_of((DATA, 2, 0, 0, [Envelope(bytes(16), body=Parcel(text="x" * 100))]))
-    (frame,) = MessageDecoder(max_body_bytes=50).decode(parts)
+    (frame,) = MessageDecoder(max_body_bytes=50).decode(parts_with(Parcel(text="x" * 100)))
     assert isinstance(frame, Refused) and "at most 50" in frame.reason
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from struct import Struct
@@ -35,15 +36,21 @@ from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Message, known_types, schema_hash
 
 INLINE, FRAME, SLAB, MESSAGE = 1, 2, 3, 4
+MAX_DEPTH = 32
+"""So many messages may lie around a message: each takes some 40 KiB of the receiver's stack."""
 Buffer = bytes | memoryview | np.ndarray[Any, Any]
 Place = Callable[[np.ndarray[Any, Any]], bytes | None]
 """Puts an array into shared memory and returns its address, None where that is not possible."""
 
-_shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(9))
+
+MAX_AXES = 8
+_shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(MAX_AXES + 1))
 _index = Struct("<Q")
 _hash = Struct("<I")
 UNPARSABLE = (ValueError, TypeError, LookupError, OverflowError, StructError, UnpackException)
 """What bytes that are no body make the parser raise."""
+UNSENDABLE = (WireError, SchemaError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, StructError)
+"""What a value that cannot travel makes the encoder or `freeze` raise."""
 _extension = partial(tuple.__new__, msgpack.ExtType)
 """An ExtType without the checks of its constructor."""
 
@@ -53,11 +60,11 @@ class Schema:
 
     def __init__(self, cls: type[Message]) -> None:
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        hints = _hints(cls)
         self.cls = cls
         self.hash = schema_hash(cls)
         self.fields = {f.name: f for f in fields}
         self.names = tuple(self.fields)
-        hints = get_type_hints(cls)
         self.arrays = tuple(at for at, name in enumerate(self.names) if "ndarray" in str(hints[name]))
         """Fields that may hold plain arrays."""
         self.slotted = any(isinstance(getattr(cls, name, None), MemberDescriptorType) for name in self.names)
@@ -86,6 +93,16 @@ class Schema:
         return message
 
 
+def _hints(cls: type[Message]) -> Mapping[str, Any]:
+    try:
+        return get_type_hints(cls)
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:
+        raise SchemaError(
+            f"the type of a field of {cls.__name__} cannot be found ({error}); "
+            "import it at the top of the file, outside of `if TYPE_CHECKING`"
+        ) from error
+
+
 _by_class: dict[type, Schema] = {}
 _by_hash: dict[int, Schema] = {}
 
@@ -107,7 +124,7 @@ def schema_named(number: int) -> Schema:
     if schema is not None:
         return schema
     for cls in known_types():
-        if dataclasses.is_dataclass(cls):
+        with suppress(SchemaError):  # a class that no message can be of yet
             schema_of(cls)
     if number not in _by_hash:
         raise WireError(
@@ -120,27 +137,61 @@ def schema_named(number: int) -> Schema:
 _scalars = frozenset((str, int, float, bool, bytes, type(None)))
 
 
-def freeze(value: Any) -> None:
-    """Make every array inside a message read-only, in place. Raises WireError for what cannot travel."""
-    kind = type(value)
-    if kind in _scalars:
-        return
+def freeze(message: Message) -> None:
+    """Make every array inside a message read-only, in place. Raises WireError for what an Encoder refuses."""
+    try:
+        _freeze(message, 0)
+    except UNSENDABLE as error:
+        raise unsendable(error) from error
+
+
+def _freeze_all(values: Iterable[Any], depth: int) -> None:
+    for value in values:
+        if type(value) not in _scalars:
+            _freeze(value, depth)
+
+
+def _freeze(value: Any, depth: int) -> None:
+    """`depth` is the number of messages around `value`."""
     if isinstance(value, np.ndarray):
-        value.flags.writeable = False
+        dtype_code(value)
+        value.setflags(False)
     elif isinstance(value, Message):
-        _freeze_all(schema_of(kind).values(value))
+        check_depth(depth)
+        _freeze_all(schema_of(type(value)).values(value), depth + 1)
     elif isinstance(value, tuple | list):
-        _freeze_all(value)
+        _freeze_all(value, depth)
     elif isinstance(value, Mapping):
-        _freeze_all(value.values())
-    elif not isinstance(value, str | bytes | int | float | np.generic):
+        _freeze_all(value, depth)
+        _freeze_all(value.values(), depth)
+    elif isinstance(value, np.generic):
+        if type(value.item()) not in _scalars:
+            raise _refusal(value)
+    elif not isinstance(value, str | bytes | int | float):
         raise _refusal(value)
 
 
-def _freeze_all(values: Iterable[Any]) -> None:
-    for value in values:
-        if type(value) not in _scalars:
-            freeze(value)
+def unsendable(error: Exception, what: str = "cannot send") -> WireError:
+    """What says that a value cannot travel because of `error`, one of UNSENDABLE."""
+    nested = isinstance(error, RecursionError) or str(error).startswith("recursion limit")  # msgpack's ValueError
+    return WireError(f"{what}: {'values nested too deep, or within themselves' if nested else error}")
+
+
+def check_depth(depth: int) -> None:
+    """Raises WireError for a message with so many around it."""
+    if depth > MAX_DEPTH:
+        raise WireError(
+            f"a message with more than {MAX_DEPTH} messages around it cannot travel; "
+            "hold a chain of messages as a tuple of them"
+        )
+
+
+def dtype_code(array: np.ndarray[Any, Any]) -> int:
+    """The code of the array's dtype. Raises WireError for an array that cannot travel."""
+    code = DTYPE_CODES.get(array.dtype)
+    if code is None or array.ndim > MAX_AXES:
+        raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot travel; convert it first")
+    return code
 
 
 def _refusal(value: Any) -> WireError:
@@ -202,6 +253,7 @@ class Encoder:
         # A packer cannot be entered twice: one for each depth of nesting.
         self._depth += 1
         try:
+            check_depth(self._depth)
             if self._depth == len(self._packers):
                 self._packers.append(msgpack.Packer(default=self._default))
             packed: bytes = self._packers[self._depth].pack(values)
@@ -210,9 +262,7 @@ class Encoder:
             self._depth -= 1
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
-        code = DTYPE_CODES.get(array.dtype)
-        if code is None or array.ndim > 8:
-            raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot travel; convert it first")
+        code = dtype_code(array)
         head = _shape_structs[array.ndim].pack(code, array.ndim, *array.shape)
         array.setflags(write=False)
         if array.nbytes <= INLINE_LIMIT_BYTES or not self._beside:
@@ -231,6 +281,7 @@ class Decoder:
     def __init__(self, attach: Callable[[bytes, int], Any] | None = None) -> None:
         self.frames: Sequence[Any] = ()
         self._attach = attach
+        self._depth = 0
         self._unpack = partial(msgpack.unpackb, ext_hook=self._ext, use_list=False, strict_map_key=False)
 
     def unpack(self, data: bytes | memoryview) -> Any:
@@ -249,7 +300,7 @@ class Decoder:
 
     def _ext(self, code: int, data: bytes) -> Any:
         if code == MESSAGE:
-            return schema_named(_hash.unpack_from(data)[0]).build(self.unpack(memoryview(data)[4:]))
+            return schema_named(_hash.unpack_from(data)[0]).build(self._nested(memoryview(data)[_hash.size :]))
         if code not in (INLINE, FRAME, SLAB):
             raise ValueError(f"unknown extension {code}")
         ndim = data[1]
@@ -264,6 +315,14 @@ class Decoder:
             raise ValueError("an array in shared memory that this transport does not have")
         num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         return _sealed(np.asarray(self._attach(data[start:], num_bytes)).view(dtype).reshape(shape))
+
+    def _nested(self, data: memoryview) -> Any:
+        self._depth += 1
+        try:
+            check_depth(self._depth)
+            return self.unpack(data)
+        finally:
+            self._depth -= 1
 
 
 def _framed(shape: tuple[int, ...], dtype: np.dtype[Any], frame: Any) -> np.ndarray[Any, Any]:

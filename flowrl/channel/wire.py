@@ -21,7 +21,17 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any
 
-from flowrl.channel.codec import Buffer, Decoder, Encoder, Place, Schema, schema_named, schema_of
+from flowrl.channel.codec import (
+    UNSENDABLE,
+    Buffer,
+    Decoder,
+    Encoder,
+    Place,
+    Schema,
+    schema_named,
+    schema_of,
+    unsendable,
+)
 from flowrl.channel.stored import dump, load
 from flowrl.errors import WireError
 from flowrl.messages import Tombstone
@@ -128,9 +138,9 @@ class MessageEncoder:
                     record.num_bytes += len(body)
                     record.next = seq = seq + 1
                     self.pending += 1
-        except (WireError, OverflowError, ValueError, StructError) as error:
+        except UNSENDABLE as error:
             del arrays[before:]
-            raise WireError(f"cannot send: {error}") from error
+            raise unsendable(error) from error
         return self.pending
 
     def _begin(self, record: _Record) -> _Record:
