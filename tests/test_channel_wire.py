@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from flowrl import messages
-from flowrl.channel import codec
+from flowrl.channel import codec, wire
 from flowrl.channel.codec import MAX_DEPTH, freeze, payload_bytes
 from flowrl.channel.compiled import DTYPES, INLINE_LIMIT_BYTES
 from flowrl.channel.envelope import Envelope, message_id, source_id
@@ -26,6 +27,7 @@ from flowrl.channel.wire import (
     CREDIT,
     DATA,
     RECORD_BYTES,
+    REQUEST,
     Frame,
     MessageDecoder,
     MessageEncoder,
@@ -391,8 +393,42 @@ def test_a_body_beyond_the_limit_is_refused() -> None:
     assert isinstance(frame, Refused) and "at most 50" in frame.reason
 
 
+def test_the_limit_is_one_messages_and_not_that_of_a_record() -> None:
+    body = [Envelope(source_id("s", str(i)), body=Parcel(text="x" * 60)) for i in range(2)]
+    (frame,) = MessageDecoder(max_body_bytes=100).decode(parts_of((DATA, 2, 0, 0, body)))
+    assert not isinstance(frame, Refused) and len(frame[4]) == 2
+
+
+def test_a_record_is_full_before_its_bodies_pass_the_limit() -> None:
+    half = len(msgpack.packb(dataclasses.astuple(Parcel()), default=repr)) + RECORD_BYTES // 2
+    bodies = [Envelope(source_id("s", str(i)), body=Parcel(text="x" * half)) for i in range(2)]
+    frames = MessageDecoder().decode(parts_of((DATA, 2, 0, 0, bodies)))
+    assert [(frame[3], len(frame[4])) for frame in frames] == [(0, 1), (1, 1)]  # type: ignore[index]
+
+
+def test_a_wrong_number_of_messages_is_told_as_that() -> None:
+    (first,) = parts_of((DATA, 2, 0, 0, [Envelope(b"i" * 16, body=Parcel())]))
+    count, body = first.index(b"iiii") - 8, first.index(b"\xdd")
+    (frame,) = MessageDecoder().decode([first[:count] + b"\x32" + first[count + 1 :]])
+    assert isinstance(frame, Refused) and frame.reason == "a record of 50 messages that ends within their ids"
+    longer = first[: count + 4] + bytes([first[count + 4] + 1]) + first[count + 5 : body]
+    (frame,) = MessageDecoder().decode([longer + b"\xdd\0\0\0\2" + first[body + 5 :] + b"\xc0"])
+    assert isinstance(frame, Refused) and frame.reason == "2 bodies where there are heads of 1 messages"
+    (frame,) = MessageDecoder().decode([first[:-1]])
+    assert isinstance(frame, Refused) and frame.reason == "a body of 16 bytes of which 15 are here"
+
+
+def test_the_sender_hears_of_a_body_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_BODY_BYTES", RECORD_BYTES)
+    encoder, text = MessageEncoder("h", 0), "x" * RECORD_BYTES
+    for frame in ((DATA, 2, 0, 0, [Envelope(bytes(16), body=Parcel(text=text))]), (REQUEST, 0, 0, 1, ("kind", text))):
+        with pytest.raises(WireError, match=f"at most {RECORD_BYTES} can be"):
+            encoder.add([frame])
+    assert encoder.pending == 0
+
+
 @given(st.integers(0, 10_000), st.binary(min_size=1, max_size=3))
-@example(189, b"\x00\x02")  # an array that claims more axes than it has bytes for
+@example(186, b"\x00\x02")  # an array that claims more axes than it has bytes for
 @settings(max_examples=300, deadline=None)
 def test_damaged_bytes_never_raise_anything_but_wire_errors(at: int, damage: bytes) -> None:
     array = np.arange(INLINE_LIMIT_BYTES, dtype=np.int16)

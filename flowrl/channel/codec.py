@@ -24,7 +24,7 @@ from operator import attrgetter
 from struct import Struct
 from struct import error as StructError
 from types import MemberDescriptorType
-from typing import Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 import msgpack
 import numpy as np
@@ -39,8 +39,16 @@ INLINE, FRAME, SLAB, MESSAGE = 1, 2, 3, 4
 MAX_DEPTH = 32
 """So many messages may lie around a message: each takes some 40 KiB of the receiver's stack."""
 Buffer = bytes | memoryview | np.ndarray[Any, Any]
-Place = Callable[[np.ndarray[Any, Any]], bytes | None]
-"""Puts an array into shared memory and returns its address, None where that is not possible."""
+
+
+class Place(Protocol):
+    """Shared memory to put arrays into."""
+
+    def __call__(self, array: np.ndarray[Any, Any]) -> bytes | None:
+        """The address of a copy of `array` there, None where that is not possible."""
+
+    def take_back(self, address: bytes) -> None:
+        """Free what lies at `address`, which was not sent after all."""
 
 
 MAX_AXES = 8
@@ -220,20 +228,29 @@ def payload_bytes(value: Any) -> int:
 class Encoder:
     """Packs values. After `pack`, `frames` holds the arrays that travel beside the packed bytes.
 
-    The caller clears `frames` when it begins a new multipart; indices count from its start.
+    The caller clears `frames` when it begins a new multipart; indices count from its start. After each value
+    that put arrays there, or into shared memory, it calls `keep` or, for one that is not to travel, `undo`.
     """
 
     def __init__(self, place: Place | None = None, *, beside: bool = True) -> None:
         self.frames: list[Buffer] = []
+        self.steps: list[Callable[[], object]] = []
+        """What takes back the arrays of the value at hand."""
         self._place = place
         self._beside = beside
         self._packers = [msgpack.Packer(default=self._default)]
         self._depth = 0
         self.pack: Callable[[Any], bytes] = self._packers[0].pack
 
-    def body(self, schema: Schema, group_id: str, message: Message) -> bytes:
-        """The body of a message of `schema`."""
-        return self.pack(schema.take_apart(group_id, message))
+    def keep(self) -> None:
+        """The value at hand will travel."""
+        self.steps.clear()
+
+    def undo(self) -> None:
+        """The value at hand will not travel: take back the arrays it put elsewhere."""
+        for step in self.steps:
+            step()
+        self.steps.clear()
 
     def _default(self, value: Any) -> Any:
         if type(value) is np.ndarray:
@@ -267,11 +284,14 @@ class Encoder:
         array.setflags(write=False)
         if array.nbytes <= INLINE_LIMIT_BYTES or not self._beside:
             return _extension((INLINE, head + array.tobytes()))
-        address = self._place(array) if self._place is not None else None
-        if address is not None:
-            return msgpack.ExtType(SLAB, head + address)
+        if self._place is not None:
+            address = self._place(array)
+            if address is not None:
+                self.steps.append(partial(self._place.take_back, address))
+                return msgpack.ExtType(SLAB, head + address)
         raw = array if array.flags.c_contiguous else np.ascontiguousarray(array)
         self.frames.append(raw.reshape(-1).view(np.uint8).data)
+        self.steps.append(self.frames.pop)
         return msgpack.ExtType(FRAME, head + _index.pack(len(self.frames) - 1))
 
 
@@ -291,10 +311,16 @@ class Decoder:
         except UNPARSABLE as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
 
-    def bodies(self, schema: Schema, heads: Iterable[Head], data: bytes | memoryview) -> list[Envelope]:
-        """The messages whose bodies `Encoder.body` packed, an array of them, in their envelopes. Raises WireError."""
+    def bodies(self, schema: Schema, heads: Sequence[Head], data: bytes | memoryview) -> list[Envelope]:
+        """The messages in their envelopes. `data` is an array of what `Schema.take_apart` made of each.
+
+        Raises WireError.
+        """
         try:
-            return schema.put_together(heads, self._unpack(data))
+            bodies = self._unpack(data)
+            if len(bodies) != len(heads):
+                raise WireError(f"{len(bodies)} bodies where there are heads of {len(heads)} messages")
+            return schema.put_together(heads, bodies)
         except UNPARSABLE as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
 
