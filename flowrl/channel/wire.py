@@ -10,11 +10,13 @@ A record is a header (kind, lane, session, seq, schema, number of messages, body
 one their headers and parsing would cost more than they do: before its body, an array of their bodies, stand
 the id, ticket and member of each. `seq` is the first one's.
 
-Whatever does not parse is refused with WireError, a record at a time; nothing is ever unpickled.
+Whatever does not parse, or holds what no frame of its kind holds, is refused with WireError, a record at a
+time; nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from struct import Struct
@@ -54,6 +56,8 @@ MESSAGES = frozenset((DATA, TOMBSTONE))
 TO_SENDER = frozenset((CREDIT, ACK, RESEND, SYNC, REFUSE))
 REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE = range(20, 26)
 KINDS = frozenset((*TO_RECEIVER, *TO_SENDER, REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE))
+BARE = frozenset((CLOSE, CREDIT, RESEND, SYNC, ABORT, BYE))
+"""Kinds without a body."""
 
 Frame = tuple[int, int, int, int, Any]
 """(kind, lane, session, seq, payload): payload is a list of Envelopes for DATA, numbered from `seq`, else a
@@ -198,7 +202,8 @@ class MessageDecoder:
         return known
 
     def decode(self, parts: Sequence[Any]) -> list[Frame | Refused]:
-        """The frames of one multipart, in order; Refused in place of one whose body is wrong.
+        """The frames of one multipart whose `sender` is known, in order. In place of one whose body is wrong
+        stands what fails its lane: Refused, or REFUSE when it was for the lane's sender.
 
         Raises WireError when the records themselves do not parse.
         """
@@ -221,13 +226,10 @@ class MessageDecoder:
                     marks = [*_head.iter_unpack(view[heads:start])]
                     envelopes = self._decoder.bodies(schema_named(schema), marks, view[start:at])
                     frames.append((DATA, lane, session, seq, envelopes))
-                elif kind in KINDS:
-                    payload = self._decoder.unpack(view[start:at]) if length else None
-                    frames.append((kind, lane, session, seq, payload))
                 else:
-                    raise WireError(f"a frame of unknown kind {kind}")
+                    frames.append((kind, lane, session, seq, self._payload(kind, view[start:at])))
             except WireError as error:
-                frames.append(Refused(lane, session, str(error)))
+                frames.append(_instead(kind, lane, session, str(error)))
         return frames
 
     def _check(self, count: int, length: int, there: int) -> None:
@@ -243,6 +245,14 @@ class MessageDecoder:
         if length > there:
             raise WireError(f"a body of {length} bytes of which {there} are here")
 
+    def _payload(self, kind: int, body: memoryview) -> Any:
+        if kind not in KINDS:
+            raise WireError(f"a frame of unknown kind {kind}")
+        payload = self._decoder.unpack(body) if body else None
+        if not _fits(kind, payload):
+            raise WireError(f"a frame of kind {kind} with what none of its kind holds: {reprlib.repr(payload)}")
+        return payload
+
 
 def _sender(preamble: bytes) -> tuple[str, int]:
     magic, version, _, epoch, length = _preamble.unpack_from(preamble)
@@ -250,7 +260,13 @@ def _sender(preamble: bytes) -> tuple[str, int]:
         raise WireError(f"a frame that starts with {magic!r}, not {MAGIC!r}: the peer is no flowrl process")
     if version != WIRE_VERSION:
         raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}; run one flowrl everywhere")
-    return preamble[_preamble.size :].decode(), epoch
+    name = preamble[_preamble.size :]
+    if len(name) < length:
+        raise WireError(f"a frame whose sender's name has {length} bytes, of which {len(name)} are here")
+    try:
+        return name.decode(), epoch
+    except UnicodeDecodeError as error:
+        raise WireError(f"a frame whose sender's name is no text ({error})") from error
 
 
 class Refused:
@@ -262,6 +278,40 @@ class Refused:
         self.lane = lane
         self.session = session
         self.reason = reason
+
+
+def _instead(kind: int, lane: int, session: int, reason: str) -> Frame | Refused:
+    if kind in TO_SENDER:
+        return REFUSE, lane, session, 0, f"the consumer's process sent {reason}"
+    return Refused(lane, session, reason)
+
+
+def _fits(kind: int, payload: Any) -> bool:
+    """Whether frames of this kind hold such a payload. Whoever takes them in relies on it."""
+    match payload:
+        case None:
+            return kind in BARE
+        case str():
+            return kind in (ERROR, REFUSE) and payload != ""
+        case (tuple() as schemas, tuple() as kept) if kind == HELLO:
+            return all(_pair(schema, str, int) for schema in schemas) and {*map(type, kept)} <= {int}
+        case (str(), _) if kind in (REQUEST, NOTIFY):
+            return True
+        case (True, _) if kind == REPLY:
+            return True
+        case (False, {"type": str(), "text": str()}) if kind == REPLY:
+            return True
+        case tuple() if kind == RELEASE:
+            return all(_pair(block, int, int) for block in payload)
+        case tuple() if kind == CANCEL:
+            return {*map(type, payload)} <= {bytes}
+        case tuple() if kind == ACK:
+            return {*map(type, payload)} <= {int}
+    return False
+
+
+def _pair(value: Any, first: type, second: type) -> bool:
+    return type(value) is tuple and [*map(type, value)] == [first, second]
 
 
 def _check_body(num_bytes: int) -> None:
