@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.lane import LaneSpec, ReceiverLane, SenderLane, session_number
 from flowrl.channel.latest import LatestReceiver, LatestSender
+from flowrl.channel.link import Inlet
 from flowrl.channel.seen import Seen
 from flowrl.channel.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
+from flowrl.errors import LaneFailed
 from flowrl.messages import Tombstone
+from tests.channel_rig import inbox_of, lane, run, thing
+from tests.channel_rig import play as play_out
 
 BODY = Tombstone("g", 0, "failed", "test", "node")
 
@@ -241,6 +248,72 @@ def test_seen_forgets_only_long_after() -> None:
     assert not seen.enter(envelope(8).id, lane, 9)
     assert not seen.enter(envelope(4).id, lane, 10)
     assert seen.enter(envelope(0).id, lane, 11)
+
+
+# Peers that break the protocol
+
+
+def test_a_credit_for_what_was_never_sent_fails_the_lane_and_wakes_its_sends() -> None:
+    for sender in (SenderLane(spec()), LatestSender(spec(kind="latest"))):
+        sender.send(envelope(0))
+        sender.flush()
+        assert sender.on_credit(9) == [envelope(0).id]
+        assert sender.failed == "a credit for 9 messages, of which 1 were sent"
+        assert kinds(sender.flush()) == [ERROR]
+
+
+def test_a_peer_that_breaks_the_protocol_fails_the_lane_and_is_still_heard() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        b.on("echo", lambda host, body: body)
+        a.on("echo", lambda host, body: body)
+        for to, (kind, seq, payload), reason in (
+            ("b", (CREDIT, 9, None), "a credit for 9 messages, of which 2 were sent"),
+            ("c", (ACK, 0, "x"), "the consumer's process sent a frame of kind 4"),
+        ):
+            inbox_of(b, lane(2, to=to))
+            sender = a.sender(lane(2, to=to))
+            await sender.send(thing(0))
+            await sender.send(thing(1))
+            waiting = asyncio.ensure_future(sender.send(thing(2)))
+            await a.request("B", "echo", 1)
+            assert not waiting.done()
+            b._router.post("A", (kind, sender.spec.number, sender.machine.session, seq, payload))
+            assert await b.request("A", "echo", 2) == 2
+            with pytest.raises(LaneFailed, match=reason):
+                await waiting
+
+    run(body)
+
+
+def test_what_waits_behind_bytes_that_broke_the_receiver_is_read() -> None:
+    async def main() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        reported: list[object] = []
+        found: list[bytes] = []
+        whole = asyncio.Event()
+
+        def receive(parts: list[bytes]) -> None:
+            found.append(bytes(parts[0]))
+            if len(found) == 1:
+                raise KeyError("broken")
+            whole.set()
+
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: reported.append(context["exception"]))
+        inlet = Inlet(context, receive)
+        push = context.socket(zmq.PUSH)
+        push.connect(inlet.bind("inproc://broken"))
+        await asyncio.sleep(0)  # the look that follows the binding is over
+        push.send(b"first..")
+        push.send(b"second.")
+        await whole.wait()
+        assert found == [b"first..", b"second."]
+        assert [str(error) for error in reported] == ["'broken'"]
+        inlet.close()
+        push.close(0)
+        context.term()
+
+    play_out(main())
 
 
 # Latest

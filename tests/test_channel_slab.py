@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from flowrl.channel.address import run_prefix, socket_root
 from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.slab import FROM_BYTES, PAGE, Attached, Block, Slab, Space
 from flowrl.channel.sweep import sweep
+from flowrl.channel.wire import DATA, NOTIFY, MessageDecoder, MessageEncoder
 from flowrl.errors import WireError
+from flowrl.messages import Message
 from tests.channel_rig import Thing, inbox_of, lane, opened, play, via
 
 PREFIX = run_prefix("slab-test", os.getpid())
@@ -60,6 +63,12 @@ def test_first_fit_reuses_the_warm_block() -> None:
     assert first == 0
     space.give(first)
     assert space.take(10 * PAGE) == 0
+
+
+@dataclass(frozen=True)
+class Pair(Message):
+    first: object
+    second: object
 
 
 class Ends:
@@ -141,6 +150,23 @@ def test_an_address_outside_the_segment_is_refused(ends: Ends) -> None:
         ends.attached.array(address, 1 << 40)
     with pytest.raises(WireError, match="gone"):
         ends.attached.array(address.replace(b"A", b"C"), array.nbytes)
+
+
+def test_what_a_refused_message_had_comes_back(ends: Ends) -> None:
+    values = np.zeros(LARGE, np.int32)
+    encoder = MessageEncoder("A", 0, ends.lender.lender("B"))
+    encoder.add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=Thing(0, values))])])
+    used = ends.lender.used_bytes
+    assert used >= values.nbytes
+    with pytest.raises(WireError, match="object"):
+        encoder.add([(DATA, 1, 0, 1, [Envelope(bytes(16), body=Pair(values, object()))])])
+    with pytest.raises(WireError, match="object"):
+        encoder.add([(NOTIFY, 0, 0, 0, ("kind", (values, object())))])
+    with pytest.raises(WireError, match="no dataclass"):  # before anything of it is put there
+        encoder.add([(DATA, 1, 0, 1, [Envelope(bytes(16), body=Message())])])
+    assert ends.lender.used_bytes == used
+    (frame,) = MessageDecoder(ends.attached.array).decode([bytes(part) for part in encoder.take()])
+    assert np.array_equal(frame[4][0].body.values, values)  # type: ignore[index]
 
 
 def test_messages_forwarded_and_kept_never_change_under_their_reader() -> None:

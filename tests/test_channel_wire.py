@@ -9,18 +9,42 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from flowrl.channel import codec
-from flowrl.channel.codec import freeze, payload_bytes
+from flowrl import messages
+from flowrl.channel import codec, wire
+from flowrl.channel.codec import MAX_DEPTH, freeze, payload_bytes
 from flowrl.channel.compiled import DTYPES, INLINE_LIMIT_BYTES
 from flowrl.channel.envelope import Envelope, message_id, source_id
 from flowrl.channel.stored import FORMAT, dump, dump_value, load, load_value
-from flowrl.channel.wire import ACK, CREDIT, DATA, RECORD_BYTES, Frame, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.wire import (
+    ABORT,
+    ACK,
+    BYE,
+    CANCEL,
+    CLOSE,
+    CREDIT,
+    DATA,
+    ERROR,
+    HELLO,
+    NOTIFY,
+    RECORD_BYTES,
+    REFUSE,
+    RELEASE,
+    REPLY,
+    REQUEST,
+    RESEND,
+    SYNC,
+    Frame,
+    MessageDecoder,
+    MessageEncoder,
+    Refused,
+)
 from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Group, Int32, Message, Prompt, Tombstone, Trainable
 
@@ -213,15 +237,103 @@ def test_foreign_types_are_refused_by_name_and_leave_nothing_behind() -> None:
     assert len(encoder.take()) == 1
 
 
-@pytest.mark.parametrize("array", [np.array(["text"]), np.array([object()]), np.zeros(2, ">i4")])
-def test_arrays_of_other_dtypes_are_refused(array: np.ndarray[Any, Any]) -> None:
-    with pytest.raises(WireError, match="cannot travel"):
-        MessageEncoder("h", 0).add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=Parcel(inner=(array,)))])])
+def within_itself() -> list[Any]:
+    items: list[Any] = []
+    items.append(items)
+    return items
 
 
-def test_freeze_refuses_foreign_types_too() -> None:
-    with pytest.raises(WireError, match=r"Torch cannot travel"):
-        freeze(Parcel(inner=(Torch(),)))
+@pytest.mark.parametrize(
+    ("thing", "reason"),
+    [
+        (np.array(["text"]), "dtype <U4"),
+        (np.array([object()]), "dtype object"),
+        (np.zeros(2, ">i4"), "dtype >i4"),
+        (np.zeros((1,) * 9), "9 axes"),
+        (np.complex64(1), ""),
+        ({Torch(): 1}, "Torch cannot travel"),
+        (Torch(), "Torch cannot travel"),
+        (within_itself(), "within themselves"),
+    ],
+)
+def test_the_same_is_refused_between_processes_in_one_and_in_storage(thing: Any, reason: str) -> None:
+    body = Parcel(inner=(thing,))
+    for send in (freeze, dump, parts_with):
+        with pytest.raises(WireError, match=f"cannot (send|be stored): .*{reason}"):
+            send(body)
+
+
+def chain(num_around: int) -> Parcel:
+    body = Parcel()
+    for _ in range(num_around):
+        body = Parcel(inner=(body,))
+    return body
+
+
+def test_messages_are_nested_only_so_deep() -> None:
+    deepest, deeper = chain(MAX_DEPTH), chain(MAX_DEPTH + 1)
+    freeze(deepest)
+    assert equal(deepest, there_and_back(deepest)[0].body) and equal(deepest, load(dump(deepest)))
+    for send in (freeze, dump, parts_with):
+        with pytest.raises(WireError, match=r"32 messages around it .* as a tuple"):
+            send(deeper)
+
+
+def test_bytes_that_nest_deeper_are_refused_before_the_stack_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_DEPTH", 60)
+    parts, stored = parts_with(chain(60)), dump(chain(60))
+    monkeypatch.undo()
+    (frame,) = MessageDecoder().decode(parts)
+    assert isinstance(frame, Refused) and "32 messages around it" in frame.reason
+    with pytest.raises(SchemaError, match="32 messages around it"):
+        load(stored)
+    (frame,) = MessageDecoder().decode(parts_with(chain(MAX_DEPTH)))
+    assert not isinstance(frame, Refused)
+
+
+@dataclass(frozen=True)
+class Derived(Message):
+    """Its `__post_init__` may run once only."""
+
+    number: int
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", self.number + 1)
+        object.__setattr__(self, "total", 2 * self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted(Message):
+    number: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", self.number + 1)
+
+
+@dataclass(frozen=True)
+class Heir(Slotted):
+    text: str = "x"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keyed(Message):
+    number: int
+    text: str = "x"
+
+
+@pytest.mark.parametrize("body", [Derived(3), Slotted(3), Heir(3, "y"), Keyed(number=3)])
+def test_every_field_arrives_and_nothing_is_initialised_again(body: Message) -> None:
+    there, nested = there_and_back(body, Parcel(inner=(body,)))
+    assert there.body == nested.body.inner[0] == load(dump(body)) == body  # type: ignore[attr-defined]
+    assert not hasattr(there.body, "__dict__") or set(vars(there.body)) == set(vars(body))
+
+
+def test_a_field_without_a_value_is_named() -> None:
+    body = object.__new__(Derived)
+    for send in (freeze, dump, parts_with):
+        with pytest.raises(WireError, match="'number'"):
+            send(body)
 
 
 def test_bytes_of_somebody_else() -> None:
@@ -237,6 +349,52 @@ def parts_of(*frames: Frame) -> list[bytes]:
     encoder = MessageEncoder("h", 0)
     encoder.add(frames)
     return [bytes(part) for part in encoder.take()]
+
+
+def parts_with(body: Message) -> list[bytes]:
+    return parts_of((DATA, 2, 0, 0, [Envelope(bytes(16), body=body)]))
+
+
+def test_a_senders_name_that_is_none() -> None:
+    (first,) = parts_of((CREDIT, 1, 0, 5, None))
+    start = first.index(b"h")
+    with pytest.raises(WireError, match="no text"):
+        MessageDecoder().sender(first[:start] + b"\xff" + first[start + 1 :])
+    with pytest.raises(WireError, match=rf"65535 bytes, of which {len(first) - start} are here"):
+        MessageDecoder().sender(first[: start - 2] + b"\xff\xff" + first[start:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        (HELLO, None),
+        (HELLO, ((("Thing", "1"),), ())),
+        (HELLO, ((), ("0",))),
+        (CLOSE, 1),
+        (CANCEL, ("id",)),
+        (ERROR, None),
+        (REQUEST, "kind"),
+        (REPLY, (False, "text")),
+        (NOTIFY, (["kind"], None)),
+        (RELEASE, ((1, 2, 3),)),
+        (ABORT, 1),
+        (BYE, ()),
+    ],
+)
+def test_what_no_frame_of_its_kind_holds_is_refused(kind: int, payload: Any) -> None:
+    refused, after = MessageDecoder().decode(parts_of((kind, 5, 6, 7, payload), (CREDIT, 1, 0, 5, None)))
+    assert isinstance(refused, Refused) and f"kind {kind} " in refused.reason
+    assert (refused.lane, refused.session) == (5, 6)
+    assert after == (CREDIT, 1, 0, 5, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"), [(ACK, 7), (ACK, ({},)), (CREDIT, 1), (RESEND, "x"), (SYNC, ()), (REFUSE, None)]
+)
+def test_for_the_sender_of_a_lane_it_is_a_refusal(kind: int, payload: Any) -> None:
+    (frame,) = MessageDecoder().decode(parts_of((kind, 5, 6, 7, payload)))
+    assert not isinstance(frame, Refused)
+    assert frame[:4] == (REFUSE, 5, 6, 0) and f"kind {kind} " in frame[4]
 
 
 def test_a_bad_body_is_refused_and_the_frames_around_it_are_not() -> None:
@@ -258,23 +416,84 @@ def test_an_unknown_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(frame, Refused) and "same message classes" in frame.reason
 
 
+def unresolved(monkeypatch: pytest.MonkeyPatch) -> type[Message]:
+    """A message class with a type that is imported under `if TYPE_CHECKING`."""
+    cls: type[Message] = dataclasses.make_dataclass("Unresolved", [("a", "NotHere")], bases=(Message,), frozen=True)
+    del messages._registry["Unresolved"]
+    monkeypatch.setattr(codec, "known_types", lambda: (cls, Parcel))
+    return cls
+
+
+def test_classes_with_unknown_types_do_not_stand_in_the_way_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    unresolved(monkeypatch)
+    parts = parts_with(Parcel())
+    monkeypatch.setattr(codec, "_by_hash", {})
+    monkeypatch.setattr(codec, "_by_class", {})
+    (frame,) = MessageDecoder().decode(parts)
+    assert not isinstance(frame, Refused)
+    (frame,) = MessageDecoder().decode(parts_with(Slotted(1))[:1])
+    assert not isinstance(frame, Refused)
+
+
+def test_their_own_messages_say_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = unresolved(monkeypatch)(1)  # type: ignore[call-arg]
+    for send in (freeze, parts_with):
+        with pytest.raises(WireError, match=r"field of Unresolved .*'NotHere'.*TYPE_CHECKING"):
+            send(body)
+
+
 def test_a_body_beyond_the_limit_is_refused() -> None:
-    parts = parts_of((DATA, 2, 0, 0, [Envelope(bytes(16), body=Parcel(text="x" * 100))]))
-    (frame,) = MessageDecoder(max_body_bytes=50).decode(parts)
+    (frame,) = MessageDecoder(max_body_bytes=50).decode(parts_with(Parcel(text="x" * 100)))
     assert isinstance(frame, Refused) and "at most 50" in frame.reason
 
 
+def test_the_limit_is_one_messages_and_not_that_of_a_record() -> None:
+    body = [Envelope(source_id("s", str(i)), body=Parcel(text="x" * 60)) for i in range(2)]
+    (frame,) = MessageDecoder(max_body_bytes=100).decode(parts_of((DATA, 2, 0, 0, body)))
+    assert not isinstance(frame, Refused) and len(frame[4]) == 2
+
+
+def test_a_record_is_full_before_its_bodies_pass_the_limit() -> None:
+    half = len(msgpack.packb(dataclasses.astuple(Parcel()), default=repr)) + RECORD_BYTES // 2
+    bodies = [Envelope(source_id("s", str(i)), body=Parcel(text="x" * half)) for i in range(2)]
+    frames = MessageDecoder().decode(parts_of((DATA, 2, 0, 0, bodies)))
+    assert [(frame[3], len(frame[4])) for frame in frames] == [(0, 1), (1, 1)]  # type: ignore[index]
+
+
+def test_a_wrong_number_of_messages_is_told_as_that() -> None:
+    (first,) = parts_of((DATA, 2, 0, 0, [Envelope(b"i" * 16, body=Parcel())]))
+    count, body = first.index(b"iiii") - 8, first.index(b"\xdd")
+    (frame,) = MessageDecoder().decode([first[:count] + b"\x32" + first[count + 1 :]])
+    assert isinstance(frame, Refused) and frame.reason == "a record of 50 messages that ends within their ids"
+    longer = first[: count + 4] + bytes([first[count + 4] + 1]) + first[count + 5 : body]
+    (frame,) = MessageDecoder().decode([longer + b"\xdd\0\0\0\2" + first[body + 5 :] + b"\xc0"])
+    assert isinstance(frame, Refused) and frame.reason == "2 bodies where there are heads of 1 messages"
+    (frame,) = MessageDecoder().decode([first[:-1]])
+    assert isinstance(frame, Refused) and frame.reason == "a body of 16 bytes of which 15 are here"
+
+
+def test_the_sender_hears_of_a_body_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_BODY_BYTES", RECORD_BYTES)
+    encoder, text = MessageEncoder("h", 0), "x" * RECORD_BYTES
+    for frame in ((DATA, 2, 0, 0, [Envelope(bytes(16), body=Parcel(text=text))]), (REQUEST, 0, 0, 1, ("kind", text))):
+        with pytest.raises(WireError, match=f"at most {RECORD_BYTES} can be"):
+            encoder.add([frame])
+    assert encoder.pending == 0
+
+
 @given(st.integers(0, 10_000), st.binary(min_size=1, max_size=3))
-@example(189, b"\x00\x02")  # an array that claims more axes than it has bytes for
+@example(118, b"\x00\x02")  # an array that claims more axes than it has bytes for
 @settings(max_examples=300, deadline=None)
 def test_damaged_bytes_never_raise_anything_but_wire_errors(at: int, damage: bytes) -> None:
     array = np.arange(INLINE_LIMIT_BYTES, dtype=np.int16)
     body = Parcel(1, "t", (1, array), {"a": np.arange(9)})
     parts = parts_of((DATA, 2, 0, 0, [Envelope(bytes(16), body=body), Envelope(bytes(16), body=Parcel())]))
-    start = 12 + at % (len(parts[0]) - 12)
+    start = at % len(parts[0])
     parts[0] = parts[0][:start] + damage + parts[0][start + len(damage) :]
+    decoder = MessageDecoder()
     with contextlib.suppress(WireError):
-        list(MessageDecoder().decode(parts))
+        decoder.sender(parts[0])
+        decoder.decode(parts)
 
 
 def test_ids_depend_on_lineage_alone() -> None:
@@ -297,6 +516,14 @@ def test_added_fields_take_their_defaults() -> None:
     redefine([("b", int, field(default=7)), ("a", int, field(default=0))])
     loaded: Any = load(stored)
     assert (loaded.a, loaded.b) == (1, 7)
+
+
+def test_added_fields_take_what_their_factory_makes() -> None:
+    stored = dump(redefine([("a", int)])(1))  # type: ignore[call-arg]
+    redefine([("a", int), ("b", Mapping[str, int], field(default_factory=dict))])
+    first: Any = load(stored)
+    second: Any = load(stored)
+    assert first.b == second.b == {} and first.b is not second.b
 
 
 def test_removed_and_missing_fields_are_refused_by_name() -> None:

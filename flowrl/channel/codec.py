@@ -10,18 +10,21 @@ msgpack extension, which costs several calls each, that starts with dtype and sh
 - SLAB:   where they lie in a shared-memory slab.
 
 A nested message is an extension of its schema hash and its own body. Nothing is ever pickled. Lists
-arrive as tuples. Arrays arrive read-only, and are made read-only at the sender too.
+arrive as tuples. Arrays arrive read-only, and are made read-only at the sender too. A message arrives with
+the fields it had, those with `init=False` too: no `__init__` or `__post_init__` runs again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from struct import Struct
 from struct import error as StructError
-from typing import Any, get_type_hints
+from types import MemberDescriptorType
+from typing import Any, Protocol, get_type_hints
 
 import msgpack
 import numpy as np
@@ -33,15 +36,29 @@ from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Message, known_types, schema_hash
 
 INLINE, FRAME, SLAB, MESSAGE = 1, 2, 3, 4
+MAX_DEPTH = 32
+"""So many messages may lie around a message: each takes some 40 KiB of the receiver's stack."""
 Buffer = bytes | memoryview | np.ndarray[Any, Any]
-Place = Callable[[np.ndarray[Any, Any]], bytes | None]
-"""Puts an array into shared memory and returns its address, None where that is not possible."""
 
-_shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(9))
+
+class Place(Protocol):
+    """Shared memory to put arrays into."""
+
+    def __call__(self, array: np.ndarray[Any, Any]) -> bytes | None:
+        """The address of a copy of `array` there, None where that is not possible."""
+
+    def take_back(self, address: bytes) -> None:
+        """Free what lies at `address`, which was not sent after all."""
+
+
+MAX_AXES = 8
+_shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(MAX_AXES + 1))
 _index = Struct("<Q")
 _hash = Struct("<I")
 UNPARSABLE = (ValueError, TypeError, LookupError, OverflowError, StructError, UnpackException)
 """What bytes that are no body make the parser raise."""
+UNSENDABLE = (WireError, SchemaError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, StructError)
+"""What a value that cannot travel makes the encoder or `freeze` raise."""
 _extension = partial(tuple.__new__, msgpack.ExtType)
 """An ExtType without the checks of its constructor."""
 
@@ -50,15 +67,16 @@ class Schema:
     """How one message class is taken apart and put together again."""
 
     def __init__(self, cls: type[Message]) -> None:
-        fields = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        hints = _hints(cls)
         self.cls = cls
         self.hash = schema_hash(cls)
         self.fields = {f.name: f for f in fields}
         self.names = tuple(self.fields)
-        hints = get_type_hints(cls)
         self.arrays = tuple(at for at, name in enumerate(self.names) if "ndarray" in str(hints[name]))
         """Fields that may hold plain arrays."""
-        self.slotted = "__slots__" in cls.__dict__
+        self.slotted = any(isinstance(getattr(cls, name, None), MemberDescriptorType) for name in self.names)
+        """A field lies in a slot, of this class or of one it inherits from."""
         self.take_apart = taking_apart(self.names, self.arrays)
         self.put_together = putting_together(cls, self.names, self.arrays, slotted=self.slotted)
         getter = attrgetter(*self.names) if fields else lambda message: ()
@@ -74,11 +92,23 @@ class Schema:
         """
         if len(values) != len(self.names):
             raise WireError(f"{self.cls.__name__} has {len(self.names)} fields, the frame holds {len(values)}")
-        if self.slotted:
-            return self.cls(*values)
         message = object.__new__(self.cls)
-        message.__dict__.update(zip(self.names, values, strict=True))
+        if self.slotted:
+            for name, value in zip(self.names, values, strict=True):
+                object.__setattr__(message, name, value)
+        else:
+            message.__dict__.update(zip(self.names, values, strict=True))
         return message
+
+
+def _hints(cls: type[Message]) -> Mapping[str, Any]:
+    try:
+        return get_type_hints(cls)
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:
+        raise SchemaError(
+            f"the type of a field of {cls.__name__} cannot be found ({error}); "
+            "import it at the top of the file, outside of `if TYPE_CHECKING`"
+        ) from error
 
 
 _by_class: dict[type, Schema] = {}
@@ -102,7 +132,7 @@ def schema_named(number: int) -> Schema:
     if schema is not None:
         return schema
     for cls in known_types():
-        if dataclasses.is_dataclass(cls):
+        with suppress(SchemaError):  # a class that no message can be of yet
             schema_of(cls)
     if number not in _by_hash:
         raise WireError(
@@ -115,27 +145,61 @@ def schema_named(number: int) -> Schema:
 _scalars = frozenset((str, int, float, bool, bytes, type(None)))
 
 
-def freeze(value: Any) -> None:
-    """Make every array inside a message read-only, in place. Raises WireError for what cannot travel."""
-    kind = type(value)
-    if kind in _scalars:
-        return
+def freeze(message: Message) -> None:
+    """Make every array inside a message read-only, in place. Raises WireError for what an Encoder refuses."""
+    try:
+        _freeze(message, 0)
+    except UNSENDABLE as error:
+        raise unsendable(error) from error
+
+
+def _freeze_all(values: Iterable[Any], depth: int) -> None:
+    for value in values:
+        if type(value) not in _scalars:
+            _freeze(value, depth)
+
+
+def _freeze(value: Any, depth: int) -> None:
+    """`depth` is the number of messages around `value`."""
     if isinstance(value, np.ndarray):
-        value.flags.writeable = False
+        dtype_code(value)
+        value.setflags(False)
     elif isinstance(value, Message):
-        _freeze_all(schema_of(kind).values(value))
+        check_depth(depth)
+        _freeze_all(schema_of(type(value)).values(value), depth + 1)
     elif isinstance(value, tuple | list):
-        _freeze_all(value)
+        _freeze_all(value, depth)
     elif isinstance(value, Mapping):
-        _freeze_all(value.values())
-    elif not isinstance(value, str | bytes | int | float | np.generic):
+        _freeze_all(value, depth)
+        _freeze_all(value.values(), depth)
+    elif isinstance(value, np.generic):
+        if type(value.item()) not in _scalars:
+            raise _refusal(value)
+    elif not isinstance(value, str | bytes | int | float):
         raise _refusal(value)
 
 
-def _freeze_all(values: Iterable[Any]) -> None:
-    for value in values:
-        if type(value) not in _scalars:
-            freeze(value)
+def unsendable(error: Exception, what: str = "cannot send") -> WireError:
+    """What says that a value cannot travel because of `error`, one of UNSENDABLE."""
+    nested = isinstance(error, RecursionError) or str(error).startswith("recursion limit")  # msgpack's ValueError
+    return WireError(f"{what}: {'values nested too deep, or within themselves' if nested else error}")
+
+
+def check_depth(depth: int) -> None:
+    """Raises WireError for a message with so many around it."""
+    if depth > MAX_DEPTH:
+        raise WireError(
+            f"a message with more than {MAX_DEPTH} messages around it cannot travel; "
+            "hold a chain of messages as a tuple of them"
+        )
+
+
+def dtype_code(array: np.ndarray[Any, Any]) -> int:
+    """The code of the array's dtype. Raises WireError for an array that cannot travel."""
+    code = DTYPE_CODES.get(array.dtype)
+    if code is None or array.ndim > MAX_AXES:
+        raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot travel; convert it first")
+    return code
 
 
 def _refusal(value: Any) -> WireError:
@@ -164,20 +228,29 @@ def payload_bytes(value: Any) -> int:
 class Encoder:
     """Packs values. After `pack`, `frames` holds the arrays that travel beside the packed bytes.
 
-    The caller clears `frames` when it begins a new multipart; indices count from its start.
+    The caller clears `frames` when it begins a new multipart; indices count from its start. After each value
+    that put arrays there, or into shared memory, it calls `keep` or, for one that is not to travel, `undo`.
     """
 
     def __init__(self, place: Place | None = None, *, beside: bool = True) -> None:
         self.frames: list[Buffer] = []
+        self.steps: list[Callable[[], object]] = []
+        """What takes back the arrays of the value at hand."""
         self._place = place
         self._beside = beside
         self._packers = [msgpack.Packer(default=self._default)]
         self._depth = 0
         self.pack: Callable[[Any], bytes] = self._packers[0].pack
 
-    def body(self, schema: Schema, group_id: str, message: Message) -> bytes:
-        """The body of a message of `schema`."""
-        return self.pack(schema.take_apart(group_id, message))
+    def keep(self) -> None:
+        """The value at hand will travel."""
+        self.steps.clear()
+
+    def undo(self) -> None:
+        """The value at hand will not travel: take back the arrays it put elsewhere."""
+        for step in self.steps:
+            step()
+        self.steps.clear()
 
     def _default(self, value: Any) -> Any:
         if type(value) is np.ndarray:
@@ -197,6 +270,7 @@ class Encoder:
         # A packer cannot be entered twice: one for each depth of nesting.
         self._depth += 1
         try:
+            check_depth(self._depth)
             if self._depth == len(self._packers):
                 self._packers.append(msgpack.Packer(default=self._default))
             packed: bytes = self._packers[self._depth].pack(values)
@@ -205,18 +279,19 @@ class Encoder:
             self._depth -= 1
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
-        code = DTYPE_CODES.get(array.dtype)
-        if code is None or array.ndim > 8:
-            raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot travel; convert it first")
+        code = dtype_code(array)
         head = _shape_structs[array.ndim].pack(code, array.ndim, *array.shape)
         array.setflags(write=False)
         if array.nbytes <= INLINE_LIMIT_BYTES or not self._beside:
             return _extension((INLINE, head + array.tobytes()))
-        address = self._place(array) if self._place is not None else None
-        if address is not None:
-            return msgpack.ExtType(SLAB, head + address)
+        if self._place is not None:
+            address = self._place(array)
+            if address is not None:
+                self.steps.append(partial(self._place.take_back, address))
+                return msgpack.ExtType(SLAB, head + address)
         raw = array if array.flags.c_contiguous else np.ascontiguousarray(array)
         self.frames.append(raw.reshape(-1).view(np.uint8).data)
+        self.steps.append(self.frames.pop)
         return msgpack.ExtType(FRAME, head + _index.pack(len(self.frames) - 1))
 
 
@@ -226,6 +301,7 @@ class Decoder:
     def __init__(self, attach: Callable[[bytes, int], Any] | None = None) -> None:
         self.frames: Sequence[Any] = ()
         self._attach = attach
+        self._depth = 0
         self._unpack = partial(msgpack.unpackb, ext_hook=self._ext, use_list=False, strict_map_key=False)
 
     def unpack(self, data: bytes | memoryview) -> Any:
@@ -235,16 +311,22 @@ class Decoder:
         except UNPARSABLE as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
 
-    def bodies(self, schema: Schema, heads: Iterable[Head], data: bytes | memoryview) -> list[Envelope]:
-        """The messages whose bodies `Encoder.body` packed, an array of them, in their envelopes. Raises WireError."""
+    def bodies(self, schema: Schema, heads: Sequence[Head], data: bytes | memoryview) -> list[Envelope]:
+        """The messages in their envelopes. `data` is an array of what `Schema.take_apart` made of each.
+
+        Raises WireError.
+        """
         try:
-            return schema.put_together(heads, self._unpack(data))
+            bodies = self._unpack(data)
+            if len(bodies) != len(heads):
+                raise WireError(f"{len(bodies)} bodies where there are heads of {len(heads)} messages")
+            return schema.put_together(heads, bodies)
         except UNPARSABLE as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
 
     def _ext(self, code: int, data: bytes) -> Any:
         if code == MESSAGE:
-            return schema_named(_hash.unpack_from(data)[0]).build(self.unpack(memoryview(data)[4:]))
+            return schema_named(_hash.unpack_from(data)[0]).build(self._nested(memoryview(data)[_hash.size :]))
         if code not in (INLINE, FRAME, SLAB):
             raise ValueError(f"unknown extension {code}")
         ndim = data[1]
@@ -259,6 +341,14 @@ class Decoder:
             raise ValueError("an array in shared memory that this transport does not have")
         num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         return _sealed(np.asarray(self._attach(data[start:], num_bytes)).view(dtype).reshape(shape))
+
+    def _nested(self, data: memoryview) -> Any:
+        self._depth += 1
+        try:
+            check_depth(self._depth)
+            return self.unpack(data)
+        finally:
+            self._depth -= 1
 
 
 def _framed(shape: tuple[int, ...], dtype: np.dtype[Any], frame: Any) -> np.ndarray[Any, Any]:

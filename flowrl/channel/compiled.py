@@ -54,8 +54,7 @@ def taking_apart(names: Sequence[str], arrays: Sequence[int]) -> TakeApart:
 def putting_together(cls: type[Message], names: Sequence[str], arrays: Sequence[int], *, slotted: bool) -> PutTogether:
     """(the heads of messages, the values of their bodies) -> the messages in their envelopes.
 
-    Bypasses `__init__` where it can: the sender constructed the message, and a frozen dataclass pays for
-    every field there.
+    Bypasses `__init__`: the sender constructed the message, and a frozen dataclass pays for every field there.
     """
     values = [f"v{at}" for at in range(len(names))]
     lines = [
@@ -67,14 +66,15 @@ def putting_together(cls: type[Message], names: Sequence[str], arrays: Sequence[
     if arrays:
         lines.append(f"  [{', '.join(f'c{at}' for at in arrays)}] = codes")
     lines += [f"  if c{at} != {NOT_PLAIN}: v{at} = frombuffer(v{at}, dtypes[c{at}])" for at in arrays]
+    lines.append("  message = new(cls)")
     if slotted:
-        lines.append(f"  message = cls({', '.join(values)})")
+        lines += [f"  put(message, {name!r}, v{at})" for at, name in enumerate(names)]
     else:
-        lines += ["  message = new(cls)", "  fields = message.__dict__"]
+        lines.append("  fields = message.__dict__")
         lines += [f"  fields[{name!r}] = v{at}" for at, name in enumerate(names)]
     lines += ["  made.append(envelope(id, ticket, group_id, member, message))", " return made"]
-    scope = {"cls": cls, "new": object.__new__, "frombuffer": np.frombuffer, "dtypes": DTYPES, "envelope": Envelope}
-    return _made(lines, "put_together", **scope)  # type: ignore[no-any-return]
+    scope = {"cls": cls, "new": object.__new__, "put": object.__setattr__, "envelope": Envelope}
+    return _made(lines, "put_together", **scope, frombuffer=np.frombuffer, dtypes=DTYPES)  # type: ignore[no-any-return]
 
 
 def _made(lines: Sequence[str], name: str, **scope: Any) -> Any:

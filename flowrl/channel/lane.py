@@ -106,7 +106,13 @@ class SenderLane:
         self._say_close()
 
     def on_credit(self, taken: int) -> list[bytes]:
-        """The consumer has taken in all messages below `taken`. Returns the ids new among them."""
+        """The consumer has taken in all messages below `taken`. Returns the ids new among them.
+
+        A credit for messages that were never sent fails the lane; who waits for credit is woken all the same.
+        """
+        if taken > self._next:
+            self.fail(f"a credit for {taken} messages, of which {self._next} were sent")
+            taken = self._next
         if taken <= self._taken:
             return []
         untaken = self._untaken

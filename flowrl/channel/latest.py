@@ -88,6 +88,9 @@ class LatestSender:
         self._say_close()
 
     def on_credit(self, arrived: int) -> list[bytes]:
+        if arrived > self._next:
+            self.fail(f"a credit for {arrived} messages, of which {self._next} were sent")
+            arrived = self._next
         if arrived <= self._arrived:
             return []
         self._arrived = arrived

@@ -184,7 +184,11 @@ class Inlet:
             parts: list[Any] = [first]
             while followed(first) and get(RCVMORE):
                 parts.append(recv(NOBLOCK, copy=False).buffer)
-            receive(parts)
+            try:
+                receive(parts)
+            except BaseException:  # goes to the loop's handler; what waits behind is still read
+                asyncio.get_running_loop().call_soon(self._drain, inlet)
+                raise
             if not get(EVENTS) & POLLIN:  # type: ignore[operator]
                 return
             first = recv(NOBLOCK)

@@ -371,6 +371,7 @@ class Router:
             machine.say_hello()
         elif kind == REFUSE:
             machine.on_error(payload)
+        if machine.failed:
             lane.gate.wake()
         if machine.out:
             self.sent(lane)

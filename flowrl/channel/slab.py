@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.channel.codec import Place
 from flowrl.errors import WireError
 
 FROM_BYTES = 512 << 10
@@ -101,16 +100,17 @@ class Slab:
     def used_bytes(self) -> int:
         return sum(space.used_bytes for space in self._spaces)
 
-    def lender(self, borrower: str) -> Place:
-        """What copies an array into a block for `borrower` and returns its address, None for small ones."""
-        return lambda array: self._lend(array, borrower) if array.nbytes >= FROM_BYTES else None
+    def lender(self, borrower: str) -> Lender:
+        """What puts arrays into blocks for `borrower`."""
+        return Lender(self, borrower)
 
     def open(self) -> None:
         """Remove what earlier epochs of this host left. Views of it in other processes stay valid."""
         for path in SHM.glob(f"{_stem(self._prefix, self._host)}*"):
             path.unlink(missing_ok=True)
 
-    def _lend(self, array: np.ndarray[Any, Any], borrower: str) -> bytes | None:
+    def lend(self, array: np.ndarray[Any, Any], borrower: str) -> bytes | None:
+        """The address of a block with a copy of `array`, None without room."""
         block = self._find(array.nbytes)
         if block is None:
             return None
@@ -166,6 +166,22 @@ class Slab:
         self._lent.clear()
 
 
+class Lender:
+    """The blocks of a slab that one borrower gets (a `codec.Place`). Small arrays are left alone."""
+
+    def __init__(self, slab: Slab, borrower: str) -> None:
+        self._slab = slab
+        self._borrower = borrower
+
+    def __call__(self, array: np.ndarray[Any, Any]) -> bytes | None:
+        return self._slab.lend(array, self._borrower) if array.nbytes >= FROM_BYTES else None
+
+    def take_back(self, address: bytes) -> None:
+        """The borrower was not told of this address."""
+        _, segment, offset = _address.unpack_from(address)
+        self._slab.free(self._borrower, [(segment, offset)])
+
+
 class Attached:
     """Other processes' segments, mapped here on first use.
 
@@ -195,12 +211,14 @@ class Attached:
         if memory is None:
             try:
                 file = os.open(segment_path(self._prefix, host, epoch, segment), os.O_RDONLY)
+                try:
+                    mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+                finally:
+                    os.close(file)
             except FileNotFoundError as error:
                 raise WireError(f"a shared segment of {host} that is gone") from error
-            try:
-                mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-            finally:
-                os.close(file)
+            except OSError as error:
+                raise WireError(f"a shared segment of {host} that cannot be mapped here: {error}") from error
             memory = self._segments[key] = np.frombuffer(mapped, np.uint8)
         return memory
 

@@ -5,23 +5,36 @@ Everything pending for one peer leaves as one multipart:
     part 0    preamble (magic, wire version, whether parts follow, sender's epoch and host), then records
     part 1…   raw array buffers, which bodies refer to by index
 
-A record is a header (kind, number of tensors, lane, session, seq, schema, number of messages, body
-length) and a body (msgpack, empty for None). Messages of one class that follow each other on a lane share
-a record, for one by one their headers and parsing would cost more than they do: before its body, an array
-of their bodies, stand the id, ticket and member of each. `seq` is the first one's.
+A record is a header (kind, lane, session, seq, schema, number of messages, body length) and a body
+(msgpack, empty for None). Messages of one class that follow each other on a lane share a record, for one by
+one their headers and parsing would cost more than they do: before its body, an array of their bodies, stand
+the id, ticket and member of each. `seq` is the first one's.
 
-Whatever does not parse is refused with WireError, a record at a time; nothing is ever unpickled.
+Whatever does not parse, or holds what no frame of its kind holds, is refused with WireError, a record at a
+time; nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from struct import Struct
 from struct import error as StructError
 from typing import Any
 
-from flowrl.channel.codec import Buffer, Decoder, Encoder, Place, Schema, schema_named, schema_of
+from flowrl.channel.codec import (
+    UNSENDABLE,
+    Buffer,
+    Decoder,
+    Encoder,
+    Place,
+    Schema,
+    schema_named,
+    schema_of,
+    unsendable,
+)
+from flowrl.channel.envelope import Envelope
 from flowrl.channel.stored import dump, load
 from flowrl.errors import WireError
 from flowrl.messages import Tombstone
@@ -31,8 +44,9 @@ __all__ = ["Frame", "MessageDecoder", "MessageEncoder", "Refused", "dump", "lane
 MAGIC = b"flow"
 WIRE_VERSION = 3
 MAX_BODY_BYTES = 1 << 30
+"""Of one message or other frame, without the arrays beside it."""
 RECORD_BYTES = 1 << 20
-"""A record with bodies of so many bytes takes no further message."""
+"""The bodies of messages that share a record take no more than this together."""
 
 # Kinds of frames. A lane's own, to its receiver (hello, data, cancel, tombstone, close, error) and to its
 # sender (credit, ack, resend, sync, refuse); and those of a pair of processes, from REQUEST on.
@@ -42,6 +56,8 @@ MESSAGES = frozenset((DATA, TOMBSTONE))
 TO_SENDER = frozenset((CREDIT, ACK, RESEND, SYNC, REFUSE))
 REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE = range(20, 26)
 KINDS = frozenset((*TO_RECEIVER, *TO_SENDER, REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE))
+BARE = frozenset((CLOSE, CREDIT, RESEND, SYNC, ABORT, BYE))
+"""Kinds without a body."""
 
 Frame = tuple[int, int, int, int, Any]
 """(kind, lane, session, seq, payload): payload is a list of Envelopes for DATA, numbered from `seq`, else a
@@ -49,7 +65,7 @@ msgpack-able value."""
 
 _preamble = Struct("<4sHHIH")
 _FOLLOWED = 6  # offset of "whether parts follow"
-_header = Struct("<BxHIIQIII")
+_header = Struct("<BIIQIII")
 _head = Struct("<16sqi")
 _array = Struct(">BI")
 _ARRAY_32 = 0xDD  # msgpack's mark of an array with 32 bits of length
@@ -63,27 +79,15 @@ def lane_number(name: str) -> int:
 class _Record:
     """Messages on their way into one record."""
 
-    __slots__ = ("bodies", "first", "first_tensor", "heads", "lane", "next", "num_bytes", "schema", "session")
+    __slots__ = ("bodies", "first", "heads", "key", "next", "num_bytes")
 
-    def __init__(self, lane: int, session: int, seq: int, schema: Schema, first_tensor: int) -> None:
-        self.lane = lane
-        self.session = session
+    def __init__(self, key: tuple[int, int, Schema], seq: int) -> None:
+        self.key = key
+        """(lane, session, schema), the same for all."""
         self.first = self.next = seq
-        self.schema = schema
-        self.first_tensor = first_tensor
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
         self.num_bytes = 0
-
-    def goes_on(self, lane: int, session: int, seq: int, schema: Schema) -> bool:
-        """Whether this is the place of that message."""
-        return (
-            seq == self.next
-            and lane == self.lane
-            and schema is self.schema
-            and session == self.session
-            and self.num_bytes < RECORD_BYTES
-        )
 
 
 class MessageEncoder:
@@ -102,36 +106,49 @@ class MessageEncoder:
         """Number of messages and other frames added since `take`."""
 
     def add(self, frames: Iterable[Frame]) -> int:
-        """Encode `frames` behind those before. Returns `pending`. Raises WireError for a value that cannot travel."""
-        encoder, arrays = self._encoder, self._encoder.frames
-        before = len(arrays)
+        """Encode `frames` behind those before. Returns `pending`.
+
+        Raises WireError for a value that cannot travel; what came before it does.
+        """
+        message = self._message
         try:
             for kind, lane, session, seq, payload in frames:
-                if kind != DATA:
-                    self._close()
-                    before = len(arrays)
-                    body = b"" if payload is None else encoder.pack(payload)
-                    tensors = len(arrays) - before
-                    self._records += (_header.pack(kind, tensors, lane, session, seq, 0, 0, len(body)), body)
-                    self.pending += 1
-                    continue
-                for envelope in payload:
-                    before = len(arrays)
-                    schema = schema_of(type(envelope.body))
-                    body = encoder.body(schema, envelope.group_id, envelope.body)
-                    head = _head.pack(envelope.id, envelope.ticket, envelope.member)
-                    record = self._open
-                    if record is None or not record.goes_on(lane, session, seq, schema):
-                        record = self._begin(_Record(lane, session, seq, schema, before))
-                    record.heads.append(head)
-                    record.bodies.append(body)
-                    record.num_bytes += len(body)
-                    record.next = seq = seq + 1
-                    self.pending += 1
-        except (WireError, OverflowError, ValueError, StructError) as error:
-            del arrays[before:]
-            raise WireError(f"cannot send: {error}") from error
+                if kind == DATA:
+                    for envelope in payload:
+                        message(lane, session, seq, envelope)
+                        seq += 1
+                else:
+                    self._frame(kind, lane, session, seq, payload)
+        except UNSENDABLE as error:
+            self._encoder.undo()
+            raise unsendable(error) from error
         return self.pending
+
+    def _message(self, lane: int, session: int, seq: int, envelope: Envelope) -> None:
+        encoder, message = self._encoder, envelope.body
+        schema = schema_of(type(message))
+        head = _head.pack(envelope.id, envelope.ticket, envelope.member)
+        body = encoder.pack(schema.take_apart(envelope.group_id, message))
+        num_bytes = len(body)
+        record, key = self._open, (lane, session, schema)
+        if not record or seq != record.next or key != record.key or record.num_bytes + num_bytes > RECORD_BYTES:
+            _check_body(num_bytes)
+            record = self._begin(_Record(key, seq))
+        record.heads.append(head)
+        record.bodies.append(body)
+        record.num_bytes += num_bytes
+        record.next = seq + 1
+        self.pending += 1
+        if encoder.steps:
+            encoder.keep()
+
+    def _frame(self, kind: int, lane: int, session: int, seq: int, payload: Any) -> None:
+        self._close()
+        body = b"" if payload is None else self._encoder.pack(payload)
+        _check_body(len(body))
+        self._records += (_header.pack(kind, lane, session, seq, 0, 0, len(body)), body)
+        self.pending += 1
+        self._encoder.keep()
 
     def _begin(self, record: _Record) -> _Record:
         self._close()
@@ -142,11 +159,10 @@ class MessageEncoder:
         """Nothing more goes into the open record."""
         record, self._open = self._open, None
         if record is not None:
-            kind = TOMBSTONE if record.schema.cls is Tombstone else DATA
-            tensors = len(self._encoder.frames) - record.first_tensor
+            lane, session, schema = record.key
+            kind = TOMBSTONE if schema.cls is Tombstone else DATA
             count, length = len(record.bodies), _array.size + record.num_bytes
-            place = record.lane, record.session, record.first
-            self._records.append(_header.pack(kind, tensors, *place, record.schema.hash, count, length))
+            self._records.append(_header.pack(kind, lane, session, record.first, schema.hash, count, length))
             self._records += record.heads
             self._records.append(_array.pack(_ARRAY_32, count))
             self._records += record.bodies
@@ -182,20 +198,12 @@ class MessageDecoder:
         end = _preamble.size + _preamble.unpack_from(first)[4]
         known = self._senders.get(first[:end])
         if known is None:
-            known = self._senders[first[:end]] = self._parse_sender(first[:end])
+            known = self._senders[first[:end]] = _sender(first[:end])
         return known
 
-    @staticmethod
-    def _parse_sender(preamble: bytes) -> tuple[str, int]:
-        magic, version, _, epoch, _ = _preamble.unpack_from(preamble)
-        if magic != MAGIC:
-            raise WireError(f"a frame that starts with {magic!r}, not {MAGIC!r}: the peer is no flowrl process")
-        if version != WIRE_VERSION:
-            raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}; run one flowrl everywhere")
-        return preamble[_preamble.size :].decode(), epoch
-
     def decode(self, parts: Sequence[Any]) -> list[Frame | Refused]:
-        """The frames of one multipart, in order; Refused in place of one whose body is wrong.
+        """The frames of one multipart whose `sender` is known, in order. In place of one whose body is wrong
+        stands what fails its lane: Refused, or REFUSE when it was for the lane's sender.
 
         Raises WireError when the records themselves do not parse.
         """
@@ -206,26 +214,59 @@ class MessageDecoder:
         frames: list[Frame | Refused] = []
         while at < end:
             try:
-                kind, _, lane, session, seq, schema, count, length = _header.unpack_from(first, at)
+                kind, lane, session, seq, schema, count, length = _header.unpack_from(first, at)
             except StructError as error:
                 raise WireError(f"a truncated header ({error})") from error
             heads = at + _header.size
-            at = heads + count * _head.size
-            body = view[at : at + length]
-            at += length
+            start = heads + count * _head.size
+            at = start + length
             try:
-                if length > self._max_body_bytes or at > end:
-                    raise WireError(f"a body of {length} bytes; at most {min(self._max_body_bytes, end)} can be")
+                self._check(count, length, end - start)
                 if kind in MESSAGES:
-                    marks = _head.iter_unpack(view[heads : at - length])
-                    frames.append((DATA, lane, session, seq, self._decoder.bodies(schema_named(schema), marks, body)))
-                elif kind in KINDS:
-                    frames.append((kind, lane, session, seq, self._decoder.unpack(body) if length else None))
+                    marks = [*_head.iter_unpack(view[heads:start])]
+                    envelopes = self._decoder.bodies(schema_named(schema), marks, view[start:at])
+                    frames.append((DATA, lane, session, seq, envelopes))
                 else:
-                    raise WireError(f"a frame of unknown kind {kind}")
+                    frames.append((kind, lane, session, seq, self._payload(kind, view[start:at])))
             except WireError as error:
-                frames.append(Refused(lane, session, str(error)))
+                frames.append(_instead(kind, lane, session, str(error)))
         return frames
+
+    def _check(self, count: int, length: int, there: int) -> None:
+        """Raises WireError if a record's messages and its body cannot be as many, and as long, as the header says.
+
+        Several messages that share a record may have RECORD_BYTES together, whatever the limit of one.
+        """
+        if there < 0:
+            raise WireError(f"a record of {count} messages that ends within their ids")
+        most = self._max_body_bytes if count < 2 else max(RECORD_BYTES, self._max_body_bytes)
+        if length > most + _array.size:
+            raise WireError(f"a body of {length} bytes; at most {most} can be")
+        if length > there:
+            raise WireError(f"a body of {length} bytes of which {there} are here")
+
+    def _payload(self, kind: int, body: memoryview) -> Any:
+        if kind not in KINDS:
+            raise WireError(f"a frame of unknown kind {kind}")
+        payload = self._decoder.unpack(body) if body else None
+        if not _fits(kind, payload):
+            raise WireError(f"a frame of kind {kind} with what none of its kind holds: {reprlib.repr(payload)}")
+        return payload
+
+
+def _sender(preamble: bytes) -> tuple[str, int]:
+    magic, version, _, epoch, length = _preamble.unpack_from(preamble)
+    if magic != MAGIC:
+        raise WireError(f"a frame that starts with {magic!r}, not {MAGIC!r}: the peer is no flowrl process")
+    if version != WIRE_VERSION:
+        raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}; run one flowrl everywhere")
+    name = preamble[_preamble.size :]
+    if len(name) < length:
+        raise WireError(f"a frame whose sender's name has {length} bytes, of which {len(name)} are here")
+    try:
+        return name.decode(), epoch
+    except UnicodeDecodeError as error:
+        raise WireError(f"a frame whose sender's name is no text ({error})") from error
 
 
 class Refused:
@@ -237,3 +278,45 @@ class Refused:
         self.lane = lane
         self.session = session
         self.reason = reason
+
+
+def _instead(kind: int, lane: int, session: int, reason: str) -> Frame | Refused:
+    if kind in TO_SENDER:
+        return REFUSE, lane, session, 0, f"the consumer's process sent {reason}"
+    return Refused(lane, session, reason)
+
+
+def _fits(kind: int, payload: Any) -> bool:
+    """Whether frames of this kind hold such a payload. Whoever takes them in relies on it."""
+    match payload:
+        case None:
+            return kind in BARE
+        case str():
+            return kind in (ERROR, REFUSE) and payload != ""
+        case (tuple() as schemas, tuple() as kept) if kind == HELLO:
+            return all(_pair(schema, str, int) for schema in schemas) and {*map(type, kept)} <= {int}
+        case (str(), _) if kind in (REQUEST, NOTIFY):
+            return True
+        case (True, _) if kind == REPLY:
+            return True
+        case (False, {"type": str(), "text": str()}) if kind == REPLY:
+            return True
+        case tuple() if kind == RELEASE:
+            return all(_pair(block, int, int) for block in payload)
+        case tuple() if kind == CANCEL:
+            return {*map(type, payload)} <= {bytes}
+        case tuple() if kind == ACK:
+            return {*map(type, payload)} <= {int}
+    return False
+
+
+def _pair(value: Any, first: type, second: type) -> bool:
+    return type(value) is tuple and [*map(type, value)] == [first, second]
+
+
+def _check_body(num_bytes: int) -> None:
+    if num_bytes > MAX_BODY_BYTES:
+        raise WireError(
+            f"a body of {num_bytes} bytes; at most {MAX_BODY_BYTES} can be. "
+            "Keep large data in arrays: they do not count"
+        )
