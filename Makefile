@@ -3,6 +3,8 @@ PY := .venv/bin/python
 export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 export RAY_DEDUP_LOGS := 0
+# Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants test-nvme
 
@@ -35,7 +37,7 @@ lint: setup
 	.venv/bin/mypy flowrl graphs benchmarks
 
 fast: setup
-	$(PY) -m pytest -q -x -m "not slow" tests
+	$(PY) -m pytest -q -x -m "not slow" -n 2 --dist loadfile tests
 
 # What most slow tests start from, made once on a machine; after `lint`, while `fast` has the other core.
 models: setup lint
@@ -43,7 +45,7 @@ models: setup lint
 
 test: setup
 	@$(MAKE) --no-print-directory -j2 -Otarget models fast
-	$(PY) -m pytest -q -m "slow and not nvme" -n 2 --dist loadfile tests
+	$(PY) -m pytest -q -m "slow and not nvme" -n 3 --dist loadgroup --no-loadscope-reorder tests
 
 # Offload to a disk: needs libaio with its headers, and compiles an extension for three minutes.
 test-nvme: setup

@@ -20,6 +20,19 @@ settings.register_profile("flowrl", deadline=None)
 settings.load_profile("flowrl")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Side by side (`--dist loadgroup`) a file's slow tests share a process, for they share what took long to make.
+
+    Files with runs of their own for each test (`alone`) are spread. Those on the real stack begin, so that none of
+    them stands alone at the end.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("stack") is None)
+    for item in items:
+        if item.get_closest_marker("alone") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment in which a run joins the Ray of all tests, as a cluster; it has to be there at the end."""
