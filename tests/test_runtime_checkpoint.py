@@ -180,9 +180,9 @@ def test_a_checkpoint_written_twice_is_there_whatever_happens(tmp_path: Path, er
         assert (names(final.parent), content(final)) == (["step_000004"], seen[-1])
         checkpoint.publish(written(final.with_name(".step_000004.tmp"), "newer"), final)
         assert (names(final.parent), content(final)) == (["step_000004"], "newer")
-    assert asked[:3] == ["replace", "replace", "fsync"]
-    assert sorted(asked[3:]) == ["rmdir", "rmdir", "unlink", "unlink"]
-    assert seen == ["old"] * 2 + ["new"] * 5
+    assert asked[:7] == ["fsync"] * 4 + ["replace", "replace", "fsync"], "first what is in it, and last its name"
+    assert sorted(asked[7:]) == ["rmdir", "rmdir", "unlink", "unlink"]
+    assert seen == ["old"] * 6 + ["new"] * 5
     assert (names(final.parent), content(final)) == (["step_000004"], "new")
 
 
@@ -207,7 +207,7 @@ def test_a_killed_mending_is_gone_on_with(tmp_path: Path) -> None:
 def test_what_was_left_aside_is_settled_by_the_next_writing_too(tmp_path: Path) -> None:
     written(tmp_path / ".step_000004.old", "old")
     new = written(tmp_path / ".step_000004.tmp", "new")
-    with pytest.raises(OSError, match="replace"), failing(2, OSError):
+    with pytest.raises(OSError, match="replace"), failing(6, OSError):
         checkpoint.publish(new, tmp_path / "step_000004")
     assert content(tmp_path / "step_000004") == "old"
     checkpoint.publish(new, tmp_path / "step_000004")

@@ -137,7 +137,10 @@ class Node:
         """Write large state (weights, optimizer) below `path`. Called on every replica, admission closed."""
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint has to keep besides messages: scalars, strings, tuples, mappings, arrays."""
+        """What a checkpoint has to keep besides messages: scalars, strings, tuples, mappings, arrays.
+
+        Asked for while the body stands in a wait. A send outside of turns in which it stands is repeated.
+        """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

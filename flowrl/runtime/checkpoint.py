@@ -169,7 +169,12 @@ def made(messages: Iterable[Saved]) -> tuple[set[str], set[str]]:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Make a finished directory the checkpoint `final`, durably; one that has the name already is replaced."""
+    """Make a finished directory the checkpoint `final`, durably; one that has the name already is replaced.
+
+    Blocks until the disk has all of it.
+    """
+    for path in (*temporary.rglob("*"), temporary):
+        _sync(path)
     _settle(final)
     if final.exists():
         final.replace(_hidden(final, ASIDE))
@@ -206,8 +211,8 @@ def _settle(final: Path) -> None:
         aside.replace(final)
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -216,9 +221,9 @@ def _sync(directory: Path) -> None:
 
 def prune(checkpoints: Path, keep: int, *, spared: Collection[int] = ()) -> None:
     """Remove all but the newest `keep` checkpoints and those of the steps `spared`; `keep` 0 keeps all."""
-    steps = sorted(path for path in checkpoints.glob("step_*") if path.is_dir())
-    for path in steps[:-keep] if keep else []:
-        if int(path.name.removeprefix("step_")) not in spared:
+    steps = sorted((int(path.name[5:]), path) for path in checkpoints.glob("step_*") if path.name[5:].isdecimal())
+    for step, path in steps[:-keep] if keep else []:
+        if step not in spared:
             rubbish = _hidden(path, RUBBISH)
             shutil.rmtree(rubbish, ignore_errors=True)
             path.replace(rubbish)

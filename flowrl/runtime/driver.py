@@ -324,7 +324,7 @@ class Driver:
             with writing(self.job.run_dir):
                 temporary.mkdir()
                 await self.cutter.take(version, temporary)
-                checkpoint.publish(temporary, final)
+                await asyncio.to_thread(checkpoint.publish, temporary, final)
                 if best is not None:
                     best.write(self.job.run_dir)
                     self.best = best
