@@ -155,6 +155,19 @@ def test_what_a_node_makes_of_items_on_hold_is_made_again() -> None:
     asyncio.run(body())
 
 
+def test_items_on_hold_are_finished_by_a_send_that_is_left_out() -> None:
+    async def body() -> None:
+        before = Edge("a", credit=True)
+        first, _ = replica_of(Pairs(), [sample(0), sample(1)], before)
+        await first.run()
+        again, branch = replica_of(Pairs(), [sample(0), sample(1)], Edge("a", credit=True))
+        again.outbound["out"].sent_before = {before.kept[0].id}
+        await again.run()
+        assert [delivery.acks for delivery in branch.deliveries] == [1, 1]
+
+    asyncio.run(body())
+
+
 def test_what_one_of_two_edges_has_got_is_kept_for_the_other() -> None:
     async def body() -> None:
         replica, _ = replica_of(Pairs(), [sample(0), sample(1)], Edge("a", credit=True), Edge("b", credit=False))

@@ -215,8 +215,13 @@ class Outbound:
         return True
 
     async def _send(self, envelope: Envelope, parents: Sequence[Item], *, uses_up: bool = True) -> None:
-        if self._left_out(envelope.id, parents):
-            return
+        if not self._left_out(envelope.id, parents):
+            await self._send_on_all(envelope, parents)
+        for item in parents:
+            if item.held and uses_up:
+                self._desk.end(item)
+
+    async def _send_on_all(self, envelope: Envelope, parents: Sequence[Item]) -> None:
         for item in parents:
             item.accounted = True
         if any(edge.rule != "latest" for edge in self.edges):
@@ -238,9 +243,6 @@ class Outbound:
         finally:
             self._waiting.pop(envelope.id, None)
         self._owner.sent(envelope)
-        for item in parents:
-            if item.held and uses_up:
-                self._desk.end(item)
 
 
 def _makes_again(parents: Sequence[Item]) -> bool:
