@@ -24,10 +24,8 @@ settings.load_profile("flowrl")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Side by side (`--dist loadgroup`) a file's slow tests share a process, for they share what took long to make.
 
-    Files with runs of their own for each test (`alone`) are spread. Those on the real stack begin, so that none of
-    them stands alone at the end.
+    Files with a run of its own for each test (`alone`) are spread.
     """
-    items.sort(key=lambda item: item.get_closest_marker("stack") is None)
     for item in items:
         if item.get_closest_marker("alone") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
