@@ -9,26 +9,31 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).parent.parent
+SPREAD = {"test_ladder_stack.py"}
+"""Every test there has a run of its own; in other files they share what took long to make."""
 
 # How long an example takes depends on what else the machine does; pytest's timeout ends what hangs.
 settings.register_profile("flowrl", deadline=None)
 settings.load_profile("flowrl")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Side by side (`--dist loadgroup`) a file's slow tests share a process, for they share what took long to make.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, but for the files of SPREAD: their tests go to whichever process is free."""
+    from xdist.scheduler import LoadFileScheduling
 
-    Files with a run of its own for each test (`alone`) are spread.
-    """
-    for item in items:
-        if item.get_closest_marker("alone") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return nodeid if Path(file).name in SPREAD else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

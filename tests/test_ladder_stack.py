@@ -20,7 +20,7 @@ import pytest
 
 from flowrl.runtime.audit import audit
 
-pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.alone, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parent.parent
 STEPS, PROMPTS, ANSWERS = 2, 4, 2
 SMALL = ("--group-size", "4", "--groups-per-step", "4")
