@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +75,11 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [int(sock.getsockname()[1]) for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
+    """Between those of Ray's workers and those that the system gives to connections: Ray binds the last of them ten
+    seconds later."""
+    ports: set[int] = set()
+    while len(ports) < number:
+        port = random.randrange(20_000, 32_768)
+        with suppress(OSError), socket.create_server(("", port)):
+            ports.add(port)
+    return sorted(ports)
