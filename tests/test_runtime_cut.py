@@ -90,6 +90,24 @@ def test_a_cut_says_whose_turns_it_waits_for(tmp_path: Path, monkeypatch: pytest
     assert TOLD and all("sink/0: a checkpoint waits for its turns to end" in line for line in TOLD)
 
 
+def test_a_checkpoint_leaves_closed_what_an_evaluation_has_closed() -> None:
+    async def body() -> None:
+        async with running("line", {"kind": "plain"}, None) as (cutter, task):
+            driver = cutter._driver
+            await driver.ask("core", "gate", {"track": "sink/0", "open": False})
+            await driver.ask("core", "freeze")
+            seen = len(SEEN)
+            await driver.ask("core", "thaw")
+            await asyncio.sleep(0.1)
+            assert len(SEEN) == seen
+            await driver.ask("core", "gate", {"track": "sink/0", "open": True})
+            assert await task is None
+            assert len(SEEN) == NUM_PROMPTS
+
+    SEEN.clear()
+    asyncio.run(body())
+
+
 def test_a_turn_that_waits_twice_at_once_stands_and_counts_once() -> None:
     activity = Activity("node/0")
     turn, other = activity.begin(), activity.begin()

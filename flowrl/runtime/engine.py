@@ -186,7 +186,7 @@ class HostEngine:
     async def _freeze(self, host: str, body: Any) -> None:
         """Take nothing more, and when every turn has ended or stands in a wait, send nothing more."""
         for replica in self.replicas.values():
-            replica.gate(open_=False)
+            replica.gate("checkpoint", open_=False)
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle(), TOLD_EVERY_S)
@@ -207,7 +207,7 @@ class HostEngine:
     async def _thaw(self, host: str, body: Any) -> None:
         for replica in self.replicas.values():
             replica.hold(False)
-            replica.gate(open_=True)
+            replica.gate("checkpoint", open_=True)
 
     async def _idle(self) -> None:
         """Until no turn of any node here is inside user code."""
@@ -217,7 +217,7 @@ class HostEngine:
 
     async def _gate(self, host: str, body: dict[str, Any]) -> None:
         """Let one node take items, or not; turns that have begun go on."""
-        self.replicas[body["track"]].gate(open_=body["open"])
+        self.replicas[body["track"]].gate("driver", open_=body["open"])
 
     async def _settle(self, host: str, body: dict[str, Any]) -> tuple[int, int]:
         """Everything that was under way from here has arrived. Counts of what ever moved here: messages, waits."""

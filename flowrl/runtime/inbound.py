@@ -47,14 +47,19 @@ class Inbound:
         self._sink = sink
         self._gate = asyncio.Event()
         self._gate.set()
+        self._closed_by: set[str] = set()
         self._groups: dict[str, OpenGroup] = {}
 
-    def gate(self, *, open_: bool) -> None:
-        """A closed gate lets no further item in: for the cut of a checkpoint."""
+    def gate(self, by: str, *, open_: bool) -> None:
+        """Lets no further item in until each that closed it has opened it: a checkpoint, an evaluation."""
         if open_:
-            self._gate.set()
+            self._closed_by.discard(by)
         else:
+            self._closed_by.add(by)
+        if self._closed_by:
             self._gate.clear()
+        else:
+            self._gate.set()
 
     async def take(self) -> Item | None:
         """The next item, tombstones included; None at end of stream."""

@@ -104,10 +104,10 @@ class Replica:
     def flow(self, item: Item, *, begins: bool) -> None:
         self._trace.item(self.place.track, item.envelope, begins=begins)
 
-    def gate(self, *, open_: bool) -> None:
-        """Let in ports take items, or not."""
+    def gate(self, by: str, *, open_: bool) -> None:
+        """Let in ports take items, or not, as far as `by` goes."""
         for port in self.inbound.values():
-            port.gate(open_=open_)
+            port.gate(by, open_=open_)
 
     def hold(self, held: bool) -> None:
         """Let out ports send, or not."""
