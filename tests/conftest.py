@@ -20,6 +20,9 @@ ROOT = Path(__file__).parent.parent
 SPREAD = {"test_ladder_stack.py"}
 """Every test there has a run of its own; in other files they share what took long to make."""
 
+HEAD = {"RAY_prestart_worker_first_driver": "0"}
+"""As in the Ray that a run starts by itself."""
+
 # How long an example takes depends on what else the machine does; pytest's timeout ends what hangs.
 settings.register_profile("flowrl", deadline=None)
 settings.load_profile("flowrl")
@@ -58,7 +61,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=tmp_path_factory.mktemp("ray"),
-        env={**os.environ, **token, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **token, **HEAD, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
     )
     assert head.stdout is not None

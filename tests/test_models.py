@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import ConfigError
-from flowrl.models import Chat, Policy, check_model, resolve
+from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
 from flowrl.models.cache import cached_model
 from flowrl.models.characters import SPECIAL, character_tokenizer
 from flowrl.models.warm_start import Recipe
@@ -47,6 +50,34 @@ def test_every_ascii_text_comes_back_from_its_characters(tokenizer: Any, text: s
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text
+
+
+def saved_with(tokenizer: Any, directory: Path, **changes: str) -> Path:
+    """A model's tokenizer files, with `changes` to what they say of themselves."""
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text('{"model_type": "qwen2"}')
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return directory
+
+
+@pytest.mark.parametrize("saved_by", ["Qwen2Tokenizer", "TokenizersBackend", "LlamaTokenizer", "Gone"])
+def test_a_tokenizer_is_the_one_that_transformers_finds(tokenizer: Any, tmp_path: Path, saved_by: str) -> None:
+    from transformers import AutoTokenizer
+
+    directory = saved_with(tokenizer, tmp_path, tokenizer_class=saved_by)
+    found, expected = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    assert type(found) is type(expected) and found.get_vocab() == expected.get_vocab()
+    text = "Hello  1+1=\n\t\u00e9<|end|> <|user|>"
+    assert found(text) == expected(text) and found.chat_template == expected.chat_template
+
+
+def test_a_tokenizer_that_names_its_class_loads_without_torch(tokenizer: Any, tmp_path: Path) -> None:
+    directory = saved_with(tokenizer, tmp_path)
+    code = f"from flowrl.models import load_tokenizer\nprint(len(load_tokenizer({str(directory)!r})('ab').input_ids))"
+    code += "\nimport sys\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
 
 
 def test_the_special_tokens_differ_and_no_character_is_unknown(tokenizer: Any) -> None:

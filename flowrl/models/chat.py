@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,38 @@ Turns = Sequence[Mapping[str, str]]
 
 def load_tokenizer(model_dir: str | Path) -> Any:
     """The Hugging Face tokenizer of a model directory."""
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+        return _tokenizer_class(Path(model_dir)).from_pretrained(str(model_dir), local_files_only=True)
     except (OSError, ValueError, KeyError) as problem:
         first_line = str(problem).strip().splitlines()[0]
         raise ConfigError(
             f"{model_dir} holds no tokenizer that loads ({first_line}); put its tokenizer files there"
         ) from None
+
+
+def _tokenizer_class(model_dir: Path) -> Any:
+    """The tokenizer class of the model's own type, where its files name it; else AutoTokenizer, which finds it out.
+
+    To find out AutoTokenizer imports torch and all of transformers' model code: more than half of the four
+    seconds that a process takes to start in which no model is.
+    """
+    import transformers
+
+    saved, config = (_json(model_dir / name) for name in ("tokenizer_config.json", "config.json"))
+    if saved.get("backend") == "tokenizers" and "auto_map" not in saved:
+        named = getattr(transformers, str(saved.get("tokenizer_class")), None)
+        if getattr(named, "__module__", "").startswith(f"transformers.models.{config.get('model_type')}."):
+            return named
+    return transformers.AutoTokenizer
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Nothing where the file is not what it should be: whoever loads the tokenizer says so better."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 @dataclass(frozen=True)

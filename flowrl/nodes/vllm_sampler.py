@@ -17,7 +17,7 @@ from flowrl.messages import Int32, Weights
 from flowrl.nodes.sampling import Completion, Sampling, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
 from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
-from flowrl.weights.engine_process import Adoption
+from flowrl.weights.engine_process import begun_by_us
 
 TRAINING, EVALUATION = 0, 1
 """Priorities: vLLM takes the smaller first."""
@@ -78,8 +78,8 @@ class VllmSampler:
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
         if kv_cache_bytes is None and not on_gpu:
             config.cache_config.kv_cache_memory_bytes = kv_cache_room(config, longest_response)
-        config.additional_config = Adoption(config.additional_config)
-        return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), slots)
+        with begun_by_us():
+            return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), slots)
 
     async def complete(
         self,

@@ -66,6 +66,7 @@ class RayCluster:
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets all else on the machine go before the models
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a host's environment fits none of them
         self.started = True
         quiet = {"log_to_driver": bool(os.environ.get("FLOWRL_RAY_LOGS")), "logging_level": logging.ERROR}
         if not address:

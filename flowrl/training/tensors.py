@@ -6,6 +6,7 @@ a copy; nothing is ever subtracted again, and the base stays what was loaded.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +72,8 @@ def beside_adapter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that have an adapter, by the name of the layer they stand for."""
+    if "peft" not in sys.modules:  # nothing was adapted, and its import takes as long as all the first weights
+        return {}
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

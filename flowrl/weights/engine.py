@@ -13,6 +13,7 @@ it registers the transfer engine. Three facts of vLLM 0.32 shape it:
 
 from __future__ import annotations
 
+import gc
 import logging
 import mmap
 import time
@@ -137,3 +138,4 @@ class WorkerExtension:
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
 adopt()
+gc.freeze()  # vLLM collects three times before its first request: through the model's objects, not those of all modules

@@ -102,15 +102,16 @@ class OracleCase:
     @property
     def mask_staleness(self) -> int:
         """-1: the batcher waits for old groups, and nothing is masked."""
-        return 1 if self.number % 2 else -1
+        return 1 if self.number // 2 % 2 else -1
 
     @property
     def optimizer_steps(self) -> int:
-        return 1 if self.number % 9 == 4 else 2
+        """Both numbers among the aggregations of every estimator with every ratio, and with and without masks."""
+        return 2 if self.number % 2 else 1
 
     @property
     def epochs(self) -> int:
-        return 2 if self.number % 4 == 3 else 1
+        return 2 if self.number % 8 in (2, 5) else 1
 
 
 CASES = tuple(OracleCase(number, *choice) for number, choice in enumerate(product(ESTIMATORS, RATIOS, AGGREGATIONS)))
