@@ -71,7 +71,7 @@ def test_the_death_of_a_host_is_named_and_nothing_is_left(tmp_path: Path, ray: d
     assert not run.socket_dirs
 
 
-def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path: Path, ray: dict[str, str]) -> None:
     options = ["--processes", "--generators", "2", "--generate-s", "0.1", "--save-every", "1"]
     seconds = {"driver": DIES_WITHIN_S, "raylet": RAY_DIES_WITHIN_S}
     runs = {victim: Run(FAULTS, tmp_path / victim, *options, "--steps", "100000") for victim in seconds}
@@ -85,7 +85,8 @@ def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path:
 
     steps = {victim: 4 + newest_checkpoint(tmp_path / victim) for victim in runs}
     again = {
-        victim: Run(FAULTS, tmp_path / victim, *options, "--steps", str(steps[victim]), "--resume") for victim in runs
+        victim: Run(FAULTS, tmp_path / victim, *options, "--steps", str(steps[victim]), "--resume", env=ray)
+        for victim in runs
     }
     for victim, run in again.items():
         run.until("resumed from step_")

@@ -32,15 +32,15 @@ def flowrl(*args: str, timeout_s: float = 240, env: Mapping[str, str] = {}) -> s
     )
 
 
-def grpo(run_dir: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return flowrl("run", "graphs/grpo.py", "--run-dir", str(run_dir), *SETTINGS, *args)
+def grpo(run_dir: Path, *args: str, env: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
+    return flowrl("run", "graphs/grpo.py", "--run-dir", str(run_dir), *SETTINGS, *args, env=env)
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def first(tmp_path_factory: pytest.TempPathFactory, ray: dict[str, str]) -> tuple[Path, str]:
     """A finished run of STEPS steps: its directory and what it printed."""
     run_dir = tmp_path_factory.mktemp("stack") / "run"
-    done = grpo(run_dir, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--keep", "0")
+    done = grpo(run_dir, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--keep", "0", env=ray)
     assert done.returncode == 0, done.stdout + done.stderr
     return run_dir, done.stdout
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.link import Link
+from flowrl.channel.peer import Control, Peer
 from flowrl.channel.spec import LaneSpec, session_number
 from flowrl.channel.wire import (
     ACK,
@@ -46,37 +46,6 @@ LINGER_S = 1.0
 LATER_S = 0.001
 """So long credits and acks that nobody waits for wait for company, and then as long again for a message to
 travel with: waking the other process costs more than telling it, and telling it twice more than once."""
-
-
-@dataclass(eq=False)
-class Peer:
-    """One host (this one included), as known here."""
-
-    host: str
-    epoch: int | None = None
-    """None until `join`."""
-    link: Link | None = None
-    failed: str = ""
-    pending: list[Frame] = field(default_factory=list)
-    """Frames of the control link that wait for `join`."""
-    early: list[tuple[int, Sequence[Any]]] = field(default_factory=list)
-    """(epoch, frames) that wait for `join`."""
-    owing: list[SendLane | ReceiveLane] = field(default_factory=list)
-    dirty: bool = False
-    """Something may be due at the end of the loop's turn."""
-    begun: int = -1
-    """The last turn in which something left at once: what follows in it leaves together."""
-    busy: bool = False
-    """Something left at once since the last look at what is owed."""
-    ripe: bool = False
-    """What is owed has waited long enough: the next message takes it along."""
-
-
-class Control(Protocol):
-    """Where frames go that belong to no lane."""
-
-    def receive(self, host: str, frame: Frame) -> None: ...
-    def gone(self, host: str, reason: str) -> None: ...
 
 
 class Router:

@@ -1,0 +1,42 @@
+"""Peer: another endpoint (or this one) as a router knows it, and what waits to be said to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flowrl.channel.ends import ReceiveLane, SendLane
+from flowrl.channel.link import Link
+from flowrl.channel.wire import Frame
+
+
+@dataclass(eq=False)
+class Peer:
+    """One host (this one included), as known here."""
+
+    host: str
+    epoch: int | None = None
+    """None until `join`."""
+    link: Link | None = None
+    failed: str = ""
+    pending: list[Frame] = field(default_factory=list)
+    """Frames of the control link that wait for `join`."""
+    early: list[tuple[int, Sequence[Any]]] = field(default_factory=list)
+    """(epoch, frames) that wait for `join`."""
+    owing: list[SendLane | ReceiveLane] = field(default_factory=list)
+    dirty: bool = False
+    """Something may be due at the end of the loop's turn."""
+    begun: int = -1
+    """The last turn in which something left at once: what follows in it leaves together."""
+    busy: bool = False
+    """Something left at once since the last look at what is owed."""
+    ripe: bool = False
+    """What is owed has waited long enough: the next message takes it along."""
+
+
+class Control(Protocol):
+    """Where frames go that belong to no lane."""
+
+    def receive(self, host: str, frame: Frame) -> None: ...
+    def gone(self, host: str, reason: str) -> None: ...
