@@ -72,7 +72,7 @@ def beside_adapter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that have an adapter, by the name of the layer they stand for."""
-    if "peft" not in sys.modules:  # nothing was adapted, and its import takes as long as all the first weights
+    if "peft" not in sys.modules:  # nothing was adapted, and its import takes longer than gathering the first weights
         return {}
     from peft.tuners.lora import LoraLayer
 
