@@ -102,7 +102,7 @@ class SmallRun:
             max_groups=None if self.steps is None else (self.steps - self.start_version) * 2,
         )
         self.metrics = Metrics(self.directory, Statistics(), roles={})
-        self.books = Books(self.directory, tickets, policies=[POLICY], on_step=self.metrics.line, resume=self.resume)
+        self.books = Books(self.directory, tickets, on_step=self.metrics.line, resume=self.resume)
         self.books.serve(self.wire)
         self.client = LedgerClient(self.wire, "generator/0")
         self.rng = random.Random(self.seed)
@@ -131,13 +131,13 @@ class SmallRun:
         done = []
         for prompt in prompts(group):
             if self.rng.random() < 0.1:
-                self.client.lost(lost(prompt, "failed", "timeout", tokens=2), -1)
+                self.client.lost(lost(prompt, "failed", "timeout", tokens=2))
                 continue
             made = sample(prompt, [self.version] * self.rng.randint(1, 9))
             self.client.generated(made)
             self.client.scored(made)
             if filtered:
-                self.client.lost(lost(made, "filtered", "no_spread"), -1)
+                self.client.lost(lost(made, "filtered", "no_spread"))
             else:
                 done.append(made)
         return done

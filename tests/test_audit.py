@@ -98,17 +98,17 @@ DAMAGES = {
         "policy tokens generated, but ",
     ),
     "trained twice": (
-        ["INSERT INTO uses SELECT sample_id, trainer, 1, 2, tokens FROM uses WHERE sample_id = 'g0/0'"],
+        ["INSERT INTO uses SELECT sample_id, trainer, 1, 2, tokens, 0, 0, 0 FROM uses WHERE sample_id = 'g0/0'"],
         "uses",
         "sample g0/0 was used 2 times by trainer",
     ),
     "a stranger": (
-        ["INSERT INTO uses VALUES ('x/0', 'trainer', 0, 1, 3)"],
+        ["INSERT INTO uses VALUES ('x/0', 'trainer', 0, 1, 3, 0, 0, 0)"],
         "uses",
         "trainer used sample x/0, which was never admitted",
     ),
     "used though filtered": (
-        ["INSERT INTO uses VALUES ('g4/0', 'trainer', 1, 2, 3)"],
+        ["INSERT INTO uses VALUES ('g4/0', 'trainer', 1, 2, 3, 0, 0, 1)"],
         "uses",
         "trainer used sample g4/0 at step 2, but the sample is filtered",
     ),
@@ -133,7 +133,7 @@ DAMAGES = {
         "group g0 has samples, but never took a ticket",
     ),
     "a ticket without a group": (
-        ["INSERT INTO tickets VALUES (99, 'x', 'dropped', NULL)"],
+        ["INSERT INTO tickets VALUES (99, 'x', 'dropped', NULL, '{}')"],
         "tickets",
         "ticket 99 was taken for group x, which has no samples",
     ),

@@ -60,7 +60,7 @@ def test_a_group_is_committed_before_its_source_gets_the_ticket(tmp_path: Path) 
         assert rows(
             tmp_path, "SELECT sample_id, group_id, prompt_id, member, state, prompt_tokens, born_version FROM samples"
         ) == [(f"g0/{m}", "g0", "p0", m, "in_flight", 5, 0) for m in range(3)]
-        assert rows(tmp_path, "SELECT * FROM tickets") == [(0, "g0", "open", None)]
+        assert rows(tmp_path, "SELECT * FROM tickets") == [(0, "g0", "open", None, '{"trainer": 0}')]
 
     run(body())
 
@@ -141,7 +141,7 @@ def test_after_a_resume_a_group_in_flight_gets_the_ticket_it_has_once(tmp_path: 
         small = SmallRun(tmp_path, resume=True)
         with pytest.raises(FlowrlError, match=r"group 'g1' again after --resume, with samples .* \(g1/3\)"):
             await small.client.admit("prompts/0", prompts(1, 4))
-        small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"), 0)
+        small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"))
         assert [await small.admit(1), await small.admit(0), await small.admit(2)] == [1, 0, 2]
         with pytest.raises(FlowrlError, match="group 'g1' a second time"):
             await small.admit(1)
@@ -159,7 +159,7 @@ def test_a_group_is_admitted_once_in_flight_or_done(tmp_path: Path) -> None:
                 await small.admit(0)
             with pytest.raises(FlowrlError, match=r"node 'prompts/0' admitted group 'g0' a second time"):
                 await small.client.admit("prompts/0", [replace(p, sample_id=f"x{p.member}") for p in prompts(0)])
-            small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"), 0)
+            small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"))
         assert await small.admit(1) == 1
 
     run(body())
@@ -171,7 +171,7 @@ def test_every_sample_of_a_group_is_looked_up(tmp_path: Path, done: bool) -> Non
         small = SmallRun(tmp_path)
         await small.admit(0)
         if done:
-            small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"), 0)
+            small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"))
             small.books.commit()
         first, second, third = prompts(1)
         with pytest.raises(FlowrlError, match=r"'prompts/0' admitted sample 'g0/2' .* in group 'g1' after group 'g0'"):
@@ -237,7 +237,7 @@ def test_a_trained_sample_tells_its_whole_life(tmp_path: Path) -> None:
         ) == [("trained", None, 3, 3, 0, 0, 0.25, 0, 0, 0, 0, 1, "generator/0")]
         times = rows(tmp_path, "SELECT admitted_s, generated_s, scored_s, trained_s FROM samples WHERE member = 1")[0]
         assert list(times) == sorted(times)
-        assert rows(tmp_path, "SELECT * FROM uses WHERE sample_id = 'g0/1'") == [("g0/1", POLICY, 0, 1, 3)]
+        assert rows(tmp_path, "SELECT * FROM uses WHERE sample_id = 'g0/1'") == [("g0/1", POLICY, 0, 1, 3, 0, 0, 0)]
         assert rows(tmp_path, "SELECT state, step FROM tickets") == [("trained", 1)]
 
     run(body())
@@ -249,9 +249,9 @@ def test_a_group_that_is_lost_member_by_member_gives_its_ticket_back(tmp_path: P
         await asyncio.gather(small.admit(0), small.admit(1))
         waiting = asyncio.create_task(small.admit(2))
         first, *others = prompts(0)
-        small.client.lost(lost(first, "failed", "timeout"), 0)
+        small.client.lost(lost(first, "failed", "timeout"))
         for prompt in others:
-            small.client.lost(lost(prompt, "filtered", "no_spread"), -1)
+            small.client.lost(lost(prompt, "filtered", "no_spread"))
         assert await waiting == 2
         assert states(tmp_path)["g0/0"] == ("failed", "timeout")
         assert states(tmp_path)["g0/2"] == ("filtered", "no_spread")
@@ -264,7 +264,7 @@ def test_a_marker_that_names_no_samples_stands_for_the_whole_group(tmp_path: Pat
     async def body() -> None:
         small = SmallRun(tmp_path)
         await small.admit(0)
-        small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "advantage/0"), 0)
+        small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "advantage/0"))
         small.books.commit()
         assert set(states(tmp_path).values()) == {("dropped", "cancelled")}
         assert small.books.tickets.num_open == 0
@@ -278,9 +278,9 @@ def test_late_news_changes_no_state(tmp_path: Path) -> None:
         await small.admit(0)
         made = [sample(p, [0]) for p in prompts(0)]
         small.step(made[:2])
-        small.client.lost(lost(made[0], "dropped", "late"), 0)
-        small.client.lost(lost(made[2], "failed", "timeout", tokens=4), 0)
-        small.client.lost(lost(made[2], "dropped", "again"), 0)
+        small.client.lost(lost(made[0], "dropped", "late"))
+        small.client.lost(lost(made[2], "failed", "timeout", tokens=4))
+        small.client.lost(lost(made[2], "dropped", "again"))
         small.client.generated(made[2])
         small.client.flush()
         small.books.commit()
@@ -314,7 +314,7 @@ def test_the_tokens_of_an_unfinished_rollout_are_those_of_its_marker(tmp_path: P
     async def body() -> None:
         small = SmallRun(tmp_path)
         await small.admit(0)
-        small.client.lost(lost(prompts(0)[0], "dropped", "cancelled", tokens=17), 0)
+        small.client.lost(lost(prompts(0)[0], "dropped", "cancelled", tokens=17))
         small.books.commit()
         assert rows(tmp_path, "SELECT response_tokens FROM samples WHERE member = 0") == [(17,)]
 
@@ -382,7 +382,7 @@ def test_a_second_trainer_stands_in_uses_and_in_the_first_ones_record(tmp_path: 
         consumers = [("generator/0", "actor"), ("critic/0", "value")]
         records: list[dict[str, Any]] = []
         small = SmallRun(tmp_path)
-        books = Books(tmp_path, Tickets(1, 1, consumers=consumers), policies=["actor", "value"], on_step=records.append)
+        books = Books(tmp_path, Tickets(1, 1, consumers=consumers), on_step=records.append)
         books.serve(small.wire)
         client = LedgerClient(small.wire, "generator/0")
         await client.admit("prompts/0", prompts(0))
@@ -407,7 +407,7 @@ def test_a_step_without_a_weights_edge_is_recorded(tmp_path: Path) -> None:
     async def body() -> None:
         records: list[dict[str, Any]] = []
         small = SmallRun(tmp_path)
-        books = Books(tmp_path, Tickets(1, None, consumers=()), policies=(), on_step=records.append)
+        books = Books(tmp_path, Tickets(1, None, consumers=(), trainers=["sft"]), on_step=records.append)
         books.serve(small.wire)
         client = LedgerClient(small.wire, "sft/0")
         await client.admit("rows/0", prompts(0, 1))
@@ -527,7 +527,7 @@ def test_where_two_statements_write_one_column_any_order_ends_alike(
         directory = tmp_path / "".join(str(int(commit)) for commit in commits)
         directory.mkdir()
         book = ledger.Ledger(directory / "ledger.sqlite")
-        book.add("ticket", 0, "g0")
+        book.add("ticket", 0, "g0", "{}")
         book.add("admitted", "g0/0", "g0", "p0", 0, 0, 5, 0, 1.0)
         for event, commit in zip(order, commits, strict=True):
             book.add(*event)
@@ -548,9 +548,9 @@ def test_no_other_two_statements_write_one_column() -> None:
     assert {column: names for column, names in written.items() if len(names) > 1} == {
         "response_tokens": {"partial", "generated"},
         "redone_tokens": {"generated", "redone"},
-        "state": {"ended", "trained", "stale"},
-        "reason": {"ended", "stale"},
-        "stale_tokens": {"trained", "stale"},
+        "state": {"trained", "unused"},
+        "stale_tokens": {"trained", "unused"},
+        "masked_tokens": {"trained", "unused"},
     }
 
 

@@ -52,7 +52,7 @@ class Life:
         (directory / "graph.json").write_text(json.dumps({"tickets": 2 * PER_BATCH, "max_staleness": 1}))
         self.rng = random.Random(seed)
         self.tickets = Tickets(PER_BATCH, 1, consumers=[("generator/0", POLICY)])
-        self.books = Books(directory, self.tickets, policies=[POLICY], on_step=lambda record: None)
+        self.books = Books(directory, self.tickets, on_step=lambda record: None)
         self.hosts = Hosts(self.rng, self.books)
         self.version = 0
         self.expected: dict[str, set[str]] = {}
@@ -83,7 +83,7 @@ class Life:
         ids = tuple(one.sample_id for one in made)
         marker = Tombstone(f"g{group}", -1, state, whole, "advantage/0", ids, 3)
         for _ in range(self.rng.choice([1, 1, 2]) if ids else 0):
-            self.hosts.clients["core"].lost(marker, group)
+            self.hosts.clients["core"].lost(marker)
         self.expected |= {one.sample_id: {state} for one in made}
         return []
 
@@ -91,12 +91,12 @@ class Life:
         made = sample(prompt, [self.version] * self.rng.randint(1, 6))  # type: ignore[arg-type]
         fate = self.rng.choices(["comes", "aborted", "failed"], [8, 1, 1])[0]
         if fate == "aborted":
-            self.hosts.clients["generator"].lost(lost(made, "dropped", "cancelled", tokens=2), -1)
+            self.hosts.clients["generator"].lost(lost(made, "dropped", "cancelled", tokens=2))
             self.expected[made.sample_id] = {"dropped"}
             return None
         self.hosts.clients["generator"].generated(made)
         if fate == "failed":
-            self.hosts.clients["core"].lost(lost(made, "failed", "reward_raised"), -1)
+            self.hosts.clients["core"].lost(lost(made, "failed", "reward_raised"))
             self.expected[made.sample_id] = {"failed"}
             return None
         self.hosts.clients["core"].scored(made)
@@ -144,7 +144,7 @@ def test_a_failure_at_any_point_leaves_books_that_add_up(tmp_path: Path, seed: i
             # The last words of a generator that died may be lost, but no state, ticket or version.
             assert "never generated" in violation.text or violation.kind == "tokens", violation
         in_flight = {sample_id for sample_id, state in states(tmp_path).items() if state == "in_flight"}
-        reopened = Books(tmp_path, life.tickets, policies=[POLICY], on_step=lambda record: None, resume=True)
+        reopened = Books(tmp_path, life.tickets, on_step=lambda record: None, resume=True)
         assert {f"{group}/{m}" for group in reopened.in_flight() for m in range(3)} >= in_flight
         assert reopened.tickets.untrained() == sorted(reopened.in_flight().values())
         reopened.close(orderly=True)

@@ -132,13 +132,16 @@ class Rig:
         lease = Lease("", "core", endpoint)
         self.node, self.ledger, self.sent = node, endpoint, edge
         self.replica = edge.replica = Replica(node, PLACE, endpoint, TraceBuffer(), lease)
+        self.replica.trainers = frozenset({"trainer"})
         self.branches = {"scored": Branch("a", first, dice), "valued": Branch("b", second, dice)}
         for port, branch in self.branches.items():
             inbox: Any = branch
             node.ports[port].live = self.replica.inbound[port] = Inbound(
                 f"meet.{port}", inbox, self.replica.desk, self.replica.activity, self.replica, lease, sink=False
             )
-        node.ports["out"].live = self.replica.outbound["out"] = Outbound("meet.out", [edge], self.replica)
+        node.ports["out"].live = self.replica.outbound["out"] = Outbound(
+            "meet.out", [edge], self.replica, ["trainer"], counted=True
+        )
 
     def run(self) -> Rig:
         asyncio.run(self.replica.run())
@@ -189,13 +192,22 @@ def test_a_sample_lost_on_any_branch_is_lost_once(first: list[Message], second: 
     assert [marker.member for marker in rig.bodies(Tombstone)] == [0]
     assert [body.member for body in rig.bodies(Scored)] == [1]
     assert rig.acks() == [1] * 4
-    assert rig.ledger.lost == [], "it was booked where it happened"
+    assert [event[3] for event in rig.ledger.lost] == [0], "a join is where it is known that the sample is lost"
 
 
 def test_a_drop_ends_all_parts_and_is_booked_once() -> None:
     rig = Rig(Meet(), [scored(0, -1.0), scored(1, 1.0)], [sample(0), sample(1)]).run()
     assert [(m.member, m.state, m.reason) for m in rig.bodies(Tombstone)] == [(0, "filtered", "negative")]
     assert len(rig.ledger.lost) == 1
+    assert rig.acks() == [1] * 4
+
+
+def test_what_one_branch_lost_is_booked_for_the_part_that_came() -> None:
+    rig = Rig(Meet(), [scored(0, 1.0), lost(1)], [lost(0), sample(1)]).run()
+    assert sorted((event[1], event[2], event[3]) for event in rig.ledger.lost) == [
+        (["trainer"], "g", 0),
+        (["trainer"], "g", 1),
+    ]
     assert rig.acks() == [1] * 4
 
 

@@ -37,7 +37,8 @@ def test_there_are_s_plus_one_batches_of_tickets() -> None:
 def test_a_ticket_returns_when_every_replica_holds_the_version_it_helped_to_make() -> None:
     books = tickets(per_batch=2, ahead=0, replicas=2)
     admit_all(books)
-    books.trained([0, 1], POLICY, 1)
+    books.trained(0, POLICY, 1)
+    books.trained(1, POLICY, 1)
     assert books.try_admit() is None
     books.holds("generator/0", POLICY, 1)
     assert books.try_admit() is None
@@ -49,8 +50,8 @@ def test_a_ticket_returns_when_every_replica_holds_the_version_it_helped_to_make
 def test_holding_a_newer_version_returns_the_tickets_of_older_ones() -> None:
     books = tickets(per_batch=1, ahead=1, publish_every=2)
     admit_all(books)
-    books.trained([0], POLICY, 1)
-    books.trained([1], POLICY, 2)
+    books.trained(0, POLICY, 1)
+    books.trained(1, POLICY, 2)
     books.holds("generator/0", POLICY, 2)
     assert books.num_open == 0
 
@@ -65,16 +66,16 @@ def test_old_news_of_a_replica_changes_nothing() -> None:
 def test_a_dropped_group_returns_its_ticket_once() -> None:
     books = tickets(per_batch=1, ahead=0)
     assert books.try_admit() == 0
-    assert books.dropped(0)
-    assert not books.dropped(0)
+    books.left_out(0, POLICY)
+    books.left_out(0, POLICY)
     assert admit_all(books) == [1]
 
 
 def test_a_trained_group_can_no_longer_be_dropped() -> None:
     books = tickets(per_batch=1, ahead=0)
     books.try_admit()
-    books.trained([0], POLICY, 1)
-    assert not books.dropped(0)
+    books.trained(0, POLICY, 1)
+    books.left_out(0, POLICY)
     assert books.num_open == 1
 
 
@@ -82,29 +83,74 @@ def test_a_ticket_waits_for_every_policy() -> None:
     consumers = [("generator/0", "trainer"), ("critic/0", "value_trainer")]
     books = Tickets(1, 0, consumers=consumers)
     books.try_admit()
-    books.trained([0], "trainer", 1)
+    books.trained(0, "trainer", 1)
     books.holds("generator/0", "trainer", 1)
     assert books.num_open == 1
-    books.trained([0], "value_trainer", 1)
+    books.trained(0, "value_trainer", 1)
     assert books.num_open == 1
     books.holds("critic/0", "value_trainer", 1)
     assert books.num_open == 0
 
 
-def test_a_trainer_whose_weights_nobody_waits_for_holds_no_ticket() -> None:
-    books = tickets(per_batch=1, ahead=0)
+def test_a_trainer_whose_weights_nobody_loads_is_waited_for_until_it_has_made_its_version() -> None:
+    books = tickets(per_batch=1, ahead=0, trainers=[POLICY, "critic"])
     books.try_admit()
-    books.trained([0], "critic", 1)
-    assert books.untrained() == [0]
-    books.trained([0], POLICY, 1)
+    books.trained(0, POLICY, 1)
+    books.holds("generator/0", POLICY, 1)
+    assert books.num_open == 1
+    books.trained(0, "critic", 1)
+    assert books.num_open == 1
+    books.made("critic", 1)
+    assert books.num_open == 0
+    assert books.floors() == {POLICY: 1, "critic": 1}
+
+
+def test_a_group_that_one_trainer_leaves_out_waits_for_the_other_alone() -> None:
+    consumers = [("generator/0", POLICY), ("critic/0", "value")]
+    books = Tickets(1, 0, consumers=consumers, max_groups=1)
+    assert books.try_admit() == 0
+    books.left_out(0, "value")
+    assert books.num_open == 1
+    books.trained(0, POLICY, 1)
     books.holds("generator/0", POLICY, 1)
     assert books.num_open == 0
+    assert books.closed
+
+
+def test_a_group_that_the_main_trainer_leaves_out_is_replaced_while_others_train_it() -> None:
+    consumers = [("generator/0", POLICY), ("critic/0", "value")]
+    books = Tickets(1, 1, consumers=consumers, max_groups=1)
+    assert admit_all(books) == [0]
+    books.left_out(0, POLICY)
+    assert admit_all(books) == [1]
+    assert books.num_open == 2
+    books.trained(0, "value", 1)
+    books.holds("critic/0", "value", 1)
+    assert books.num_open == 1
+
+
+def test_a_group_that_can_come_to_one_trainer_waits_for_that_one() -> None:
+    consumers = [("generator/0", POLICY), ("critic/0", "value")]
+    books = Tickets(1, 0, consumers=consumers)
+    assert books.try_admit(["value"]) == 0
+    books.trained(0, "value", 1)
+    books.holds("critic/0", "value", 1)
+    assert books.num_open == 0
+
+
+def test_a_restored_ticket_knows_the_fates_that_it_had() -> None:
+    consumers = [("generator/0", POLICY), ("critic/0", "value")]
+    books = Tickets(1, 1, consumers=consumers, start_version=3)
+    books.restore({7: ([POLICY, "value"], {"value": None}), 8: ([POLICY, "value"], {})}, 9)
+    books.trained(7, POLICY, 4)
+    books.holds("generator/0", POLICY, 4)
+    assert [ticket for ticket in (7, 8) if books.is_open(ticket)] == [8]
 
 
 def test_the_dead_are_not_waited_for() -> None:
     books = tickets(per_batch=1, ahead=0, replicas=2)
     books.try_admit()
-    books.trained([0], POLICY, 1)
+    books.trained(0, POLICY, 1)
     books.holds("generator/0", POLICY, 1)
     books.died("generator/1")
     assert books.num_open == 0
@@ -116,7 +162,7 @@ def test_one_that_returns_is_waited_for_from_then_on() -> None:
     books.died("generator/1")
     books.returned("generator/1", {POLICY: 0})
     books.try_admit()
-    books.trained([0], POLICY, 1)
+    books.trained(0, POLICY, 1)
     books.holds("generator/0", POLICY, 1)
     assert books.num_open == 1
     books.holds("generator/1", POLICY, 1)
@@ -127,11 +173,13 @@ def test_admission_stops_at_what_the_steps_need_and_replaces_the_dropped() -> No
     books = tickets(per_batch=2, ahead=9, max_groups=4)
     assert admit_all(books) == [0, 1, 2, 3]
     assert "all 4 groups" in books.why_waiting()
-    books.dropped(1)
+    books.left_out(1, POLICY)
     assert admit_all(books) == [4]
-    books.trained([0, 2], POLICY, 1)
+    books.trained(0, POLICY, 1)
+    books.trained(2, POLICY, 1)
     assert not books.closed
-    books.trained([3, 4], POLICY, 2)
+    books.trained(3, POLICY, 2)
+    books.trained(4, POLICY, 2)
     assert books.closed
     assert books.num_wanted == 0
 
@@ -148,16 +196,18 @@ def test_pauses_with_different_reasons_are_independent() -> None:
 
 def test_a_restored_admission_goes_on_counting() -> None:
     books = tickets(per_batch=2, ahead=1, start_version=7)
-    books.restore([11, 13], 14)
+    books.restore({13: ([POLICY], {}), 11: ([POLICY], {})}, 14)
     assert admit_all(books) == [14, 15]
     assert books.untrained() == [11, 13, 14, 15]
     assert books.floor(POLICY) == 7
 
 
 def test_a_graph_without_feedback_admits_without_a_bound() -> None:
-    books = Tickets(2, None, consumers=(), max_groups=50)
+    books = Tickets(2, None, consumers=(), trainers=[POLICY], max_groups=50)
     assert len(admit_all(books)) == 50
-    books.trained(range(50), POLICY, 1)
+    for ticket in range(50):
+        books.trained(ticket, POLICY, 1)
+    books.made(POLICY, 1)
     assert books.num_open == 0
     assert books.closed
 
@@ -224,8 +274,19 @@ def test_the_remainder_is_a_smaller_batch() -> None:
     window = Window[int](2)
     for ticket in (0, 1, 2, 4):
         window.offer(ticket, ticket)
-    assert window.flush() == [[0, 1], [2, 4]]
+    assert list(window.flush()) == [[0, 1], [2, 4]]
     assert len(window) == 0
+
+
+def test_until_the_remainder_is_asked_for_the_state_does_not_have_it() -> None:
+    window = Window[int](2)
+    for ticket in range(3):
+        window.offer(ticket, ticket)
+    rest = window.flush()
+    assert window.state() == {"base": 0, "settled": []}
+    assert next(rest) == [0, 1]
+    assert window.state() == {"base": 2, "settled": []}
+    assert next(rest) == [2]
 
 
 def test_a_ticket_offered_twice_is_refused() -> None:
@@ -361,7 +422,7 @@ class Run:
             return
         self.working[name].remove(ticket)
         if self.rng.random() < self.setting.dropped:
-            assert self.tickets.dropped(ticket)
+            self.tickets.left_out(ticket, POLICY)
             self.window.offer(ticket, None)
         else:
             self.window.offer(ticket, (ticket, oldest))
@@ -371,7 +432,8 @@ class Run:
         self.staleness += [self.version - oldest for _, oldest in batch]
         self.version += 1
         self.training = False
-        self.tickets.trained([ticket for ticket, _ in batch], POLICY, self.version)
+        for ticket, _ in batch:
+            self.tickets.trained(ticket, POLICY, self.version)
         if self.version % self.setting.publish_every == 0:
             self.published = self.version
             for name in self.names:

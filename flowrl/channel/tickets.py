@@ -1,21 +1,24 @@
 """Tickets bound how far admission runs ahead of the weights; the window forms batches by ticket.
 
-A ticket is taken when a group is admitted and comes back once: when every live consumer of each
-policy holds the version that the group helped to make, or when the group is dropped. With P groups
-a batch there are B = (S + 1)·P of them. Tickets are numbered from 0 in the order of admission.
+A ticket is taken when a group is admitted and comes back once: when for each trainer that the group can come
+to it is known that the trainer leaves it out, or every live consumer of that trainer's weights holds the
+version that the group helped to make. With P groups a batch there are B = (S + 1)·P of them. Tickets are
+numbered from 0 in the order of admission.
 
 Why that bounds staleness. A group admitted while the oldest held version is b has fewer than B
 groups ahead of it that are not yet in version b, and the window lets at most W − 1 later groups
 overtake it. So it is in batch b + 1 + (B − 1 + W − 1) // P at the latest, and updates a version at
 most S + ceil((W − 1) / P) newer than any of its tokens.
 
-Both classes are pure: they never wait. What ends a wait for a ticket: `dropped`, `trained`,
+That holds for each trainer by itself, in its own versions: groups that it leaves out are not ahead of others.
+
+Both classes are pure: they never wait. What ends a wait for a ticket: `left_out`, `trained`, `made`,
 `holds`, `died`, `resume`, or for good `close` and the last wanted group being trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -25,9 +28,10 @@ class Tickets:
     """The open tickets of one admission.
 
     `ahead` is S; None is for a graph without feedback, whose tickets are not bounded. `consumers` are
-    the (node replica, policy) pairs that load weights; they count as holding `start_version` from the
-    beginning, because they serve nothing before they have loaded it. `max_groups` is the number of
-    groups that have to be trained in all, None for no end.
+    the (node replica, trainer) pairs that load weights; they count as holding `start_version` from the
+    beginning, because they serve nothing before they have loaded it. `trainers`, the main one first, are all
+    that a group has a fate at; by default those of the consumers. What no consumer loads counts as held once
+    it is made. `max_groups` is the number of groups that the main trainer has to train in all, None for no end.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class Tickets:
         ahead: int | None,
         *,
         consumers: Iterable[tuple[str, str]],
+        trainers: Sequence[str] = (),
         publish_every: int = 1,
         start_version: int = 0,
         max_groups: int | None = None,
@@ -44,24 +49,37 @@ class Tickets:
         self.num_tickets = None if ahead is None else (ahead + 1) * groups_per_batch
         self.max_groups = max_groups
         self.num_trained = 0
+        """Groups that the main trainer has trained."""
         self.closed = False
         """True when no group will ever be admitted again."""
         self._held = dict.fromkeys(consumers, start_version)
         self._dead: set[str] = set()
-        self._policies = frozenset(policy for _, policy in self._held)
-        self._made: dict[int, dict[str, int]] = {}
-        """Open ticket -> policy -> the version its group helped to make."""
+        self.trainers = tuple(trainers) or tuple(dict.fromkeys(trainer for _, trainer in self._held)) or ("",)
+        self._newest = dict.fromkeys(self.trainers, start_version)
+        """Trainer -> its newest version."""
+        self._open: dict[int, dict[str, int | None]] = {}
+        """Open ticket -> trainer -> the version that the group helped to make; None where it is left out, and no
+        entry while that is not known."""
+        self._expected: dict[int, tuple[str, ...]] = {}
+        """Open ticket -> the trainers that its group can come to."""
         self._next = 0
         self._pauses: list[str] = []
 
-    def try_admit(self) -> int | None:
-        """Take the next ticket, or None if the next group has to wait; `why_waiting` says for what."""
+    def try_admit(self, trainers: Sequence[str] | None = None) -> int | None:
+        """Take the next ticket, or None if the next group has to wait; `why_waiting` says for what.
+
+        `trainers`: those that the group can come to; all by default.
+        """
         if self.closed or self.why_waiting():
             return None
         ticket = self._next
         self._next += 1
-        self._made[ticket] = {}
+        self._put(ticket, self.trainers if trainers is None else tuple(trainers), {})
         return ticket
+
+    def _put(self, ticket: int, trainers: tuple[str, ...], fates: Mapping[str, int | None]) -> None:
+        self._open[ticket] = dict(fates)
+        self._expected[ticket] = trainers
 
     def why_waiting(self) -> str:
         """What keeps the next group from being admitted, "" if nothing does."""
@@ -69,13 +87,13 @@ class Tickets:
             return f"admission is closed: {self._pauses[-1]}"
         if self.num_wanted == 0:
             return f"all {self.max_groups} groups that the steps need are trained or in flight"
-        if self.num_tickets is not None and len(self._made) >= self.num_tickets:
+        if self.num_tickets is not None and len(self._open) >= self.num_tickets:
             return f"all {self.num_tickets} tickets are out: {self._what_holds_them()}"
         return ""
 
     @property
     def num_wanted(self) -> int | None:
-        """Groups still to be admitted if none of those in flight is dropped; None without an end."""
+        """Groups still to be admitted if the main trainer gets all of those in flight; None without an end."""
         if self.max_groups is None:
             return None
         return max(self.max_groups - self.num_trained - len(self.untrained()), 0)
@@ -83,47 +101,60 @@ class Tickets:
     @property
     def num_open(self) -> int:
         """Tickets taken and not yet returned."""
-        return len(self._made)
+        return len(self._open)
 
     def is_open(self, ticket: int) -> bool:
         """Taken and not yet returned."""
-        return ticket in self._made
+        return ticket in self._open
 
     def untrained(self) -> list[int]:
-        """The open tickets whose group still has to be trained, in order of admission."""
-        return [ticket for ticket, made in self._made.items() if not self._is_trained(made)]
+        """The open tickets whose group the main trainer still has to train, in order of admission."""
+        return [ticket for ticket, fates in self._open.items() if self._main(ticket) not in fates]
 
-    def floor(self, policy: str) -> int:
-        """The oldest version of `policy` that a live consumer holds; the newest held if none lives."""
-        held = {replica: version for (replica, of), version in self._held.items() if of == policy}
+    def _main(self, ticket: int) -> str:
+        """Whose fate decides whether the group counts for the steps."""
+        expected = self._expected[ticket]
+        return next((trainer for trainer in self.trainers if trainer in expected), "")
+
+    def floor(self, trainer: str) -> int:
+        """The oldest version of `trainer` that a live consumer holds; the newest held if none lives."""
+        held = {replica: version for (replica, of), version in self._held.items() if of == trainer}
+        if not held:
+            return self._newest.get(trainer, 0)
         live = [version for replica, version in held.items() if replica not in self._dead]
-        return min(live) if live else max(held.values(), default=0)
+        return min(live) if live else max(held.values())
 
-    def dropped(self, ticket: int) -> bool:
-        """The group will not be trained: its ticket returns. False if it had returned or is trained."""
-        if self._made.get(ticket) != {}:
-            return False
-        del self._made[ticket]
-        return True
+    def floors(self) -> dict[str, int]:
+        """Trainer -> the version of its weights that is held everywhere."""
+        return {trainer: self.floor(trainer) for trainer in self.trainers}
 
-    def trained(self, tickets: Iterable[int], policy: str, version: int) -> None:
-        """A finished batch with these groups made `version` of `policy`. One that no consumer loads is ignored."""
-        if self._policies and policy not in self._policies:
+    def left_out(self, ticket: int, trainer: str) -> None:
+        """`trainer` will not train the group. What is known of it already stands."""
+        self._settle(ticket, trainer, None)
+
+    def trained(self, ticket: int, trainer: str, version: int) -> None:
+        """A finished batch with the group, or with the last part of it, made `version` of `trainer`."""
+        self._settle(ticket, trainer, version)
+
+    def _settle(self, ticket: int, trainer: str, version: int | None) -> None:
+        fates = self._open.get(ticket)
+        if fates is None or trainer in fates:
             return
-        for ticket in tickets:
-            made = self._made.get(ticket)
-            if made is None or policy in made:
-                continue
-            made[policy] = version
-            self.num_trained += self._is_trained(made)
+        fates[trainer] = version
+        self.num_trained += version is not None and trainer == self._main(ticket)
         self._return_held()
         if self.max_groups is not None and self.num_trained >= self.max_groups:
             self.closed = True
 
-    def holds(self, replica: str, policy: str, version: int) -> None:
-        """`replica` now serves with `version` of `policy`. Older news than what is known is ignored."""
-        consumer = (replica, policy)
-        assert consumer in self._held, f"{replica} is no consumer of {policy!r}; known are {sorted(self._held)}"
+    def made(self, trainer: str, version: int) -> None:
+        """`trainer` has finished the batch that made `version`."""
+        self._newest[trainer] = max(version, self._newest.get(trainer, version))
+        self._return_held()
+
+    def holds(self, replica: str, trainer: str, version: int) -> None:
+        """`replica` now serves with `version` of `trainer`. Older news than what is known is ignored."""
+        consumer = (replica, trainer)
+        assert consumer in self._held, f"{replica} is no consumer of {trainer!r}; known are {sorted(self._held)}"
         self._held[consumer] = max(self._held[consumer], version)
         self._return_held()
 
@@ -138,8 +169,8 @@ class Tickets:
         Call it before it starts to load: tickets of later versions have to wait for it from now on.
         """
         self._dead.discard(replica)
-        for policy, version in loads.items():
-            self._held[replica, policy] = version
+        for trainer, version in loads.items():
+            self._held[replica, trainer] = version
 
     def pause(self, reason: str) -> None:
         """Admit nothing until the matching `resume(reason)`."""
@@ -153,28 +184,49 @@ class Tickets:
         """Admit nothing any more."""
         self.closed = True
 
-    def restore(self, open_tickets: Iterable[int], next_ticket: int) -> None:
-        """Take up a checkpoint: these groups are in flight again, and numbering goes on."""
-        self._made = {ticket: {} for ticket in sorted(open_tickets)}
+    def restore(
+        self,
+        open_tickets: Mapping[int, tuple[Sequence[str], Mapping[str, int | None]]],
+        next_ticket: int,
+    ) -> None:
+        """Take up a checkpoint: these groups are in flight again, and numbering goes on.
+
+        `open_tickets`: ticket -> (the trainers that its group can come to, the fates that are known).
+        """
+        self._open.clear()
+        self._expected.clear()
+        for ticket, (trainers, fates) in sorted(open_tickets.items()):
+            self._put(ticket, tuple(trainers), fates)
         self._next = next_ticket
 
     def _return_held(self) -> None:
-        floors = {policy: self.floor(policy) for policy in self._policies}
-        for ticket, made in list(self._made.items()):
-            if self._is_trained(made) and all(made[policy] <= floor for policy, floor in floors.items()):
-                del self._made[ticket]
+        floors = self.floors()
+        back = [ticket for ticket in self._open if self._is_back(ticket, floors)]
+        for ticket in back:
+            del self._open[ticket], self._expected[ticket]
 
-    def _is_trained(self, made: Mapping[str, int]) -> bool:
-        """By every policy; without consumers, by whoever trains."""
-        return len(made) >= max(len(self._policies), 1)
+    def _is_back(self, ticket: int, floors: Mapping[str, int]) -> bool:
+        """Every trainer has left the group out, or made a version with it that is held everywhere."""
+        fates = self._open[ticket]
+        return all(
+            trainer in fates and ((version := fates[trainer]) is None or version <= floors[trainer])
+            for trainer in self._expected[ticket]
+        )
 
     def _what_holds_them(self) -> str:
-        num_untrained = len(self.untrained())
+        num_untrained = sum(
+            any(trainer not in fates for trainer in self._expected[ticket]) for ticket, fates in self._open.items()
+        )
         parts = [f"{num_untrained} groups are not trained yet"] if num_untrained else []
-        wanted = {policy: version for made in self._made.values() for policy, version in made.items()}
-        for (replica, policy), version in sorted(self._held.items()):
-            if replica not in self._dead and version < wanted.get(policy, version):
-                parts.append(f"{replica} holds version {version} of {policy}, {wanted[policy]} is made")
+        wanted = {
+            trainer: version
+            for fates in self._open.values()
+            for trainer, version in fates.items()
+            if version is not None
+        }
+        for (replica, trainer), version in sorted(self._held.items()):
+            if replica not in self._dead and version < wanted.get(trainer, version):
+                parts.append(f"{replica} holds version {version} of {trainer}, {wanted[trainer]} is made")
         return "; ".join(parts)
 
 
@@ -227,11 +279,13 @@ class Window(Generic[T]):
             return None
         return self._remove(chosen)
 
-    def flush(self) -> list[list[T]]:
-        """At the end of the stream: what is left, in order, the last batch smaller than the others."""
-        left = sorted(self._finished)
-        step = self.groups_per_batch
-        return [self._remove(left[start : start + step]) for start in range(0, len(left), step)]
+    def flush(self) -> Iterator[list[T]]:
+        """At the end of the stream: what is left, in order, the last batch smaller than the others.
+
+        Each is left until it is asked for, so that `state` tells of the others.
+        """
+        while self._finished:
+            yield self._remove(sorted(self._finished)[: self.groups_per_batch])
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint. Finished items are not in it: the engine delivers them again."""

@@ -47,7 +47,7 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     numbers = plan.numbers
     yield from edge_rules.type_problems(graph)
     yield from (loose := tuple(edge_rules.connection_problems(graph)))
-    yield from flow_rules.cycle_problems(graph, numbers)
+    yield from flow_rules.cycle_problems(graph)
     yield from flow_rules.admission_problems(graph, numbers)
     yield from size_rules.count_problems(graph, numbers)
     yield from size_rules.group_problems(graph)
@@ -55,7 +55,9 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     if not loose:  # what is missing on a way through the graph follows from a port that is not connected
         yield from flow_rules.feedback_problems(graph)
         yield from size_rules.ticket_problems(graph, numbers)
+        yield from size_rules.trainer_problems(graph, plan)
         yield from flow_rules.lineage_problems(graph)
+        yield from flow_rules.branch_problems(graph)
     yield from size_rules.batch_problems(graph, numbers)
     yield from edge_rules.dispatch_problems(graph)
     yield from edge_rules.adapter_problems(graph)

@@ -33,7 +33,11 @@ class Facts:
     saves: str | None = None
     """Trainers: names the directory of a checkpoint that their model goes to."""
     drops: bool = False
-    """May drop, filter or fail items. The batcher downstream has to hear of it."""
+    """May drop, filter or fail samples: `flowrl check` tells on which branches that ends them."""
+    trains: bool = False
+    """Books steps. Gangs and nodes that send weights are known to; any other trainer has to say so."""
+    sharded: bool = False
+    """Sources: each replica sends groups of its own, so there may be several."""
     joins: tuple[str, ...] = ()
     """In ports whose messages are matched by sample: they must come from one fan-out."""
     keeps_lineage: bool = True

@@ -50,6 +50,18 @@ def past(graph: Graph, port: Port) -> frozenset[str]:
     return frozenset().union(*(reachable(graph, start) for start in starts))
 
 
+def source_ports(graph: Graph) -> list[Port]:
+    """Connected Out ports of nodes that take in nothing by a queue edge: where samples begin."""
+    fed = {owner(edge.into) for edge in graph.edges if edge.kind == "queue"}
+    ports = {edge.out: None for edge in graph.edges if edge.kind == "queue" and owner(edge.out) not in fed}
+    return list(ports)
+
+
+def admitted_port(graph: Graph) -> Port | None:
+    """The Out port whose groups get tickets."""
+    return None if graph.admission is None else graph.admission.out
+
+
 def _closure(start: str, pairs: list[tuple[str, str]]) -> frozenset[str]:
     seen, frontier = {start}, [start]
     while frontier:

@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
-from flowrl.graph.flow import cycles, past, reachable
+from flowrl.graph.branches import Branches
+from flowrl.graph.flow import admitted_port, cycles, past, reachable, source_ports
 from flowrl.graph.graph import Admission, Edge, Graph, OnLimit, carried, owner, port_name
-from flowrl.graph.numbers import Numbers, capacity, in_flight, versions_overtaken
+from flowrl.graph.numbers import Numbers, versions_overtaken
 from flowrl.graph.ports import In, Out, Port
 from flowrl.messages import Prompt, Weights
 
 
-def cycle_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
-    """Check 3: a cycle has a latest edge, or holds all messages that can be inside it."""
+def cycle_problems(graph: Graph) -> Iterator[str]:
+    """Check 3: samples never go round. Weights go back by a latest edge, questions by a call."""
     for cycle in cycles([edge for edge in graph.edges if edge.kind == "queue"]):
-        way = ", ".join(f"{edge.name} (holds {_held(graph, edge, numbers)})" for edge in cycle)
+        way = ", ".join(edge.name for edge in cycle)
         weights = [edge for edge in cycle if issubclass(carried(edge.out), Weights)]
-        inside = max((in_flight(carried(edge.out), numbers) or 0 for edge in cycle), default=0)
-        held = sum(_held(graph, edge, numbers) for edge in cycle)
         if weights:
             ports = f"{port_name(weights[0].out)}, {port_name(weights[0].into)}"
             yield f"the cycle {way} has no latest edge and will fill up and stop; write g.latest({ports})."
-        elif not inside:
+        else:
             yield (
-                f"the cycle {way} has no latest edge, and nothing bounds the messages inside it; make one of its edges "
-                f"g.latest(...), or g.admit what enters it."
-            )
-        elif inside > held:
-            yield (
-                f"the cycle {way} has no latest edge and holds {held} messages where {inside} can be inside it, so it "
-                f"can fill up and stop; raise a capacity= by {inside - held}, or make one of its edges g.latest(...)."
+                f"the cycle {way} has no latest edge: its streams could not end, and a sample in it could not be "
+                f"counted; let {owner(cycle[0].out)} ask with g.call and wait for the reply, or make an edge "
+                f"g.latest(...)."
             )
     for cycle in cycles([edge for edge in graph.edges if edge.kind == "call"]):
         way = ", ".join(edge.name for edge in cycle)
         yield f"the requests {way} wait for each other in a circle; let one of these nodes answer without asking."
-
-
-def _held(graph: Graph, edge: Edge, numbers: Numbers) -> int:
-    """Messages that `edge` surely holds: those of one lane, or of all where any free lane will do."""
-    lanes = graph.placed[owner(edge.into)].replicas if edge.dispatch == "share" else 1
-    return capacity(graph, edge, numbers) * lanes
 
 
 def feedback_problems(graph: Graph) -> Iterator[str]:
@@ -69,16 +58,9 @@ def feedback(graph: Graph) -> list[Edge]:
 
 def _source(graph: Graph, edge: Edge) -> str:
     """The Out port that g.admit should probably name."""
-    sources = [port for port in _source_ports(graph) if owner(edge.into) in past(graph, port)]
+    sources = [port for port in source_ports(graph) if owner(edge.into) in past(graph, port)]
     prompts = [port for port in sources if issubclass(carried(port), Prompt)]
     return next((port_name(port) for port in (*prompts, *sources)), "SOURCE.PORT")
-
-
-def _source_ports(graph: Graph) -> list[Port]:
-    """Connected Out ports of nodes that take in nothing by a queue edge."""
-    fed = {owner(edge.into) for edge in graph.edges if edge.kind == "queue"}
-    ports = {edge.out: None for edge in graph.edges if edge.kind == "queue" and owner(edge.out) not in fed}
-    return list(ports)
 
 
 def _until_problems(graph: Graph, admission: Admission) -> Iterator[str]:
@@ -99,7 +81,7 @@ def _until_problems(graph: Graph, admission: Admission) -> Iterator[str]:
 
 def _unadmitted(graph: Graph, admission: Admission) -> Iterator[str]:
     trainers = {owner(edge.out) for edge in graph.edges if any(edge.into is port for port in admission.until)}
-    for port in _source_ports(graph):
+    for port in source_ports(graph):
         if owner(port) != owner(admission.out) and past(graph, port) & trainers:
             yield (
                 f"{port_name(port)} also feeds {', '.join(sorted(past(graph, port) & trainers))}, but only "
@@ -132,6 +114,62 @@ def admission_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
             f"g.admit has look_ahead={admission.look_ahead}, which can age a group by {cost} versions, and "
             f"staleness={admission.staleness}; use look_ahead={most} at most, or staleness={cost} at least."
         )
+
+
+def branch_problems(graph: Graph) -> Iterator[str]:
+    """Check 6: where branches end, each sample can be counted and booked."""
+    branches = Branches(graph)
+    yield from _source_problems(graph)
+    yield from _broadcast_problems(graph, branches)
+    for name, node in graph.nodes.items():
+        for port in node.ports.values() if branches.counts(name) else ():
+            if isinstance(port, In):
+                yield from _arrival_problems(graph, branches, port)
+    admission = graph.admission
+    if admission is not None and admission.on_limit == "mask":
+        beyond = branches.beyond(admission.out)
+        for name in (name for name in branches.own_clock if name in beyond):
+            yield (
+                f"{name} trains other batches than {branches.trainers[0]}, so its versions say nothing of the age of "
+                f'tokens and on_limit="mask" cannot mask them; feed both by one port, or use on_limit="wait".'
+            )
+
+
+def _source_problems(graph: Graph) -> Iterator[str]:
+    """Every replica of a source sends all there is, unless it says otherwise."""
+    admitted = admitted_port(graph)
+    sources = dict.fromkeys(owner(p) for p in source_ports(graph) if p is admitted or issubclass(carried(p), Prompt))
+    for name in sources:
+        placed = graph.placed[name]
+        if placed.replicas > 1 and not placed.node.facts().sharded:
+            yield (
+                f"{name} is a source and has {placed.replicas} replicas, which would all admit the same groups; give "
+                f"it one, or let each replica send a part of its own and declare sharded=True in its facts()."
+            )
+
+
+def _arrival_problems(graph: Graph, branches: Branches, port: In[Any]) -> Iterator[str]:
+    """A node that counts samples has to know how many copies of each come."""
+    arrivals = branches.arrivals(port)
+    if len(set(arrivals.values())) > 1:
+        each = ", ".join(f"{number} from {source}" for source, number in arrivals.items())
+        yield (
+            f"{port_name(port)} gets different numbers of copies of a sample ({each}), so it cannot tell when it has "
+            f"all; give the branches In ports of their own."
+        )
+
+
+def _broadcast_problems(graph: Graph, branches: Branches) -> Iterator[str]:
+    """What each replica makes of its copy is one sample several times."""
+    for edge in graph.edges:
+        into = graph.placed[owner(edge.into)]
+        counted = [port for port in into.node.ports.values() if branches.is_counted(port)]
+        if edge.kind == "queue" and edge.dispatch == "broadcast" and into.replicas > 1 and counted:
+            yield (
+                f"{edge.name} brings every sample to each of the {into.replicas} replicas of {into.name} "
+                f'(dispatch="broadcast"), so beyond {port_name(counted[0])} each is counted {into.replicas} times; use '
+                f'dispatch="share", or let that branch end in a node that counts nothing.'
+            )
 
 
 def lineage_problems(graph: Graph) -> Iterator[str]:

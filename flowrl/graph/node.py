@@ -63,6 +63,8 @@ class Context(Protocol):
     """Hard bound of the age of a trained token, None where the graph declares none."""
     window: int | None
     """Finished groups among which a batcher may choose, by admission order; 0: any, None: no admission."""
+    own_clock: bool
+    """This trainer's versions are not those of the tokens: other batches come to it than to the main trainer."""
     gang_address: str
     """"host:port" at which the ranks of this gang meet, "" if the node is no gang."""
     weight_routes: tuple[WeightRoute, ...]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flowrl.graph.branches import Branches, PortPlan
 from flowrl.graph.graph import Edge, EdgeKind, Graph, carried, owner, port_name
 from flowrl.graph.machine import Cluster
 from flowrl.graph.numbers import Numbers, capacity, derive, in_flight, message_bytes
@@ -97,6 +98,12 @@ class Plan:
     weights: tuple[WeightPlan, ...]
     nodes: tuple[dict[str, Any], ...]
     admission: dict[str, Any] | None
+    trainers: tuple[str, ...] = ()
+    """The nodes that train, the main one first."""
+    own_clock: tuple[str, ...] = ()
+    """Trainers whose versions are not the main one's, since other batches come to them."""
+    ports: tuple[PortPlan, ...] = ()
+    """Of samples: where each port leads to, and what comes to it."""
     homeless: tuple[str, ...] = ()
     """Hosts for which the cluster has no devices; none in a plan that runs."""
 
@@ -125,9 +132,11 @@ class Plan:
             "num_processes": len(self.hosts) + 1,
             "admission": self.admission,
             "nodes": list(self.nodes),
+            "trainers": list(self.trainers),
+            "own_clock": list(self.own_clock),
             **{
                 key: [asdict(item) for item in getattr(self, key)]
-                for key in ("edges", "hosts", "lanes", "calls", "weights")
+                for key in ("edges", "hosts", "lanes", "calls", "weights", "ports")
             },
         }
 
@@ -140,6 +149,7 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
     by_replica = {replica: host for host in hosts for replica in host.nodes}
     lanes = tuple(lane for edge in graph.edges for lane in _lanes(graph, edge, numbers, by_replica))
     calls = tuple(call for edge in graph.edges for call in _calls(graph, edge, numbers, by_replica))
+    branches = Branches(graph)
     return Plan(
         graph=graph.name,
         numbers=numbers,
@@ -150,6 +160,9 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
         weights=tuple(way for edge in graph.edges for way in _weights(graph, edge, lanes, by_replica)),
         nodes=tuple(_node(graph, name) for name in graph.nodes),
         admission=_admission(graph),
+        trainers=branches.trainers,
+        own_clock=branches.own_clock,
+        ports=branches.plans(),
         homeless=homeless,
     )
 

@@ -24,6 +24,7 @@ def render(report: Report) -> str:
                 [_edge(plan, e.name) for e in plan.edges],
             ),
             "",
+            *_branches(plan),
             *_table(("process", "nodes", "cores", "GPUs", "machine"), [_host(host) for host in plan.hosts]),
             *(f"\nwarning: {warning}" for warning in report.warnings),
         )
@@ -60,6 +61,29 @@ def number_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 def _numbers(plan: Plan) -> Iterator[str]:
     for name, text in number_lines(plan):
         yield f"  {name:<18}{text}"
+
+
+def _branches(plan: Plan) -> Iterator[str]:
+    """Which nodes lead to which trainer, where there is more to tell than one line of nodes."""
+    beyond: dict[str, set[str]] = {}
+    for port in plan.ports:
+        beyond.setdefault(port.name.partition(".")[0], set()).update(port.trainers)
+    taps = [name for name, trainers in beyond.items() if not trainers and name not in _weighing(plan)]
+    if not plan.trainers or (len(plan.trainers) == 1 and not taps):
+        return
+    rows: list[tuple[str, ...]] = [
+        (name, " ".join(node for node, ends in beyond.items() if name in ends)) for name in plan.trainers
+    ]
+    if taps:
+        rows.append(("no trainer", " ".join(taps) + " (what is lost there ends no sample)"))
+    yield from _table(("branch to", "nodes"), rows)
+    yield ""
+
+
+def _weighing(plan: Plan) -> set[str]:
+    """Nodes that take weights alone: no branch of samples."""
+    fed = {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "queue"}
+    return {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "latest"} - fed
 
 
 def _edge(plan: Plan, name: str) -> tuple[str, ...]:

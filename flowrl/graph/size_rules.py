@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flowrl.graph.flow import past, reachable
 from flowrl.graph.graph import Graph, owner
 from flowrl.graph.machine import CLUSTER_EXAMPLE, GB, Cluster
 from flowrl.graph.numbers import Numbers
@@ -47,18 +46,25 @@ def ticket_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
                 f"batches, so the run would stop; use publish_every={numbers.ahead + 1} at most, or raise staleness "
                 f"by {every - 1 - numbers.ahead}."
             )
-    batchers = {name for name, node in graph.nodes.items() if node.facts().groups_per_batch is not None}
-    for name in past(graph, admission.out) if batchers else ():
-        if graph.nodes[name].facts().drops and not reachable(graph, name) & batchers and not _trains(graph, name):
-            yield (
-                f"{name} can drop samples, but nothing leads from it to {' or '.join(sorted(batchers))}, which would "
-                f"wait for them, and their tickets would not return; connect one of its Out ports towards it."
-            )
 
 
-def _trains(graph: Graph, name: str) -> bool:
-    """Comes after the batcher, where a batch returns the tickets."""
-    return any(edge.kind == "latest" and owner(edge.out) == name for edge in graph.edges)
+def trainer_problems(graph: Graph, plan: Plan) -> Iterator[str]:
+    """Check 5: trainers that leave out different groups do not hold all tickets between them.
+
+    Each can hold those of n batches less one group: n - 1 that are not published, and one that is not full.
+    """
+    numbers = plan.numbers
+    if not plan.own_clock or numbers.groups_per_batch is None or numbers.tickets is None:
+        return
+    names = (plan.trainers[0], *plan.own_clock)
+    batches = sum(graph.nodes[name].facts().publish_every for name in names)
+    needed = batches * numbers.groups_per_batch - len(names) + 1
+    if numbers.tickets < needed:
+        yield (
+            f"{' and '.join(names)} train different batches and can hold {needed - 1} groups between them, none of "
+            f"which makes a batch, but there are {numbers.tickets} tickets, so the run can stop; raise staleness by "
+            f"{-(-(needed - numbers.tickets) // numbers.groups_per_batch)}, or feed them by one port."
+        )
 
 
 def group_problems(graph: Graph) -> Iterator[str]:

@@ -116,6 +116,7 @@ class TokenBatch(Node):
             while (groups := window.take()) is not None:
                 await self._send(groups)
             self._before_send = None
+        self._before_send = self._now()
         for groups in window.flush():
             await self._send(groups)
 

@@ -170,7 +170,7 @@ class Trainer(Node):
             self.objective,
             epochs=self.epochs,
             temperature=self.temperature,
-            max_staleness=self.context.max_staleness,
+            max_staleness=None if self.context.own_clock else self.context.max_staleness,
             teacher=self._load_teacher(engine),
         )
 
@@ -214,6 +214,7 @@ class Trainer(Node):
         await self._publish(changed=True)
         await self._take_held_out()
         async for batch in self.batches:
+            await self._assert_bound(batch)
             with self.context.busy("train"):
                 record, uses, changed = await self.blocking(self._train, batch)
             self.version += 1
@@ -225,6 +226,12 @@ class Trainer(Node):
             await self.context.step_done(self.version)
         if self._published != self.version:
             await self._publish(changed=True)
+
+    async def _assert_bound(self, batch: Batch) -> None:
+        """Where the tokens' versions are not this trainer's, the ledger knows how old the groups are."""
+        if self.context.own_clock:
+            groups = dict.fromkeys(sample.group_id for sample in batch.samples)
+            await self.context.ledger.assert_bound(self.name, self.version, tuple(groups))
 
     async def _take_held_out(self) -> None:
         """Keep what there is to be judged on; ends when its sender has closed, at once if there is none."""

@@ -76,7 +76,7 @@ ROW_CHECKS = (
      "SELECT sample_id FROM samples WHERE state = 'trained' AND generated_s IS NULL"),
     ("tokens", "sample {0}: {1} policy tokens generated, but {2} trained and {3} stale",
      "SELECT sample_id, response_tokens, trained_tokens, stale_tokens FROM samples"
-     " WHERE state = 'trained' AND trained_tokens + stale_tokens <> response_tokens"),
+     " WHERE state = 'trained' AND trained_tokens + stale_tokens + masked_tokens <> response_tokens"),
     ("tokens", "sample {0} is {1}, but {2} of its tokens count as trained",
      "SELECT sample_id, state, trained_tokens FROM samples WHERE state <> 'trained' AND trained_tokens <> 0"),
     ("tokens", "sample {0} is dropped as stale, but {1} of its {2} tokens are stale",
@@ -106,13 +106,13 @@ ROW_CHECKS = (
      "SELECT ticket, group_id FROM tickets WHERE group_id NOT IN (SELECT group_id FROM samples)"),
     ("tickets", "ticket {0} is {1}, but sample {2} of its group is {3}",
      "SELECT ticket, t.state, sample_id, s.state FROM tickets t JOIN samples s USING (group_id)"
-     " WHERE t.state = 'dropped' AND s.state IN ('in_flight', 'trained') OR t.state = 'open' AND s.state = 'trained'"),
+     " WHERE t.state = 'dropped' AND s.state = 'trained' OR t.state <> 'open' AND s.state = 'in_flight'"),
     ("tickets", "ticket {0} is open, but nothing of its group {1} is in flight",
      "SELECT ticket, group_id FROM tickets AS t WHERE state = 'open' AND NOT EXISTS"
      " (SELECT 1 FROM samples AS s WHERE s.group_id = t.group_id AND s.state = 'in_flight')"),
     ("tickets", "ticket {0} came back with step {1}, but sample {2} of its group was trained at step {3}",
      "SELECT ticket, t.step, sample_id, s.step FROM tickets t JOIN samples s USING (group_id)"
-     " WHERE s.step IS NOT NULL AND s.step IS NOT t.step"),
+     " WHERE t.state <> 'open' AND s.step IS NOT NULL AND s.step IS NOT t.step"),
     ("evaluations", "the evaluation {0} training at step {1} ran on versions {2} to {3}; it has to run on one",
      "SELECT phase, step, MIN(oldest_version), MAX(newest_version) FROM evaluations"
      " GROUP BY phase, step HAVING MIN(oldest_version) <> MAX(newest_version)"),

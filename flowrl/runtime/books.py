@@ -2,9 +2,11 @@
 
 Invariants
 - A group stands committed in the ledger before `admit` answers, so before its first prompt leaves.
-- No group and no sample is admitted twice: `_admitting`, `_groups` and the ledger know every one there is.
-- Every admitted sample leaves `in_flight` at most once; later news of it changes no state.
-- A group whose samples have all been filtered, failed or dropped gives its ticket back by itself.
+- No group and no sample is admitted twice: `_admitting`, `_fates` and the ledger know every one there is.
+- A sample is in flight until its fate at every trainer that it can come to is known (`flowrl.runtime.fates`), and
+  its group's ticket is out until the state of the last of them is. What is lost on a branch that leads to no
+  trainer changes nothing here.
+- No trainer's use of a token that is older than the bound is booked: it ends the run.
 - What is made of a sample again after a resume changes its row only if what was made before is gone.
 - Other events are committed with the next admission or step, and COMMIT_WITHIN_S after they came at
   the latest.
@@ -16,16 +18,17 @@ for consumers to load or to die.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections import ChainMap, Counter
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
 from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError
-from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.fates import LEFT_AT_END, Fates, Group
+from flowrl.runtime.ledger import Fate, Ledger
 from flowrl.runtime.ledger_client import LedgerClient, Use
 
 __all__ = ["LEDGER", "Books", "LedgerClient", "Use"]
@@ -42,20 +45,13 @@ class Handlers(Protocol):
     def on(self, kind: str, handler: Callable[..., Any]) -> None: ...
 
 
-@dataclass(slots=True)
-class _Group:
-    ticket: int
-    in_flight: set[str]
-
-
 class Books:
     """Tickets, ledger and the admission queue. Not thread-safe: the driver's event loop only.
 
-    `policies` are the names under which trainers publish (`Weights.policy`). The first one's use of a
-    sample is what the `samples` table tells; the others stand in `uses` alone, and their records in
-    the first one's next record, under their names. Where no weights flow back there are none: then the
-    first trainer that finishes a batch is the one. `on_step` gets that record. With `resume` the groups
-    that the ledger has in flight keep their tickets.
+    `tickets` names the trainers, the main one first: its steps are the run's, and the other trainers' records
+    stand in its next record, under their names. `on_step` gets that record. `bound` is the largest staleness of
+    a trained token; the age of a use by one of `own_clock` counts from the weights of its own that were held
+    when the group was admitted. With `resume` the groups that the ledger has in flight keep their tickets.
     """
 
     def __init__(
@@ -63,19 +59,19 @@ class Books:
         run_dir: Path,
         tickets: Tickets,
         *,
-        policies: Sequence[str],
         on_step: Callable[[dict[str, Any]], object],
+        bound: int | None = None,
+        own_clock: Collection[str] = (),
         resume: bool = False,
     ) -> None:
         self.tickets = tickets
         self.ledger = Ledger(run_dir / LEDGER)
-        self._main = policies[0] if policies else None
+        self._main = tickets.trainers[0]
+        self._bound = bound
+        self._own_clock = frozenset(own_clock)
         self._on_step = on_step
         self._other_records: dict[str, Any] = {}
-        self._groups: dict[str, _Group] = {}
-        """Groups with a sample in flight or an open ticket."""
-        self._group_of: dict[str, str] = {}
-        """Sample in flight -> its group."""
+        self._fates = Fates(tickets.trainers)
         self._admitting: dict[str, str] = {}
         """Sample whose `admit` has not been answered yet -> its group."""
         self._taken_up: dict[str, int] = {}
@@ -100,38 +96,46 @@ class Books:
         """Answer the `LedgerClient` of every host."""
 
         async def admit(host: str, body: Mapping[str, Any]) -> int | None:
-            return await self.admit(body["node"], body["group_id"], body["rows"])
+            return await self.admit(body["node"], body["group_id"], body["rows"], trainers=body["trainers"])
 
         def record(host: str, body: Mapping[str, Any]) -> None:
             self.record(body["events"])
 
+        async def ages(host: str, body: Mapping[str, Any]) -> None:
+            for group_id in body["group_ids"]:
+                self._assert_bound(body["trainer"], body["version"], self._held(group_id, body["trainer"]), group_id)
+
         endpoint.on("admit", admit)
         endpoint.on("ledger", record)
+        endpoint.on("ages", ages)
 
     # Admission
 
-    async def admit(self, node: str, group_id: str, rows: Sequence[Row]) -> int | None:
+    async def admit(
+        self, node: str, group_id: str, rows: Sequence[Row], *, trainers: Sequence[str] | None = None
+    ) -> int | None:
         """A committed ticket for the group, or None when admission has ended.
 
-        `rows`: (sample_id, prompt_id, epoch, member, prompt_tokens). A group that a resume found in flight
+        `rows`: (sample_id, prompt_id, epoch, member, prompt_tokens); `trainers`: those that the group can come to,
+        all by default. A group that a resume found in flight
         (the checkpoint came while its source was sending it) gets the ticket it has, once. Raises FlowrlError
         for a group or sample that was admitted before, or is being admitted.
         """
         sample_ids = [row[0] for row in rows]
         if group_id in self._taken_up:
             return self._take_again(node, group_id, sample_ids)
-        if repeated := self._repeated(group_id, sample_ids):
+        if repeated := self._repeated(group_id, sample_ids, [row[3] for row in rows]):
             raise FlowrlError(
                 f"node {node!r} admitted {repeated}; a source has to give every group of every epoch its own "
-                "group_id, and every member of a group its own sample_id"
+                "group_id, and every member of a group its own sample_id and number"
             )
         self._admitting |= dict.fromkeys(sample_ids, group_id)  # nobody else takes these ids during the waits
         try:
-            while (ticket := self.tickets.try_admit()) is None:
+            while (ticket := self.tickets.try_admit(trainers)) is None:
                 if self.tickets.closed:
                     return None
                 await self._change()
-            self._open(ticket, group_id, rows)
+            self._open(ticket, group_id, rows, self.tickets.trainers if trainers is None else trainers)
             await self._commit_this_turn()
             return ticket
         finally:
@@ -146,26 +150,31 @@ class Books:
             )
         return self._taken_up.pop(group_id)
 
-    def _repeated(self, group_id: str, sample_ids: Sequence[str]) -> str:
+    def _repeated(self, group_id: str, sample_ids: Sequence[str], members: Sequence[int]) -> str:
         """What of the group was admitted before, in words; "" if nothing was."""
-        if group_id in self._groups or group_id in self._admitting.values() or self.ledger.samples_of(group_id):
+        known = group_id in self._fates.groups or group_id in self._admitting.values()
+        if known or self.ledger.samples_of(group_id):
             return f"group {group_id!r} a second time"
+        if (number := Counter(members).most_common(1)[0])[1] > 1:
+            return f"group {group_id!r} with {number[1]} members of the number {number[0]}"
         for sample_id, times in Counter(sample_ids).items():
             if times > 1:
                 return f"group {group_id!r} with {times} samples of the same id, {sample_id!r}"
-            other = ChainMap(self._admitting, self._group_of).get(sample_id) or self.ledger.group_of(sample_id)
-            if other is not None:
+            if (other := self._known_group(sample_id)) is not None:
                 return f"sample {sample_id!r} a second time, in group {group_id!r} after group {other!r}"
         return ""
 
-    def _open(self, ticket: int, group_id: str, rows: Sequence[Row]) -> None:
-        born = self.tickets.floor(self._main) if self._main else 0
-        now = time.time()
-        self.ledger.add("ticket", ticket, group_id)
+    def _known_group(self, sample_id: str) -> str | None:
+        return self._admitting.get(sample_id) or self.ledger.group_of(sample_id)
+
+    def _open(self, ticket: int, group_id: str, rows: Sequence[Row], trainers: Sequence[str]) -> None:
+        floors, now = self.tickets.floors(), time.time()
+        held = {trainer: floors[trainer] for trainer in trainers}
+        self.ledger.add("ticket", ticket, group_id, json.dumps(held))
         for sample_id, prompt_id, epoch, member, prompt_tokens in rows:
+            born = floors[self._main]
             self.ledger.add("admitted", sample_id, group_id, prompt_id, epoch, member, prompt_tokens, born, now)
-            self._group_of[sample_id] = group_id
-        self._groups[group_id] = _Group(ticket, {row[0] for row in rows})
+        self._fates.open(group_id, ticket, held, {row[3]: row[0] for row in rows})
 
     def _change(self) -> asyncio.Future[None]:
         waiter = asyncio.get_running_loop().create_future()
@@ -202,7 +211,7 @@ class Books:
 
     async def until_held(self, version: int) -> None:
         """Returns when every live consumer holds `version`, or a newer one, of the first policy."""
-        while self._main and self.tickets.floor(self._main) < version:
+        while self.tickets.floor(self._main) < version:
             await self._change()
 
     def kept(self, generated: Set[str], scored: Set[str]) -> None:
@@ -232,71 +241,104 @@ class Books:
         if sample_id not in self._scored_before:
             self.ledger.add("scored", reward, at_s, sample_id)
 
-    def _lost(self, ticket: int, sample_ids: Sequence[str], state: str, reason: str, tokens: int) -> None:
-        lost = sample_ids or self._in_flight_of(ticket)
+    def _lost(
+        self,
+        trainers: Sequence[str] | None,
+        group_id: str,
+        member: int,
+        sample_ids: Sequence[str],
+        state: str,
+        reason: str,
+        tokens: int,
+    ) -> None:
+        """A loss at `trainers` (None: at all) of the samples that `Fates.samples` finds."""
+        lost = self._fates.samples(group_id, member, sample_ids)
         if tokens and len(lost) == 1:
             self.ledger.add("partial", tokens, lost[0])
         for sample_id in lost:
-            group = self._leave(sample_id)
-            if group is None:
-                continue
-            self.ledger.add("ended", state, reason, sample_id)
-            if not group.in_flight and self.tickets.dropped(group.ticket):
-                self.ledger.add("settled", "dropped", None, group.ticket)
-        self._forget_closed()
+            for trainer in self.tickets.trainers if trainers is None else trainers:
+                self._settle(sample_id, trainer, Fate(state=state, reason=reason))
 
-    def _in_flight_of(self, ticket: int) -> list[str]:
-        return [sample for group in self._groups.values() if group.ticket == ticket for sample in group.in_flight]
-
-    def _step(self, policy: str, record: dict[str, Any], uses: Sequence[Row]) -> None:
-        """A batch is finished and made version `record["step"]` of `policy`."""
-        self._main = self._main or policy
-        step, now = int(record["step"]), time.time()
-        main = policy == self._main
-        tickets = list(dict.fromkeys(self._groups[use[1]].ticket for use in uses if use[1] in self._groups))
-        for sample_id, _, tokens, stale_tokens, oldest in uses:
-            if tokens or not stale_tokens:
-                self.ledger.add("used", sample_id, policy, step - 1, step, tokens)
-            if main and self._leave(sample_id) is not None:
-                self._close_trained(sample_id, step, tokens, stale_tokens, oldest, now)
-        for ticket in tickets if main else ():
-            self.ledger.add("settled", "trained", step, ticket)
-        self.tickets.trained(tickets, policy, step)
-        self._forget_closed()
+    def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[Row]) -> None:
+        """A batch is finished and made version `record["step"]` of `trainer`."""
+        if trainer not in self.tickets.trainers:
+            raise FlowrlError(
+                f"node {trainer!r} booked a step, but the graph does not know it as a trainer; declare trains=True in "
+                "its facts()"
+            )
+        step = int(record["step"])
+        for sample_id, _, tokens, stale_tokens, masked_tokens, oldest in uses:
+            self._use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
+        self.tickets.made(trainer, step)
         self.commit()
+        main = trainer == self._main
         if main:
             self._on_step(record | self._other_records)
-        self._other_records = {} if main else self._other_records | {policy: record}
+        self._other_records = {} if main else self._other_records | {trainer: record}
 
-    def _close_trained(
-        self, sample_id: str, step: int, tokens: int, stale_tokens: int, oldest: int | None, now: float
+    def _use(
+        self, trainer: str, step: int, sample_id: str, tokens: int, stale: int, masked: int, oldest: int | None
     ) -> None:
-        if stale_tokens and not tokens:
-            self.ledger.add("stale", stale_tokens, sample_id)
-        else:
-            self.ledger.add("trained", tokens, stale_tokens, oldest, step - 1, step, now, sample_id)
+        if trainer in self._own_clock:
+            group = self._fates.group_of(sample_id)
+            oldest = None if group is None else group.held.get(trainer)
+        if not tokens and (stale or masked):
+            why = ("dropped", "stale") if stale else ("filtered", "masked")
+            self._settle(sample_id, trainer, Fate(None, 0, stale, masked, None, *why))
+            return
+        if tokens:
+            self._assert_bound(trainer, step - 1, oldest, sample_id)
+        self.ledger.add("used", sample_id, trainer, step - 1, step, tokens, stale, masked, oldest)
+        self._settle(sample_id, trainer, Fate(step, tokens, stale, masked, oldest))
+
+    def _held(self, group_id: str, trainer: str) -> int | None:
+        group = self._fates.groups.get(group_id)
+        return None if group is None else group.held.get(trainer)
+
+    def _assert_bound(self, trainer: str, version: int, oldest: int | None, of: str) -> None:
+        """The last line of defence: the tickets and the window have made sure of it before."""
+        if self._bound is not None and oldest is not None and version - oldest > self._bound:
+            raise FlowrlError(
+                f"{trainer!r} updates version {version} with tokens of {of!r}, whose age counts from version {oldest}: "
+                f"a staleness of {version - oldest} where the graph allows {self._bound}; form its batches in the order "
+                "of tickets (`self.PORT.ordered()`), as TokenBatch does"
+            )
+
+    def _settle(self, sample_id: str, trainer: str, fate: Fate) -> None:
+        """Note a fate, and what follows from it for the sample, its group's ticket, and admission."""
+        group = self._fates.settle(sample_id, trainer, fate)
+        if group is None:
+            return
+        if fate.step is None and len(group.held) > 1:
+            self.ledger.add("left_out", sample_id, trainer, fate.state, fate.reason)
+        if (state := self._fates.state(group, sample_id)) is not None:
+            self._close(sample_id, state)
+        if group.is_done(trainer):
+            made = group.made(trainer)
+            if made is None:
+                self.tickets.left_out(group.ticket, trainer)
+            else:
+                self.tickets.trained(group.ticket, trainer, made)
+        if not group.open:
+            step = self._fates.step_of(group)
+            self.ledger.add("settled", "dropped" if step is None else "trained", step, group.ticket)
+
+    def _close(self, sample_id: str, fate: Fate) -> None:
+        """The state of a sample is known."""
+        if fate.step is None:
+            row = (fate.state, fate.reason, fate.stale_tokens, fate.masked_tokens)
+            self.ledger.add("unused", *row, sample_id)
+            return
+        tokens = (fate.tokens, fate.stale_tokens, fate.masked_tokens)
+        oldest = fate.oldest_version
+        self.ledger.add("trained", *tokens, oldest, fate.step - 1, fate.step, time.time(), sample_id)
 
     def _holds(self, replica: str, policy: str, version: int) -> None:
         self.tickets.holds(replica, policy, version)
-        self._forget_closed()
 
     def _evaluation(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self.ledger.add("evaluated", *row)
-
-    def _leave(self, sample_id: str) -> _Group | None:
-        """Take the sample out of flight; None if it had left before."""
-        group_id = self._group_of.pop(sample_id, None)
-        if group_id is None:
-            return None
-        group = self._groups[group_id]
-        group.in_flight.discard(sample_id)
-        return group
-
-    def _forget_closed(self) -> None:
-        for group_id, group in list(self._groups.items()):
-            if not group.in_flight and not self.tickets.is_open(group.ticket):
-                del self._groups[group_id]
 
     # Storage
 
@@ -334,16 +376,29 @@ class Books:
             self._timer = asyncio.get_running_loop().call_later(COMMIT_WITHIN_S, self.commit)
 
     def _take_up(self) -> None:
-        for sample in self.ledger.in_flight():
-            group = self._groups.setdefault(sample.group_id, _Group(sample.ticket, set()))
-            group.in_flight.add(sample.sample_id)
-            self._group_of[sample.sample_id] = sample.group_id
+        """The groups that the ledger has in flight, with the fates that it knows."""
+        for row in self.ledger.in_flight():
+            group = self._fates.groups.get(row.group_id) or Group(row.group_id, row.ticket, row.held, {}, {})
+            group.members = {**group.members, row.member: row.sample_id}
+            group.open[row.sample_id] = set(row.held)
+            self._fates.restore(group)
+        for group_id, sample_id, trainer, fate in self.ledger.fates():
+            group = self._fates.groups[group_id]
+            group.fates.setdefault(sample_id, {})[trainer] = fate
+            group.open.get(sample_id, set()).discard(trainer)
         self._taken_up = self.in_flight()
-        self.tickets.restore(self._taken_up.values(), self.ledger.next_ticket())
+        self.tickets.restore(
+            {group.ticket: (tuple(group.held), self._known(group)) for group in self._fates.groups.values()},
+            self.ledger.next_ticket(),
+        )
+
+    @staticmethod
+    def _known(group: Group) -> dict[str, int | None]:
+        return {trainer: group.made(trainer) for trainer in group.held if group.is_done(trainer)}
 
     def in_flight(self) -> dict[str, int]:
         """Group in flight -> its ticket, in order of admission."""
-        return {group_id: group.ticket for group_id, group in self._groups.items() if group.in_flight}
+        return {group_id: group.ticket for group_id, group in self._fates.groups.items()}
 
     def backup(self, directory: Path) -> None:
         """Copy the ledger as it is now into a checkpoint directory."""
@@ -353,7 +408,7 @@ class Books:
         """The last commit. At an orderly end what is still in flight is dropped, reason `run_end`."""
         self.end_admission()
         if orderly:
-            for group in list(self._groups.values()):
-                self._lost(group.ticket, sorted(group.in_flight), "dropped", "run_end", 0)
+            for sample_id, trainer in self._fates.still_open():
+                self._settle(sample_id, trainer, LEFT_AT_END)
         self.commit()
         self.ledger.close()

@@ -39,6 +39,7 @@ class Place:
     run_id: str
     max_staleness: int | None = None
     window: int | None = None
+    own_clock: bool = False
     lease: str = ""
     """Turn that a host with shared devices needs for its work."""
     weight_routes: tuple[WeightRoute, ...] = ()
@@ -58,6 +59,7 @@ class NodeContext:
         self.cores, self.gpus = place.cores, place.gpus
         self.resume_dir, self.start_version = place.resume_dir, place.start_version
         self.max_staleness, self.window = place.max_staleness, place.window
+        self.own_clock = place.own_clock
         self.weight_routes = place.weight_routes
         self.gang_address = ""
         self.run_id = place.run_id

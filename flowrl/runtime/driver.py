@@ -114,12 +114,19 @@ class Driver:
             per_batch,
             numbers.ahead if numbers.ahead is not None else UNBOUNDED,
             consumers=job.plan.consumers,
+            trainers=job.plan.trainers,
             publish_every=numbers.publish_every,
             start_version=job.start_version,
             max_groups=None if steps is None else (steps - job.start_version) * per_batch,
         )
-        policies = tuple(dict.fromkeys(policy for _, policy in job.plan.consumers))
-        return Books(job.run_dir, tickets, policies=policies, on_step=self.on_step, resume=job.resume_from is not None)
+        return Books(
+            job.run_dir,
+            tickets,
+            on_step=self.on_step,
+            bound=numbers.max_staleness,
+            own_clock=job.plan.own_clock,
+            resume=job.resume_from is not None,
+        )
 
     async def run(self) -> Outcome:
         """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""

@@ -1,42 +1,67 @@
-"""The live side of an In port: turns, holds, groups, and tombstones passed on unseen.
+"""The live side of an In port: invocations, holds, groups, and tombstones forwarded unseen.
 
 Waits: taking an item ends with a message, end of stream, or LaneFailed when a producer's process died.
-A closed gate is opened again by the checkpoint that closed it.
+A closed gate is opened again by the checkpoint that closed it. Takes may be cancelled: what has come stays for the
+next one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from flowrl.channel.dispatch import Delivery, EndOfStream, Inbox
-from flowrl.errors import SampleFailed
+from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.graph.ports import Members
 from flowrl.messages import Message, Tombstone
-from flowrl.runtime.activity import Activity, Turn, in_turn
-from flowrl.runtime.items import Desk, Item, OpenGroup, at_hand, current, tombstone
+from flowrl.runtime.activity import Activity
+from flowrl.runtime.invocation import Invocation, Invocations
+from flowrl.runtime.items import Desk, Item, OpenGroup, tombstone
 from flowrl.runtime.lease import Lease
+from flowrl.runtime.merge import Merge
+
+Take = Callable[[], Awaitable[Item | None]]
 
 
 class Losses(Protocol):
     """Where losses go: the ledger, and the node's out ports."""
 
-    def lose(self, items: list[Item], marker: Tombstone, ticket: int) -> None:
-        """Book `marker`, pass it on on every out port, and end `items` once it has arrived."""
+    def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """Book `marker` where nothing was made of `items`, and forward it there."""
 
-    def pass_on(self, items: list[Item], marker: Tombstone) -> None:
-        """The same without booking: the loss was booked where it happened."""
+    def book(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """The same without forwarding."""
+
+    def forward(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """Send `marker` on every out port that has nothing of `items`, and end these once it has arrived."""
+
+    async def leave(self, items: Sequence[Item]) -> None:
+        """The work on `items` is over: tell of them where they were not sent."""
 
     def flow(self, item: Item, *, begins: bool) -> None:
-        """A turn began or ended: for the trace."""
+        """An invocation began or ended: for the trace."""
 
 
 class Inbound:
-    """LiveIn of one In port of one node replica."""
+    """LiveIn of one In port of one node replica.
+
+    `arrivals` is the number of things that come for each sample to a node that counts them; a node that does not
+    count (`counts`) forwards each by itself.
+    """
 
     def __init__(
-        self, port: str, inbox: Inbox, desk: Desk, activity: Activity, losses: Losses, lease: Lease, *, sink: bool
+        self,
+        port: str,
+        inbox: Inbox,
+        desk: Desk,
+        activity: Activity,
+        losses: Losses,
+        lease: Lease,
+        *,
+        sink: bool,
+        arrivals: int = 1,
     ) -> None:
         self.port = port
         self._inbox = inbox
@@ -45,10 +70,18 @@ class Inbound:
         self._losses = losses
         self._lease = lease
         self._sink = sink
+        self._merge = Merge(port, arrivals) if arrivals > 1 else None
         self._gate = asyncio.Event()
         self._gate.set()
         self._closed_by: set[str] = set()
+        self._ahead: deque[Delivery] = deque()
+        """Taken from the inbox, and kept by a gate that closed meanwhile."""
         self._groups: dict[str, OpenGroup] = {}
+
+    @property
+    def num_open_groups(self) -> int:
+        """Groups of which members are still to come."""
+        return len(self._groups)
 
     def gate(self, by: str, *, open_: bool) -> None:
         """Lets no further item in until each that closed it has opened it: a checkpoint, an evaluation."""
@@ -63,77 +96,69 @@ class Inbound:
 
     async def take(self) -> Item | None:
         """The next item, tombstones included; None at end of stream."""
+        while (delivery := await self._delivery()) is not None:
+            item = self._desk.take(delivery, self.port)
+            if self._merge is None:
+                return item
+            going, over = self._merge.add(item)
+            self._end(over)
+            if going is not None:
+                return going
+        if self._merge is not None:
+            self._end(self._merge.rest())
+        return None
+
+    def _end(self, items: Sequence[Item]) -> None:
+        for item in items:
+            self._desk.end(item)
+
+    async def _delivery(self) -> Delivery | None:
         with self._activity.waiting("item", self.port, inside=None):
-            try:
-                delivery: Delivery = await self._inbox.take()
-            except EndOfStream:
-                return None
-            await self._gate.wait()
-        return self._desk.take(delivery, self.port)
+            while True:
+                if not self._ahead:
+                    try:
+                        self._ahead.append(await self._inbox.take())
+                    except EndOfStream:
+                        return None
+                await self._gate.wait()
+                if self._ahead:  # another take may have been quicker
+                    return self._ahead.popleft()
 
     async def _next(self) -> Item | None:
         """The next item that is for user code; tombstones go on by themselves."""
         while (item := await self.take()) is not None:
             if not isinstance(item.body, Tombstone):
                 return item
-            self.pass_on(item)
+            self.forward(item)
         return None
 
-    async def _begin(self, item: Item) -> Turn:
-        if self._lease.name:
-            with self._activity.waiting("turn", self._lease.name, inside=None):
-                await self._lease.begin()
-        self._losses.flow(item, begins=True)
-        return self._activity.begin()
-
-    async def _finish(self, item: Item, turn: Turn) -> None:
-        turn.end()
-        self._losses.flow(item, begins=False)
-        for part in item.whole:
-            self._desk.end_turn(part, sink=self._sink)
-        await self._lease.end()
-
-    async def iterate(self) -> AsyncIterator[Any]:
-        while (item := await self._next()) is not None:
-            turn = await self.begin_turn(item)
-            try:
-                yield item.body
-            except GeneratorExit:  # the loop was left or cancelled inside this turn; its item stays unfinished
-                await self.leave_turn(turn)
-                raise
-            await self.finish_turn(item, turn)
-
-    async def begin_turn(self, item: Item) -> Turn:
-        """What follows in this task works on `item`, and on the other parts of its sample."""
-        turn = await self._begin(item)
-        current.set(item.whole)
-        self._enter(item, turn)
-        return turn
-
-    async def finish_turn(self, item: Item, turn: Turn) -> None:
-        current.set(())
-        await self._finish(item, turn)
-        self._leave()
-
-    async def leave_turn(self, turn: Turn) -> None:
-        """The turn ends, its item does not."""
-        turn.end()
-        await self._lease.end()
-
-    def pass_on(self, item: Item) -> None:
+    def forward(self, item: Item) -> None:
         """Forward the tombstone `item`, which user code must not see."""
         assert isinstance(item.body, Tombstone)
-        self._losses.pass_on(list(item.whole), item.body)
+        self._losses.forward(item.whole, item.body)
 
-    @staticmethod
-    def _enter(item: Item, turn: Turn) -> None:
-        in_turn.set(turn)
-        at_hand.set(item.envelope.ticket)
+    def lost_here(self, parts: Sequence[Item], marker: Tombstone) -> None:
+        """A join has found that `marker` stands for a sample of which other parts came: book it."""
+        self._losses.book(parts, marker)
 
-    @staticmethod
-    def _leave() -> None:
-        in_turn.set(None)
-        at_hand.set(-1)
+    def work_on(self, item: Item) -> Invocation:
+        """The invocation of one item, or of a joined sample by one of its parts. The engine ends it."""
+        return self._invocation(item.given, [item], whole=item, end=self._finish)
+
+    def _invocation(self, value: Any, items: list[Item], **ends: Any) -> Invocation:
+        return Invocation(value, items, lease=self._lease, activity=self._activity, trace=self._losses, **ends)
+
+    async def _finish(self, item: Item) -> None:
+        await self._losses.leave(item.whole)
+        for part in item.whole:
+            self._desk.end_turn(part, sink=self._sink)
+
+    def iterate(self) -> AsyncIterator[Any]:
+        return Invocations(self._next_invocation)
+
+    async def _next_invocation(self) -> Invocation | None:
+        item = await self._next()
+        return None if item is None else self.work_on(item)
 
     async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None:
         slots = asyncio.Semaphore(concurrency)
@@ -143,61 +168,59 @@ class Inbound:
                 item = await self._next()
                 if item is None:
                     return
-                tasks.create_task(self._turn(body, item, slots))
+                tasks.create_task(self._work(body, item, slots))
 
-    async def _turn(self, body: Callable[[Any], Awaitable[None]], item: Item, slots: asyncio.Semaphore) -> None:
-        current.set((item,))
-        at_hand.set(item.envelope.ticket)
+    async def _work(self, body: Callable[[Any], Awaitable[None]], item: Item, slots: asyncio.Semaphore) -> None:
+        work = self.work_on(item)
+        await work.begin()
+        work.enter()
         with self._desk.noting_failure():
-            turn = await self._begin(item)
-            self._enter(item, turn)
             try:
                 await body(item.body)
             except SampleFailed as failure:
                 self.drop(item.body, str(failure), "failed")
-            await self._finish(item, turn)
+            work.leave()
+            await work.finish()
         slots.release()
 
     def groups(self, size: int) -> AsyncIterator[Members[Any]]:
-        return self.grouped(self._taken(), size)
+        return self.grouped(self.take, size)
 
     def join(self, others: Sequence[Any]) -> Any:
         from flowrl.runtime.join import Joined
 
         return Joined((self, *others))
 
-    async def _taken(self) -> AsyncIterator[Item]:
-        while (item := await self.take()) is not None:
-            yield item
+    def grouped(self, take: Take, size: int, close: Callable[[], None] = lambda: None) -> Invocations:
+        """The groups that the items of `take` make up; a joined sample stands there as one of its parts."""
 
-    async def grouped(self, items: AsyncIterator[Item], size: int) -> AsyncGenerator[Members[Any], None]:
-        """The groups that `items` make up; a joined sample stands there as one of its parts."""
-        async for item in items:
-            group = self._join(item, size)
-            if not group.complete:
-                continue
-            if not group.items:
-                self._lose_group(group, next(iter(group.lost.values())).body)
-                continue
-            members = list(group.items.values())
-            self._flow(members, begins=True)
-            turn = self._activity.begin()
-            self._enter(item, turn)
-            yield self._members(group)
-            self._leave()
-            self._flow(members, begins=False)
-            turn.end()
+        async def pull() -> Invocation | None:
+            while (item := await take()) is not None:
+                group = self._join(item, size)
+                if group.complete and group.items:
+                    return self._invocation(self._members(group), list(group.items.values()))
+                if group.complete:
+                    self._lose_group(group, next(iter(group.lost.values())).body)
+            return None
 
-    def _flow(self, items: list[Item], *, begins: bool) -> None:
-        for item in items:
-            self._losses.flow(item, begins=begins)
+        return Invocations(pull, close)
 
     def _join(self, item: Item, size: int) -> OpenGroup:
         """Put a member on hold with its group."""
         envelope = item.envelope
+        if not envelope.group_id or envelope.member < 0:
+            raise FlowrlError(
+                f"{self.port} brought a {type(item.body).__name__} of no single sample, which cannot be grouped; group "
+                "messages with the fields group_id and member, or such as are made from one of them"
+            )
         group = self._groups.get(envelope.group_id)
         if group is None:
             group = self._groups[envelope.group_id] = OpenGroup(envelope.group_id, envelope.ticket, size)
+        if envelope.member in group.items or envelope.member in group.lost:
+            raise FlowrlError(
+                f"{self.port} brought member {envelope.member} of group {envelope.group_id!r} twice before its {size} "
+                "members were complete; every member needs a number of its own, and one message"
+            )
         for part in item.whole:
             part.held, part.group = True, group
         lost = isinstance(item.body, Tombstone)
@@ -218,26 +241,24 @@ class Inbound:
     def _lose_group(self, group: OpenGroup, last: Message) -> None:
         """Nothing of the group is left: one marker for the whole group travels on, at its ticket."""
         assert isinstance(last, Tombstone)
-        items = [*group.items.values(), *group.lost.values()]
-        ids = tuple(sid for item in items for sid in tombstone(item, self._desk.node, "", "").sample_ids)
-        marker = Tombstone(group.group_id, -1, last.state, last.reason, self._desk.node, ids, group.size)
-        self._losses.pass_on([part for item in items for part in item.whole], marker)
+        items = [part for item in (*group.items.values(), *group.lost.values()) for part in item.whole]
+        ids = dict.fromkeys(i for item in items for i in tombstone(item, self._desk.node, "", "").sample_ids)
+        marker = Tombstone(group.group_id, -1, last.state, last.reason, self._desk.node, tuple(ids), group.size)
+        self._losses.forward(items, marker)
 
-    async def ordered(self) -> AsyncIterator[tuple[int, Any]]:
-        while (item := await self.take()) is not None:
-            ticket = item.envelope.ticket
-            if isinstance(item.body, Tombstone):
-                self._desk.end(item)
-                yield ticket, None
-                continue
+    def ordered(self) -> AsyncIterator[tuple[int, Any]]:
+        return Invocations(self._next_ordered)
+
+    async def _next_ordered(self) -> Invocation | None:
+        item = await self.take()
+        if item is None:
+            return None
+        ticket = item.envelope.ticket
+        if not isinstance(item.body, Tombstone):
             item.held = True
-            self._losses.flow(item, begins=True)
-            turn = self._activity.begin()
-            self._enter(item, turn)
-            yield ticket, item.body
-            self._leave()
-            self._losses.flow(item, begins=False)
-            turn.end()
+            return self._invocation((ticket, item.body), [item])
+        self._end(item.whole)
+        return self._invocation((ticket, None), [item])
 
     def hold(self, item: Message) -> None:
         for part in self._desk.of(item).whole:
@@ -252,12 +273,11 @@ class Inbound:
             part.lost = marker
         group = dropped.group
         if group is None:
-            self._losses.lose(list(dropped.whole), marker, dropped.envelope.ticket)
+            self._losses.lose(dropped.whole, marker)
             return
-        self._losses.lose([], marker, dropped.envelope.ticket)
+        self._losses.book(dropped.whole, marker)
         if group.sent:
-            for part in dropped.whole:
-                self._desk.end(part)
+            self._end(dropped.whole)
             return
         group.dropped.append(dropped)
         if len(group.dropped) == len(group.items):
@@ -271,8 +291,7 @@ class Inbound:
         group = finished.group
         if group is not None and not any(self._desk.holds(member) for member in group.present):
             for rest in (*group.lost.values(), *group.dropped):
-                for part in rest.whole:
-                    self._desk.end(part)
+                self._end(rest.whole)
 
     def newest(self) -> Any:
         return self._inbox.newest()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,8 +23,10 @@ from flowrl.channel.custody import Custody
 from flowrl.channel.dispatch import Delivery
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import FlowrlError
-from flowrl.messages import Message, Tombstone
+from flowrl.messages import Message, Prompt, Sample, Tombstone
 
+NOT_ROUTED = "not_routed"
+"""Reason of a tombstone for a sample that its node sent on other ports only."""
 Place = tuple[str, bytes]
 """(in port as "node.port", message id)"""
 
@@ -45,13 +47,19 @@ class Item:
     """Its loss is booked, and this marker stands for it from then on, also in a checkpoint."""
     group: OpenGroup | None = None
     children: list[bytes] = field(default_factory=list)
+    sent_on: set[str] = field(default_factory=set)
+    """Out ports on which something was made from it."""
     parts: tuple[Item, ...] = ()
     """Of a joined sample: what each port brought of it, this item among them."""
+    others: tuple[Item, ...] = ()
+    """Of a tombstone that stands for several: the others."""
 
     @property
     def whole(self) -> tuple[Item, ...]:
         """The items that share this one's fate."""
-        return self.parts or (self,)
+        if not self.parts and not self.others:
+            return (self,)
+        return tuple(item for part in self.parts or (self,) for item in (part, *part.others))
 
     @property
     def given(self) -> Any:
@@ -201,14 +209,29 @@ def tombstone(item: Item, node: str, reason: str, state: str) -> Tombstone:
     body, envelope = item.body, item.envelope
     if isinstance(body, Tombstone):
         return body
-    samples = getattr(body, "samples", (body,))
+    samples = samples_of(body)
     return Tombstone(
         group_id=envelope.group_id,
         member=envelope.member,
         state=state,
         reason=reason,
         node=node,
-        sample_ids=tuple(s.sample_id for s in samples if hasattr(s, "sample_id")),
+        sample_ids=tuple(sample.sample_id for sample in samples),
         group_size=getattr(body, "group_size", 0),
-        response_tokens=sum(getattr(s, "response_tokens", 0) for s in samples),
+        response_tokens=sum(sample.response_tokens for sample in samples if isinstance(sample, Sample)),
     )
+
+
+def samples_of(body: Any) -> tuple[Prompt | Sample, ...]:
+    """The samples that a message is, or holds in its fields, however deep."""
+    if isinstance(body, Prompt | Sample):
+        return (body,)
+    if isinstance(body, Tombstone):
+        return ()
+    if isinstance(body, Message):
+        return tuple(s for f in dataclasses.fields(body) for s in samples_of(getattr(body, f.name)))  # type: ignore[arg-type]
+    if isinstance(body, Mapping):
+        return tuple(sample for value in body.values() for sample in samples_of(value))
+    if isinstance(body, tuple | list):
+        return tuple(sample for value in body for sample in samples_of(value))
+    return ()

@@ -263,6 +263,7 @@ class _Prepared:
             run_id=run_id,
             max_staleness=self.plan.numbers.max_staleness,
             window=self.plan.numbers.window,
+            own_clock=node in self.plan.own_clock,
             lease=host.lease,
             weight_routes=routes_of(self.plan, node),
         )

@@ -9,8 +9,9 @@ All `*_s` columns are seconds since the Unix epoch.
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ CREATE TABLE IF NOT EXISTS samples (
     admitted_s REAL NOT NULL,
     generated_s REAL,
     scored_s REAL,
-    trained_s REAL
+    trained_s REAL,
+    masked_tokens INTEGER NOT NULL      -- kept out of the loss by a node's loss_mask
 );
 CREATE INDEX IF NOT EXISTS samples_by_group ON samples (group_id);
 CREATE TABLE IF NOT EXISTS uses (
@@ -50,14 +52,25 @@ CREATE TABLE IF NOT EXISTS uses (
     trainer TEXT NOT NULL,
     version INTEGER NOT NULL,
     step INTEGER NOT NULL,
-    tokens INTEGER NOT NULL
+    tokens INTEGER NOT NULL,
+    stale_tokens INTEGER NOT NULL,
+    masked_tokens INTEGER NOT NULL,
+    oldest_version INTEGER              -- what its age is counted from, in versions of the trainer
 );
 CREATE INDEX IF NOT EXISTS uses_by_sample ON uses (sample_id);
+CREATE TABLE IF NOT EXISTS losses (     -- of graphs with several trainers: who will not use it
+    sample_id TEXT NOT NULL,
+    trainer TEXT NOT NULL,
+    state TEXT NOT NULL,                -- filtered, failed, dropped
+    reason TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS losses_by_sample ON losses (sample_id);
 CREATE TABLE IF NOT EXISTS tickets (
     ticket INTEGER PRIMARY KEY,
     group_id TEXT NOT NULL UNIQUE,
     state TEXT NOT NULL,                -- open, trained, dropped
-    step INTEGER
+    step INTEGER,
+    held TEXT NOT NULL                  -- JSON, trainer: version of its weights held everywhere at admission
 );
 CREATE TABLE IF NOT EXISTS evaluations (
     phase TEXT NOT NULL,                -- before, during, after
@@ -74,6 +87,21 @@ CREATE TABLE IF NOT EXISTS evaluations (
 );
 """
 
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of a sample at one trainer."""
+
+    step: int | None = None
+    """The version that its use made; None: it is left out."""
+    tokens: int = 0
+    stale_tokens: int = 0
+    masked_tokens: int = 0
+    oldest_version: int | None = None
+    state: str = "trained"
+    reason: str | None = None
+
+
 STATES = ("in_flight", "trained", "filtered", "failed", "dropped")
 
 # A transaction runs these in this order, each one's rows in order of their events: a sample's later events never
@@ -81,14 +109,14 @@ STATES = ("in_flight", "trained", "filtered", "failed", "dropped")
 # - `partial` and `generated` both write response_tokens, but a finished rollout's stand in any order: `generated`
 #   replaces what `partial` wrote, and `partial` leaves a generated row alone;
 # - `generated` and `redone` both write redone_tokens, but only add to them;
-# - `ended`, `trained` and `stale` write state, reason and stale_tokens, but `Books` adds one of the three at most.
+# - `trained` and `unused` write state and tokens, but `Books` adds one of the two at most.
 # The first `settled` of a ticket stands. No other two statements write the same column of a row.
 # A second generation of one sample (a crash came between) counts as redone: the first one where the second replaces
 # it, and the second ("redone") where a checkpoint kept the first.
 STATEMENTS = {
-    "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL)",
+    "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL, ?)",
     "admitted": "INSERT INTO samples VALUES (?, ?, ?, ?, ?, 'in_flight', NULL, ?, 0, 0, 0, 0, NULL, ?,"
-    " NULL, NULL, NULL, NULL, NULL, NULL, ?, NULL, NULL, NULL)",
+    " NULL, NULL, NULL, NULL, NULL, NULL, ?, NULL, NULL, NULL, 0)",
     "partial": "UPDATE samples SET response_tokens = ? WHERE sample_id = ? AND generated_s IS NULL",
     "generated": "UPDATE samples SET"
     " redone_tokens = redone_tokens + (CASE WHEN generated_s IS NULL THEN 0 ELSE response_tokens END),"
@@ -96,11 +124,11 @@ STATEMENTS = {
     " WHERE sample_id = ?",
     "redone": "UPDATE samples SET redone_tokens = redone_tokens + ? WHERE sample_id = ?",
     "scored": "UPDATE samples SET reward = ?, scored_s = ? WHERE sample_id = ?",
-    "ended": "UPDATE samples SET state = ?, reason = ? WHERE sample_id = ?",
-    "trained": "UPDATE samples SET state = 'trained', trained_tokens = ?, stale_tokens = ?,"
+    "trained": "UPDATE samples SET state = 'trained', trained_tokens = ?, stale_tokens = ?, masked_tokens = ?,"
     " oldest_trained_version = ?, trained_version = ?, step = ?, trained_s = ? WHERE sample_id = ?",
-    "stale": "UPDATE samples SET state = 'dropped', reason = 'stale', stale_tokens = ? WHERE sample_id = ?",
-    "used": "INSERT INTO uses VALUES (?, ?, ?, ?, ?)",
+    "unused": "UPDATE samples SET state = ?, reason = ?, stale_tokens = ?, masked_tokens = ? WHERE sample_id = ?",
+    "used": "INSERT INTO uses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+    "left_out": "INSERT INTO losses VALUES (?, ?, ?, ?)",
     "settled": "UPDATE tickets SET state = ?, step = ? WHERE ticket = ? AND state = 'open'",
     "evaluated": "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
 }
@@ -113,6 +141,8 @@ class OpenSample:
     ticket: int
     group_id: str
     sample_id: str
+    member: int
+    held: Mapping[str, int]
 
 
 class Ledger:
@@ -168,10 +198,27 @@ class Ledger:
     def in_flight(self) -> list[OpenSample]:
         """Every committed sample in flight, in order of admission."""
         rows = self._db.execute(
-            "SELECT t.ticket, s.group_id, s.sample_id FROM samples s JOIN tickets t USING (group_id)"
+            "SELECT t.ticket, s.group_id, s.sample_id, s.member, t.held FROM samples s JOIN tickets t USING (group_id)"
             " WHERE s.state = 'in_flight' ORDER BY t.ticket, s.member"
         )
-        return [OpenSample(*row) for row in rows]
+        return [
+            OpenSample(ticket, group_id, sample_id, member, json.loads(held))
+            for ticket, group_id, sample_id, member, held in rows
+        ]
+
+    def fates(self) -> list[tuple[str, str, str, Fate]]:
+        """(group_id, sample_id, trainer, fate): what is known of the groups with a sample in flight."""
+        open_groups = "(SELECT group_id FROM samples WHERE state = 'in_flight')"
+        used = self._db.execute(
+            "SELECT s.group_id, sample_id, trainer, u.step, tokens, u.stale_tokens, u.masked_tokens, u.oldest_version"
+            f" FROM uses u JOIN samples s USING (sample_id) WHERE s.group_id IN {open_groups}"
+        )
+        lost = self._db.execute(
+            "SELECT s.group_id, sample_id, trainer, l.state, l.reason"
+            f" FROM losses l JOIN samples s USING (sample_id) WHERE s.group_id IN {open_groups}"
+        )
+        found = [(group, sample, trainer, Fate(step, *rest)) for group, sample, trainer, step, *rest in used]
+        return found + [(group, sample, t, Fate(state=state, reason=why)) for group, sample, t, state, why in lost]
 
     def next_ticket(self) -> int:
         """The number after the last ticket taken."""

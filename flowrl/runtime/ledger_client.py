@@ -41,14 +41,22 @@ class Use:
     """Policy tokens masked out of the loss for their age."""
     oldest_version: int | None = None
     """Of the tokens that entered the loss; None if none did, or no policy sampled them."""
+    masked_tokens: int = 0
+    """Policy tokens that a node's `loss_mask` kept out of the loss."""
 
     @classmethod
     def of(cls, sample: Sample, loss_mask: Bool | None = None) -> Use:
-        """The use of `sample` with the tokens of `loss_mask` (default: all its policy tokens)."""
-        mask = sample.policy_mask if loss_mask is None else loss_mask & sample.policy_mask
-        tokens = int(mask.sum())
+        """The use of `sample` with the tokens of `loss_mask` (default: all that its own lets into the loss).
+
+        What its own mask lets in and `loss_mask` does not is too old.
+        """
+        own: Bool | None = getattr(sample, "loss_mask", None)
+        allowed = sample.policy_mask if own is None else own & sample.policy_mask
+        mask = allowed if loss_mask is None else loss_mask & allowed
+        tokens, num_allowed = int(mask.sum()), int(allowed.sum())
         oldest = _known(int(sample.versions[mask].min())) if tokens else None
-        return cls(sample.sample_id, sample.group_id, tokens, sample.response_tokens - tokens, oldest)
+        stale, masked = num_allowed - tokens, sample.response_tokens - num_allowed
+        return cls(sample.sample_id, sample.group_id, tokens, stale, oldest, masked)
 
 
 @dataclass(frozen=True)
@@ -77,13 +85,14 @@ class LedgerClient:
         self._events: list[tuple[Any, ...]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    async def admit(self, node: str, samples: Sequence[Prompt]) -> int | None:
+    async def admit(self, node: str, samples: Sequence[Prompt], *, trainers: Sequence[str] | None = None) -> int | None:
         """A ticket for one group, committed in the ledger; None when no further group is wanted.
 
-        `samples` are the members of one group. Waits for the ticket.
+        `samples` are the members of one group, `trainers` those that they can come to (all by default). Waits for
+        the ticket.
         """
         rows = [(s.sample_id, s.prompt_id, s.epoch, s.member, len(s.token_ids)) for s in samples]
-        body = {"node": node, "group_id": samples[0].group_id, "rows": rows}
+        body = {"node": node, "group_id": samples[0].group_id, "rows": rows, "trainers": trainers}
         ticket: int | None = await self._link.request(DRIVER, "admit", body)
         return ticket
 
@@ -98,10 +107,18 @@ class LedgerClient:
         """A sample has its reward."""
         self._add("scored", sample.sample_id, float(sample.reward), sample.scored_s or time.time())
 
-    def lost(self, marker: Tombstone, ticket: int) -> None:
-        """The marker's samples are filtered, failed or dropped: all of the ticket's if it names none."""
-        self._add("lost", ticket, marker.sample_ids, marker.state, marker.reason, marker.response_tokens)
+    def lost(self, marker: Tombstone, trainers: Sequence[str] | None = None) -> None:
+        """The marker's sample, or its whole group, is filtered, failed or dropped at `trainers` (default: at all)."""
+        who = (marker.group_id, marker.member, marker.sample_ids)
+        self._add("lost", trainers, *who, marker.state, marker.reason, marker.response_tokens)
         self.flush()
+
+    async def assert_bound(self, trainer: str, version: int, group_ids: Sequence[str]) -> None:
+        """Before `trainer` updates `version` with these groups. Raises FlowrlError for one that is too old.
+
+        For trainers whose versions are not those of the tokens; the others see the age of every token.
+        """
+        await self._link.request(DRIVER, "ages", {"trainer": trainer, "version": version, "group_ids": group_ids})
 
     def step(self, record: Mapping[str, Any], uses: Sequence[Use], *, policy: str) -> None:
         """A batch is finished: its metrics line, and what it did with each of its samples.
@@ -109,7 +126,7 @@ class LedgerClient:
         `record["step"]` is the version that the batch made. Called once a batch, with the uses of all
         ranks. `policy` is the name the weights are published under: the trainer node's.
         """
-        rows = [(u.sample_id, u.group_id, u.tokens, u.stale_tokens, u.oldest_version) for u in uses]
+        rows = [(u.sample_id, u.group_id, u.tokens, u.stale_tokens, u.masked_tokens, u.oldest_version) for u in uses]
         self._add("step", policy, {name: _plain(value) for name, value in record.items()}, rows)
         self.flush()
 

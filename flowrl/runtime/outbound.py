@@ -12,9 +12,10 @@ from typing import Protocol
 
 from flowrl.channel.dispatch import OutEdge
 from flowrl.channel.envelope import Envelope, message_id, source_id
-from flowrl.messages import Message, Prompt, Tombstone
+from flowrl.errors import FlowrlError
+from flowrl.messages import Message, Prompt, Sample, Tombstone
 from flowrl.runtime.activity import Activity, in_turn
-from flowrl.runtime.items import Desk, Item, current
+from flowrl.runtime.items import Desk, Item, current, samples_of
 
 
 class Owner(Protocol):
@@ -23,8 +24,14 @@ class Owner(Protocol):
     desk: Desk
     activity: Activity
 
-    async def admit(self, samples: Sequence[Prompt]) -> int | None:
-        """A ticket for one group, committed; None when no further group is wanted."""
+    async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
+        """A ticket for one group that can come to `trainers`, committed; None when no further group is wanted."""
+
+    def book(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """Samples of `items` are lost where nothing was made of these."""
+
+    def use_up(self, items: Sequence[Item]) -> None:
+        """What `items` were held for is sent: end them."""
 
     def sent(self, envelope: Envelope) -> None:
         """For the trace."""
@@ -53,9 +60,15 @@ class Waiting:
 class Outbound:
     """LiveOut of one Out port of one node replica."""
 
-    def __init__(self, port: str, edges: Sequence[OutEdge], owner: Owner) -> None:
+    def __init__(
+        self, port: str, edges: Sequence[OutEdge], owner: Owner, trainers: Sequence[str] = (), *, counted: bool = False
+    ) -> None:
         self.port = port
         self.edges = tuple(edges)
+        self.trainers = frozenset(trainers)
+        """Those that its messages can come to."""
+        self.counted = counted
+        """Somebody beyond it has to hear of every sample, be it that it went elsewhere."""
         self._owner = owner
         self._desk = owner.desk
         self._activity = owner.activity
@@ -67,6 +80,9 @@ class Outbound:
         self._restoring: list[Kept] = []
         """A checkpoint's messages that still wait for credit."""
         self._waiting: dict[bytes, Waiting] = {}
+        self._num_leaving = 0
+        """Tombstones and kept messages on their way out; the stream ends after them."""
+        self._ending = False
         self.sent_before: set[bytes] = set()
         """Ids of what turns cut off by a checkpoint had sent: their repetitions leave it out."""
         self.left_out: set[bytes] = set()
@@ -78,9 +94,12 @@ class Outbound:
         return any(edge.rule in ("share", "key", "broadcast") for edge in self.edges)
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None:
+        if self._ending:
+            raise FlowrlError(f"{self.port} was closed, and then a {type(item).__name__} was sent on it")
         parents = self._parents(made_from)
         envelope = self._envelope(item, parents)
         if parents:
+            self._book_left_out(item, parents)
             await self._send(envelope, parents)
             return
         self._outside += 1
@@ -93,7 +112,7 @@ class Outbound:
         prompts = [item for item in items if isinstance(item, Prompt)]
         began = time.time_ns()
         with self._activity.waiting("ticket", self.port, inside=in_turn.get()):
-            ticket = await self._owner.admit(prompts)
+            ticket = await self._owner.admit(prompts, sorted(self.trainers))
         self._owner.waited("ticket", began)
         if ticket is None:
             return False
@@ -121,6 +140,12 @@ class Outbound:
             envelope = Envelope(key, ticket if alike else -1, marker.group_id, marker.member, marker)
             await self._send(envelope, items, uses_up=False)
 
+    def leaving(self, change: int) -> None:
+        """A message that is not the body's own begins its way out (+1), or is out (-1)."""
+        self._num_leaving += change
+        if self._ending and not self._num_leaving:
+            self._close_edges()
+
     async def restore(self, kept: Kept) -> None:
         """Send a message that a checkpoint kept, on the edge where it was under way."""
         self._restoring.append(kept)
@@ -129,6 +154,7 @@ class Outbound:
             if edge.name == name:
                 await edge.send_to(consumer, envelope)
         self._restoring.remove(kept)
+        self.leaving(-1)
 
     def unacked(self) -> list[Kept]:
         """All that no consumer has finished."""
@@ -167,8 +193,25 @@ class Outbound:
         return [key for keys in self._admitted.values() for key in keys]
 
     def close(self) -> None:
+        """End of stream, after what is on its way out."""
+        if not self._ending:
+            self._ending = True
+            self.leaving(0)
+
+    def _close_edges(self) -> None:
         for edge in self.edges:
             edge.close()
+
+    def _book_left_out(self, body: Message, parents: Sequence[Item]) -> None:
+        """Samples of `parents` that are not in `body` end here, as far as this port leads."""
+        if not self.trainers or (len(parents) == 1 and isinstance(parents[0].body, Sample | Prompt)):
+            return
+        kept = {sample.sample_id for sample in samples_of(body)}
+        for parent in parents if kept else ():
+            gone = [s.sample_id for s in samples_of(parent.body) if s.sample_id not in kept]
+            if gone and parent.lost is None:
+                head, node = parent.envelope, self._desk.node
+                self._owner.book([parent], Tombstone(head.group_id, -1, "filtered", "left_out", node, tuple(gone)))
 
     def _parents(self, made_from: Sequence[Message] | None) -> list[Item]:
         if made_from is None:
@@ -184,7 +227,8 @@ class Outbound:
     def _envelope(self, body: Message, parents: Sequence[Item]) -> Envelope:
         if not parents:
             self._cursor += 1
-            return Envelope(source_id(f"{self._desk.node} {self.port}", str(self._cursor)), -1, "", -1, body)
+            key = source_id(f"{self._desk.node} {self.port}", str(self._cursor))
+            return Envelope(key, -1, *_own_lineage(body), body)
         key = self._next_id(parents)
         self._count(parents)
         heads = [parent.envelope for parent in parents]
@@ -211,38 +255,56 @@ class Outbound:
             return False
         self.sent_before.discard(key)
         self.left_out.add(key)
-        self._desk.made(parents, key)
+        self._mark(parents, key)
         return True
+
+    def _mark(self, parents: Sequence[Item], key: bytes) -> None:
+        self._desk.made(parents, key)
+        for item in parents:
+            item.sent_on.add(self.port)
 
     async def _send(self, envelope: Envelope, parents: Sequence[Item], *, uses_up: bool = True) -> None:
         if not self._left_out(envelope.id, parents):
             await self._send_on_all(envelope, parents)
-        for item in parents:
-            if item.held and uses_up:
-                self._desk.end(item)
+        if uses_up and (held := [item for item in parents if item.held]):
+            self._owner.use_up(held)
 
     async def _send_on_all(self, envelope: Envelope, parents: Sequence[Item]) -> None:
         for item in parents:
             item.accounted = True
         if any(edge.rule != "latest" for edge in self.edges):
-            self._desk.made(parents, envelope.id)
+            self._mark(parents, envelope.id)
         try:
             for number, edge in enumerate(self.edges):
                 again = not number and _makes_again(parents)
                 self._waiting[envelope.id] = Waiting(envelope, number, again, not parents)
-                if parents:
-                    for key, num_lanes in edge.arrivals(envelope):
-                        self._desk.owes(parents, key, num_lanes)
-                began = time.time_ns()
-                with self._activity.waiting("credit", edge.name, inside=in_turn.get()):
-                    await edge.send(envelope)
-                self._owner.waited(f"credit {edge.name}", began)
-                if edge.rule == "broadcast":
-                    for _, copy in edge.addressed(envelope):
-                        self._owner.sent(copy)
+                await self._send_on(edge, envelope, parents)
         finally:
             self._waiting.pop(envelope.id, None)
         self._owner.sent(envelope)
+
+    async def _send_on(self, edge: OutEdge, envelope: Envelope, parents: Sequence[Item]) -> None:
+        owed = edge.arrivals(envelope) if parents else []
+        for key, num_lanes in owed:
+            self._desk.owes(parents, key, num_lanes)
+        began = time.time_ns()
+        try:
+            with self._activity.waiting("credit", edge.name, inside=in_turn.get()):
+                await edge.send(envelope)
+        except BaseException:  # a send is all or nothing: what never left is not waited for
+            for key, num_lanes in owed:
+                self._desk.arrived([key] * num_lanes)
+            raise
+        self._owner.waited(f"credit {edge.name}", began)
+        if edge.rule == "broadcast":
+            for _, copy in edge.addressed(envelope):
+                self._owner.sent(copy)
+
+
+def _own_lineage(body: Message) -> tuple[str, int]:
+    """(group, member) of a message that is made from nothing: what it says of itself."""
+    group_id, member = getattr(body, "group_id", ""), getattr(body, "member", -1)
+    return (group_id, member) if isinstance(group_id, str) and isinstance(member, int) else ("", -1)
 
 
 def _makes_again(parents: Sequence[Item]) -> bool:

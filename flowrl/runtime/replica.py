@@ -14,7 +14,7 @@ from flowrl.messages import Prompt, Tombstone
 from flowrl.runtime.activity import Activity, in_turn
 from flowrl.runtime.context import NodeContext, Place
 from flowrl.runtime.inbound import Inbound
-from flowrl.runtime.items import Desk, Item
+from flowrl.runtime.items import NOT_ROUTED, Desk, Item, samples_of
 from flowrl.runtime.lease import Lease
 from flowrl.runtime.outbound import Kept, Outbound
 from flowrl.runtime.requests import LiveCall
@@ -37,6 +37,8 @@ class Replica:
         self.outbound: dict[str, Outbound] = {}
         self.calls: list[LiveCall] = []
         self.lease = lease
+        self.trainers: frozenset[str] = frozenset()
+        """Those that what comes in here can come to, this node among them."""
         self._trace = trace
         self._tasks = asyncio.TaskGroup()
         self._restored: list[tuple[Outbound, Kept]] = []
@@ -61,22 +63,73 @@ class Replica:
         with self.desk.noting_failure():
             await self.node.run()
 
-    def lose(self, items: list[Item], marker: Tombstone, ticket: int) -> None:
-        self.context.ledger.lost(marker, ticket)
-        if items:
-            self.pass_on(items, marker)
+    def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
+        self.book(items, marker)
+        if not self._unheard(items) and marker.state == "failed" and items[0].sent_on:
+            self.context.metric("failed_after_send", 1)  # all of it is on its way: the failure is its node's alone
+        self.forward(items, marker)
 
-    def pass_on(self, items: list[Item], marker: Tombstone) -> None:
+    def book(self, items: Sequence[Item], marker: Tombstone) -> None:
+        lost_at = self.trainers.difference(*(out.trainers for out in self._sent(items)))
+        if lost_at:
+            self.context.ledger.lost(marker, sorted(lost_at))
+
+    def _sent(self, items: Sequence[Item]) -> list[Outbound]:
+        """The out ports on which something was made from `items`."""
+        names = set().union(*(item.sent_on for item in items))
+        return [out for out in self.outbound.values() if out.port in names]
+
+    def _unheard(self, items: Sequence[Item]) -> list[Outbound]:
+        """The out ports whose consumers have nothing of `items`, and take tombstones."""
+        sent = self._sent(items)
+        return [out for out in self.outbound.values() if out not in sent and out.carries_tombstones]
+
+    def forward(self, items: Sequence[Item], marker: Tombstone) -> None:
+        self._begin_forward(items, marker, self._unheard(items))
+
+    def _begin_forward(
+        self, items: Sequence[Item], marker: Tombstone, outs: Sequence[Outbound]
+    ) -> asyncio.Task[None] | None:
+        if not outs:
+            for item in items:
+                self.desk.end(item)
+            return None
         for item in items:
-            item.held = True  # its turn may end before the marker is on its way
-        self._tasks.create_task(self._bury(items, marker))
+            item.held = True  # its invocation may end before the marker is on its way
+        for out in outs:
+            out.leaving(+1)
+        return self._tasks.create_task(self._forward(items, marker, outs))
 
-    async def _bury(self, items: list[Item], marker: Tombstone) -> None:
-        in_turn.set(None)  # the turn that it comes from goes on, or has ended
-        for out in self.outbound.values():
+    async def _forward(self, items: Sequence[Item], marker: Tombstone, outs: Sequence[Outbound]) -> None:
+        in_turn.set(None)  # the invocation that it comes from goes on, or has ended
+        for out in outs:
             await out.bury(marker, items)
+            out.leaving(-1)
         for item in items:
             self.desk.end(item)
+
+    async def leave(self, items: Sequence[Item]) -> None:
+        """See `inbound.Losses`. Cancelled, it goes on by itself."""
+        if len(self.outbound) > 1 and (leaving := self._tell_elsewhere(items)) is not None:
+            await asyncio.shield(leaving)
+
+    def use_up(self, items: Sequence[Item]) -> None:
+        if len(self.outbound) == 1 or self._tell_elsewhere(items) is None:
+            for item in items:
+                self.desk.end(item)
+
+    def _tell_elsewhere(self, items: Sequence[Item]) -> asyncio.Task[None] | None:
+        """Where samples are counted, those that were sent on other ports only are told of; None if there is nobody."""
+        outs = [out for out in self._unheard(items) if out.counted]
+        if not outs or not any(item.sent_on for item in items) or any(item.lost for item in items):
+            return None
+        first = items[0].envelope
+        alike = all(item.envelope.member == first.member for item in items)
+        ids = tuple(dict.fromkeys(sample.sample_id for item in items for sample in samples_of(item.body)))
+        member = first.member if alike else -1
+        marker = Tombstone(first.group_id, member, "dropped", NOT_ROUTED, self.place.track, ids)
+        self.book(items, marker)
+        return self._begin_forward(items, marker, outs)
 
     def sent_already(self) -> list[bytes]:
         """Ids of what was made from items, or for a group, whose turn goes on."""
@@ -85,8 +138,8 @@ class Replica:
         outside = [key for out in self.outbound.values() for key in out.sent_outside()]
         return [key for key in self.desk.sent_by_open_items() if key not in waiting] + admitted + outside
 
-    async def admit(self, samples: Sequence[Prompt]) -> int | None:
-        return await self.context.ledger.admit(self.place.node, samples)
+    async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
+        return await self.context.ledger.admit(self.place.node, samples, trainers=trainers)
 
     def sent(self, envelope: Envelope) -> None:
         self._trace.sent(self.place.track, envelope)
@@ -99,6 +152,8 @@ class Replica:
     def restore(self, kept: Kept) -> None:
         """Send a checkpoint's message again, as soon as the node runs: the lane may have to wait for credit."""
         ports = [out for out in self.outbound.values() if kept[0].startswith(f"{out.port} -> ")]
+        for out in ports:
+            out.leaving(+1)
         self._restored += [(out, kept) for out in ports]
 
     def flow(self, item: Item, *, begins: bool) -> None:

@@ -8,6 +8,7 @@ from typing import cast
 from flowrl.channel.dispatch import Inbox, OutEdge, Rule
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lane import LaneSpec
+from flowrl.graph.branches import PortPlan, by_name
 from flowrl.graph.graph import Graph
 from flowrl.graph.plan import LanePlan, Plan
 from flowrl.graph.ports import Call, In, Out, Serve
@@ -20,6 +21,7 @@ from flowrl.runtime.requests import LiveCall, LiveServe
 def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None:
     """Give every port of `replica` its live side. Ignored ports get one without lanes, unused calls none."""
     node = graph.nodes[replica.place.node]
+    ways = by_name(plan.ports)
     rules: dict[str, Rule] = {edge.name: cast(Rule, edge.dispatch) for edge in plan.edges if edge.kind != "call"}
     ends = {end for edge in plan.edges for end in (edge.out, edge.into)}
     sink = not any(isinstance(port, Out) for port in node.ports.values())
@@ -27,9 +29,11 @@ def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None
         label = f"{replica.place.node}.{port.name}"
         port.connected = label in ends
         if isinstance(port, In):
-            port.live = replica.inbound[port.name] = _inbound(replica, plan, endpoint, label, sink=sink)
+            arrivals = ways[label].arrivals
+            port.live = replica.inbound[port.name] = _inbound(replica, plan, endpoint, label, arrivals, sink=sink)
+            replica.trainers |= frozenset(_ends(plan, ways[label]))
         elif isinstance(port, Out):
-            port.live = replica.outbound[port.name] = _outbound(replica, plan, endpoint, label, rules)
+            port.live = replica.outbound[port.name] = _outbound(replica, plan, endpoint, ways[label], rules)
         elif isinstance(port, Call):
             port.live = _call(replica, plan, endpoint, label)
         elif isinstance(port, Serve):
@@ -50,16 +54,23 @@ def _spec(lane: LanePlan) -> LaneSpec:
     )
 
 
-def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, *, sink: bool) -> Inbound:
+def _ends(plan: Plan, way: PortPlan) -> tuple[str, ...]:
+    """The trainers beyond a port; in a graph without any, the one end that all branches have."""
+    return way.trainers if plan.trainers else ("",)
+
+
+def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, arrivals: int, *, sink: bool) -> Inbound:
     inbox = Inbox(label)
     for lane in plan.lanes:
         if lane.consumer == replica.place.track and lane.edge.endswith(f" -> {label}"):
             inbox.add(endpoint.receiver(_spec(lane)))
             sink = sink or lane.kind == "latest"
-    return Inbound(label, inbox, replica.desk, replica.activity, replica, replica.lease, sink=sink)
+    services = (replica.desk, replica.activity, replica, replica.lease)
+    return Inbound(label, inbox, *services, sink=sink, arrivals=arrivals)
 
 
-def _outbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, rules: dict[str, Rule]) -> Outbound:
+def _outbound(replica: Replica, plan: Plan, endpoint: Endpoint, way: PortPlan, rules: dict[str, Rule]) -> Outbound:
+    label = way.name
     lanes: dict[str, list[LanePlan]] = defaultdict(list)
     for lane in plan.lanes:
         if lane.producer == replica.place.track and lane.edge.startswith(f"{label} -> "):
@@ -69,7 +80,7 @@ def _outbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, rule
     ]
     for out in edges:
         out.on_taken(replica.desk.arrived)
-    return Outbound(label, edges, replica)
+    return Outbound(label, edges, replica, _ends(plan, way), counted=way.counted)
 
 
 def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveCall | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 
 from flowrl.messages import Bool, Trainable
+from flowrl.training.packing import trained_mask
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Tally:
     reward_parts: dict[str, float] = field(default_factory=dict)
     response_tokens: int = 0
     trained_tokens: int = 0
+    stale_tokens: int = 0
     truncated: int = 0
     age: int = 0
     """Sum over trained tokens."""
@@ -36,6 +38,7 @@ class Tally:
             for name, value in sample.reward_parts.items():
                 tally.reward_parts[name] = tally.reward_parts.get(name, 0.0) + value
             tally.response_tokens += sample.response_tokens
+            tally.stale_tokens += int((trained_mask(sample) & sample.policy_mask & ~mask).sum())
             tally.truncated += sample.truncated
             ages = version - sample.versions[mask]
             if ages.size:
@@ -57,6 +60,7 @@ class Tally:
                 whole.reward_parts[name] = whole.reward_parts.get(name, 0.0) + value
             whole.response_tokens += part.response_tokens
             whole.trained_tokens += part.trained_tokens
+            whole.stale_tokens += part.stale_tokens
             whole.truncated += part.truncated
             whole.age += part.age
             whole.oldest_age = max(whole.oldest_age, part.oldest_age)
@@ -82,7 +86,7 @@ class Tally:
             "reward_std": sqrt(max(0.0, self.raw_reward_squares / n - mean**2)),
             "reward_shaped_mean": self.shaped_reward / n,
             "truncated_fraction": self.truncated / n,
-            "tokens_stale": self.response_tokens - trained,
+            "tokens_stale": self.stale_tokens,
             "staleness_mean": self.age / trained if trained else None,
             "staleness_max": self.oldest_age if trained else None,
             **{f"reward/{name}": value / n for name, value in self.reward_parts.items()},

@@ -1,0 +1,134 @@
+"""Fates: what becomes of each sample at each trainer that it can come to. Pure bookkeeping.
+
+Invariants
+- A sample has one fate at each trainer that its group can come to: a use, or a loss. The first word stands. A later
+  loss changes nothing, a later use is an error of the graph or of flowrl.
+- A sample's state is known with its last fate: trained if any trainer used it, else what its loss at the first
+  trainer says.
+- A trainer is done with a group when it has a fate for each of the group's samples.
+
+`trainers` is in order, the main one first; a graph without trainers has the one name "".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flowrl.errors import FlowrlError
+from flowrl.runtime.ledger import Fate
+
+LEFT_AT_END = Fate(state="dropped", reason="run_end")
+
+
+@dataclass(slots=True)
+class Group:
+    """A group of which the fate of some sample is open."""
+
+    group_id: str
+    ticket: int
+    held: Mapping[str, int]
+    """Trainer that it can come to -> the version of its weights that was held everywhere at admission."""
+    members: Mapping[int, str]
+    """Member -> sample."""
+    open: dict[str, set[str]]
+    """Sample -> the trainers at which its fate is open; samples without any are gone."""
+    fates: dict[str, dict[str, Fate]] = field(default_factory=dict)
+    """Sample -> trainer -> fate."""
+
+    def is_done(self, trainer: str) -> bool:
+        """Whether every sample has its fate at `trainer`."""
+        return not any(trainer in trainers for trainers in self.open.values())
+
+    def made(self, trainer: str) -> int | None:
+        """The newest version of `trainer` that a sample of the group helped to make; None: it left all out."""
+        steps = [fate.step for fates in self.fates.values() if (fate := fates.get(trainer)) is not None]
+        return max((step for step in steps if step is not None), default=None)
+
+
+class Fates:
+    """The groups in flight, and the fates of their samples."""
+
+    def __init__(self, trainers: Sequence[str]) -> None:
+        self.trainers = tuple(trainers)
+        self.groups: dict[str, Group] = {}
+        """In order of admission."""
+        self._group_of: dict[str, Group] = {}
+        """Sample with an open fate -> its group."""
+
+    def open(self, group_id: str, ticket: int, held: Mapping[str, int], members: Mapping[int, str]) -> Group:
+        """A group is admitted."""
+        group = Group(group_id, ticket, held, members, {sample: set(held) for sample in members.values()})
+        self.groups[group_id] = group
+        self._group_of |= dict.fromkeys(members.values(), group)
+        return group
+
+    def restore(self, group: Group) -> None:
+        """Take up a group of a resumed run; its `open` says what is still to be told."""
+        self.groups[group.group_id] = group
+        self._group_of |= dict.fromkeys(group.open, group)
+
+    def group_of(self, sample_id: str) -> Group | None:
+        """The group of a sample with an open fate."""
+        return self._group_of.get(sample_id)
+
+    def samples(self, group_id: str, member: int, sample_ids: Sequence[str]) -> list[str]:
+        """The samples with an open fate that a loss is about.
+
+        That is `member` of the group; the named ones if it is about several; the whole group if none is named.
+        """
+        group = self.groups.get(group_id)
+        if group is None:
+            return [sample for sample in sample_ids if not group_id and sample in self._group_of]
+        if member >= 0:
+            chosen = [sample for number, sample in group.members.items() if number == member]
+        else:
+            chosen = list(sample_ids or group.open)
+        return [sample for sample in chosen if sample in group.open]
+
+    def settle(self, sample_id: str, trainer: str, fate: Fate) -> Group | None:
+        """Note a fate. None if it was known before: then nothing changes.
+
+        Raises FlowrlError where `trainer` uses a sample of which another word stands.
+        """
+        group = self._group_of.get(sample_id)
+        known = {} if group is None else group.fates.get(sample_id, {})
+        if group is None or trainer not in group.open[sample_id]:
+            if fate.step is not None and trainer in known:
+                raise FlowrlError(_contradiction(sample_id, trainer, fate, known[trainer]))
+            return None
+        group.fates.setdefault(sample_id, {})[trainer] = fate
+        group.open[sample_id].discard(trainer)
+        if not group.open[sample_id]:
+            del group.open[sample_id], self._group_of[sample_id]
+        if not group.open:
+            del self.groups[group.group_id]
+        return group
+
+    def state(self, group: Group, sample_id: str) -> Fate | None:
+        """What became of the sample in all; None while a fate is open."""
+        if sample_id in group.open:
+            return None
+        fates = [group.fates[sample_id][t] for t in self._in_order(group) if t in group.fates[sample_id]]
+        return next((fate for fate in fates if fate.step is not None), fates[0])
+
+    def step_of(self, group: Group) -> int | None:
+        """The version that the group made at the first trainer that used it; None if none did."""
+        made = [group.made(trainer) for trainer in self._in_order(group)]
+        return next((step for step in made if step is not None), None)
+
+    def _in_order(self, group: Group) -> list[str]:
+        return [trainer for trainer in self.trainers if trainer in group.held]
+
+    def still_open(self) -> Iterator[tuple[str, str]]:
+        """(sample, trainer) of every open fate, as a list made now."""
+        groups = list(self.groups.values())
+        yield from [(s, t) for group in groups for s, trainers in group.open.items() for t in sorted(trainers)]
+
+
+def _contradiction(sample_id: str, trainer: str, now: Fate, before: Fate) -> str:
+    if before.step is not None:
+        was = f"used it at step {before.step} already; two branches bring it the same sample, join them"
+    else:
+        was = f"was told that it is {before.state} ({before.reason}); a node drops what it has sent under another name"
+    return f"trainer {trainer!r} used sample {sample_id!r} at step {now.step}, but {was}"
