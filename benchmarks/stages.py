@@ -180,16 +180,17 @@ def trainable(sample: Sample) -> Trainable:
     return Trainable(**values, advantages=np.zeros(len(sample.token_ids), np.float32))
 
 
-def record(version: int, samples: Sequence[Sample]) -> dict[str, float]:
+def record(version: int, samples: Sequence[Sample]) -> dict[str, float | None]:
     """What a metrics line needs to know of a batch."""
-    ages = [version - 1 - int(sample.versions[sample.policy_mask].min()) for sample in samples]
+    uses = [Use.of(sample) for sample in samples]
+    ages = [version - 1 - use.oldest_version for use in uses if use.oldest_version is not None]
     return {
         "step": version,
         "optimizer_steps": 1,
         "num_samples": len(samples),
-        "tokens_trained": sum(sample.response_tokens for sample in samples),
-        "staleness_mean": float(np.mean(ages)),
-        "staleness_max": max(ages),
+        "tokens_trained": sum(use.tokens for use in uses),
+        "staleness_mean": float(np.mean(ages)) if ages else None,
+        "staleness_max": max(ages, default=None),
     }
 
 

@@ -10,6 +10,7 @@ Queue edges alone carry samples. They form no cycle in a graph that passes the c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -143,6 +144,37 @@ class Branches:
             for edge in self._into.get(id(into), ())
         ]
         return min(sum(taken), 1) if counts(node) else sum(taken)
+
+    def repeats(self, port: Port) -> dict[str, list[str]]:
+        """Out port -> the last edges by which the In port `port` gets each of its messages more than once.
+
+        Two ways that part at the edges of one Out port both bring a sample. Two that part at the Out ports of one node
+        do not: the node sends it on one of them.
+        """
+        ways = self._ways(port, frozenset())
+        found: dict[str, dict[str, None]] = {}
+        for one, other in itertools.combinations(ways, 2):
+            first, second = next(
+                (pair for pair in zip(one, other, strict=False) if pair[0] is not pair[1]), (None, None)
+            )
+            if first is not None and second is not None and first.out is second.out:
+                found.setdefault(port_name(first.out), {}).update({one[-1].name: None, other[-1].name: None})
+        return {out: list(lasts) for out, lasts in found.items()}
+
+    def _ways(self, port: Port, above: frozenset[str]) -> list[tuple[Edge, ...]]:
+        """The ways of samples to an In port from their sources, edge by edge; joined ones are one from there."""
+        ways: list[tuple[Edge, ...]] = []
+        for edge in self._into.get(id(port), ()):
+            name = owner(edge.out)
+            before = [] if name in above else [way for p in self._apart(name) for way in self._ways(p, above | {name})]
+            ways += [(*way, edge) for way in before] or [(edge,)]
+        return ways
+
+    def _apart(self, name: str) -> list[Port]:
+        """In ports of a node, of joined ones the first."""
+        node = self._graph.nodes[name]
+        joined = node.facts().joins[1:]
+        return [port for port in node.ports.values() if isinstance(port, In) and port.name not in joined]
 
     def plans(self) -> tuple[PortPlan, ...]:
         """Of every connected In and Out port of the graph's queue edges, and of sources."""

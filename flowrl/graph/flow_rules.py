@@ -174,29 +174,25 @@ def _broadcast_problems(graph: Graph, branches: Branches) -> Iterator[str]:
 
 def lineage_problems(graph: Graph) -> Iterator[str]:
     """Check 6: branches of one fan-out that meet again bring each sample where it is expected."""
+    branches = Branches(graph)
     for name, node in graph.nodes.items():
         joins = node.facts().joins
         for port in node.ports.values():
             if isinstance(port, In):
-                yield from _repeats(graph, port)
+                yield from _repeats(graph, branches, port)
         if missing := [join for join in joins if not isinstance(node.ports.get(join), In)]:
             yield f"facts().joins of {name} names {', '.join(missing)}, which are no In ports of it; correct this."
         elif len(joins) > 1:
             yield from _join_problems(graph, [node.ports[join] for join in joins])
 
 
-def _repeats(graph: Graph, port: Port) -> Iterator[str]:
+def _repeats(graph: Graph, branches: Branches, port: Port) -> Iterator[str]:
     """An In port that gets every message of one Out port more than once."""
-    edges = [edge for edge in graph.edges if edge.into is port and edge.kind == "queue"]
-    for out in _fan_outs(graph):
-        ways = [edge for edge in edges if _comes_by(graph, out, edge)]
-        branches = {id(first) for edge in ways for first in _first_edges(graph, out, edge)}
-        if len(ways) > 1 and len(branches) > 1:
-            names = " and ".join(edge.name for edge in ways)
-            yield (
-                f"{port_name(port)} gets everything from {port_name(out)} {len(ways)} times, by {names}; "
-                f"join the branches in a node with an In port for each."
-            )
+    for out, lasts in branches.repeats(port).items():
+        yield (
+            f"{port_name(port)} gets everything from {out} {len(lasts)} times, by {' and '.join(lasts)}; "
+            f"join the branches in a node with an In port for each."
+        )
 
 
 def _join_problems(graph: Graph, ports: list[Port]) -> Iterator[str]:

@@ -58,9 +58,17 @@ def derive(graph: Graph) -> Numbers:
         tickets=None if ahead is None or groups is None else (ahead + 1) * groups,
         window=window,
         max_staleness=bound,
-        publish_every=max((fact.publish_every for fact in facts), default=1),
+        publish_every=max((graph.nodes[name].facts().publish_every for name in _ending(graph)), default=1),
         longest_sample=_longest(facts),
     )
+
+
+def _ending(graph: Graph) -> list[str]:
+    """The nodes whose weights end tickets; all that send weights where there are none."""
+    latest = [edge for edge in graph.edges if edge.kind == "latest"]
+    until = () if graph.admission is None else graph.admission.until
+    named = [owner(edge.out) for edge in latest if any(edge.into is port for port in until)]
+    return named or [owner(edge.out) for edge in latest]
 
 
 def versions_overtaken(look_ahead: int, groups_per_batch: int) -> int:

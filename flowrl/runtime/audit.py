@@ -1,7 +1,7 @@
 """`flowrl audit RUN`: proves a run's books from its own files, or names what is wrong with them.
 
 From `ledger.sqlite` and the bound in `graph.json`: every admitted sample is in exactly one state that
-fits its columns; policy tokens generated = trained + stale + filtered + failed + dropped + in flight;
+fits its columns; policy tokens generated = trained + stale + masked + filtered + failed + dropped + in flight;
 no token is trained twice; no token older than the bound was trained, nor sampled by weights older than
 those held when its group was admitted; never more groups in flight than there are tickets. Where
 `metrics.jsonl` is there, its lines have to agree with the ledger.
@@ -133,10 +133,12 @@ FIGURES = {
     "tokens generated": "SELECT TOTAL(response_tokens) FROM samples",
     "  trained": "SELECT TOTAL(trained_tokens) FROM samples",
     "  stale": "SELECT TOTAL(stale_tokens) FROM samples",
-    "  filtered": "SELECT TOTAL(response_tokens - stale_tokens) FROM samples WHERE state = 'filtered'",
-    "  failed": "SELECT TOTAL(response_tokens - stale_tokens) FROM samples WHERE state = 'failed'",
-    "  dropped": "SELECT TOTAL(response_tokens - stale_tokens) FROM samples WHERE state = 'dropped'",
-    "  in flight": "SELECT TOTAL(response_tokens - stale_tokens) FROM samples WHERE state = 'in_flight'",
+    "  masked": "SELECT TOTAL(masked_tokens) FROM samples",
+    "  filtered": "SELECT TOTAL(response_tokens - stale_tokens - masked_tokens) FROM samples WHERE state = 'filtered'",
+    "  failed": "SELECT TOTAL(response_tokens - stale_tokens - masked_tokens) FROM samples WHERE state = 'failed'",
+    "  dropped": "SELECT TOTAL(response_tokens - stale_tokens - masked_tokens) FROM samples WHERE state = 'dropped'",
+    "  in flight": "SELECT TOTAL(response_tokens - stale_tokens - masked_tokens) FROM samples WHERE"
+    " state = 'in_flight'",
     "tokens redone": "SELECT TOTAL(redone_tokens) FROM samples",
     "max staleness": "SELECT MAX(trained_version - oldest_trained_version) FROM samples",
 }

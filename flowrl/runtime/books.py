@@ -300,8 +300,8 @@ class Books:
         if self._bound is not None and oldest is not None and version - oldest > self._bound:
             raise FlowrlError(
                 f"{trainer!r} updates version {version} with tokens of {of!r}, whose age counts from version {oldest}: "
-                f"a staleness of {version - oldest} where the graph allows {self._bound}; form its batches in the order "
-                "of tickets (`self.PORT.ordered()`), as TokenBatch does"
+                f"a staleness of {version - oldest} where the graph allows {self._bound}. Form its batches in the "
+                "order of tickets (`self.PORT.ordered()`), as TokenBatch does"
             )
 
     def _settle(self, sample_id: str, trainer: str, fate: Fate) -> None:
