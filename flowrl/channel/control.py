@@ -137,7 +137,7 @@ class Control:
         try:
             answer(host, body)
         except BaseException as error:  # the sender does not wait: whoever owns this endpoint hears of it
-            self._report(_as_exception(kind, error))
+            self._report(as_exception(f"the handler of {kind!r}", error))
 
     async def _work(self, work: Work, answer: Answer | None, body: Any) -> None:
         try:
@@ -149,7 +149,7 @@ class Control:
         except GeneratorExit:  # the loop is no more
             raise
         except BaseException as error:  # carried to the asker, or to the endpoint's owner
-            self._fail(work, _as_exception(work.kind, error))
+            self._fail(work, as_exception(f"the handler of {work.kind!r}", error))
         else:
             self._reply(work, value)
 
@@ -184,13 +184,19 @@ class Control:
             reply.set_exception(_as_error(host, kind, value))
 
 
-def _as_exception(kind: str, error: BaseException) -> Exception:
-    """What a handler raised; what is no failure by itself (a cancel, sys.exit()) as one."""
+def is_cancel(error: BaseException) -> bool:
+    """Whether the present task was cancelled from outside; else a CancelledError is that of something it awaited."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def as_exception(what: str, error: BaseException) -> Exception:
+    """What `what` raised. What is no failure by itself (a cancel, sys.exit()) becomes one."""
     if isinstance(error, Exception):
         return error
     problem = RuntimeError(
-        f"the handler of {kind!r} ended by {type(error).__name__}, which nobody had asked for; it has to return or to "
-        "raise an Exception. Catch a library's cancel where it is awaited"
+        f"{what} ended by {type(error).__name__}, which nobody had asked for; it has to return or to raise an "
+        "Exception. Catch a library's cancel where it is awaited"
     )
     problem.__cause__ = error
     return problem
