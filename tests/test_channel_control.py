@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
+from flowrl.channel.control import Control
 from flowrl.channel.endpoint import Endpoint
-from flowrl.errors import FlowrlError, NodeFailed, SampleFailed, WireError
+from flowrl.channel.wire import ABORT, REPLY, REQUEST, Frame
+from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from tests.channel_rig import (
     Thing,
     every_transport,
@@ -121,5 +124,166 @@ def test_a_note_whose_handler_raises_is_told_to_the_owner() -> None:
         assert [type(error) for error in errors] == [ZeroDivisionError]
         await a.close()
         await b.close()
+
+    play(main())
+
+
+class Ended(BaseException):
+    """Neither an Exception nor one of Python's own ends."""
+
+
+def test_a_handler_that_ends_in_any_other_way_than_by_returning_is_an_error_at_the_asker() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        async def library() -> None:
+            inner = asyncio.get_running_loop().create_future()
+            inner.cancel()
+            await inner
+
+        async def end(host: str, how: str) -> None:
+            if how == "library":
+                await library()
+            elif how == "itself":
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+                await forever(host, how)
+            elif how == "exit":
+                sys.exit(3)
+            raise {"keyboard": KeyboardInterrupt, "other": Ended}[how]
+
+        b.on("end", end)
+        b.on("end at once", lambda host, body: sys.exit(3))
+        for kind, how, name in (
+            ("end", "library", "CancelledError"),
+            ("end", "itself", "CancelledError"),
+            ("end", "exit", "SystemExit"),
+            ("end", "keyboard", "KeyboardInterrupt"),
+            ("end", "other", "Ended"),
+            ("end at once", "", "SystemExit"),
+        ):
+            with pytest.raises(FlowrlError, match=rf"handler of '{kind}' ended by {name}, which nobody had asked for"):
+                await a.request("B", kind, how)
+
+    run(body)
+
+
+def test_a_note_whose_handler_ends_otherwise_is_told_to_the_owner() -> None:
+    async def main() -> None:
+        errors: list[BaseException] = []
+        a, b = await opened("A", "ipc"), await opened("B", "ipc", errors=errors)
+        a.connect("B", via("ipc", b.address))
+        b.connect("A", via("ipc", a.address))
+
+        async def later(host: str, body: Any) -> None:
+            raise asyncio.CancelledError
+
+        b.on("now", lambda host, body: sys.exit(3))
+        b.on("later", later)
+        b.on("sync", lambda host, body: None)
+        for kind in ("now", "later"):
+            a.notify("B", kind)
+        for _ in range(2):
+            await a.request("B", "sync")
+        assert [str(error).split(",")[0] for error in errors] == [
+            "the handler of 'now' ended by SystemExit",
+            "the handler of 'later' ended by CancelledError",
+        ]
+
+    play(main())
+
+
+def test_an_error_whose_text_cannot_travel_reaches_the_asker() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        async def fail(host: str, body: Any) -> None:
+            raise SampleFailed("half of a pair: \ud800")
+
+        b.on("fail", fail)
+        with pytest.raises(FlowrlError, match=r"half of a pair: .ud800"):
+            await a.request("B", "fail")
+
+    run(body)
+
+
+class Wire:
+    """A Control with nobody at the other end."""
+
+    def __init__(self) -> None:
+        self.posted: list[Frame] = []
+        self.reported: list[BaseException] = []
+        self.control = Control(lambda host, frame: self.posted.append(frame), self.reported.append)
+
+
+async def turns_of_the_loop(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_nobody_hears_of_a_handler_that_was_cancelled_whatever_it_does_then() -> None:
+    async def main() -> None:
+        wire = Wire()
+
+        async def stubborn(host: str, body: str) -> str:
+            try:
+                await forever(host, body)
+            except asyncio.CancelledError:
+                if body == "raise":
+                    raise ValueError("while it was cancelled") from None
+            return "an answer for nobody"
+
+        wire.control.on("ask", stubborn)
+        for number, body in ((1, "raise"), (2, "return")):
+            wire.control.receive("A", (REQUEST, 0, 0, number, ("ask", body)))
+        await turns_of_the_loop(1)
+        wire.control.receive("A", (ABORT, 0, 0, 1, None))
+        wire.control.peer_failed("A", "killed")
+        await turns_of_the_loop(3)
+        assert (wire.posted, wire.reported) == ([], [])
+        await wire.control.close()
+
+    play(main())
+
+
+def test_a_new_incarnation_may_use_the_number_of_a_request_that_is_still_ending() -> None:
+    async def main() -> None:
+        wire = Wire()
+        slow = asyncio.Event()
+
+        async def ask(host: str, body: str) -> str:
+            try:
+                await forever(host, body)
+            finally:
+                if body == "old":
+                    await slow.wait()
+            return body
+
+        wire.control.on("ask", ask)
+        wire.control.receive("A", (REQUEST, 0, 0, 1, ("ask", "old")))
+        await turns_of_the_loop(1)
+        wire.control.peer_failed("A", "its process was restarted")
+        await turns_of_the_loop(1)
+        wire.control.receive("A", (REQUEST, 0, 0, 1, ("ask", "new")))
+        await turns_of_the_loop(1)
+        slow.set()
+        await turns_of_the_loop(3)
+        [new] = wire.control._works.values()
+        wire.control.receive("A", (ABORT, 0, 0, 1, None))
+        await turns_of_the_loop(3)
+        assert new.task.done() and not wire.control._works and not wire.posted
+
+    play(main())
+
+
+def test_an_answer_of_another_host_is_none() -> None:
+    async def main() -> None:
+        wire = Wire()
+        request = asyncio.ensure_future(wire.control.request("B", "ask", None))
+        await turns_of_the_loop(1)
+        number = wire.posted[0][3]
+        wire.control.receive("C", (REPLY, 0, 0, number, (True, "of C")))
+        wire.control.receive("B", (REPLY, 0, 0, number, (True, "of B")))
+        assert await request == "of B"
+        await wire.control.close()
+        with pytest.raises(LaneFailed, match="closed"):
+            await wire.control.request("B", "ask", None)
 
     play(main())

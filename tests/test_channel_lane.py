@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -189,6 +189,59 @@ def test_cancel_skips_what_waits_and_reports_what_is_being_worked_on() -> None:
     assert sender.credits == 3
 
 
+def test_a_cancel_gives_no_credit_for_what_an_earlier_producer_sent() -> None:
+    for again in (False, True):
+        sender, receiver = SenderLane(spec()), ReceiverLane(spec())
+        items = [envelope(i) for i in range(3)]
+        for item in items:
+            sender.send(item)
+        exchange(sender, receiver)
+        sender = SenderLane(spec(), session_number(1, 0))
+        receiver.restart(sender.session)
+        for item in items if again else ():
+            sender.send(item)
+        sender.cancel([items[0].id, items[1].id])
+        exchange(sender, receiver)
+        assert receiver.take() is items[2]
+        receiver.seen.finish(items[2].id)
+        exchange(sender, receiver)
+        assert (sender.failed, sender.credits, sender.unacked()) == ("", 4, [])
+
+
+def test_a_cancel_holds_for_a_replay() -> None:
+    sender, receiver = SenderLane(spec(1)), ReceiverLane(spec(1))
+    items = [envelope(i) for i in range(3)]
+    for item in items:
+        sender.send(item)
+        exchange(sender, receiver)
+        receiver.take()
+        exchange(sender, receiver)
+    again = ReceiverLane(spec(1), session_number(0, 1))
+    sender.restart(again.session)
+    sender.flush()  # lost, as is the first word of the cancel
+    sender.cancel([items[0].id, items[2].id])
+    sender.flush()
+    sender.say_hello()
+    exchange(sender, again)
+    assert again.take() is items[1]
+    exchange(sender, again)
+    assert not again.ready
+    assert sender.unacked() == [items[1]] and sender.credits == 1
+
+
+def test_what_is_taken_in_again_after_a_replay_is_told_once() -> None:
+    sender, receiver = SenderLane(spec(3)), ReceiverLane(spec(3))
+    items = [envelope(i) for i in range(3)]
+    for item in items:
+        sender.send(item)
+    receiver.on_data(0, items)
+    receiver.take()
+    assert sender.on_credit(1) == [items[0].id]
+    sender.restart(session_number(0, 1))
+    assert sender.on_credit(2) == [items[1].id]
+    assert sender.on_credit(3) == [items[2].id]
+
+
 def test_schema_mismatch_names_lane_and_type_and_fails_both_ends() -> None:
     sender = SenderLane(LaneSpec("lane", "e", "a/0", "b/0", "A", "B", 2, "queue", ("Tombstone",)))
     receiver = ReceiverLane(spec(2, name="lane"))
@@ -354,6 +407,30 @@ def test_latest_gives_a_replaced_consumer_the_newest_again() -> None:
     assert again.take() == envelope(0)
 
 
+def test_latest_acks_each_copy_when_the_producer_goes_back_to_an_older_version() -> None:
+    receiver = LatestReceiver(spec(1, "latest"))
+    receiver.on_data(0, [envelope(1)])
+    first = receiver.take()
+    receiver.on_data(1, [envelope(2)])
+    receiver.restart(session_number(1, 0))
+    receiver.on_data(0, [envelope(1)])
+    second = receiver.take()
+    assert first == second
+    receiver.flush()
+    receiver.finish(first.id)
+    assert receiver.flush() == []  # of the session before
+    receiver.finish(second.id)
+    assert receiver.flush() == [(ACK, receiver.spec.number, receiver.session, 0, [0])]
+
+
+def test_latest_tells_once_that_a_message_has_arrived() -> None:
+    sender = LatestSender(spec(1, "latest"))
+    sender.send(envelope(0))
+    assert sender.on_credit(1) == [envelope(0).id]
+    sender.send(envelope(1))
+    assert sender.on_credit(2) == [envelope(1).id]
+
+
 def test_latest_ends_after_the_newest() -> None:
     sender, receiver = LatestSender(spec(1, "latest")), LatestReceiver(spec(1, "latest"))
     for i in range(3):
@@ -385,6 +462,11 @@ class World:
     finished: set[bytes] = field(default_factory=set)
     taken_by_consumer: set[bytes] = field(default_factory=set)
     redo: list[int] = field(default_factory=list)
+    told: set[bytes] = field(default_factory=set)
+    """What this incarnation of the producer was told to be taken in."""
+    given_up: set[bytes] = field(default_factory=set)
+    """What this incarnation of the producer cancelled while it kept it."""
+    cancelled: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.sender = SenderLane(spec(self.capacity))
@@ -422,9 +504,19 @@ class World:
         if direction == 0:
             to_receiver(self.receiver, frame)
         else:
-            _, acked = to_sender(self.sender, frame)
+            taken, acked = to_sender(self.sender, frame)
+            assert self.told.isdisjoint(taken), "a message is told to be taken in once"
+            self.told.update(taken)
             self.acked.update(acked)
         assert self.receiver.depth <= 2 * self.capacity
+
+    def cancel(self) -> None:
+        if self.sent:
+            id = envelope(self.random.randrange(self.sent)).id
+            self.cancelled.add(id)
+            if id in {kept.id for kept in self.sender.unacked()}:
+                self.given_up.add(id)
+            self.sender.cancel([id])
 
     def lose(self) -> None:
         wire = self.wires[self.random.randrange(2)]
@@ -463,6 +555,7 @@ class World:
         session = self.sender.session + (1 << 16)
         self.sender = SenderLane(spec(self.capacity), session)
         self.receiver.restart(session)
+        self.told, self.given_up = set(), set()
         ids = {envelope(i).id: i for i in range(self.sent)}
         self.redo = [i for id, i in ids.items() if id not in self.taken_by_consumer or self.random.random() < 0.3]
 
@@ -479,14 +572,19 @@ class World:
                 self.deliver(0)
                 self.deliver(1)
                 self.post()
+            num_taken = len(self.took)
             self.take()
+            assert self.given_up.isdisjoint(self.took[num_taken:]), "a cancel holds until the ack"
             self.finish()
             if self.receiver.ended and not self.open and not self.sender.unacked():
+                assert self.sender.credits == self.capacity and self.sender.depth == 0
                 return
         raise AssertionError("the lane does not come to rest")
 
 
-def play(seed: int, capacity: int, num_messages: int, num_steps: int, crash: Callable[[World], None] | None) -> World:
+def play(
+    seed: int, capacity: int, num_messages: int, num_steps: int, cancels: bool, crash: Callable[[World], None] | None
+) -> World:
     random = Random(seed)
     world = World(random, capacity, num_messages)
     for _ in range(num_steps):
@@ -508,13 +606,16 @@ def play(seed: int, capacity: int, num_messages: int, num_steps: int, crash: Cal
             world.sender.say_hello()
         elif choice < 0.96:
             world.receiver.say_hello()
+        elif choice < 0.98 and cancels:
+            world.cancel()
         elif crash is not None:
             crash(world)
         in_flight = world.sender._next - world.sender._taken
         assert 0 <= in_flight <= capacity
         world.post()
     world.settle()
-    assert world.finished == {envelope(i).id for i in range(num_messages)}
+    everything = {envelope(i).id for i in range(num_messages)}
+    assert world.finished | world.cancelled == everything and world.cancelled >= everything - world.finished
     return world
 
 
@@ -523,65 +624,128 @@ arguments = {
     "capacity": st.integers(1, 6),
     "num_messages": st.integers(1, 30),
     "num_steps": st.integers(0, 400),
+    "cancels": st.booleans(),
 }
 
 
 @given(**arguments)
 @settings(max_examples=300, deadline=None)
-def test_bad_network(seed: int, capacity: int, num_messages: int, num_steps: int) -> None:
-    world = play(seed, capacity, num_messages, num_steps, None)
-    assert world.took == [envelope(i).id for i in range(num_messages)]
+def test_bad_network(seed: int, capacity: int, num_messages: int, num_steps: int, cancels: bool) -> None:
+    world = play(seed, capacity, num_messages, num_steps, cancels, None)
+    ids = [envelope(i).id for i in range(num_messages)]
+    assert world.took == [id for id in ids if id not in world.cancelled or id in world.finished]
 
 
 @given(**arguments)
 @settings(max_examples=300, deadline=None)
-def test_bad_network_and_consumers_that_die(seed: int, capacity: int, num_messages: int, num_steps: int) -> None:
-    play(seed, capacity, num_messages, num_steps, World.restart_consumer)
+def test_bad_network_and_consumers_that_die(
+    seed: int, capacity: int, num_messages: int, num_steps: int, cancels: bool
+) -> None:
+    play(seed, capacity, num_messages, num_steps, cancels, World.restart_consumer)
 
 
 @given(**arguments)
 @settings(max_examples=300, deadline=None)
-def test_bad_network_and_producers_that_die(seed: int, capacity: int, num_messages: int, num_steps: int) -> None:
-    play(seed, capacity, num_messages, num_steps, World.restart_producer)
+def test_bad_network_and_producers_that_die(
+    seed: int, capacity: int, num_messages: int, num_steps: int, cancels: bool
+) -> None:
+    play(seed, capacity, num_messages, num_steps, cancels, World.restart_producer)
+
+
+@dataclass
+class LatestWorld:
+    """A latest edge on a bad network whose processes are replaced; a producer may go back to an older message.
+
+    A message's id follows from its version; `member` counts what was sent, repetitions included.
+    """
+
+    random: Random
+    sender: LatestSender = field(default_factory=lambda: LatestSender(spec(1, "latest")))
+    receiver: LatestReceiver = field(default_factory=lambda: LatestReceiver(spec(1, "latest")))
+    wires: tuple[list[Frame], list[Frame]] = field(default_factory=lambda: ([], []))
+    version: int = 0
+    num_sent: int = 0
+    newest: Envelope | None = None
+    in_hand: list[bytes] = field(default_factory=list)
+    took: int = -1
+    acked: set[tuple[int, int]] = field(default_factory=set)
+
+    def send(self) -> None:
+        self.newest = replace(envelope(self.version), member=self.num_sent)
+        self.sender.send(self.newest)
+        self.version += 1
+        self.num_sent += 1
+
+    def deliver(self) -> None:
+        direction = self.random.randrange(2)
+        if self.wires[direction]:
+            frame = self.wires[direction].pop(0)
+            if self.random.random() > 0.2:
+                to_receiver(self.receiver, frame) if direction == 0 else to_sender(self.sender, frame)
+
+    def take(self) -> None:
+        if self.receiver.ready:
+            item = self.receiver.take()
+            assert item.member > self.took, "never an older one after a newer one"
+            self.took = item.member
+            self.in_hand.append(item.id)
+
+    def finish(self) -> None:
+        if self.in_hand:
+            self.receiver.finish(self.in_hand.pop(self.random.randrange(len(self.in_hand))))
+
+    def restart_consumer(self) -> None:
+        self.receiver = LatestReceiver(spec(1, "latest"), self.receiver.session + 1)
+        self.sender.restart(self.receiver.session)
+        self.in_hand, self.took = [], -1
+
+    def restart_producer(self) -> None:
+        self.sender = LatestSender(spec(1, "latest"), self.sender.session + (1 << 16))
+        self.receiver.restart(self.sender.session)
+        self.version = self.random.randint(0, self.version)
+        self.send()
+
+    def post(self) -> None:
+        self.wires[0].extend(self.sender.flush())
+        frames = self.receiver.flush()
+        for kind, _, session, _, seqs in frames:
+            if kind == ACK:
+                assert self.acked.isdisjoint((session, seq) for seq in seqs), "a copy is acked once"
+                self.acked.update((session, seq) for seq in seqs)
+        self.wires[1].extend(frames)
+        assert len([f for f in self.wires[0] if f[0] == DATA and f[2] == self.sender.session]) <= 1
+
+    def settle(self) -> None:
+        self.sender.close()
+        for _ in range(3):
+            self.sender.say_hello()
+            self.receiver.say_hello()
+            exchange(self.sender, self.receiver)
+        self.take()
+        while self.in_hand:
+            self.finish()
+        exchange(self.sender, self.receiver)
 
 
 @given(seed=st.integers(0, 2**32), num_steps=st.integers(0, 300))
-@settings(max_examples=200, deadline=None)
-def test_latest_on_a_bad_network(seed: int, num_steps: int) -> None:
-    random = Random(seed)
-    sender: LatestSender = LatestSender(spec(1, "latest"))
-    receiver: LatestReceiver = LatestReceiver(spec(1, "latest"))
-    wires: tuple[list[Frame], list[Frame]] = ([], [])
-    sent, took = 0, -1
+@settings(max_examples=300, deadline=None)
+def test_latest_on_a_bad_network_and_processes_that_die(seed: int, num_steps: int) -> None:
+    world = LatestWorld(Random(seed))
     for _ in range(num_steps):
-        choice = random.random()
+        choice = world.random.random()
         if choice < 0.3:
-            sender.send(envelope(sent))
-            sent += 1
+            world.send()
         elif choice < 0.6:
-            direction = random.randrange(2)
-            if wires[direction]:
-                frame = wires[direction].pop(0)
-                if random.random() > 0.2:
-                    to_receiver(receiver, frame) if direction == 0 else to_sender(sender, frame)
-        elif choice < 0.8 and receiver.ready:
-            item = receiver.take()
-            assert item.ticket > took, "never an older one after a newer one"
-            took = item.ticket
-            receiver.finish(item.id)
+            world.deliver()
+        elif choice < 0.75:
+            world.take()
         elif choice < 0.85:
-            receiver = LatestReceiver(spec(1, "latest"), receiver.session + 1)
-            sender.restart(receiver.session)
-            took = -1
-        wires[0].extend(sender.flush())
-        wires[1].extend(receiver.flush())
-        assert len([f for f in wires[0] if f[0] == DATA and f[2] == sender.session]) <= 1
-    sender.close()
-    for _ in range(3):
-        sender.say_hello()
-        receiver.say_hello()
-        exchange(sender, receiver)
-    if receiver.ready:
-        took = receiver.take().ticket
-    assert took == sent - 1
-    assert receiver.ended
+            world.finish()
+        elif choice < 0.9:
+            world.restart_consumer()
+        elif choice < 0.95:
+            world.restart_producer()
+        world.post()
+    world.settle()
+    assert world.receiver.newest is None if world.newest is None else world.receiver.newest.id == world.newest.id
+    assert world.receiver.ended and not world.receiver._open

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from flowrl.runtime.barrier import BatchEnd, Turns
 from flowrl.runtime.lease import Lease
 
@@ -43,6 +45,37 @@ def test_a_cancelled_wait_leaves_the_queue() -> None:
         await asyncio.gather(waiting, return_exceptions=True)
         turns.over("h", ask("a"))
         await turns.take("h", ask("c"))
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
+@pytest.mark.parametrize("cancel_first", [True, False])
+def test_a_wait_that_is_cancelled_as_its_turn_comes_passes_it_on(cancel_first: bool) -> None:
+    async def main() -> None:
+        turns = Turns()
+        await turns.take("h", ask("a"))
+        given_up, next_one = (asyncio.ensure_future(turns.take("h", ask(node))) for node in "bc")
+        await asyncio.sleep(0)
+        if cancel_first:
+            given_up.cancel()
+        turns.over("h", ask("a"))
+        given_up.cancel()
+        await next_one
+        assert given_up.cancelled()
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
+def test_giving_up_a_wait_does_not_end_another_turn_of_the_same_node() -> None:
+    async def main() -> None:
+        turns = Turns()
+        await turns.take("h", ask("a") | {"claim": 1})
+        turns.over("h", ask("a") | {"claim": 2})  # its request was cancelled before it was read
+        waiting = asyncio.ensure_future(turns.take("h", ask("b")))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        turns.over("h", ask("a") | {"claim": 1})
+        await waiting
 
     asyncio.run(asyncio.wait_for(main(), 5))
 
@@ -105,6 +138,28 @@ def test_the_checkpoint_is_written_once_when_all_trainers_stand() -> None:
     events = asyncio.run(main())
     assert events[:3] == ["a passed 3", "b passed 3", "write 4"]
     assert sorted(events[3:]) == ["a passed 4", "b passed 4"]
+
+
+def test_a_rank_that_gives_up_waiting_at_the_barrier_does_not_count() -> None:
+    async def main() -> list[int]:
+        written: list[int] = []
+
+        async def write(version: int) -> None:
+            written.append(version)
+
+        end = BatchEnd(2, lambda version: True, write)
+        given_up = asyncio.ensure_future(end.arrive("h", {"version": 1}))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        again = asyncio.ensure_future(end.arrive("h", {"version": 1}))
+        await asyncio.sleep(0)
+        assert not again.done() and written == []
+        await end.arrive("h", {"version": 1})
+        await again
+        return written
+
+    assert asyncio.run(asyncio.wait_for(main(), 5)) == [1]
 
 
 class Link:

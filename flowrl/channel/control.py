@@ -1,9 +1,13 @@
 """Requests and notes between endpoints: the control link beside the lanes.
 
 Invariants
-- Every request gets one answer: a value, the other side's error, or LaneFailed when its process failed.
-- A cancelled request cancels its handler's task at the other end; an answer that still comes is dropped.
-- Notes and requests from one process to another are begun in the order in which they were made.
+- Every request gets one answer: a value, the other side's error, or LaneFailed when its process failed. A handler
+  that ends in any other way than by returning is an error, unless the asker cancelled it.
+- A cancelled request cancels its handler's task at the other end; an answer that still comes is dropped. Who asks
+  for the right to something gives it back when cancelled: the right may be on its way.
+- A connection that breaks is no failure: frames come once and in order all the same (`once`).
+- Notes and requests from one process to another come in in the order in which they were made. A note has been heard
+  when what follows it begins; a request's handler begins in the next turn of the loop, after notes that came with it.
 
 Ends of waits: a request waits for its answer, the failure of the other process, its own cancellation or
 the closing of the endpoint.
@@ -27,6 +31,25 @@ Answer = Callable[[str, Any], Any]
 """handler(host, body): a coroutine function for requests, a plain one for notes (or for quick answers)."""
 
 
+class Work:
+    """A handler at work on a request or note of `host`."""
+
+    task: asyncio.Task[None]
+
+    def __init__(self, host: str, number: int, kind: str) -> None:
+        self.host = host
+        self.number = number
+        """Of the request, 0 for a note."""
+        self.kind = kind
+        self.wanted = True
+        """Nobody has cancelled it: how it ends matters."""
+
+    def stop(self) -> None:
+        """Cancel it, because the asker has, or its process or this one ends."""
+        self.wanted = False
+        self.task.cancel()
+
+
 class Control:
     """The control side of one endpoint. `post(host, frame)` sends."""
 
@@ -36,12 +59,15 @@ class Control:
         self._answers: dict[str, Answer] = {}
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[str, str, float, asyncio.Future[Any]]] = {}
-        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._works: dict[tuple[str, int], Work] = {}
+        self._closed = False
 
     def on(self, kind: str, answer: Answer) -> None:
         self._answers[kind] = answer
 
     async def request(self, host: str, kind: str, body: Any) -> Any:
+        if self._closed:
+            raise LaneFailed(f"request {kind!r} to {host!r}: this endpoint was closed")
         number = next(self._numbers)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = host, kind, time.monotonic(), reply
@@ -66,19 +92,20 @@ class Control:
         for peer, kind, _, reply in self._waiting.values():
             if peer == host and not reply.done():
                 reply.set_exception(LaneFailed(f"request {kind!r} to {host!r}: {reason}"))
-        for (peer, _), task in self._tasks.items():
-            if peer == host:
-                task.cancel()
+        for work in self._works.values():
+            if work.host == host:
+                work.stop()
 
     async def close(self) -> None:
         """Fail what waits, cancel what works, and see its end."""
+        self._closed = True
         for host, kind, _, reply in self._waiting.values():
             if not reply.done():
                 reply.set_exception(LaneFailed(f"request {kind!r} to {host!r}: this endpoint was closed"))
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        works = list(self._works.values())
+        for work in works:
+            work.stop()
+        await asyncio.gather(*(work.task for work in works), return_exceptions=True)
 
     def receive(self, host: str, frame: Frame) -> None:
         """Take one REQUEST, REPLY, ABORT or NOTIFY frame from `host`."""
@@ -88,57 +115,91 @@ class Control:
         elif kind == REQUEST:
             self._begin(host, number, *payload)
         elif kind == REPLY:
-            self._settle(number, *payload)
-        elif (host, number) in self._tasks:
-            self._tasks[host, number].cancel()
+            self._settle(host, number, *payload)
+        elif (host, number) in self._works:
+            self._works[host, number].stop()
 
     def _begin(self, host: str, number: int, kind: str, body: Any) -> None:
         answer = self._answers.get(kind)
         if answer is not None and not inspect.iscoroutinefunction(answer) and not number:
-            self._note(answer, host, body)
-            return
-        key = host, number or -next(self._numbers)
-        task = asyncio.get_running_loop().create_task(self._work(host, number, kind, body, answer))
-        self._tasks[key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(key))
+            self._note(answer, host, kind, body)
+        elif not self._closed:
+            key = host, number or -next(self._numbers)
+            work = self._works[key] = Work(host, number, kind)
+            work.task = asyncio.get_running_loop().create_task(self._work(work, answer, body))
+            work.task.add_done_callback(lambda _: self._ended(key, work))
 
-    def _note(self, answer: Answer, host: str, body: Any) -> None:
+    def _ended(self, key: tuple[str, int], work: Work) -> None:
+        if self._works.get(key) is work:  # a new incarnation of the host may use the number again
+            del self._works[key]
+
+    def _note(self, answer: Answer, host: str, kind: str, body: Any) -> None:
         try:
             answer(host, body)
-        except Exception as error:  # the sender does not wait: whoever owns this endpoint hears of it
-            self._report(error)
+        except BaseException as error:  # the sender does not wait: whoever owns this endpoint hears of it
+            self._report(as_exception(f"the handler of {kind!r}", error))
 
-    async def _work(self, host: str, number: int, kind: str, body: Any, answer: Answer | None) -> None:
+    async def _work(self, work: Work, answer: Answer | None, body: Any) -> None:
         try:
             if answer is None:
-                raise WireError(f"host {host!r} sent {kind!r}, which nobody answers here")
-            value = answer(host, body)
+                raise WireError(f"host {work.host!r} sent {work.kind!r}, which nobody answers here")
+            value = answer(work.host, body)
             if isinstance(value, Awaitable):
                 value = await value
-        except Exception as error:  # carried to the asker, or to the endpoint's owner
-            if not number:
-                self._report(error)
-            else:
-                self._post(host, (REPLY, 0, 0, number, (False, _as_data(error))))
-            return
-        if number:
-            self._reply(host, number, kind, value)
+        except GeneratorExit:  # the loop is no more
+            raise
+        except BaseException as error:  # carried to the asker, or to the endpoint's owner
+            self._fail(work, as_exception(f"the handler of {work.kind!r}", error))
+        else:
+            self._reply(work, value)
 
-    def _reply(self, host: str, number: int, kind: str, value: Any) -> None:
+    def _fail(self, work: Work, error: Exception) -> None:
+        if not work.wanted:
+            return
+        if not work.number:
+            self._report(error)
+            return
         try:
-            self._post(host, (REPLY, 0, 0, number, (True, value)))
-        except WireError as error:
-            self._post(host, (REPLY, 0, 0, number, (False, _as_data(WireError(f"answer to {kind!r}: {error}")))))
+            self._post(work.host, (REPLY, 0, 0, work.number, (False, _as_data(error))))
+        except WireError:  # its text holds what cannot travel
+            plain = FlowrlError(ascii(str(error)))
+            self._post(work.host, (REPLY, 0, 0, work.number, (False, _as_data(plain))))
 
-    def _settle(self, number: int, good: bool, value: Any) -> None:
-        waiting = self._waiting.get(number)
-        if waiting is None or waiting[3].done():
+    def _reply(self, work: Work, value: Any) -> None:
+        if not work.number or not work.wanted:
             return
-        host, kind, _, reply = waiting
+        try:
+            self._post(work.host, (REPLY, 0, 0, work.number, (True, value)))
+        except WireError as error:
+            self._fail(work, WireError(f"answer to {work.kind!r}: {error}"))
+
+    def _settle(self, host: str, number: int, good: bool, value: Any) -> None:
+        waiting = self._waiting.get(number)
+        if waiting is None or waiting[0] != host or waiting[3].done():
+            return
+        _, kind, _, reply = waiting
         if good:
             reply.set_result(value)
         else:
             reply.set_exception(_as_error(host, kind, value))
+
+
+def is_cancel(error: BaseException) -> bool:
+    """Whether the present task was cancelled from outside; else a CancelledError is that of something it awaited."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def as_exception(what: str, error: BaseException) -> Exception:
+    """What `what` raised. What is no failure by itself (a cancel, sys.exit()) becomes one."""
+    if isinstance(error, Exception):
+        return error
+    problem = RuntimeError(
+        f"{what} ended by {type(error).__name__}, which nobody had asked for; it has to return or to raise an "
+        "Exception. Catch a library's cancel where it is awaited"
+    )
+    problem.__cause__ = error
+    return problem
 
 
 def _as_data(error: BaseException) -> Mapping[str, Any]:

@@ -124,9 +124,9 @@ class Inbox:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if not turn.cancelled():
                 self._wake()  # woken and cancelled at once: the message is for the next
-            else:
+            elif turn in self._waiting:  # else a message came in the same turn of the loop, and went to the next
                 self._waiting.remove(turn)
             raise
 

@@ -11,7 +11,9 @@ Invariants
 - The sender keeps every message until its ack. At a new session it sends all it keeps again, in the
   old order, before anything new. Nothing else is ever sent twice, except what a gap made the receiver
   ask for.
-- What a replaced producer had sent and nobody has taken stays in the queue, outside the new session.
+- What a replaced producer had sent and nobody has taken stays in the queue, outside the new session: no
+  credit goes back for it, whether it is taken or cancelled.
+- A cancel holds until the ack: it is said again behind every replay of its message.
 - A message id enters the node once, on whichever lanes and in whichever sessions it comes (`Seen`). A
   repetition gives its credit back, and its ack when the first copy has been finished.
 - `close` comes after everything sent. Failure of the other process is never an end of stream.
@@ -23,7 +25,7 @@ without a message for data, `close` or a failure. The owner wakes them after eac
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from flowrl.channel.codec import payload_bytes
 from flowrl.channel.envelope import Envelope
@@ -56,6 +58,10 @@ class SenderLane:
         self._kept: dict[int, Envelope] = {}
         self._untaken: deque[bytes] = deque()
         self._backlog: deque[Envelope] = deque()
+        self._taken_before: set[bytes] = set()
+        """Replayed to a new consumer after the one before had taken them in: that was told already."""
+        self._cancelled: set[bytes] = set()
+        """What the consumer was asked to give up and has not acked."""
         self.say_hello()
 
     @property
@@ -91,8 +97,16 @@ class SenderLane:
             self.out.append((CLOSE, self._number, self.session, self._next, None))
 
     def cancel(self, ids: Sequence[bytes]) -> None:
-        """Ask the consumer to give up these messages: an untaken one is skipped, and so acked."""
-        self.out.append((CANCEL, self._number, self.session, 0, tuple(ids)))
+        """Ask the consumer to give up these messages: an untaken one is skipped, and so acked.
+
+        Also those that an earlier incarnation of this process sent.
+        """
+        self._cancelled |= {envelope.id for envelope in self.unacked()}.intersection(ids)
+        self._say_cancel(ids)
+
+    def _say_cancel(self, ids: Collection[bytes]) -> None:
+        if ids:
+            self.out.append((CANCEL, self._number, self.session, 0, tuple(ids)))
 
     def fail(self, reason: str) -> None:
         """Tell the consumer that this end has failed."""
@@ -103,10 +117,11 @@ class SenderLane:
         """Ask the receiver for its state: at the start, and when the transport may have lost frames."""
         kept = tuple(self._kept)
         self.out.append((HELLO, self._number, self.session, self._next, (self.spec.schemas(), kept)))
+        self._say_cancel(self._cancelled)
         self._say_close()
 
     def on_credit(self, taken: int) -> list[bytes]:
-        """The consumer has taken in all messages below `taken`. Returns the ids new among them.
+        """The consumer has taken in all messages below `taken`. Returns the ids that no consumer had taken before.
 
         A credit for messages that were never sent fails the lane; who waits for credit is woken all the same.
         """
@@ -120,17 +135,30 @@ class SenderLane:
         self.credits += taken - self._taken
         self.num_taken += taken - self._taken
         self._taken = taken
-        while self._backlog and self._next - taken < self.spec.capacity:
-            self._transmit(self._backlog.popleft())
-            if not self._backlog:
-                self._say_close()
+        if self._backlog:
+            self._replay()
+        if self._taken_before:
+            ids = self._first_time(ids)
         return ids
+
+    def _replay(self) -> None:
+        while self._backlog and self._next - self._taken < self._capacity:
+            self._transmit(self._backlog.popleft())
+        self._say_cancel(self._cancelled)
+        self._say_close()
+
+    def _first_time(self, ids: list[bytes]) -> list[bytes]:
+        new = [id for id in ids if id not in self._taken_before]
+        self._taken_before.difference_update(ids)
+        return new
 
     def on_ack(self, seqs: Iterable[int]) -> list[bytes]:
         """The consumer has finished these. Returns the ids new among them."""
         kept = self._kept
         ids = [kept.pop(seq).id for seq in seqs if seq in kept]
         self.num_acked += len(ids)
+        if self._cancelled:
+            self._cancelled.difference_update(ids)
         return ids
 
     def on_resend(self, first: int) -> None:
@@ -138,6 +166,7 @@ class SenderLane:
         for seq in range(max(first, self._taken), self._next):
             if seq in self._kept:
                 self.out.append((DATA, self._number, self.session, seq, [self._kept[seq]]))
+        self._say_cancel(self._cancelled)
         self._say_close()
 
     def on_error(self, reason: str) -> None:
@@ -154,15 +183,14 @@ class SenderLane:
         self.session = session
         self.failed = ""
         self.out.clear()
+        self._taken_before |= {envelope.id for seq, envelope in self._kept.items() if seq < self._taken}
         self._backlog = deque(self.unacked())
         self._kept = {}
         self._untaken.clear()
         self._next = self._taken = 0
         self.credits = self._capacity - len(self._backlog)
         self.say_hello()
-        while self._backlog and self._next < self.spec.capacity:
-            self._transmit(self._backlog.popleft())
-        self._say_close()
+        self._replay()
 
     def statistics(self, blocked_s: float = 0.0) -> LaneStatistics:
         kept = self.unacked()
@@ -304,8 +332,9 @@ class ReceiverLane:
         for seq, envelope in queue:
             if envelope is not None and envelope.id in wanted:
                 wanted.discard(envelope.id)
-                self._queue.append((seq, None))
                 self.seen.finish(envelope.id)
+                if seq >= 0:
+                    self._queue.append((seq, None))
             else:
                 self._queue.append((seq, envelope))
         self._skip()

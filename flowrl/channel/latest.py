@@ -3,6 +3,8 @@
 Invariants
 - At most one message is on its way; while it is, the sender holds back only the newest other.
 - The receiver keeps the newest message. One that is overwritten before it was taken is acked as it is.
+- Ids may repeat: a producer that was replaced may go back to an older message. Each copy has a claim of its own,
+  and the copies of one id that are in hand are acked in the order in which they were taken.
 - The sender keeps its newest message for good: a consumer that is replaced gets it first of all.
 - `close` comes after the newest message.
 
@@ -93,8 +95,8 @@ class LatestSender:
             arrived = self._next
         if arrived <= self._arrived:
             return []
+        ids = [id for seq, id in self._on_way.items() if self._arrived <= seq < arrived]
         self._arrived = arrived
-        ids = [id for seq, id in self._on_way.items() if seq < arrived]
         self._advance()
         return ids
 
@@ -157,7 +159,8 @@ class LatestReceiver:
         self._expected = 0
         self._told = 0
         self._last: int | None = None
-        self._open: dict[bytes, tuple[int, int]] = {}
+        self._open: dict[bytes, list[tuple[int, int]]] = {}
+        """Id -> (seq, session) of its copies that are taken or waiting and not finished, oldest first."""
         self._acks: list[int] = []
 
     @property
@@ -199,9 +202,9 @@ class LatestReceiver:
             self._acks.append(seq)
             return
         if self._fresh and self.newest is not None:
-            self.finish(self.newest.id)
+            self._ack(self.newest.id, -1)
         self.newest, self._fresh = envelope, True
-        self._open[envelope.id] = (seq, self.session)
+        self._open.setdefault(envelope.id, []).append((seq, self.session))
 
     def take(self) -> Envelope:
         """The newest message, once. Only when `ready`."""
@@ -210,8 +213,13 @@ class LatestReceiver:
         return self.newest
 
     def finish(self, id: bytes) -> None:
-        """Ack a message that was taken or overwritten."""
-        seq, session = self._open.pop(id)
+        """Ack a message that was taken: of several copies in hand the one taken first."""
+        self._ack(id, 0)
+
+    def _ack(self, id: bytes, copy: int) -> None:
+        seq, session = self._open[id].pop(copy)
+        if not self._open[id]:
+            del self._open[id]
         if session == self.session:
             self._acks.append(seq)
             self.num_finished += 1

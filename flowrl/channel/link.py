@@ -2,7 +2,8 @@
 
 Invariants
 - A link delivers in order. zmq queues without a high-water mark: what bounds it are the lanes' credits.
-- A tcp connection that breaks is made anew by zmq; `reconnected` tells, and the lanes compare notes.
+- A tcp connection that breaks is made anew by zmq; `reconnected` tells. The lanes compare notes, and the
+  control link says again what was not confirmed.
 - A link to a process never outlives that process's epoch: `peer_restarted` makes a new one.
 
 Waits: none. An Inlet is drained whenever its descriptor is readable, until nothing is left (the
@@ -36,6 +37,8 @@ class Link(Protocol):
 
     eager: bool
     """The first frames of a turn of the loop should leave at once: another process can begin on them."""
+    breaks: bool
+    """Connections may break: what was under way may be lost, and what follows overtake it."""
 
     def add(self, frames: Iterable[Frame]) -> int:
         """Take frames for the next `flush`. Returns how many wait for it. Raises WireError for what cannot travel."""
@@ -51,6 +54,7 @@ class LocalLink:
     """To an endpoint in this process: the objects themselves, frozen."""
 
     eager = False
+    breaks = False
 
     def __init__(self, deliver: Callable[[str, int, list[Frame]], None], host: str, epoch: int) -> None:
         self._deliver = deliver
@@ -93,10 +97,11 @@ class SocketLink:
     ) -> None:
         self._encoder = MessageEncoder(host, epoch, place)
         self._monitor: Monitor | None = None
+        self.breaks = url.startswith("tcp:")
         self._socket = context.socket(zmq.PUSH)
         self._socket.sndhwm = 0
         self._socket.linger = 0
-        if url.startswith("tcp:"):
+        if self.breaks:
             if curve is None:
                 raise ConfigError(f"{url} needs the run's CURVE keys; give `curve` to every Endpoint of the run")
             self._socket.curve_serverkey = self._socket.curve_publickey = curve.public

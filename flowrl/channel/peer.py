@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.link import Link
+from flowrl.channel.once import NUMBERED, Incoming, Outgoing
 from flowrl.channel.wire import Frame
+
+
+class Debtor(Protocol):
+    """A machine that has something to say: a lane's, or the one that confirms what came in."""
+
+    def flush(self) -> list[Frame]: ...
 
 
 @dataclass(eq=False)
@@ -24,7 +30,10 @@ class Peer:
     """Frames of the control link that wait for `join`."""
     early: list[tuple[int, Sequence[Any]]] = field(default_factory=list)
     """(epoch, frames) that wait for `join`."""
-    owing: list[SendLane | ReceiveLane] = field(default_factory=list)
+    outgoing: Outgoing = field(default_factory=Outgoing)
+    """What is said to this incarnation of it over a link that may break."""
+    incoming: Incoming = field(default_factory=Incoming)
+    owing: list[Debtor] = field(default_factory=list)
     dirty: bool = False
     """Something may be due at the end of the loop's turn."""
     begun: int = -1
@@ -33,6 +42,15 @@ class Peer:
     """Something left at once since the last look at what is owed."""
     ripe: bool = False
     """What is owed has waited long enough: the next message takes it along."""
+
+    def say(self, link: Link, frame: Frame) -> None:
+        """Add a frame of the control link to what leaves on `link`. Raises WireError for what cannot travel."""
+        if link.breaks and frame[0] in NUMBERED:
+            frame = self.outgoing.numbered(frame)
+            link.add([frame])
+            self.outgoing.keep(frame)
+        else:
+            link.add([frame])
 
 
 class Control(Protocol):

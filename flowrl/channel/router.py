@@ -5,6 +5,8 @@ Invariants
   within one turn of the loop leaves as one multipart, or as several when it is much.
 - Credits and acks leave with the first message after LATER_S, alone when there is none for as long again, and
   at once when the producer would stand still without them. Requests take along what was acked before.
+- Over a link that may break, frames of the control link are numbered, kept until they are confirmed, and let in
+  once and in order (`once`).
 - Frames for a lane that nobody has opened here yet wait for it, and frames from a process (or an epoch of
   it) that `join` has not named yet wait for that word. Credits bound both.
 - Frames from an earlier epoch of a peer are dropped: what they said is said again.
@@ -21,13 +23,15 @@ from typing import Any
 
 from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.link import Link
-from flowrl.channel.peer import Control, Peer
+from flowrl.channel.once import Incoming, Outgoing
+from flowrl.channel.peer import Control, Debtor, Peer
 from flowrl.channel.spec import LaneSpec, session_number
 from flowrl.channel.wire import (
     ACK,
     BYE,
     CANCEL,
     CLOSE,
+    CONFIRM,
     CREDIT,
     DATA,
     ERROR,
@@ -82,15 +86,22 @@ class Router:
         peer = self.peer(host)
         if peer.link is not None:
             peer.link.close(LINGER_S if peer.epoch == epoch else 0)
+        if peer.epoch != epoch:
+            peer.outgoing, peer.incoming = Outgoing(), Incoming()
         peer.failed, peer.epoch, peer.link = "", epoch, link
         for lane in self.lanes(host):
             session = self.session(lane.spec)
             if lane.machine.session != session:
                 lane.machine.restart(session)
                 self._tell(lane)
-            peer.owing.append(lane)
-        link.add(peer.pending)
-        peer.pending = []
+            peer.owing.append(lane.machine)
+        link.add(peer.outgoing.unconfirmed())
+        pending, peer.pending = peer.pending, []
+        for frame in pending:
+            try:
+                peer.say(link, frame)
+            except WireError as error:  # who said it has gone on, or waits for an answer: this process fails
+                self._failed(error)
         self._send_due(peer)
         early, peer.early = peer.early, []
         for early_epoch, frames in early:
@@ -110,14 +121,16 @@ class Router:
             self._tell(lane)
 
     def reconnected(self, host: str) -> None:
-        """The connection to `host` broke: find out what was lost. Requests cannot know, so they fail."""
-        self.control.gone(host, "the connection was lost")
+        """A connection to `host` broke and was made anew: find out what was lost, and say it again."""
+        peer = self.peer(host)
         for lane in self.lanes(host):
             lane.machine.say_hello()
-            if isinstance(lane, SendLane):
-                self.sent(lane)
-            else:
-                self.owed(lane)
+            peer.owing.append(lane.machine)
+        peer.owing.append(peer.incoming)
+        self._send_due(peer)
+        if peer.link is not None:  # behind the lanes' words: what was sent before a request is asked for before it
+            peer.link.add(peer.outgoing.unconfirmed())
+            peer.link.flush()
 
     def close(self) -> None:
         """Say farewell, send what is due, and end every wait at a lane."""
@@ -179,7 +192,7 @@ class Router:
         peer = self._peers[lane.spec.consumer_host]
         link = peer.link
         if link is None:
-            peer.owing.append(lane)
+            peer.owing.append(lane.machine)
             return
         try:
             pending = link.add(lane.machine.flush())
@@ -196,11 +209,16 @@ class Router:
     def owed(self, lane: ReceiveLane) -> None:
         """See `ends.Owner`."""
         peer = self._peers[lane.spec.producer_host]
-        peer.owing.append(lane)
+        if lane.machine.hasty and peer.link is not None and peer.link.eager:
+            peer.owing.append(lane.machine)
+            self._send_due(peer)
+        else:
+            self._owe(peer, lane.machine)
+
+    def _owe(self, peer: Peer, debtor: Debtor) -> None:
+        peer.owing.append(debtor)
         if peer.link is None or not peer.link.eager:
             self._mark(peer)
-        elif lane.machine.hasty:
-            self._send_due(peer)
         elif self._later is None:
             self._later = self.loop.call_later(LATER_S, self._flush_later)
 
@@ -226,8 +244,8 @@ class Router:
     def _send_due(self, peer: Peer) -> None:
         if peer.link is not None:
             owing, peer.owing, peer.ripe = peer.owing, [], False
-            for lane in owing:
-                peer.link.add(lane.machine.flush())
+            for debtor in owing:
+                peer.link.add(debtor.flush())
             peer.link.flush()
 
     def post(self, host: str, frame: Frame) -> None:
@@ -235,8 +253,10 @@ class Router:
         peer = self.peer(host)
         if peer.failed and frame[0] == REQUEST:
             raise LaneFailed(f"host {host!r} cannot be asked: {peer.failed}")
+        if self.closed:
+            return
         if peer.link is not None:
-            peer.link.add([frame])
+            peer.say(peer.link, frame)
             peer.ripe = True  # whoever is asked may look at what was acked before
             if peer.begun != self._turn and peer.link.eager:
                 self._begin(peer)
@@ -294,14 +314,20 @@ class Router:
                     self._to_receiver(lane, frame)
             elif frame[0] == BYE:
                 self._left(peer)
+            elif frame[0] == CONFIRM:
+                peer.outgoing.on_confirm(frame[3])
             elif frame[0] >= REQUEST:
-                self.control.receive(host, frame)
+                if peer.incoming.lets_in(frame):
+                    self.control.receive(host, frame)
             elif (sender := self.senders.get(frame[1])) is not None:
                 self._to_sender(sender, frame)
             else:
                 self._parked.setdefault((True, frame[1]), []).append(frame)
         for lane in touched:
             self._touched(lane)
+        if peer.incoming.owes:
+            peer.incoming.owes = False
+            self._owe(peer, peer.incoming)
 
     def _to_receiver(self, lane: ReceiveLane, frame: Frame) -> None:
         kind, _, session, seq, payload = frame

@@ -42,7 +42,7 @@ from flowrl.messages import Tombstone
 __all__ = ["Frame", "MessageDecoder", "MessageEncoder", "Refused", "dump", "lane_number", "load"]
 
 MAGIC = b"flow"
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 MAX_BODY_BYTES = 1 << 30
 """Of one message or other frame, without the arrays beside it."""
 RECORD_BYTES = 1 << 20
@@ -54,9 +54,9 @@ HELLO, CREDIT, DATA, ACK, CANCEL, TOMBSTONE, CLOSE, ERROR, RESEND, SYNC, REFUSE 
 TO_RECEIVER = frozenset((HELLO, DATA, CANCEL, TOMBSTONE, CLOSE, ERROR))
 MESSAGES = frozenset((DATA, TOMBSTONE))
 TO_SENDER = frozenset((CREDIT, ACK, RESEND, SYNC, REFUSE))
-REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE = range(20, 26)
-KINDS = frozenset((*TO_RECEIVER, *TO_SENDER, REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE))
-BARE = frozenset((CLOSE, CREDIT, RESEND, SYNC, ABORT, BYE))
+REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE, CONFIRM = range(20, 27)
+KINDS = frozenset((*TO_RECEIVER, *TO_SENDER, REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE, CONFIRM))
+BARE = frozenset((CLOSE, CREDIT, RESEND, SYNC, ABORT, BYE, CONFIRM))
 """Kinds without a body."""
 
 Frame = tuple[int, int, int, int, Any]

@@ -1,5 +1,9 @@
 """Run-wide turns and the batch-end barrier, kept in the driver.
 
+Invariants
+- A turn is held by those who were told so, or to whom that word is under way: who gives up waiting says `over` too.
+- A rank counts at the barrier only while it stands there.
+
 Waits: a turn ends with `over` of the holder, or its death; a barrier when every trainer has arrived and
 the checkpoint that is due there is written.
 """
@@ -10,63 +14,69 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+Claim = tuple[str, int]
+"""A node or host, and which of its takes."""
+
 
 class Turns:
     """Named turns, first come first served.
 
     A turn has one holder, or several hosts of one `party`: the ranks of a gang work in lockstep, so they
-    hold a turn together or wait for ever.
+    hold a turn together or wait for ever. A `claim` tells the takes of one node apart.
     """
 
     def __init__(self) -> None:
-        self._holders: dict[str, tuple[str, list[str]]] = {}
-        """Turn -> (party, its nodes that hold it)."""
-        self._queues: dict[str, list[tuple[str, str, asyncio.Future[None]]]] = {}
+        self._holders: dict[str, tuple[str, list[Claim]]] = {}
+        """Turn -> (party, its claims that hold it)."""
+        self._queues: dict[str, list[tuple[str, Claim, asyncio.Future[None]]]] = {}
 
     async def take(self, host: str, body: dict[str, Any]) -> None:
-        name, node = body["name"], body["node"]
-        party = body.get("party", node)
-        if self._joins(name, party, node):
+        name, claim = body["name"], _claim(body)
+        party = body.get("party", body["node"])
+        if self._joins(name, party, claim):
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (party, node, waiter)
+        entry = (party, claim, waiter)
         self._queues.setdefault(name, []).append(entry)
         try:
             await waiter
         except asyncio.CancelledError:
-            if entry in self._queues[name]:
-                self._queues[name].remove(entry)
-            else:
+            if not waiter.cancelled():  # called and cancelled in one turn of the loop
                 self.over(host, body)
+            elif entry in self._queues[name]:
+                self._queues[name].remove(entry)
             raise
 
     def over(self, host: str, body: dict[str, Any]) -> None:
-        name, node = body["name"], body["node"]
-        _, nodes = self._holders.get(name, ("", []))
-        if node not in nodes:
+        """The claim is given up. One that does not hold the turn changes nothing."""
+        name, claim = body["name"], _claim(body)
+        _, claims = self._holders.get(name, ("", []))
+        if claim not in claims:
             return
-        nodes.remove(node)
-        if not nodes:
+        claims.remove(claim)
+        if not claims:
             del self._holders[name]
             self._call_next(name)
 
-    def _joins(self, name: str, party: str, node: str) -> bool:
-        holder, nodes = self._holders.setdefault(name, (party, []))
+    def _joins(self, name: str, party: str, claim: Claim) -> bool:
+        holder, claims = self._holders.setdefault(name, (party, []))
         if holder == party:
-            nodes.append(node)
+            claims.append(claim)
         return holder == party
 
     def _call_next(self, name: str) -> None:
-        """The first in the queue, and everybody of its party."""
-        queue = self._queues.get(name, [])
-        if not queue:
-            return
-        first = queue[0][0]
-        called = [entry for entry in queue if entry[0] == first]
+        """The first in the queue that still waits, and everybody of its party."""
+        queue = [entry for entry in self._queues.get(name, ()) if not entry[2].cancelled()]
+        first = queue[0][0] if queue else ""
         self._queues[name] = [entry for entry in queue if entry[0] != first]
-        for party, node, waiter in called:
-            self._joins(name, party, node)
-            waiter.set_result(None)
+        for party, claim, waiter in queue:
+            if party == first:
+                self._joins(name, party, claim)
+                waiter.set_result(None)
+
+
+def _claim(body: dict[str, Any]) -> Claim:
+    return body["node"], body.get("claim", 0)
 
 
 class BatchEnd:
@@ -89,7 +99,12 @@ class BatchEnd:
         opened = self._open.setdefault(version, asyncio.Event())
         self._arrived[version] = self._arrived.get(version, 0) + 1
         if self._arrived[version] < self._size:
-            await opened.wait()
+            try:
+                await opened.wait()
+            except asyncio.CancelledError:
+                if not opened.is_set():
+                    self._arrived[version] -= 1
+                raise
             return
         try:
             await self._write(version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,7 @@ class NodeContext:
         self.trace = trace
         self.activity = activity
         self.meters = Meters()
+        self._claims = itertools.count(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=place.track)
 
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -114,11 +116,12 @@ class NodeContext:
     @asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:
         """The run-wide turn called `name`: one holder at a time, in order of asking."""
-        await self.endpoint.request(DRIVER, "turn", {"name": name, "node": self.place.track, "take": True})
+        body = {"name": name, "node": self.place.track, "claim": next(self._claims)}
         try:
+            await self.endpoint.request(DRIVER, "turn", body)
             yield
-        finally:
-            self.endpoint.notify(DRIVER, "turn_over", {"name": name, "node": self.place.track})
+        finally:  # also when the wait was cancelled: the driver's word may have been under way
+            self.endpoint.notify(DRIVER, "turn_over", body)
 
     async def step_done(self, version: int) -> None:
         """A batch's end: returns at once, or after the checkpoint that is due here."""

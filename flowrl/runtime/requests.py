@@ -1,7 +1,8 @@
 """The live sides of Call and Serve: request and reply between node replicas.
 
 The caller's item stays unfinished until the reply, because its turn is waiting here. A request that is
-cancelled at the caller cancels its body at the server; a server that dies fails the request.
+cancelled at the caller cancels its body at the server; a server that dies fails the request. A body that ends in any
+other way than by returning, or by SampleFailed, fails the server.
 Waits: a call waits for a free slot of the edge and for its reply; a server until every caller has closed.
 """
 
@@ -12,6 +13,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from flowrl.channel.control import as_exception, is_cancel
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import LaneFailed, SampleFailed
 from flowrl.graph.plan import CallPlan
@@ -86,22 +88,30 @@ class LiveServe:
             await self._ended
 
     async def _answer(self, host: str, message: dict[str, Any]) -> dict[str, Any]:
-        body = await self._body
+        body = await asyncio.shield(self._body)  # all requests wait for it: one that is cancelled leaves it alone
         async with self._slots:
-            await self._lease.begin()
-            turn = self._activity.begin()
-            in_turn.set(turn)
             try:
-                return {"reply": await body(message["request"])}
+                return await self._work(body, message["request"])
             except SampleFailed as failure:
                 return {"failed": str(failure)}
-            except Exception as error:  # a node boundary: the server fails, and with it the run
+            except GeneratorExit:  # the loop is no more
+                raise
+            except BaseException as error:  # a node boundary: the server fails, and with it the run
+                if is_cancel(error):
+                    raise
                 if not self._ended.done():
-                    self._ended.set_exception(error)
+                    self._ended.set_exception(as_exception(f"a request to {self._port}", error))
                 raise LaneFailed(f"{self._port} failed") from error
-            finally:
-                turn.end()
-                await self._lease.end()
+
+    async def _work(self, body: Callable[[Any], Awaitable[Message]], request: Any) -> dict[str, Any]:
+        await self._lease.begin()
+        turn = self._activity.begin()
+        in_turn.set(turn)
+        try:
+            return {"reply": await body(request)}
+        finally:
+            turn.end()
+            await self._lease.end()
 
     def _closed(self, host: str, message: dict[str, Any]) -> None:
         self._callers.discard(message["closed"])
