@@ -146,7 +146,7 @@ class Branches:
         return min(sum(taken), 1) if counts(node) else sum(taken)
 
     def repeats(self, port: Port) -> dict[str, list[str]]:
-        """Out port -> the last edges by which the In port `port` gets each of its messages more than once.
+        """Out port -> the edges by which the In port `port`, where they meet, gets each of its messages more than once.
 
         Two ways that part at the edges of one Out port both bring a sample. Two that part at the Out ports of one node
         do not: the node sends it on one of them.
@@ -157,12 +157,13 @@ class Branches:
             first, second = next(
                 (pair for pair in zip(one, other, strict=False) if pair[0] is not pair[1]), (None, None)
             )
-            if first is not None and second is not None and first.out is second.out:
+            meet_here = one[-1] is not other[-1]
+            if meet_here and first is not None and second is not None and first.out is second.out:
                 found.setdefault(port_name(first.out), {}).update({one[-1].name: None, other[-1].name: None})
         return {out: list(lasts) for out, lasts in found.items()}
 
     def _ways(self, port: Port, above: frozenset[str]) -> list[tuple[Edge, ...]]:
-        """The ways of samples to an In port from their sources, edge by edge; joined ones are one from there."""
+        """The ways of samples to an In port, edge by edge; joined ones are one from there."""
         ways: list[tuple[Edge, ...]] = []
         for edge in self._into.get(id(port), ()):
             name = owner(edge.out)
