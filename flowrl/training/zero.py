@@ -27,7 +27,14 @@ from flowrl.training.adapter import adapter_off, write_adapter
 from flowrl.training.async_io import build_async_io
 from flowrl.training.ema import Ema, whole_master_weight
 from flowrl.training.gang import Gang
-from flowrl.training.model import PolicyModel, choose_attention, load_policy_model, splits_packed_rows, write_model
+from flowrl.training.model import (
+    PolicyModel,
+    choose_attention,
+    companions,
+    load_policy_model,
+    splits_packed_rows,
+    write_model,
+)
 from flowrl.training.optimizers import make_optimizer, rates
 from flowrl.training.rows import Rows, lay_out
 from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
@@ -72,6 +79,7 @@ class ZeroEngine:
         self.settings = settings
         self.lora = lora or LoRA()
         self.source = Path(path)
+        self._beside = companions(path) if gang.rank == 0 else {}
         attention = choose_attention(settings.attention, gang.device)
         self.packed = splits_packed_rows(attention) if settings.packing is None else settings.packing
         config = deepspeed_config(settings, gang.size)
@@ -230,9 +238,9 @@ class ZeroEngine:
     def _export(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]], path: Path) -> None:
         state = self._collected(buckets)
         if self.rank == 0 and isinstance(self.model, ScalarModel):
-            write_scalar_model(self.model, state, self.source, path)
+            write_scalar_model(self.model, state, self._beside, path)
         elif self.rank == 0:
-            write_model(self.model, state, self.source, path)
+            write_model(self.model, state, self._beside, path)
         self.gang.gather(None)
 
     def _collected(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]]) -> dict[str, Tensor]:
