@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -16,7 +17,7 @@ import pytest
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Group, Prompt, Sample, Trainable
-from flowrl.runtime import checkpoint
+from flowrl.runtime import checkpoint, manifest
 from flowrl.runtime.checkpoint import Cut
 
 
@@ -150,8 +151,14 @@ def written(path: Path, content: str) -> Path:
     return path
 
 
+def publish(temporary: Path, final: Path) -> None:
+    checkpoint.publish(temporary, final, {"step": 4}, threading.Event())
+
+
 def content(path: Path) -> str:
-    """Of a checkpoint that is whole."""
+    """Of a checkpoint that is whole, which its manifest says too where `publish` made it."""
+    if (path / "manifest.json").exists():
+        manifest.verify(path)
     (only,) = {(path / name).read_text() for name in ("state.msgpack", "model/weights")}
     return only
 
@@ -169,7 +176,7 @@ def test_a_checkpoint_written_twice_is_there_whatever_happens(tmp_path: Path, er
         new = written(final.with_name(".step_000004.tmp"), "new")
         try:
             with failing(at, error) as asked:
-                checkpoint.publish(new, final)
+                publish(new, final)
         except error:
             aside = final.with_name(".step_000004.old")
             seen.append(content(final if final.exists() else aside))
@@ -178,11 +185,11 @@ def test_a_checkpoint_written_twice_is_there_whatever_happens(tmp_path: Path, er
             break
         checkpoint.mend(final.parent)
         assert (names(final.parent), content(final)) == (["step_000004"], seen[-1])
-        checkpoint.publish(written(final.with_name(".step_000004.tmp"), "newer"), final)
+        publish(written(final.with_name(".step_000004.tmp"), "newer"), final)
         assert (names(final.parent), content(final)) == (["step_000004"], "newer")
-    assert asked[:7] == ["fsync"] * 4 + ["replace", "replace", "fsync"], "first what is in it, and last its name"
-    assert sorted(asked[7:]) == ["rmdir", "rmdir", "unlink", "unlink"]
-    assert seen == ["old"] * 6 + ["new"] * 5
+    assert asked[:8] == ["fsync"] * 5 + ["replace", "replace", "fsync"], "first what is in it, and last its name"
+    assert sorted(asked[8:]) == ["rmdir", "rmdir", "unlink", "unlink"]
+    assert seen == ["old"] * 7 + ["new"] * 5
     assert (names(final.parent), content(final)) == (["step_000004"], "new")
 
 
@@ -207,10 +214,10 @@ def test_a_killed_mending_is_gone_on_with(tmp_path: Path) -> None:
 def test_what_was_left_aside_is_settled_by_the_next_writing_too(tmp_path: Path) -> None:
     written(tmp_path / ".step_000004.old", "old")
     new = written(tmp_path / ".step_000004.tmp", "new")
-    with pytest.raises(OSError, match="replace"), failing(6, OSError):
-        checkpoint.publish(new, tmp_path / "step_000004")
+    with pytest.raises(OSError, match="replace"), failing(7, OSError):
+        publish(new, tmp_path / "step_000004")
     assert content(tmp_path / "step_000004") == "old"
-    checkpoint.publish(new, tmp_path / "step_000004")
+    publish(new, tmp_path / "step_000004")
     assert (names(tmp_path), content(tmp_path / "step_000004")) == (["step_000004"], "new")
 
 

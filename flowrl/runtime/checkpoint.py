@@ -15,16 +15,19 @@ producers still keep (custody) is the whole state between the nodes:
 
 Messages come from the hosts, and go back to them, in pages: all of a large run are more than a frame holds.
 
-A directory becomes a checkpoint by its last rename; a crash while writing leaves the one before. What is in
-`step_N` is whole at any time: the directory is written and removed as `.step_N.tmp`, and the one that a second
-`step_N` replaces stands aside as `.step_N.old` until that is in its place. What a crash leaves of the two, `mend`
-settles when the next run claims the directory.
+A directory becomes a checkpoint by its last rename, after its manifest is written (`flowrl.runtime.manifest`); a
+crash while writing leaves the one before. What is in `step_N` is whole at any time: the directory is written and
+removed as `.step_N.tmp`, and the one that a second `step_N` replaces stands aside as `.step_N.old` until that is in
+its place. What a crash leaves of the two, `mend` settles when the next run claims the directory. A run that ends
+while a thread of it publishes tells the thread to stop and waits for it: nobody else writes there any more.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,9 +39,11 @@ from flowrl.channel.envelope import Envelope
 from flowrl.channel.stored import dump, load
 from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Message, Prompt, Sample, Scored
+from flowrl.runtime import manifest
 from flowrl.runtime.items import Place
 
-FORMAT = 2
+FORMAT = 3
+STEP_DIR = re.compile(r"step_(\d{6,})")
 Saved = tuple[str, str, str, Envelope]
 """(producer node replica, edge name, consumer of a broadcast or "", message)"""
 PAGE_BYTES = 64 << 20
@@ -168,12 +173,15 @@ def made(messages: Iterable[Saved]) -> tuple[set[str], set[str]]:
     return {s.sample_id for s in samples}, {s.sample_id for s in samples if isinstance(s, Scored)}
 
 
-def publish(temporary: Path, final: Path) -> None:
+def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: threading.Event) -> None:
     """Make a finished directory the checkpoint `final`, durably; one that has the name already is replaced.
 
-    Blocks until the disk has all of it.
+    `facts` go into its manifest. Blocks until the disk has all of it; `stop` ends that with `manifest.Abandoned`,
+    which leaves `final` as it was, as long as the name has not changed.
     """
+    manifest.write(temporary, facts, stop)
     for path in (*temporary.rglob("*"), temporary):
+        manifest.go_on(temporary, stop)
         _sync(path)
     _settle(final)
     if final.exists():
@@ -219,10 +227,15 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def steps_of(checkpoints: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of every checkpoint there, whole or not, oldest first."""
+    found = ((STEP_DIR.fullmatch(path.name), path) for path in checkpoints.glob("step_*"))
+    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
 def prune(checkpoints: Path, keep: int, *, spared: Collection[int] = ()) -> None:
     """Remove all but the newest `keep` checkpoints and those of the steps `spared`; `keep` 0 keeps all."""
-    steps = sorted((int(path.name[5:]), path) for path in checkpoints.glob("step_*") if path.name[5:].isdecimal())
-    for step, path in steps[:-keep] if keep else []:
+    for step, path in steps_of(checkpoints)[:-keep] if keep else []:
         if step not in spared:
             rubbish = _hidden(path, RUBBISH)
             shutil.rmtree(rubbish, ignore_errors=True)

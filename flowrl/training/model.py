@@ -167,9 +167,7 @@ def companions(path: str | Path) -> dict[str, bytes]:
     }
 
 
-def write_model(
-    model: Wrapped, state: Mapping[str, Tensor], beside: Mapping[str, bytes], path: str | Path
-) -> None:
+def write_model(model: Wrapped, state: Mapping[str, Tensor], beside: Mapping[str, bytes], path: str | Path) -> None:
     """A Hugging Face directory with the weights `state`, and of `beside`, its `companions`, what it has not itself."""
     target = Path(path)
     target.mkdir(parents=True, exist_ok=True)
