@@ -222,7 +222,8 @@ def test_a_run_that_ends_while_it_publishes_leaves_a_whole_checkpoint_or_none(
 
         def published(temporary: Path, final: Path, facts: Any, stop: threading.Event) -> None:
             if final.name != f"step_{step:06d}":
-                return publish(temporary, final, facts, stop)
+                publish(temporary, final, facts, stop)
+                return
 
             def crash() -> None:
                 loop.call_soon_threadsafe(driver.fail, FlowrlError("the end"))
