@@ -43,6 +43,16 @@ def test_each_replica_has_its_copy_of_a_broadcast(cuts_s: tuple[float, ...], tmp
     assert sorted(note for note in SEEN if isinstance(note, str)) == sorted(2 * ALL)
 
 
+@pytest.mark.parametrize("cuts_s", [(), (0.015,), (0.06,), (0.05, 0.02, 0.05)])
+def test_each_rank_of_a_gang_does_its_own_part_once(cuts_s: tuple[float, ...], tmp_path: Path) -> None:
+    """A cut finds the ranks at different parts, and what they have made of them under way."""
+    run_with_cuts("line", tmp_path, *cuts_s, kind="gang")
+    arrived = [note for note in SEEN if isinstance(note, str)]
+    assert sorted(arrived) == sorted(ALL)
+    parts = [note for note in SEEN if isinstance(note, tuple)]
+    assert {(rank, int(name[1:]) % 2) for rank, names in parts for name in names} == {(0, 0), (1, 1)}
+
+
 @pytest.mark.parametrize("cuts_s", [(0.02,), (0.06,), (0.03, 0.03, 0.03)])
 def test_a_loss_that_is_booked_stays_one(cuts_s: tuple[float, ...], tmp_path: Path) -> None:
     run_with_cuts("line", tmp_path, *cuts_s, kind="losses")

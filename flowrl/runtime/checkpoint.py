@@ -7,7 +7,8 @@ producers still keep (custody) is the whole state between the nodes:
 
 - a message that its consumer has not finished is saved with its edge, and sent again on it at resume; so is
   one that waits for credit, unless its node holds what it was made from, or reads, and makes it again. What
-  two edges carry, or a broadcast, is one message for each consumer;
+  two edges carry, or a broadcast, is one message for each consumer; what goes to a gang is kept as it was before
+  it was split, so that it can be for any number of ranks, or once a rank has done its part, for each of the others;
 - a message whose turn has ended is left out, what was made from it is saved instead;
 - in the place of a message whose loss is booked stands its tombstone;
 - of a turn that stands still between two sends the item is saved and the ids of what it has already
@@ -38,14 +39,14 @@ import msgpack
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.stored import dump, load
 from flowrl.errors import ConfigError
-from flowrl.messages import Batch, Message, Prompt, Sample, Scored
+from flowrl.messages import Message, Prompt, Sample, Scored
 from flowrl.runtime import manifest
 from flowrl.runtime.items import Place
 
 FORMAT = 3
 STEP_DIR = re.compile(r"step_(\d{6,})")
 Saved = tuple[str, str, str, Envelope]
-"""(producer node replica, edge name, consumer of a broadcast or "", message)"""
+"""(producer node replica, edge name, for whom alone it is or "", message); a broadcast or a gang's part is for one"""
 PAGE_BYTES = 64 << 20
 """Of messages, in one answer or request."""
 ASIDE = ".old"
@@ -57,6 +58,8 @@ class Cut:
     """What one host, or all of them, hand over."""
 
     messages: list[Saved] = field(default_factory=list)
+    parts: dict[tuple[str, bytes], Mapping[str, bytes]] = field(default_factory=dict)
+    """(edge, id) of a gang's message -> rank -> id of its part, "" of one that it has finished."""
     ended: set[Place] = field(default_factory=set)
     lost: dict[Place, Message] = field(default_factory=dict)
     """Tombstones of what is lost and has not been told to the next nodes."""
@@ -74,6 +77,7 @@ class Cut:
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Take in what a host answered to "snapshot"."""
+        self.parts.update({(edge, key): parts for edge, key, parts in part["parts"]})
         self.ended.update((port, key) for port, key in part["ended"])
         self.lost.update({(port, key): load(marker) for port, key, marker in part["lost"]})
         self.sent.update(part["sent"])
@@ -83,33 +87,26 @@ class Cut:
         self.states.update(part["states"])
 
     def settled(self) -> list[Saved]:
-        """The messages to send again at resume: unfinished ones, prefixes filled in, gangs' parts merged."""
-        merged: dict[tuple[str, str, bytes], Saved] = {}
-        for producer, edge, consumer, envelope in self.messages:
-            place = edge.split(" -> ")[1], envelope.id
-            if place in self.ended:
-                continue
-            body = self.lost.get(place) or self._with_prefix(envelope.body)
-            key = (edge, consumer, envelope.id)
-            if key in merged:
-                body = _merge(merged[key][3].body, body)
-            merged[key] = (producer, edge, consumer, replace(envelope, body=body))
-        return list(merged.values())
+        """The messages to send again at resume: unfinished ones, prefixes filled in."""
+        return [saved for message in self.messages for saved in self._settled(message)]
+
+    def _settled(self, message: Saved) -> Iterator[Saved]:
+        producer, edge, consumer, envelope = message
+        port = edge.split(" -> ")[1]
+        parts = {consumer: envelope.id} if consumer else self.parts.get((edge, envelope.id), {"": envelope.id})
+        left = {rank: (port, key) for rank, key in parts.items() if key and (port, key) not in self.ended}
+        lost = {rank: self.lost[place] for rank, place in left.items() if place in self.lost}
+        if len(left) == len(parts) and not lost:
+            left = {consumer: (port, envelope.id)}  # nothing of it is done: it may be split for another number of ranks
+        for rank in left:
+            body = lost.get(rank) or self._with_prefix(envelope.body)
+            yield producer, edge, rank, replace(envelope, body=body)
 
     def _with_prefix(self, body: Message) -> Message:
         if not isinstance(body, Prompt) or body.sample_id not in self.prefixes:
             return body
         token_ids, logprobs, versions = self.prefixes[body.sample_id]
         return replace(body, prefix_token_ids=token_ids, prefix_logprobs=logprobs, prefix_versions=versions)
-
-
-def _merge(first: Message, second: Message) -> Message:
-    """Two ranks' parts of one batch, joined; dispatch splits it anew."""
-    if not isinstance(first, Batch) or not isinstance(second, Batch):
-        return first
-    known = {sample.sample_id for sample in first.samples}
-    samples = (*first.samples, *(s for s in second.samples if s.sample_id not in known))
-    return replace(first, samples=samples, micro_batches=())
 
 
 def pages(messages: Iterable[Saved]) -> Iterator[list[Any]]:

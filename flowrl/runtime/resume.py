@@ -7,7 +7,8 @@ and refuses the rest in a sentence. What may change:
 - more tickets and a larger bound, since what is in flight was admitted under the stricter ones;
 - `on_limit` from "wait" to "mask" under the same rule, not back: nothing orders or bounds the age of what a masking
   run has in flight;
-- replicas of nodes that keep no state and take no broadcast: messages under way find new replicas;
+- replicas of nodes that keep no state and of which none has messages for itself alone, as with a broadcast: what is
+  under way finds new replicas, and a batch for a gang is split anew;
 - all that the messages under way do not depend on: rates, prices, evaluations, records.
 
 The run's files stay as they are until the run can begin: until all hosts are set up and hold the checkpoint's states
@@ -18,7 +19,7 @@ and no fresh run is let in.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def require(directory: Path, graph: Graph, plan: Plan, seed: int) -> None:
     problems = [*_edges(before, now)]
     if not problems:
         problems = [*_admission(before, now), *_numbers(before, now), *_seed(state["facts"]["seed"], seed)]
-        problems += _replicas(before, now, _with_state(state))
+        problems += _replicas(
+            before, now, _with_state(state), {name.split("/")[0] for _, _, name, _ in state["messages"]}
+        )
     if not problems:
         problems = [*_nodes(directory, graph, seed, state["states"])]
     if problems:
@@ -104,9 +107,14 @@ def _groups_under_way(name: str) -> str:
     return "groups are in flight that may become that old" if name == "max_staleness" else "that many may be in flight"
 
 
-def _replicas(before: Described, now: Described, with_state: Mapping[str, int]) -> Iterator[str]:
+def _replicas(
+    before: Described, now: Described, with_state: Collection[str], addressed: Collection[str]
+) -> Iterator[str]:
+    """`addressed` are nodes for one of whose replicas alone there are messages under way."""
     was, is_ = ({node["name"]: node for node in g["nodes"]} for g in (before, now))
-    broadcast = {edge["into"].split(".")[0] for edge in now["edges"] if edge["dispatch"] == "broadcast"}
+    queues = [edge for edge in now["edges"] if edge["kind"] == "queue"]
+    own = {edge["into"].split(".")[0] for edge in queues if edge["dispatch"] == "broadcast"} | set(addressed)
+    own |= {name for edge in queues if was.get(name := edge["out"].split(".")[0], {}).get("gang")}
     for name in sorted(was.keys() & is_.keys()):
         old, new = was[name], is_[name]
         if name in with_state and old["type"] != new["type"]:
@@ -114,20 +122,15 @@ def _replicas(before: Described, now: Described, with_state: Mapping[str, int]) 
         if old["replicas"] == new["replicas"]:
             continue
         change = f"node {name!r} has {new['replicas']} replicas and had {old['replicas']}"
-        if name in broadcast:
-            yield f"{change}, each with its own copy of every message under way; resume with {old['replicas']}"
+        if name in own:
+            yield f"{change}, each with messages under way that are for it alone; resume with {old['replicas']}"
         elif name in with_state:
             yield f"{change}, each with a state of its own (`state()`) in the checkpoint; resume with {old['replicas']}"
 
 
-def _with_state(state: Mapping[str, Any]) -> dict[str, int]:
-    """The nodes that have something to say in their state: how many replicas of each."""
-    found: dict[str, int] = {}
-    for track, data in state["states"].items():
-        if load_value(data):
-            name = track.split("/")[0]
-            found[name] = found.get(name, 0) + 1
-    return found
+def _with_state(state: Mapping[str, Any]) -> set[str]:
+    """The nodes that have something to say in their state."""
+    return {track.split("/")[0] for track, data in state["states"].items() if load_value(data)}
 
 
 def _seed(before: int, now: int) -> Iterator[str]:
