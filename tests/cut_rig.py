@@ -10,7 +10,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from flowrl import Cluster, Machine
 from flowrl.channel.endpoint import Endpoint
 from flowrl.graph.load import rebuild
 from flowrl.graph.plan import make_plan
+from flowrl.runtime.checkpoint import read_state
 from flowrl.runtime.context import Place
 from flowrl.runtime.cutter import Cutter
 from flowrl.runtime.engine import HostEngine, HostSpec
@@ -48,8 +49,8 @@ class Driver:
         return await self._endpoint.request(host, kind, body if body is not None else {})
 
     async def ask_hosts(self, kind: str, body: Any = lambda host: {}) -> list[Any]:
-        if kind == "thaw":
-            raise Thrown
+        if kind == "thaw":  # the process of a cut ends here
+            return []
         return [await self.ask(host, kind, body(host)) for host in self.hosts]
 
     async def on_node(self, track: str, method: str, **arguments: Any) -> Any:
@@ -59,13 +60,10 @@ class Driver:
     def replicas(self, node: str) -> list[str]:
         return [track for track in self._engine.replicas if track.startswith(f"{node}/")]
 
-    def commit(self) -> None:
-        pass
+    def frozen(self) -> Any:
+        return self
 
-    def backup(self, directory: Path) -> None:
-        pass
-
-    def kept(self, generated: set[str], scored: set[str]) -> None:
+    def copy(self, path: Path) -> None:
         pass
 
 
@@ -102,17 +100,13 @@ async def running(name: str, config: dict[str, Any], directory: Path | None) -> 
     await engine.setup()
     cutter = Cutter(Driver(endpoint, engine, graph, plan))  # type: ignore[arg-type]
     if directory is not None:
-        await cutter.put_back(directory)
+        await cutter.put_back(read_state(directory))
     task = asyncio.create_task(engine.guarded(engine.run()))
     try:
         yield cutter, task
     finally:
         await engine.stop()
         await endpoint.close()
-
-
-class Thrown(Exception):
-    """The process of a cut ends here."""
 
 
 def run_with_cuts(name: str, tmp_path: Path, *cuts_s: float, **config: Any) -> None:
@@ -127,11 +121,10 @@ def run_with_cuts(name: str, tmp_path: Path, *cuts_s: float, **config: Any) -> N
                 await asyncio.sleep(cut_s)
                 directory = tmp_path / f"cut{number}"
                 directory.mkdir()
-                taking = asyncio.create_task(cutter.take(0, directory))
+                taking = asyncio.create_task(cutter.take({}, directory))
                 await asyncio.wait((taking, task), timeout=20, return_when=asyncio.FIRST_COMPLETED)
                 assert taking.done(), task.result() if task.done() else "the cut does not come to an end"
-                with suppress(Thrown):
-                    taking.result()
+                taking.result()
         async with running(name, config, directory) as (_, task), asyncio.timeout(30):
             assert await task is None
 

@@ -29,6 +29,7 @@ from flowrl.runtime.driver import Driver, Outcome
 from flowrl.runtime.engine import HostEngine, HostSpec
 from flowrl.runtime.launch import Launch, _Prepared
 from flowrl.runtime.options import RunOptions
+from flowrl.runtime.resume import require
 from flowrl.runtime.rundir import RunDir
 
 CLUSTER = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30),))
@@ -197,10 +198,10 @@ def run(
         version, resume_from = claimed.newest_checkpoint() if resume else (0, None)
         plan = make_plan(graph, CLUSTER)
         launch = Launch(file, graph, cfg, RunOptions(steps=steps, run_dir=directory, resume=resume, **options))
-        if resume_from is not None:
-            claimed.check_edges([edge.name for edge in plan.edges if edge.kind == "queue"])
-        claimed.write("config.json", launch._describe())
-        claimed.write("graph.json", plan.to_json())
+        if resume_from is None:
+            launch.describe(claimed, plan)
+        else:
+            require(resume_from, graph, plan, launch.options.seed)
         prepared = _Prepared(launch, claimed, plan, version, resume_from)
 
         async def drive() -> Outcome:

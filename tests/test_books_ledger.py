@@ -582,7 +582,7 @@ def test_a_resumed_run_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
         done = small.generate(0) + small.generate(1)
         small.step(done)
         (tmp_path / "checkpoint").mkdir()
-        small.books.backup(tmp_path / "checkpoint")
+        small.books.frozen().copy(tmp_path / "checkpoint" / "ledger.sqlite")
         await small.admit(4)
         small.step(small.generate(2) + small.generate(3))
         small.close(orderly=False)

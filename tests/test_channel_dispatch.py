@@ -139,13 +139,52 @@ def test_broadcast_reaches_all_and_the_slowest_gates() -> None:
     run(body, "local")
 
 
-def test_gang_gives_each_lane_its_part_under_one_id() -> None:
+def test_gang_gives_each_lane_its_part_under_an_id_of_its_own() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         edge, ports = edge_to(a, "gang", 3), inboxes(b, 3)
         await edge.send(thing(7))
         deliveries = [await port.take() for port in ports]
         assert [d.envelope.body.index for d in deliveries] == [70, 71, 72]  # type: ignore[attr-defined]
-        assert {d.envelope.id for d in deliveries} == {thing(7).id}
+        ids = [d.envelope.id for d in deliveries]
+        assert len({*ids, thing(7).id}) == 4
+        assert edge.ids(thing(7)) == ids and edge.arrivals(thing(7)) == [(key, 1) for key in ids]
+
+    run(body, "local")
+
+
+def test_what_a_gang_has_not_finished_is_kept_whole() -> None:
+    """So that the same samples make the same optimizer steps, whatever the number of ranks that it is split for."""
+
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge, ports = edge_to(a, "gang", 2), inboxes(b, 2)
+        acked = asyncio.Event()
+        edge.on_acked(lambda ids: acked.set())
+        whole = thing(7)
+        await edge.send(whole)
+        ((to, kept),) = edge.unacked()
+        assert to == "" and kept is whole
+        first, second = edge.lanes[0].spec.consumer, edge.lanes[1].spec.consumer
+        assert edge.parts() == {thing(7).id: dict(zip((first, second), edge.ids(thing(7)), strict=True))}
+        for number, port in enumerate(ports):
+            (await port.take()).ack()
+            await acked.wait()
+            acked.clear()
+            left = {} if number else {thing(7).id: {first: b"", second: edge.ids(thing(7))[1]}}
+            assert edge.parts() == left and len(edge.unacked()) == len(left)
+
+    run(body, "local")
+
+
+def test_one_rank_alone_can_be_sent_its_part_again() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge, ports = edge_to(a, "gang", 2), inboxes(b, 2)
+        marker = Tombstone("g", 0, "failed", "r", "n")
+        consumer = edge.lanes[1].spec.consumer
+        await edge.send_to(consumer, thing(7))
+        await edge.send_to(consumer, Envelope(thing(8).id, body=marker))
+        found = [(await ports[1].take()).envelope for _ in range(2)]
+        assert found[0].body.index == 71 and found[1].body == marker  # type: ignore[attr-defined]
+        assert [envelope.id for envelope in found] == [edge.ids(thing(7))[1], edge.ids(thing(8))[1]]
 
     run(body, "local")
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.cli import main
+from flowrl.runtime import checkpoint, manifest
 from flowrl.runtime.cluster import RayCluster
 
 ROOT = Path(__file__).parent.parent
@@ -341,12 +343,12 @@ def test_a_run_directory_that_cannot_be_one(told: Told, tmp_path: Path) -> None:
 
 def a_finished_run(path: Path, *, step: int) -> None:
     """What `--resume` looks at."""
-    checkpoint = path / "checkpoints" / f"step_{step:06d}"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.msgpack").touch()
+    directory = path / "checkpoints" / f"step_{step:06d}"
+    directory.mkdir(parents=True)
+    edge = {"name": "prompts.prompts -> other.prompts", "kind": "queue", "dispatch": "share"}
+    checkpoint.write_state(directory, checkpoint.Cut(), {"seed": 0, "graph": {"edges": [edge]}})
+    manifest.write(directory, {"step": step}, threading.Event())
     (path / "config.json").write_text("{}")
-    edge = {"name": "prompts.prompts -> other.prompts", "kind": "queue"}
-    (path / "graph.json").write_text(json.dumps({"edges": [edge]}))
 
 
 def test_resume_of_what_cannot_go_on(told: Told, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from flowrl.models.scorer import Scorer, load_scorer
 from flowrl.nodes import RewardModel, Shaping
 from flowrl.nodes.reward_model import renders_alike
 from flowrl.tasks import Task
+from flowrl.training.model import companions
 from flowrl.training.value_model import load_scalar_model, write_scalar_model
 from tests.node_rig import FakeContext, InMemoryIn, InMemoryOut, attach, run, sample
 from tests.word_policy import EOS, make_policy
@@ -32,7 +33,7 @@ def reward_model(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     path = tmp_path_factory.mktemp("reward_model")
     model = load_scalar_model(policy, start="policy", seed=1)
     model.network.config.reward_mean, model.network.config.reward_std = 0.5, 2.0
-    write_scalar_model(model, model.network.state_dict(), policy, path)
+    write_scalar_model(model, model.network.state_dict(), companions(policy), path)
     return path
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.graph.node import Saved
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource
@@ -105,3 +107,26 @@ def test_settings_out_of_range_are_problems() -> None:
     assert PromptSource(TASK, Policy("tiny")).check(None) == []
     problems = PromptSource(TASK, Policy("tiny"), repeat=0, epochs=0, max_prompt_tokens=0).check(None)
     assert [problem.split()[0] for problem in problems] == ["repeat", "epochs", "max_prompt_tokens"]
+
+
+def test_a_cursor_is_good_for_the_same_prompts_in_the_same_order(tmp_path: Path) -> None:
+    source = PromptSource(TASK, Policy("tiny"))
+    groups(source, tickets=5)
+    assert (source.state()["epoch"], source.state()["position"]) == (0, 5)
+    saved = Saved(tmp_path, 1, FakeContext.seed, {0: source.state()})
+    assert PromptSource(TASK, Policy("tiny"), repeat=4).check_resume(saved) == []
+    for other in (
+        PromptSource(Task("arithmetic:max_value=4"), Policy("tiny")),
+        PromptSource(TASK, Policy("tiny"), num_prompts=8),
+        PromptSource(TASK, Policy("tiny"), seed=3),
+    ):
+        (problem,) = other.check_resume(saved)
+        assert "the prompts of epoch 0 are not those that the run was started with" in problem
+    reseeded = replace(saved, seed=1)
+    assert PromptSource(TASK, Policy("tiny")).check_resume(reseeded), "another --seed is another order"
+    assert PromptSource(TASK, Policy("tiny"), seed=FakeContext.seed).check_resume(reseeded) == []
+
+
+def test_a_cursor_at_the_begin_of_an_epoch_is_good_for_any_prompts(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, 1, 0, {0: PromptSource(TASK, Policy("tiny")).state()})
+    assert PromptSource(Task("arithmetic:max_value=4"), Policy("tiny")).check_resume(saved) == []

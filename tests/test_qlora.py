@@ -30,7 +30,7 @@ def test_what_is_exported_is_what_was_trained(quantize: Quantize, tmp_path: Path
     import torch
     from transformers import AutoModelForCausalLM
 
-    from flowrl.training.model import load_policy_model, write_model
+    from flowrl.training.model import companions, load_policy_model, write_model
     from flowrl.training.tensors import whole_weights
 
     base = make_policy(tmp_path / "base", tied=True)
@@ -53,7 +53,7 @@ def test_what_is_exported_is_what_was_trained(quantize: Quantize, tmp_path: Path
         entry.name: entry.make(*(p.detach() for p in entry.parameters)) for entry in whole_weights(model.causal_lm)
     }
     assert state.keys() == {name for name, _ in base.named_parameters()}
-    write_model(model, state, tmp_path / "base", tmp_path / "export")
+    write_model(model, state, companions(tmp_path / "base"), tmp_path / "export")
     assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     assert score(merged, [TOKENS])[0] == pytest.approx(trained.tolist(), abs=TOLERANCE[quantize])

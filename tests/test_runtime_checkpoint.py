@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,8 +16,8 @@ import pytest
 
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import ConfigError
-from flowrl.messages import Batch, Group, Prompt, Sample, Trainable
-from flowrl.runtime import checkpoint
+from flowrl.messages import Batch, Group, Prompt, Sample, Tombstone, Trainable
+from flowrl.runtime import checkpoint, manifest
 from flowrl.runtime.checkpoint import Cut
 
 
@@ -58,13 +59,48 @@ def test_unfinished_prompts_carry_what_was_generated() -> None:
     assert envelope.body.prefix_versions.tolist() == [3, 4]
 
 
-def test_the_parts_of_a_gangs_batch_are_joined_again() -> None:
-    parts = [Envelope(b"1", body=batch("x", "y")), Envelope(b"1", body=batch("y", "z"))]
-    cut = Cut(messages=[("batcher/0", "x.out -> y.in", "", part) for part in parts])
-    ((*_, envelope),) = cut.settled()
-    assert isinstance(envelope.body, Batch)
-    assert [s.sample_id for s in envelope.body.samples] == ["x", "y", "z"]
-    assert envelope.body.micro_batches == ()
+def test_a_gangs_message_is_kept_whole_until_a_rank_has_done_its_part() -> None:
+    whole = ("batcher/0", "x.out -> y.in", "", Envelope(b"1", body=batch("x", "y", "z")))
+    parts = {("x.out -> y.in", b"1"): {"y/0": b"p0", "y/1": b"p1", "y/2": b"p2"}}
+    cut = Cut(messages=[whole], parts=parts)
+    assert cut.settled() == [whole]
+    cut.ended.add(("y.in", b"p1"))
+    assert [(consumer, envelope) for _, _, consumer, envelope in cut.settled()] == [
+        ("y/0", whole[3]),
+        ("y/2", whole[3]),
+    ]
+
+
+def test_a_rank_that_has_finished_its_part_is_left_out_and_one_that_lost_it_gets_the_marker() -> None:
+    marker = Tombstone("g", 0, "failed", "r", "n")
+    cut = Cut(
+        messages=[("batcher/0", "x.out -> y.in", "", Envelope(b"1", body=batch("x", "y")))],
+        parts={("x.out -> y.in", b"1"): {"y/0": b"", "y/1": b"p1"}},
+        lost={("y.in", b"p1"): marker},
+    )
+    assert [(consumer, envelope.body) for _, _, consumer, envelope in cut.settled()] == [("y/1", marker)]
+
+
+def test_a_batch_under_way_trains_the_same_samples_in_the_same_steps_after_a_resume(tmp_path: Path) -> None:
+    """Also where it was split for two ranks and is split for three."""
+    rows = [replace(sample(f"s{i}"), token_ids=np.zeros(2 + i * 7 % 11, np.int32)) for i in range(8)]
+    sent = replace(batch(), samples=tuple(rows), optimizer_steps=2, token_budget=64)
+    cut = Cut(messages=[("batcher/0", "x.out -> y.in", "", Envelope(b"1" * 16, body=sent))])
+    checkpoint.write_state(tmp_path, cut, {})
+    ((*_, envelope),) = checkpoint.read_state(tmp_path)["messages"]
+    assert steps(envelope.body.split(2)) == steps(envelope.body.split(3)) == steps(sent.split(2))
+    assert steps(sent.split(2)) == [{"s0", "s1", "s2", "s3"}, {"s4", "s5", "s6", "s7"}]
+
+
+def steps(parts: Sequence[Batch]) -> list[set[str]]:
+    """The samples of each optimizer step, of all ranks."""
+    found: list[set[str]] = [set() for _ in parts[0].step_ends]
+    for part in parts:
+        begins = (0, *part.step_ends)
+        for number, end in enumerate(part.step_ends):
+            indices = itertools.chain(*part.micro_batches[begins[number] : end])
+            found[number] |= {part.samples[index].sample_id for index in indices}
+    return found
 
 
 def test_what_is_made_already_is_found_in_the_messages() -> None:
@@ -150,8 +186,14 @@ def written(path: Path, content: str) -> Path:
     return path
 
 
+def publish(temporary: Path, final: Path) -> None:
+    checkpoint.publish(temporary, final, {"step": 4}, threading.Event())
+
+
 def content(path: Path) -> str:
-    """Of a checkpoint that is whole."""
+    """Of a checkpoint that is whole, which its manifest says too where `publish` made it."""
+    if (path / "manifest.json").exists():
+        manifest.verify(path)
     (only,) = {(path / name).read_text() for name in ("state.msgpack", "model/weights")}
     return only
 
@@ -169,7 +211,7 @@ def test_a_checkpoint_written_twice_is_there_whatever_happens(tmp_path: Path, er
         new = written(final.with_name(".step_000004.tmp"), "new")
         try:
             with failing(at, error) as asked:
-                checkpoint.publish(new, final)
+                publish(new, final)
         except error:
             aside = final.with_name(".step_000004.old")
             seen.append(content(final if final.exists() else aside))
@@ -178,11 +220,11 @@ def test_a_checkpoint_written_twice_is_there_whatever_happens(tmp_path: Path, er
             break
         checkpoint.mend(final.parent)
         assert (names(final.parent), content(final)) == (["step_000004"], seen[-1])
-        checkpoint.publish(written(final.with_name(".step_000004.tmp"), "newer"), final)
+        publish(written(final.with_name(".step_000004.tmp"), "newer"), final)
         assert (names(final.parent), content(final)) == (["step_000004"], "newer")
-    assert asked[:7] == ["fsync"] * 4 + ["replace", "replace", "fsync"], "first what is in it, and last its name"
-    assert sorted(asked[7:]) == ["rmdir", "rmdir", "unlink", "unlink"]
-    assert seen == ["old"] * 6 + ["new"] * 5
+    assert asked[:8] == ["fsync"] * 5 + ["replace", "replace", "fsync"], "first what is in it, and last its name"
+    assert sorted(asked[8:]) == ["rmdir", "rmdir", "unlink", "unlink"]
+    assert seen == ["old"] * 7 + ["new"] * 5
     assert (names(final.parent), content(final)) == (["step_000004"], "new")
 
 
@@ -207,10 +249,10 @@ def test_a_killed_mending_is_gone_on_with(tmp_path: Path) -> None:
 def test_what_was_left_aside_is_settled_by_the_next_writing_too(tmp_path: Path) -> None:
     written(tmp_path / ".step_000004.old", "old")
     new = written(tmp_path / ".step_000004.tmp", "new")
-    with pytest.raises(OSError, match="replace"), failing(6, OSError):
-        checkpoint.publish(new, tmp_path / "step_000004")
+    with pytest.raises(OSError, match="replace"), failing(7, OSError):
+        publish(new, tmp_path / "step_000004")
     assert content(tmp_path / "step_000004") == "old"
-    checkpoint.publish(new, tmp_path / "step_000004")
+    publish(new, tmp_path / "step_000004")
     assert (names(tmp_path), content(tmp_path / "step_000004")) == (["step_000004"], "new")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from flowrl.errors import NodeFailed
 from flowrl.runtime import checkpoint, engine
 from flowrl.runtime.activity import Activity
-from tests.cut_rig import LOST, SEEN, TOLD, Thrown, run_with_cuts, running
+from tests.cut_rig import LOST, SEEN, TOLD, run_with_cuts, running
 from tests.graphs_cut.parts import NUM_PROMPTS
 
 ALL = [f"s{index}" for index in range(NUM_PROMPTS)]
@@ -42,6 +41,16 @@ def test_each_replica_has_its_copy_of_a_broadcast(cuts_s: tuple[float, ...], tmp
     worked = [note for note in SEEN if isinstance(note, tuple)]
     assert sorted(worked) == sorted((replica, name) for replica in (0, 1) for name in ALL)
     assert sorted(note for note in SEEN if isinstance(note, str)) == sorted(2 * ALL)
+
+
+@pytest.mark.parametrize("cuts_s", [(), (0.015,), (0.06,), (0.05, 0.02, 0.05)])
+def test_each_rank_of_a_gang_does_its_own_part_once(cuts_s: tuple[float, ...], tmp_path: Path) -> None:
+    """A cut finds the ranks at different parts, and what they have made of them under way."""
+    run_with_cuts("line", tmp_path, *cuts_s, kind="gang")
+    arrived = [note for note in SEEN if isinstance(note, str)]
+    assert sorted(arrived) == sorted(ALL)
+    parts = [note for note in SEEN if isinstance(note, tuple)]
+    assert {(rank, int(name[1:]) % 2) for rank, names in parts for name in names} == {(0, 0), (1, 1)}
 
 
 @pytest.mark.parametrize("cuts_s", [(0.02,), (0.06,), (0.03, 0.03, 0.03)])
@@ -82,8 +91,7 @@ def test_a_cut_says_whose_turns_it_waits_for(tmp_path: Path, monkeypatch: pytest
     async def body() -> None:
         async with running("line", {"kind": "plain", "sink_s": 0.3}, None) as (cutter, _):
             await asyncio.sleep(0.02)
-            with suppress(Thrown):
-                await cutter.take(0, tmp_path)
+            await cutter.take({}, tmp_path)
 
     TOLD.clear()
     asyncio.run(body())

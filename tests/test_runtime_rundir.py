@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.runtime import manifest
 from flowrl.runtime.rundir import RunDir
+
+
+def finished(path: Path, state: str = "state") -> None:
+    """A checkpoint with nothing but a model and a state."""
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_text("the weights")
+    (path / "state.msgpack").write_text(state)
+    manifest.write(path, {}, threading.Event())
 
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
@@ -30,32 +40,49 @@ def test_resume_needs_a_run(tmp_path: Path) -> None:
         RunDir(tmp_path / "nothing").claim(resume=True)
 
 
+def test_checkpoints_alone_keep_a_fresh_run_out(tmp_path: Path) -> None:
+    finished(tmp_path / "checkpoints" / "step_000004")
+    with pytest.raises(ConfigError, match="continue it with --resume"):
+        RunDir(tmp_path).claim(resume=False)
+
+
 def test_resume_needs_a_finished_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     directory = RunDir(tmp_path)
     directory.claim(resume=True)
-    (tmp_path / "checkpoints" / "step_000004").mkdir()
     with pytest.raises(ConfigError, match="no finished checkpoint"):
         directory.newest_checkpoint()
 
 
-def test_the_newest_finished_checkpoint_is_taken(tmp_path: Path) -> None:
+def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
     directory = RunDir(tmp_path)
     directory.claim(resume=False)
-    for step, finished in ((2, True), (10, True), (12, False)):
-        path = directory.checkpoints / f"step_{step:06d}"
-        path.mkdir()
-        if finished:
-            (path / "state.msgpack").touch()
+    for step in (2, 10, 12, 14):
+        finished(directory.checkpoints / f"step_{step:06d}")
+    (directory.checkpoints / "step_000012" / "manifest.json").unlink()
+    (directory.checkpoints / "step_000014" / "model.safetensors").write_text("cut")
     assert directory.newest_checkpoint() == (10, directory.checkpoints / "step_000010")
+    assert directory.damaged == [
+        "step_000014: model.safetensors has 3 bytes, 11 were written",
+        "step_000012: it has no manifest.json, so it was never finished",
+    ]
+
+
+def test_no_whole_checkpoint_left(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path)
+    directory.claim(resume=False)
+    for step in (2, 10):
+        finished(directory.checkpoints / f"step_{step:06d}")
+        (directory.checkpoints / f"step_{step:06d}" / "state.msgpack").unlink()
+    with pytest.raises(ConfigError, match=r"(?s)no whole checkpoint left.*step_000010: state.msgpack is missing.*2"):
+        directory.newest_checkpoint()
 
 
 def test_a_checkpoint_that_stands_aside_is_put_back_before_it_is_looked_for(tmp_path: Path) -> None:
     """A run was killed between the two renames by which a second writing of step 4 takes the place of the first."""
     (tmp_path / "config.json").write_text("{}")
     for name in (".step_000004.old", ".step_000004.tmp"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / "state.msgpack").write_text(name)
+        finished(tmp_path / "checkpoints" / name, name)
     directory = RunDir(tmp_path)
     directory.claim(resume=True)
     assert directory.newest_checkpoint() == (4, directory.checkpoints / "step_000004")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.node import Saved
 from flowrl.models import Policy
 from flowrl.nodes.trainer import Trainer
 from flowrl.training.recipes import SFT, PolicyObjective
@@ -107,3 +109,25 @@ def test_tallies_of_parts_add_up_to_the_whole() -> None:
     assert whole.metrics()["tokens_trained"] == trained.size
     assert Tally().metrics()["staleness_max"] is None
     assert set(whole.metrics(offline=True)) == {"num_samples", "response_tokens_mean", "tokens_trained"}
+
+
+@pytest.mark.parametrize(
+    ("files", "zero", "ranks", "text"),
+    [
+        (["r0_optim_states.pt", "r1_optim_states.pt"], ZeroSettings(), 2, ""),
+        (["r0_optim_states.pt", "r1_optim_states.pt"], ZeroSettings(), 3, "written by 2 trainer ranks, this run has 3"),
+        (["r0_optim_states.pt"], ZeroSettings(stage=0), 4, ""),
+        (["r0_optim_states.pt"], ZeroSettings(offload="all", nvme_path="/tmp"), 1, "written without nvme_path"),
+        (["on_disk_rank_0"], ZeroSettings(), 1, "written with nvme_path"),
+    ],
+)
+def test_a_trainer_that_cannot_take_up_a_checkpoint_says_so_before_it_starts(
+    tmp_path: Path, files: list[str], zero: ZeroSettings, ranks: int, text: str
+) -> None:
+    trainer = Trainer(Policy("tiny"), zero=zero)
+    trainer.name = "actor"
+    (tmp_path / "actor_state" / "zero").mkdir(parents=True)
+    for name in files:
+        (tmp_path / "actor_state" / "zero" / name).touch()
+    problems = trainer.check_resume(Saved(tmp_path, ranks, 0, {}))
+    assert len(problems) == bool(text) and text in "".join(problems)

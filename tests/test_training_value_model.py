@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
-from flowrl.training.model import load_policy_model
+from flowrl.training.model import companions, load_policy_model
 from flowrl.training.rows import lay_out, lay_out_ends
 from flowrl.training.value_model import (
     ScalarModel,
@@ -31,7 +31,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     policy = make_policy(tmp_path_factory.mktemp("policy"), pad=request.param)
     model = load_scalar_model(policy, start="policy", seed=1)
     path = tmp_path_factory.mktemp("scalar")
-    write_scalar_model(model, model.network.state_dict(), policy, path)
+    write_scalar_model(model, model.network.state_dict(), companions(policy), path)
     return model, path
 
 
@@ -142,7 +142,7 @@ def test_the_added_pad_token_is_saved_once(saved: tuple[ScalarModel, Path], tmp_
     """Written, loaded and written again, the vocabulary stays as large as it is."""
     model, path = saved
     again = load_scalar_model(path, start="reward_model")
-    write_scalar_model(again, again.network.state_dict(), path, tmp_path)
+    write_scalar_model(again, again.network.state_dict(), companions(path), tmp_path)
     sizes = [json.loads((p / "config.json").read_text())["vocab_size"] for p in (path, tmp_path)]
     assert sizes[0] == sizes[1] <= EOS + 2
     assert model.network.get_input_embeddings().weight.shape[0] == sizes[0]

@@ -4,7 +4,7 @@
 - key: the lane that the group id hashes to
 - broadcast: every lane; the slowest gates. Each lane's copy has an id of its own, so that what two replicas
   make of it is not taken for a repetition
-- gang: each lane its own part, made by the message's `split(n)`; all or nothing
+- gang: each lane its own part, made by the message's `split(n)`, with an id of its own too; all or nothing
 - latest: every lane, overwriting; never waits
 
 Invariant: a message goes to all the lanes its rule names in one step, or to none.
@@ -21,6 +21,7 @@ from zlib import crc32
 from flowrl.channel.ends import Gate, Ids, SendLane
 from flowrl.channel.envelope import Envelope, message_id
 from flowrl.channel.inbox import Delivery, EndOfStream, Inbox
+from flowrl.messages import Tombstone
 
 __all__ = ["Delivery", "EndOfStream", "Inbox", "OutEdge", "Rule"]
 
@@ -38,24 +39,31 @@ class OutEdge:
         self.capacity = capacity if capacity is not None else lanes[0].spec.capacity
         self.gate = Gate()
         self._turn = 0
+        self._wholes: dict[bytes, Envelope] = {}
+        """What a gang has not finished, as it was before it was split: other ranks may need other parts of it."""
+        self._part_of: dict[bytes, bytes] = {}
+        """Part that its rank has not finished -> what it is a part of."""
         self._only = self.lanes[0] if rule == "share" and len(lanes) == 1 else None
         for lane in lanes:
             lane.gate = self.gate
+            if rule == "gang":
+                lane.on_acked(self._finished)
+
+    def ids(self, envelope: Envelope) -> list[bytes]:
+        """Of the messages that it travels as: each consumer of a broadcast, and each rank, gets one of its own."""
+        if self.rule in ("broadcast", "gang"):
+            return [_own_id(envelope, lane) for lane in self.lanes]
+        return [envelope.id]
 
     def arrivals(self, envelope: Envelope) -> list[tuple[bytes, int]]:
         """(id, on how many lanes it must be taken in) for `Custody.child`; a latest edge owes none."""
-        if self.rule == "latest":
-            return []
-        if self.rule == "gang":
-            return [(envelope.id, len(self.lanes))]
-        return [(copy.id, 1) for _, copy in self.addressed(envelope)]
+        return [] if self.rule == "latest" else [(own, 1) for own in self.ids(envelope)]
 
     def addressed(self, envelope: Envelope) -> list[tuple[str, Envelope]]:
         """(consumer, its message): one for each consumer of a broadcast; elsewhere the rule chooses, and it is ""."""
         if self.rule != "broadcast":
             return [("", envelope)]
-        consumers = [lane.spec.consumer for lane in self.lanes]
-        return [(consumer, replace(envelope, id=message_id((envelope.id,), consumer, 0))) for consumer in consumers]
+        return [(lane.spec.consumer, replace(envelope, id=_own_id(envelope, lane))) for lane in self.lanes]
 
     async def send(self, envelope: Envelope) -> None:
         """Send by the edge's rule, waiting for its credits. Cancelled while waiting it sends nothing.
@@ -82,13 +90,13 @@ class OutEdge:
                 lane.put(envelope)
 
     async def send_to(self, consumer: str, envelope: Envelope) -> None:
-        """Send one consumer's message of `addressed`, as it is. A consumer that is no more gets none."""
+        """Send one consumer's message of `addressed`, or one rank's part. A consumer that is no more gets none."""
         if not consumer:
             await self.send(envelope)
             return
-        for lane in self.lanes:
+        for index, lane in enumerate(self.lanes):
             if lane.spec.consumer == consumer:
-                await lane.send(envelope)
+                await lane.send(self._part(envelope, index) if self.rule == "gang" else envelope)
 
     def _any(self) -> bool:
         # A list, so that every failed lane is noticed.
@@ -114,7 +122,21 @@ class OutEdge:
             lane.blocked_s += waited
 
     def _parts(self, envelope: Envelope) -> list[Envelope]:
-        body: Any = envelope.body
+        parts = self._split(envelope.body)
+        return [self._part_with(envelope, lane, part) for lane, part in zip(self.lanes, parts, strict=True)]
+
+    def _part(self, envelope: Envelope, index: int) -> Envelope:
+        """One rank's part; a tombstone stands for the part itself."""
+        body = envelope.body if isinstance(envelope.body, Tombstone) else self._split(envelope.body)[index]
+        return self._part_with(envelope, self.lanes[index], body)
+
+    def _part_with(self, envelope: Envelope, lane: SendLane, body: Any) -> Envelope:
+        part = replace(envelope, id=_own_id(envelope, lane), body=body)
+        self._wholes[envelope.id] = envelope
+        self._part_of[part.id] = envelope.id
+        return part
+
+    def _split(self, body: Any) -> Sequence[Any]:
         split = getattr(body, "split", None)
         if split is None:
             raise TypeError(
@@ -123,7 +145,14 @@ class OutEdge:
             )
         parts: Sequence[Any] = split(len(self.lanes))
         assert len(parts) == len(self.lanes), f"{type(body).__name__}.split({len(self.lanes)}) gave {len(parts)} parts"
-        return [Envelope(envelope.id, envelope.ticket, envelope.group_id, envelope.member, part) for part in parts]
+        return parts
+
+    def _finished(self, ids: Sequence[bytes]) -> None:
+        """Ranks have finished these parts."""
+        for part in ids:
+            whole = self._part_of.pop(part, None)
+            if whole is not None and whole not in self._part_of.values():
+                del self._wholes[whole]
 
     def hold(self, held: bool) -> None:
         """While held, nothing is sent: sends wait, whatever their credits. Latest edges never wait."""
@@ -141,12 +170,22 @@ class OutEdge:
             lane.on_acked(callback)
 
     def unacked(self) -> list[tuple[str, Envelope]]:
-        """Everything kept for a replay, as `addressed`; of a gang's message the part of each lane."""
+        """Everything kept for a replay, as `addressed`; a gang's message whole, `parts` tells which are left of it."""
+        if self.rule == "gang":
+            return [("", whole) for whole in self._wholes.values()]
         named = self.rule == "broadcast"
         return [(lane.spec.consumer if named else "", kept) for lane in self.lanes for kept in lane.unacked()]
 
+    def parts(self) -> dict[bytes, dict[str, bytes]]:
+        """Of each of a gang's `unacked` messages: rank -> id of its part, "" of one that it has finished."""
+        found: dict[bytes, dict[str, bytes]] = {}
+        for key, whole in self._wholes.items():
+            own = {lane.spec.consumer: _own_id(whole, lane) for lane in self.lanes}
+            found[key] = {rank: part if part in self._part_of else b"" for rank, part in own.items()}
+        return found
+
     def cancel(self, ids: Sequence[bytes]) -> None:
-        """Ask the consumers to give these messages up: of a broadcast the copies, by the ids that they have."""
+        """Ask the consumers to give these messages up: of a broadcast or a gang by the `ids` that each has."""
         for lane in self.lanes:
             lane.cancel(ids)
 
@@ -159,3 +198,7 @@ class OutEdge:
         """Fail every lane."""
         for lane in self.lanes:
             lane.fail(reason)
+
+
+def _own_id(envelope: Envelope, lane: SendLane) -> bytes:
+    return message_id((envelope.id,), lane.spec.consumer, 0)

@@ -20,6 +20,8 @@ Instances are built wherever the graph is built (the command line, `flowrl check
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -82,6 +84,20 @@ class Context(Protocol):
     async def step_done(self, version: int) -> None: ...
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a node would go on from, and as what, when a run is resumed."""
+
+    directory: Path
+    """The checkpoint."""
+    num_replicas: int
+    """Of the node in the run that is to go on."""
+    seed: int
+    """Of that run."""
+    states: Mapping[int, Mapping[str, Any]]
+    """What `state` returned, by replica."""
+
+
 class Node:
     """A role in the graph. Class attributes give the defaults that `Graph.add` can override."""
 
@@ -134,6 +150,10 @@ class Node:
 
     def preflight(self) -> None:
         """Cheap trial on the driver before Ray starts (files, tokenizer, imports). Raises ConfigError."""
+
+    def check_resume(self, saved: Saved) -> list[str]:
+        """Why this node cannot go on from `saved`, complete sentences. Asked on the driver before Ray starts."""
+        return []
 
     async def checkpoint(self, path: str) -> None:
         """Write large state (weights, optimizer) below `path`. Called on every replica, admission closed."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Node, Saved
 from flowrl.graph.ports import Out
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, check_model, check_prompts, load_tokenizer, resolve
@@ -52,6 +52,8 @@ class PromptSource(Node):
         self.num_prompts = num_prompts
         self._epoch = 0
         self._position = 0
+        self._digests: dict[int, str] = {}
+        """Epoch -> of its prompts in their order."""
         self._passed_over = 0
         """Prompts too long since the last that was not."""
 
@@ -128,7 +130,19 @@ class PromptSource(Node):
         ]
 
     def state(self) -> Mapping[str, Any]:
-        return {"epoch": self._epoch, "position": self._position}
+        return {"epoch": self._epoch, "position": self._position, "order": self._digests.get(self._epoch, "")}
+
+    def check_resume(self, saved: Saved) -> list[str]:
+        """The cursor is worth nothing in another order: prompts would come twice, or never."""
+        self._seed = saved.seed if self.seed is None else self.seed
+        self._rows = self.rows()
+        epochs = {int(s["epoch"]): s["order"] for s in saved.states.values() if s["position"] and s.get("order")}
+        return [
+            f"the prompts of epoch {epoch} are not those that the run was started with, or not in their order; resume "
+            "with the task, data and seed it was started with, or start a new run from the checkpoint's model"
+            for epoch, order in epochs.items()
+            if order != self._digest(self._order(epoch))
+        ]
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
@@ -139,6 +153,7 @@ class PromptSource(Node):
         epoch, start = self._epoch, self._position
         while epochs is None or epoch < epochs:
             order = self._order(epoch)
+            self._digests[epoch] = self._digest(order)
             for position in range(start, len(order)):
                 yield epoch, position, self._rows[order[position]]
             epoch, start = epoch + 1, 0
@@ -147,6 +162,11 @@ class PromptSource(Node):
         if len(self.task.sources) > 1:
             return mixed_order(self._rows, self.task, self._seed, epoch)
         return epoch_order(len(self._rows), self._seed, epoch)
+
+    def _digest(self, order: Sequence[int]) -> str:
+        """Of the prompts in this order."""
+        names = "".join(self._rows[index].prompt_id for index in order)
+        return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
 
     def _pass_over(self) -> None:
         self._passed_over += 1

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Node, Saved
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, resolve
@@ -29,7 +29,7 @@ from flowrl.runtime.ledger_client import Use
 from flowrl.training.distillation import ReverseKL
 from flowrl.training.packing import loss_masks, split_batch
 from flowrl.training.recipes import Objective, PolicyObjective
-from flowrl.training.requirements import check_training, lora_problems
+from flowrl.training.requirements import TAG, check_training, lora_problems, resume_problems
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, Start, ZeroSettings
 from flowrl.training.tally import Tally
@@ -130,6 +130,9 @@ class Trainer(Node):
         check_model(self.policy)
         model_dir = None if self.policy.built_in else Path(self.policy.model).expanduser()
         check_training(self.zero, self.lora, model_dir=model_dir)
+
+    def check_resume(self, saved: Saved) -> list[str]:
+        return resume_problems(self._state_dir(str(saved.directory)) / TAG, self.zero, saved.num_replicas)
 
     # Life
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError
 from flowrl.runtime.fates import LEFT_AT_END, Fates, Group
-from flowrl.runtime.ledger import Fate, Ledger
+from flowrl.runtime.ledger import Fate, Frozen, Ledger
 from flowrl.runtime.ledger_client import LedgerClient, Use
 
 __all__ = ["LEDGER", "Books", "LedgerClient", "Use"]
@@ -400,9 +400,10 @@ class Books:
         """Group in flight -> its ticket, in order of admission."""
         return {group_id: group.ticket for group_id, group in self._fates.groups.items()}
 
-    def backup(self, directory: Path) -> None:
-        """Copy the ledger as it is now into a checkpoint directory."""
-        self.ledger.backup(directory / LEDGER)
+    def frozen(self) -> Frozen:
+        """The ledger as it is now, for a checkpoint."""
+        self.commit()
+        return self.ledger.frozen()
 
     def close(self, *, orderly: bool) -> None:
         """The last commit. At an orderly end what is still in flight is dropped, reason `run_end`."""

@@ -7,7 +7,8 @@ producers still keep (custody) is the whole state between the nodes:
 
 - a message that its consumer has not finished is saved with its edge, and sent again on it at resume; so is
   one that waits for credit, unless its node holds what it was made from, or reads, and makes it again. What
-  two edges carry, or a broadcast, is one message for each consumer;
+  two edges carry, or a broadcast, is one message for each consumer; what goes to a gang is kept as it was before
+  it was split, so that it can be for any number of ranks, or once a rank has done its part, for each of the others;
 - a message whose turn has ended is left out, what was made from it is saved instead;
 - in the place of a message whose loss is booked stands its tombstone;
 - of a turn that stands still between two sends the item is saved and the ids of what it has already
@@ -15,16 +16,19 @@ producers still keep (custody) is the whole state between the nodes:
 
 Messages come from the hosts, and go back to them, in pages: all of a large run are more than a frame holds.
 
-A directory becomes a checkpoint by its last rename; a crash while writing leaves the one before. What is in
-`step_N` is whole at any time: the directory is written and removed as `.step_N.tmp`, and the one that a second
-`step_N` replaces stands aside as `.step_N.old` until that is in its place. What a crash leaves of the two, `mend`
-settles when the next run claims the directory.
+A directory becomes a checkpoint by its last rename, after its manifest is written (`flowrl.runtime.manifest`); a
+crash while writing leaves the one before. What is in `step_N` is whole at any time: the directory is written and
+removed as `.step_N.tmp`, and the one that a second `step_N` replaces stands aside as `.step_N.old` until that is in
+its place. What a crash leaves of the two, `mend` settles when the next run claims the directory. A run that ends
+while a thread of it publishes tells the thread to stop and waits for it: nobody else writes there any more.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,12 +39,14 @@ import msgpack
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.stored import dump, load
 from flowrl.errors import ConfigError
-from flowrl.messages import Batch, Message, Prompt, Sample, Scored
+from flowrl.messages import Message, Prompt, Sample, Scored
+from flowrl.runtime import manifest
 from flowrl.runtime.items import Place
 
-FORMAT = 2
+FORMAT = 3
+STEP_DIR = re.compile(r"step_(\d{6,})")
 Saved = tuple[str, str, str, Envelope]
-"""(producer node replica, edge name, consumer of a broadcast or "", message)"""
+"""(producer node replica, edge name, for whom alone it is or "", message); a broadcast or a gang's part is for one"""
 PAGE_BYTES = 64 << 20
 """Of messages, in one answer or request."""
 ASIDE = ".old"
@@ -52,6 +58,8 @@ class Cut:
     """What one host, or all of them, hand over."""
 
     messages: list[Saved] = field(default_factory=list)
+    parts: dict[tuple[str, bytes], Mapping[str, bytes]] = field(default_factory=dict)
+    """(edge, id) of a gang's message -> rank -> id of its part, "" of one that it has finished."""
     ended: set[Place] = field(default_factory=set)
     lost: dict[Place, Message] = field(default_factory=dict)
     """Tombstones of what is lost and has not been told to the next nodes."""
@@ -69,6 +77,7 @@ class Cut:
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Take in what a host answered to "snapshot"."""
+        self.parts.update({(edge, key): parts for edge, key, parts in part["parts"]})
         self.ended.update((port, key) for port, key in part["ended"])
         self.lost.update({(port, key): load(marker) for port, key, marker in part["lost"]})
         self.sent.update(part["sent"])
@@ -78,33 +87,26 @@ class Cut:
         self.states.update(part["states"])
 
     def settled(self) -> list[Saved]:
-        """The messages to send again at resume: unfinished ones, prefixes filled in, gangs' parts merged."""
-        merged: dict[tuple[str, str, bytes], Saved] = {}
-        for producer, edge, consumer, envelope in self.messages:
-            place = edge.split(" -> ")[1], envelope.id
-            if place in self.ended:
-                continue
-            body = self.lost.get(place) or self._with_prefix(envelope.body)
-            key = (edge, consumer, envelope.id)
-            if key in merged:
-                body = _merge(merged[key][3].body, body)
-            merged[key] = (producer, edge, consumer, replace(envelope, body=body))
-        return list(merged.values())
+        """The messages to send again at resume: unfinished ones, prefixes filled in."""
+        return [saved for message in self.messages for saved in self._settled(message)]
+
+    def _settled(self, message: Saved) -> Iterator[Saved]:
+        producer, edge, consumer, envelope = message
+        port = edge.split(" -> ")[1]
+        parts = {consumer: envelope.id} if consumer else self.parts.get((edge, envelope.id), {"": envelope.id})
+        left = {rank: (port, key) for rank, key in parts.items() if key and (port, key) not in self.ended}
+        lost = {rank: self.lost[place] for rank, place in left.items() if place in self.lost}
+        if len(left) == len(parts) and not lost:
+            left = {consumer: (port, envelope.id)}  # nothing of it is done: it may be split for another number of ranks
+        for rank in left:
+            body = lost.get(rank) or self._with_prefix(envelope.body)
+            yield producer, edge, rank, replace(envelope, body=body)
 
     def _with_prefix(self, body: Message) -> Message:
         if not isinstance(body, Prompt) or body.sample_id not in self.prefixes:
             return body
         token_ids, logprobs, versions = self.prefixes[body.sample_id]
         return replace(body, prefix_token_ids=token_ids, prefix_logprobs=logprobs, prefix_versions=versions)
-
-
-def _merge(first: Message, second: Message) -> Message:
-    """Two ranks' parts of one batch, joined; dispatch splits it anew."""
-    if not isinstance(first, Batch) or not isinstance(second, Batch):
-        return first
-    known = {sample.sample_id for sample in first.samples}
-    samples = (*first.samples, *(s for s in second.samples if s.sample_id not in known))
-    return replace(first, samples=samples, micro_batches=())
 
 
 def pages(messages: Iterable[Saved]) -> Iterator[list[Any]]:
@@ -168,12 +170,15 @@ def made(messages: Iterable[Saved]) -> tuple[set[str], set[str]]:
     return {s.sample_id for s in samples}, {s.sample_id for s in samples if isinstance(s, Scored)}
 
 
-def publish(temporary: Path, final: Path) -> None:
+def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: threading.Event) -> None:
     """Make a finished directory the checkpoint `final`, durably; one that has the name already is replaced.
 
-    Blocks until the disk has all of it.
+    `facts` go into its manifest. Blocks until the disk has all of it; `stop` ends that with `manifest.Abandoned`,
+    which leaves `final` as it was, as long as the name has not changed.
     """
+    manifest.write(temporary, facts, stop)
     for path in (*temporary.rglob("*"), temporary):
+        manifest.go_on(temporary, stop)
         _sync(path)
     _settle(final)
     if final.exists():
@@ -219,10 +224,15 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def steps_of(checkpoints: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of every checkpoint there, whole or not, oldest first."""
+    found = ((STEP_DIR.fullmatch(path.name), path) for path in checkpoints.glob("step_*"))
+    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
 def prune(checkpoints: Path, keep: int, *, spared: Collection[int] = ()) -> None:
     """Remove all but the newest `keep` checkpoints and those of the steps `spared`; `keep` 0 keeps all."""
-    steps = sorted((int(path.name[5:]), path) for path in checkpoints.glob("step_*") if path.name[5:].isdecimal())
-    for step, path in steps[:-keep] if keep else []:
+    for step, path in steps_of(checkpoints)[:-keep] if keep else []:
         if step not in spared:
             rubbish = _hidden(path, RUBBISH)
             shutil.rmtree(rubbish, ignore_errors=True)

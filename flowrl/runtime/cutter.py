@@ -1,19 +1,27 @@
 """How a cut is taken through the running hosts, and put back; what a cut is, `flowrl.runtime.checkpoint` explains.
 
-Waits: for turns to end or stand in a wait, and for what is under way to arrive.
+Waits: for turns to end or stand in a wait, for what is under way to arrive, and for the threads that write.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from flowrl.runtime import checkpoint
+from flowrl.runtime import checkpoint, resume
+from flowrl.runtime.best import Best
+from flowrl.runtime.books import LEDGER
 
 if TYPE_CHECKING:
     from flowrl.runtime.driver import Driver
+
+T = TypeVar("T")
 
 ASKED_FOR = 50
 """Rounds in which hosts are asked whether anything moves at all; after them, whether messages do."""
@@ -25,8 +33,33 @@ class Cutter:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    async def take(self, version: int, directory: Path) -> None:
-        """Freeze the graph, write everything below `directory`, and let it go on."""
+    async def write(self, version: int, best: Best | None) -> str:
+        """Make a cut the newest checkpoint, and `best` what best.json says; returns the checkpoint's name."""
+        job = self._driver.job
+        final = job.run_dir / "checkpoints" / f"step_{version:06d}"
+        temporary = final.with_name(f".{final.name}.tmp")
+        named = best or self._driver.best
+
+        def publish(stop: threading.Event) -> None:
+            checkpoint.publish(temporary, final, {"step": version}, stop)
+            if best is not None:
+                best.write(job.run_dir)
+            checkpoint.prune(final.parent, job.options.keep, spared=() if named is None else (named.step,))
+
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            await self.take(resume.facts(version, job.plan, job.options.seed), temporary)
+            await to_its_end(publish)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return final.name
+
+    async def take(self, facts: Mapping[str, Any], directory: Path) -> None:
+        """Freeze the graph, let it go on, and write all that it was, with `facts`, below `directory`.
+
+        What nodes write themselves they write while everything stands.
+        """
         driver, cut = self._driver, checkpoint.Cut()
         generators = self._with_method("snapshot")
         for prefixes in await asyncio.gather(*(driver.on_node(track, "snapshot") for track in generators)):
@@ -37,11 +70,15 @@ class Cutter:
         await asyncio.gather(
             *(driver.on_node(track, "checkpoint", path=str(directory)) for track in self._with_method("checkpoint"))
         )
-        driver.books.commit()
-        driver.books.backup(directory)
-        checkpoint.write_state(directory, cut, {"version": version})
+        frozen = driver.books.frozen()
         await driver.ask_hosts("thaw")
         await asyncio.gather(*(driver.on_node(track, "resume") for track in generators))
+
+        def write(stop: threading.Event) -> None:
+            frozen.copy(directory / LEDGER)
+            checkpoint.write_state(directory, cut, facts)
+
+        await to_its_end(write)
 
     async def _take_from(self, host: str, cut: checkpoint.Cut) -> None:
         part = await self._driver.ask(host, "snapshot")
@@ -63,10 +100,9 @@ class Cutter:
                 return
             before = moved
 
-    async def put_back(self, directory: Path) -> int:
-        """Give states and messages of a checkpoint to the hosts, before their nodes run. Returns how many messages."""
-        driver, state = self._driver, checkpoint.read_state(directory)
-        driver.books.kept(*checkpoint.made(state["messages"]))
+    async def put_back(self, state: Mapping[str, Any]) -> None:
+        """Give states and messages of a checkpoint (`read_state`) to the hosts, before their nodes run."""
+        driver = self._driver
         messages: dict[str, list[checkpoint.Saved]] = {host: [] for host in driver.hosts}
         for producer, edge, consumer, envelope in state["messages"]:
             name, replica = producer.split("/")
@@ -75,7 +111,6 @@ class Cutter:
             messages[driver.job.plan.host_of(track).name].append((track, edge, consumer, envelope))
         await driver.ask_hosts("restore", lambda host: {name: state[name] for name in ("sent", "cursors", "states")})
         await asyncio.gather(*(self._give(host, kept) for host, kept in messages.items()))
-        return len(state["messages"])
 
     async def _give(self, host: str, kept: list[checkpoint.Saved]) -> None:
         for page in checkpoint.pages(kept):
@@ -85,3 +120,19 @@ class Cutter:
         """The replicas of the nodes that have it."""
         nodes = self._driver.job.graph.nodes
         return [track for name, node in nodes.items() if hasattr(node, method) for track in self._driver.replicas(name)]
+
+
+async def to_its_end(work: Callable[[threading.Event], T]) -> T:
+    """What `work(stop)` returns, in a thread. Cancelled, this sets `stop`, and ends when the thread has ended."""
+    stop = threading.Event()
+    # No task, but the executor's own future: the end of a loop cancels tasks, which does not end their threads.
+    thread = asyncio.get_running_loop().run_in_executor(None, work, stop)
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        stop.set()
+        while not thread.done():
+            with suppress(asyncio.CancelledError):  # once more is no reason to leave it writing
+                await asyncio.wait((thread,))
+        thread.exception()  # nobody waits for what it says now
+        raise

@@ -11,9 +11,8 @@ hold the last weights. An interrupt ends admission, and what is in flight is fin
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +23,15 @@ from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError, LaneFailed, Stalled
 from flowrl.graph.graph import Graph
 from flowrl.graph.plan import Plan
-from flowrl.runtime import checkpoint, ledger
+from flowrl.runtime import checkpoint
 from flowrl.runtime.barrier import BatchEnd, Turns
 from flowrl.runtime.best import Best, read_best
-from flowrl.runtime.books import LEDGER, Books
+from flowrl.runtime.books import Books
 from flowrl.runtime.cluster import RayCluster, Slot
 from flowrl.runtime.cutter import Cutter
 from flowrl.runtime.engine import HostSpec
 from flowrl.runtime.hosts import Hosts
-from flowrl.runtime.metrics import METRICS, Metrics, rewind
+from flowrl.runtime.metrics import Metrics
 from flowrl.runtime.options import RunOptions
 from flowrl.runtime.phases import Phases
 from flowrl.runtime.rundir import writing
@@ -59,6 +58,8 @@ class Job:
     specs: Mapping[str, HostSpec]
     resume_from: Path | None
     start_version: int
+    rewind: Callable[[], None]
+    """Takes the run's files back to `resume_from`."""
 
 
 @dataclass
@@ -82,18 +83,17 @@ class Driver:
         self.hosts = Hosts(cluster, endpoint, self.fail)
         self.version = job.start_version
         self.statistics = Statistics()
-        self.books = self._open_books()
+        self.tickets = self._make_tickets()
+        self.books: Books
+        """With `metrics` the records of the run: opened when all hosts are set up, so that it can begin."""
+        self.metrics: Metrics
         self.best = read_best(job.run_dir, newest_step=job.start_version)
         self.phases = Phases(self)
         self.cutter = Cutter(self)
         self._endpoint = endpoint
-        self.metrics = Metrics(
-            job.run_dir,
-            self.statistics,
-            roles=roles(job.graph),
-            sinks=open_sinks(job.options.track, job.run_dir, config),
-            limits=job.options.alarms,
-        )
+        self._config = config
+        self._begun = False
+        """The records are open."""
         self._trace = TraceWriter(job.run_dir / "trace.json")
         self._interrupted = False
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -103,14 +103,10 @@ class Driver:
         self._records: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._start_s = time.monotonic()
 
-    def _open_books(self) -> Books:
-        """The books as a fresh run has them, or as the checkpoint left them."""
+    def _make_tickets(self) -> Tickets:
         job, numbers = self.job, self.job.plan.numbers
-        if job.resume_from is not None:
-            ledger.restore(job.resume_from / LEDGER, job.run_dir / LEDGER)
-            rewind(job.run_dir / METRICS, job.start_version)
         steps, per_batch = job.options.steps, numbers.groups_per_batch or 1
-        tickets = Tickets(
+        return Tickets(
             per_batch,
             numbers.ahead if numbers.ahead is not None else UNBOUNDED,
             consumers=job.plan.consumers,
@@ -119,14 +115,27 @@ class Driver:
             start_version=job.start_version,
             max_groups=None if steps is None else (steps - job.start_version) * per_batch,
         )
-        return Books(
+
+    def _open_records(self) -> None:
+        """Books and metrics as a fresh run has them, or as the checkpoint left them."""
+        job = self.job
+        self.books = Books(
             job.run_dir,
-            tickets,
+            self.tickets,
             on_step=self.on_step,
-            bound=numbers.max_staleness,
+            bound=job.plan.numbers.max_staleness,
             own_clock=job.plan.own_clock,
             resume=job.resume_from is not None,
         )
+        self.metrics = Metrics(
+            job.run_dir,
+            self.statistics,
+            roles=roles(job.graph),
+            sinks=open_sinks(job.options.track, job.run_dir, self._config),
+            limits=job.options.alarms,
+        )
+        self.books.serve(self._endpoint)
+        self._begun = True
 
     async def run(self) -> Outcome:
         """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""
@@ -178,8 +187,10 @@ class Driver:
     def _close_records(self, *, orderly: bool) -> None:
         """Every record is closed, whatever happens to the others; raises what happened last."""
         with writing(self.job.run_dir), ExitStack() as records:
-            for close in (self._trace.close, self.metrics.close):
-                records.callback(close)
+            records.callback(self._trace.close)
+            if not self._begun:
+                return
+            records.callback(self.metrics.close)
             records.callback(self.books.close, orderly=orderly)
             while not self._records.empty() and (record := self._records.get_nowait()) is not None:
                 self._write_line(record)
@@ -188,7 +199,9 @@ class Driver:
         """End admission; what is in flight is finished, then the run ends in order."""
         self._interrupted = True
         self.view.progress("driver", "interrupted: finishing what is in flight (once more to stop at once)")
-        self.books.end_admission()
+        self.tickets.close()
+        if self._begun:
+            self.books.end_admission()
 
     @property
     def interrupted(self) -> bool:
@@ -198,8 +211,7 @@ class Driver:
         turns = Turns()
         trainers = sum(len(self.replicas(name)) for name, node in self.job.graph.nodes.items() if node.gang)
         batch_end = BatchEnd(trainers, self._stands_at, self._at_batch_end)
-        self.books.serve(self._endpoint)
-        self.books.pause_admission("start")
+        self.tickets.pause("start")
         for kind, handler in (
             ("progress", lambda host, body: self.view.progress(body["node"], body["text"])),
             ("warning", lambda host, body: self.view.warning(f"{body['node']}: {body['text']}")),
@@ -214,9 +226,7 @@ class Driver:
 
     async def _lead(self) -> dict[str, dict[str, float]]:
         await self.hosts.ask("setup")
-        if self.job.resume_from is not None:
-            count = await self.cutter.put_back(self.job.resume_from)
-            self.view.progress("driver", f"resumed from {self.job.resume_from.name}: {count} messages in flight")
+        await self._begin()
         running = {host: asyncio.create_task(self.hosts.ask_one(host, "run")) for host in self.hosts}
         try:
             evaluations: dict[str, dict[str, float]] = await _first_failure(self.phases.run(running), *running.values())
@@ -225,6 +235,19 @@ class Driver:
             for task in running.values():
                 task.cancel()
             await asyncio.gather(*running.values(), return_exceptions=True)
+
+    async def _begin(self) -> None:
+        """All hosts are set up: from here on the run is what its files tell of."""
+        source = self.job.resume_from
+        state = {"messages": []} if source is None else await asyncio.to_thread(checkpoint.read_state, source)
+        if source is not None:
+            await self.cutter.put_back(state)
+        with writing(self.job.run_dir):
+            await asyncio.to_thread(self.job.rewind)
+            self._open_records()
+        self.books.kept(*checkpoint.made(state["messages"]))
+        if source is not None:
+            self.view.progress("driver", f"resumed from {source.name}: {len(state['messages'])} messages in flight")
 
     # Records
 
@@ -246,7 +269,7 @@ class Driver:
 
     def _absorb(self, host: str, body: dict[str, Any]) -> None:
         self.statistics.absorb(body, time.monotonic())
-        self.view.statistics(self.statistics, self.books.tickets.why_waiting())
+        self.view.statistics(self.statistics, self.tickets.why_waiting())
         with writing(self.job.run_dir):
             self._trace.write(body["trace"])
 
@@ -324,22 +347,10 @@ class Driver:
     async def write_checkpoint(self, version: int, *, best: Best | None = None) -> None:
         """One consistent cut through the graph, made the newest checkpoint."""
         start_s = time.monotonic()
-        final = self.job.run_dir / "checkpoints" / f"step_{version:06d}"
-        temporary = final.with_name(f".{final.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            with writing(self.job.run_dir):
-                temporary.mkdir()
-                await self.cutter.take(version, temporary)
-                await asyncio.to_thread(checkpoint.publish, temporary, final)
-                if best is not None:
-                    best.write(self.job.run_dir)
-                    self.best = best
-                spared = {self.best.step} if self.best is not None else set()
-                checkpoint.prune(final.parent, self.job.options.keep, spared=spared)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        self.view.progress("driver", f"checkpoint {final.name} in {time.monotonic() - start_s:.1f} s")
+        with writing(self.job.run_dir):
+            name = await self.cutter.write(version, best)
+        self.best = best or self.best
+        self.view.progress("driver", f"checkpoint {name} in {time.monotonic() - start_s:.1f} s")
 
     async def ask_hosts(self, kind: str, body: Any = lambda host: {}) -> list[Any]:
         """The answers of all hosts to `kind`; `body(host)` goes with it."""

@@ -243,6 +243,7 @@ class HostEngine:
         return {
             "ended": [place for replica in replicas for place in replica.desk.waiting_for_children()],
             "lost": [(*place, dump(marker)) for replica in replicas for place, marker in replica.desk.lost()],
+            "parts": [parts for out in outs.values() for parts in out.parts()],
             "sent": [key for replica in replicas for key in replica.sent_already()],
             "sent_before": list(set().union(*(out.sent_before for out in outs.values()))),
             "left_out": list(set().union(*(out.left_out for out in outs.values()))),

@@ -23,6 +23,7 @@ from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.plan import HostPlan, Plan, make_plan
 from flowrl.graph.routes import routes_of
+from flowrl.runtime import resume
 from flowrl.runtime.options import RunOptions
 from flowrl.runtime.rundir import RunDir, provenance, writing
 
@@ -90,15 +91,18 @@ class Launch:
         if plan.admission is None and not any(node.gang for node in self.graph.nodes.values()):
             self._check_stepless()
         if resume_from is not None:
-            directory.check_edges([edge.name for edge in plan.edges if edge.kind == "queue"])
+            resume.require(resume_from, self.graph, plan, self.options.seed)
         self._preflight()
         view = self._open_view(plan, directory.path)
         view.progress("driver", f"records go to {directory.path}")
         if resume_from is not None and (changed := directory.changed_config(dump(self.config))):
             view.warning(f"--resume with other options than the run was started with: {'; '.join(changed)}")
+        for problem in directory.damaged:
+            assert resume_from is not None
+            view.warning(f"checkpoint {problem}; going on from {resume_from.name}, and it is put aside")
         try:
-            directory.write("config.json", self._describe())
-            directory.write("graph.json", plan.to_json())
+            if resume_from is None:
+                self.describe(directory, plan)
             if not cluster.started:
                 view.progress("driver", "starting Ray")
                 num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
@@ -165,6 +169,11 @@ class Launch:
                 "graphs of flowrl: --evaluate N), or leave --keep-best out"
             )
 
+    def describe(self, directory: RunDir, plan: Plan) -> None:
+        """Write what the run is, `config.json` and `graph.json`."""
+        directory.write("config.json", self._describe())
+        directory.write("graph.json", plan.to_json())
+
     def _describe(self) -> dict[str, Any]:
         options = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self.options).items()}
         return {
@@ -212,6 +221,7 @@ class _Prepared:
             specs={host.name: self._spec(host, run_id, tcp, curve) for host in self.plan.hosts},
             resume_from=self.resume_from,
             start_version=self.version,
+            rewind=self._rewind,
         )
         with writing(self.directory.path):
             driver = Driver(job, cluster, endpoint, view, dump(self.launch.config))
@@ -222,6 +232,12 @@ class _Prepared:
         finally:
             await endpoint.close()
             remove_run(run_id, os.getpid())
+
+    def _rewind(self) -> None:
+        """Make the run's files those of the checkpoint that it goes on from; nothing to do for a fresh run."""
+        if self.resume_from is not None:
+            resume.rewind(self.directory.path, self.resume_from, self.version)
+            self.launch.describe(self.directory, self.plan)
 
     def _claim(self, host: HostPlan) -> tuple[float, float]:
         """(cpus, gpus) that Ray reserves: hosts that take turns reserve their devices once, in equal parts."""

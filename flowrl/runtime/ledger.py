@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,18 +229,33 @@ class Ledger:
         """Samples by state; states without samples are absent."""
         return dict(self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state"))
 
-    def backup(self, path: Path) -> None:
-        """Commit, then copy the whole ledger to a new file at `path`."""
+    def frozen(self) -> Frozen:
+        """Commit; the ledger as it is then."""
         self.commit()
-        copy = sqlite3.connect(path)
-        self._db.backup(copy)
-        copy.close()
+        return Frozen(self.path)
 
     def close(self) -> None:
         """Commit, fold the WAL into the file, and close it."""
         self.commit()
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()
+
+
+class Frozen:
+    """A ledger as it is committed now, however the run writes on; for `copy`, once, in any thread.
+
+    That is a reader's transaction on a connection of its own: WAL mode lets it see nothing newer, and holds nobody up.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("BEGIN")
+        self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # it begins with the first read
+
+    def copy(self, path: Path) -> None:
+        """Write all of it to a new file at `path`."""
+        with closing(self._db), closing(sqlite3.connect(path)) as copy:
+            self._db.backup(copy)
 
 
 def restore(backup: Path, path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flowrl.channel.dispatch import OutEdge
@@ -166,6 +166,10 @@ class Outbound:
                 kept += [(edge.name, *one) for edge in later for one in edge.addressed(waiting.envelope)]
         return kept + self._restoring
 
+    def parts(self) -> list[tuple[str, bytes, dict[str, bytes]]]:
+        """Of gangs' messages among `unacked`: (edge, its id, `OutEdge.parts`)."""
+        return [(edge.name, key, parts) for edge in self.edges for key, parts in edge.parts().items()]
+
     def not_sent(self) -> list[bytes]:
         """Ids of what waits for credit and is not among `unacked`."""
         return [key for key, waiting in self._waiting.items() if waiting.again]
@@ -296,9 +300,8 @@ class Outbound:
                 self._desk.arrived([key] * num_lanes)
             raise
         self._owner.waited(f"credit {edge.name}", began)
-        if edge.rule == "broadcast":
-            for _, copy in edge.addressed(envelope):
-                self._owner.sent(copy)
+        for key in edge.ids(envelope) if edge.rule in ("broadcast", "gang") else ():
+            self._owner.sent(replace(envelope, id=key))
 
 
 def _own_lineage(body: Message) -> tuple[str, int]:

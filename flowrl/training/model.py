@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,11 @@ from flowrl.training.settings import Dtype, LoRA
 from flowrl.training.tensors import adapted_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+RUN_FILES = ("ledger.sqlite", "manifest.json")
+"""What a checkpoint keeps of the run beside the model; `state.msgpack` has the ending of flax's weights."""
+LARGEST_COMPANION_BYTES = 128 << 20
+"""No tokenizer is larger; what is, are weights in some other format."""
 
 
 class PolicyModel(nn.Module):
@@ -148,15 +151,31 @@ class Wrapped(Protocol):
     def network(self) -> Any: ...
 
 
-def write_model(model: Wrapped, state: Mapping[str, Tensor], source: str | Path, path: str | Path) -> None:
-    """A Hugging Face directory with the weights `state`; tokenizer and the like copied from `source`."""
+def companions(path: str | Path) -> dict[str, bytes]:
+    """Tokenizer and the like of a model directory, by file name.
+
+    Read when the model is loaded: a run's later checkpoints need them, and the one that it was resumed from may be
+    removed by then.
+    """
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(Path(path).iterdir())
+        if file.is_file()
+        and not file.name.endswith(WEIGHT_FILES)
+        and file.name not in RUN_FILES
+        and file.stat().st_size <= LARGEST_COMPANION_BYTES
+    }
+
+
+def write_model(model: Wrapped, state: Mapping[str, Tensor], beside: Mapping[str, bytes], path: str | Path) -> None:
+    """A Hugging Face directory with the weights `state`, and of `beside`, its `companions`, what it has not itself."""
     target = Path(path)
     target.mkdir(parents=True, exist_ok=True)
     written = _bare(model.network) if adapted_layers(model.network) else model.network
     written.save_pretrained(target, state_dict=dict(state))
-    for file in Path(source).iterdir():
-        if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not (target / file.name).exists():
-            shutil.copyfile(file, target / file.name)
+    for name, content in beside.items():
+        if not (target / name).exists():
+            (target / name).write_bytes(content)
 
 
 def _bare(network: Any) -> Any:

@@ -17,11 +17,6 @@ from torch import Tensor
 WEIGHT = "weight"
 
 
-def rank_dirs(path: Path) -> list[Path]:
-    """What `save` wrote in this checkpoint, one directory a rank."""
-    return sorted(path.glob("on_disk_rank_*"))
-
-
 def save(optimizer: Any, path: Path, rank: int) -> None:
     """This rank's shards, a file for each sub-group of a DeepSpeed ZeRO-3 optimizer."""
     directory = path / f"on_disk_rank_{rank}"

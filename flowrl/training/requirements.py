@@ -8,6 +8,9 @@ from pathlib import Path
 from flowrl.errors import ConfigError
 from flowrl.training.settings import LoRA, ZeroSettings
 
+TAG = "zero"
+"""The directory, in a trainer's own, that holds the state of its ranks."""
+
 
 def lora_problems(lora: LoRA, zero: ZeroSettings) -> list[str]:
     """Faults of the two together, complete sentences."""
@@ -28,6 +31,23 @@ def check_training(zero: ZeroSettings, lora: LoRA, *, model_dir: Path | None) ->
         _check_nvme(zero.nvme_path)
     if lora.targets and model_dir is not None:
         _check_targets(model_dir, lora)
+
+
+def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> list[str]:
+    """Why ranks of these settings cannot take up the training state that a checkpoint has in `path`."""
+    disks = len(list(path.glob("on_disk_rank_*")))
+    if bool(disks) != bool(zero.nvme_path):
+        return [
+            f"checkpoint {path} was written {'with' if disks else 'without'} nvme_path, and this run is "
+            f"{'with' if zero.nvme_path else 'without'} it; resume as the run was started"
+        ]
+    found = disks or len(list(path.glob("*optim_states.pt")))
+    if zero.effective_stage(num_ranks) and found != num_ranks:  # stage 0 shards nothing: any number of ranks will do
+        return [
+            f"checkpoint {path} was written by {found} trainer ranks, this run has {num_ranks}; "
+            f"resume with {found} trainer replicas"
+        ]
+    return []
 
 
 def _check_packages(zero: ZeroSettings, lora: LoRA) -> None:

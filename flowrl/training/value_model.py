@@ -163,11 +163,13 @@ def distinct_pad(path: str | Path, config: Any) -> tuple[int, Any]:
     return int(tokenizer.pad_token_id), tokenizer if added else None
 
 
-def write_scalar_model(model: ScalarModel, state: Mapping[str, Tensor], source: str | Path, path: str | Path) -> None:
+def write_scalar_model(
+    model: ScalarModel, state: Mapping[str, Tensor], beside: Mapping[str, bytes], path: str | Path
+) -> None:
     """A Hugging Face directory with the weights `state`, the tokenizer with its pad token in it."""
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(path)
-    write_model(model, state, source, path)
+    write_model(model, state, beside, path)
 
 
 def _num_embeddings(classifier: Any) -> int:

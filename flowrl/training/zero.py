@@ -27,14 +27,21 @@ from flowrl.training.adapter import adapter_off, write_adapter
 from flowrl.training.async_io import build_async_io
 from flowrl.training.ema import Ema, whole_master_weight
 from flowrl.training.gang import Gang
-from flowrl.training.model import PolicyModel, choose_attention, load_policy_model, splits_packed_rows, write_model
+from flowrl.training.model import (
+    PolicyModel,
+    choose_attention,
+    companions,
+    load_policy_model,
+    splits_packed_rows,
+    write_model,
+)
 from flowrl.training.optimizers import make_optimizer, rates
+from flowrl.training.requirements import TAG, resume_problems
 from flowrl.training.rows import Rows, lay_out
 from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
 from flowrl.training.tensors import Entry, adapter_weights, bucketed, whole_weights
 from flowrl.training.value_model import ScalarModel, load_scalar_model, write_scalar_model
 
-TAG = "zero"
 BUCKET_ELEMENTS = 50_000_000
 
 
@@ -72,6 +79,7 @@ class ZeroEngine:
         self.settings = settings
         self.lora = lora or LoRA()
         self.source = Path(path)
+        self._beside = companions(path) if gang.rank == 0 else {}
         attention = choose_attention(settings.attention, gang.device)
         self.packed = splits_packed_rows(attention) if settings.packing is None else settings.packing
         config = deepspeed_config(settings, gang.size)
@@ -230,9 +238,9 @@ class ZeroEngine:
     def _export(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]], path: Path) -> None:
         state = self._collected(buckets)
         if self.rank == 0 and isinstance(self.model, ScalarModel):
-            write_scalar_model(self.model, state, self.source, path)
+            write_scalar_model(self.model, state, self._beside, path)
         elif self.rank == 0:
-            write_model(self.model, state, self.source, path)
+            write_model(self.model, state, self._beside, path)
         self.gang.gather(None)
 
     def _collected(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]]) -> dict[str, Tensor]:
@@ -258,19 +266,9 @@ class ZeroEngine:
 
     def load(self, path: str | Path) -> None:
         """Take up what `save` wrote with the same number of ranks, the same ZeRO stage and offload to disk or not."""
-        disks = on_disk.rank_dirs(Path(path) / TAG)
-        if bool(disks) != bool(self.settings.nvme_path):
-            raise ConfigError(
-                f"checkpoint {path} was written {'with' if disks else 'without'} nvme_path, and this run is "
-                f"{'with' if self.settings.nvme_path else 'without'} it; resume as the run was started"
-            )
-        found = len(disks) or len(list((Path(path) / TAG).glob("*optim_states.pt")))
-        if self._stage and found != self.gang.size:  # stage 0 shards nothing, and any number of ranks takes it up
-            raise ConfigError(
-                f"checkpoint {path} was written by {found} trainer ranks, this run has {self.gang.size}; "
-                f"resume with {found} trainer replicas"
-            )
-        if disks:
+        for problem in resume_problems(Path(path) / TAG, self.settings, self.gang.size):
+            raise ConfigError(problem)
+        if self.settings.nvme_path:
             on_disk.load(self._engine.optimizer, Path(path) / TAG, self.rank)
         else:
             self._engine.load_checkpoint(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flowrl import Graph, In, Node, Out, Prompt
+from flowrl import Graph, In, Message, Node, Out, Prompt
 from tests.cut_rig import SEEN
 from tests.graphs_cut.parts import NUM_PROMPTS, Sink, Source, Work, prompt
 
@@ -60,6 +60,61 @@ class Several(Node):
             await self.out.send(replace(item, sample_id=f"{part}{item.sample_id}"))
 
 
+@dataclass(frozen=True)
+class Job(Message):
+    """Work for a gang."""
+
+    names: tuple[str, ...]
+
+    def split(self, n: int) -> tuple[Job, ...]:
+        return tuple(Job(self.names[rank::n]) for rank in range(n))
+
+
+class Jobs(Node):
+    """Sends four names at a time, without admission."""
+
+    jobs: Out[Job]
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    async def run(self) -> None:
+        while self.next < NUM_PROMPTS:
+            await self.jobs.send(Job(tuple(f"s{index}" for index in range(self.next, self.next + 4))))
+            self.next += 4
+
+    def state(self) -> Mapping[str, Any]:
+        return {"next": self.next}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Rank(Node):
+    """Passes its parts on; the ranks are not equally fast."""
+
+    gang = True
+    jobs: In[Job]
+    out: Out[Job]
+
+    async def run(self) -> None:
+        async for job in self.jobs:
+            SEEN.append((self.context.replica, job.names))
+            await asyncio.sleep(0.01 * (1 + 3 * self.context.replica))
+            await self.out.send(job)
+
+
+class JobSink(Node):
+    """Takes its time, and notes what came."""
+
+    jobs: In[Job]
+
+    async def run(self) -> None:
+        async for job in self.jobs:
+            await asyncio.sleep(0.01)
+            SEEN.extend(job.names)
+
+
 class Unstorable(Sink):
     """Has a state that cannot be stored."""
 
@@ -94,6 +149,14 @@ def graph(config: Config) -> Graph:
         work = graph.add("work", Work(0.01, 1, note=True), replicas=2)
         graph.connect(source.prompts, work.prompts, capacity=8, dispatch="broadcast")
         graph.connect(work.out, sink.prompts, capacity=8)
+    elif config.kind == "gang":
+        jobs, ranks, end = (
+            graph.add("jobs", Jobs()),
+            graph.add("ranks", Rank(), replicas=2),
+            graph.add("end", JobSink()),
+        )
+        graph.connect(jobs.jobs, ranks.jobs, capacity=3, dispatch="gang")
+        graph.connect(ranks.out, end.jobs, capacity=2)
     else:
         source, groups = graph.add("source", Source(4)), graph.add("groups", Groups())
         work = graph.add("work", Work(0, 8, note=True, fails=3))

@@ -1,0 +1,133 @@
+"""`manifest.json`: every file of a checkpoint with its size and checksums, written last and read first.
+
+Without it a directory is no checkpoint. With it any damage is seen before a run goes on from there: a file that is
+missing, cut or longer, a bit that has turned, in the manifest too. Files may be added; they are not looked at.
+
+The checksum is CRC-32, which finds what disks and copies do by accident at the speed of a disk: about 2 GB/s a core.
+Files are summed in pieces, in several threads, as zlib and reads let go of the interpreter: a checkpoint of 100 GB
+takes some ten seconds of eight cores where the disk is as fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError, FlowrlError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+PIECE_BYTES = 256 << 20
+"""Of a file, with one checksum; pieces are summed side by side."""
+CHUNK_BYTES = 4 << 20
+"""Read at once: a thread holds no more."""
+THREADS = min(8, os.cpu_count() or 1)
+
+
+class Abandoned(FlowrlError):
+    """The run ends, and with it the writing of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    path: Path
+    start: int
+    num_bytes: int
+
+
+def write(directory: Path, facts: Mapping[str, Any], stop: threading.Event) -> None:
+    """Sum up all that is in `directory` and write its manifest, with `facts` (JSON). Raises Abandoned on `stop`."""
+    files = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    sizes = {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}
+    content = {"format": FORMAT, **facts, "files": _summed(directory, sizes, stop)}
+    sealed = {**content, "checksum": _seal(content)}
+    (directory / MANIFEST).write_text(json.dumps(sealed, indent=1) + "\n")
+
+
+def read(directory: Path) -> Mapping[str, Any]:
+    """The manifest of a checkpoint. Raises ConfigError, with the file's name, for one that is missing or damaged."""
+    try:
+        content = json.loads((directory / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"it has no {MANIFEST}, so it was never finished") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{MANIFEST} cannot be read: {error}") from None
+    if not isinstance(content, dict) or content.pop("checksum", None) != _seal(content):
+        raise ConfigError(f"{MANIFEST} is not what was written (its own checksum differs)")
+    if content["format"] != FORMAT:
+        raise ConfigError(f"{MANIFEST} has format {content['format']}, this flowrl reads {FORMAT}")
+    return content
+
+
+def verify(directory: Path) -> Mapping[str, Any]:
+    """The manifest, after every file was found to be as it says. Raises ConfigError with the first that is not."""
+    content = read(directory)
+    sizes = {name: entry["bytes"] for name, entry in content["files"].items()}
+    for name, num_bytes in sizes.items():
+        _require_size(directory / name, name, num_bytes)
+    try:
+        found = _summed(directory, sizes, threading.Event())
+    except OSError as error:
+        raise ConfigError(f"{error.filename or directory} cannot be read: {error.strerror}") from None
+    for name, entry in content["files"].items():
+        for number, (was, now) in enumerate(zip(entry["crc32"], found[name]["crc32"], strict=True)):
+            if was != now:
+                start, end = number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, sizes[name])
+                raise ConfigError(f"{name} is not what was written (bytes {start} to {end} have another checksum)")
+    return content
+
+
+def _require_size(path: Path, name: str, num_bytes: int) -> None:
+    try:
+        found = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
+    if found is None:
+        raise ConfigError(f"{name} is missing")
+    if found != num_bytes:
+        raise ConfigError(f"{name} has {found} bytes, {num_bytes} were written")
+
+
+def _summed(directory: Path, sizes: Mapping[str, int], stop: threading.Event) -> dict[str, Any]:
+    """Size and checksums of each file, by name."""
+    pieces = [(name, piece) for name, size in sizes.items() for piece in _pieces(directory / name, size)]
+    found: dict[str, Any] = {name: {"bytes": size, "crc32": []} for name, size in sizes.items()}
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="flowrl-checksum") as threads:
+        sums = threads.map(_sum, (piece for _, piece in pieces), (stop for _ in pieces))
+        for (name, _), checksum in zip(pieces, sums, strict=True):
+            found[name]["crc32"].append(checksum)
+    return found
+
+
+def _pieces(path: Path, size: int) -> Iterator[_Piece]:
+    for start in range(0, size, PIECE_BYTES):
+        yield _Piece(path, start, min(PIECE_BYTES, size - start))
+
+
+def _sum(piece: _Piece, stop: threading.Event) -> str:
+    """The checksum of a piece, as eight hexadecimal digits."""
+    checksum, left = 0, piece.num_bytes
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
+    with open(piece.path, "rb", buffering=0) as file:
+        file.seek(piece.start)
+        while left and (count := file.readinto(buffer[: min(CHUNK_BYTES, left)])):
+            go_on(piece.path, stop)
+            checksum, left = zlib.crc32(buffer[:count], checksum), left - count
+    return f"{checksum:08x}"
+
+
+def go_on(path: Path, stop: threading.Event) -> None:
+    """Raise Abandoned if the run ends."""
+    if stop.is_set():
+        raise Abandoned(f"the run ends, so {path} is left unfinished")
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"

@@ -1,0 +1,59 @@
+"""What lies in a model directory beside the weights: every checkpoint of a run has it, a resumed run's too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowrl.runtime.books import LEDGER
+from flowrl.training import model
+from flowrl.training.model import companions, write_model
+
+
+class Network:
+    """Stands for a transformers model; writes a configuration of its own."""
+
+    def modules(self) -> list[Any]:
+        return []
+
+    def named_modules(self) -> list[Any]:
+        return []
+
+    def save_pretrained(self, path: Path, state_dict: Mapping[str, Any]) -> None:
+        (path / "config.json").write_text(json.dumps({"tensors": sorted(state_dict)}))
+
+
+class Wrapped:
+    network = Network()
+
+
+def write(path: Path, *names: str) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (path / name).write_text(f"the old {name}")
+    return path
+
+
+def test_a_run_whose_checkpoint_is_gone_goes_on_writing_whole_models(tmp_path: Path) -> None:
+    """`--keep 2` removes the checkpoint that a run was resumed from when it writes its second."""
+    source = write(tmp_path / "step_000008", "config.json", "tokenizer.json", "chat_template.jinja")
+    beside = companions(source)
+    shutil.rmtree(source)
+    for step in (12, 16, 20):
+        write_model(Wrapped(), {"a": None}, beside, tmp_path / f"step_{step:06d}")  # type: ignore[dict-item]
+    written = tmp_path / "step_000020"
+    assert (written / "tokenizer.json").read_text() == "the old tokenizer.json"
+    assert (written / "chat_template.jinja").read_text() == "the old chat_template.jinja"
+    assert json.loads((written / "config.json").read_text()) == {"tensors": ["a"]}, "what the model writes stands"
+
+
+def test_weights_and_the_runs_own_files_are_no_companions(tmp_path: Path, monkeypatch: Any) -> None:
+    write(tmp_path, "tokenizer.model", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+    write(tmp_path, LEDGER, "state.msgpack", "manifest.json")
+    write(tmp_path / "adapter", "adapter_config.json")
+    (tmp_path / "huge.weird").write_bytes(b"w" * 100)
+    monkeypatch.setattr(model, "LARGEST_COMPANION_BYTES", 99)
+    assert companions(tmp_path) == {"tokenizer.model": b"the old tokenizer.model"}
