@@ -41,6 +41,8 @@ class Driver:
         self.hosts = {engine.spec.host: None}
         self.books: Any = self
         self.job: Any = self
+        self.tickets: Any = self
+        self.versions: dict[str, int] = {}
         self.graph, self.plan = graph, plan
         self._endpoint = endpoint
         self._engine = engine

@@ -198,11 +198,12 @@ def run(
         version, resume_from = claimed.newest_checkpoint() if resume else (0, None)
         plan = make_plan(graph, CLUSTER)
         launch = Launch(file, graph, cfg, RunOptions(steps=steps, run_dir=directory, resume=resume, **options))
+        versions: dict[str, int] = {}
         if resume_from is None:
             launch.describe(claimed, plan)
         else:
-            require(resume_from, graph, plan, launch.options.seed)
-        prepared = _Prepared(launch, claimed, plan, version, resume_from)
+            versions = require(resume_from, graph, plan, launch.options.seed)
+        prepared = _Prepared(launch, claimed, plan, version, resume_from, versions)
 
         async def drive() -> Outcome:
             async with asyncio.timeout(within_s):

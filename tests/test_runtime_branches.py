@@ -194,3 +194,19 @@ def test_ways_that_were_joined_are_one_and_groups_of_two_ways_are_two() -> None:
     graph.connect(second.groups, batcher.ports["groups"])  # type: ignore[arg-type]
     (problem,) = check(graph, CLUSTER).problems
     assert "batcher.groups gets everything from meet.out 2 times" in problem
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_trainers_of_different_batches_are_saved_and_resumed_each_at_its_own_version(
+    tmp_path: Path, swapped: bool
+) -> None:
+    config = {"kind": "two", "swapped": swapped, "ranks": 2}
+    first = run(WAYS, tmp_path / "run", config, steps=6, save_every=2).raise_for_error()
+    made = dict(first.rows("SELECT trainer, MAX(step) FROM uses GROUP BY trainer"))
+    assert made["trainer"] == 6 and made["value_trainer"] != 6
+    again = run(WAYS, tmp_path / "run", config, steps=12, save_every=2, resume=True).raise_for_error()
+    assert again.steps == list(range(7, 13))
+    for trainer in ("trainer", "value_trainer"):
+        steps = [step for (step,) in again.rows("SELECT DISTINCT step FROM uses WHERE trainer = ? ORDER BY 1", trainer)]
+        assert steps == list(range(1, len(steps) + 1))
+    assert again.rows("SELECT MAX(version - oldest_version) FROM uses")[0][0] <= 1

@@ -102,13 +102,13 @@ def test_a_checkpoint_leaves_closed_what_an_evaluation_has_closed() -> None:
     async def body() -> None:
         async with running("line", {"kind": "plain"}, None) as (cutter, task):
             driver = cutter._driver
-            await driver.ask("core", "gate", {"track": "sink/0", "open": False})
+            await driver.ask("core", "gate", {"track": "sink/0", "by": "evaluation", "open": False})
             await driver.ask("core", "freeze")
             seen = len(SEEN)
             await driver.ask("core", "thaw")
             await asyncio.sleep(0.1)
             assert len(SEEN) == seen
-            await driver.ask("core", "gate", {"track": "sink/0", "open": True})
+            await driver.ask("core", "gate", {"track": "sink/0", "by": "evaluation", "open": True})
             assert await task is None
             assert len(SEEN) == NUM_PROMPTS
 

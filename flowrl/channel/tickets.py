@@ -28,10 +28,11 @@ class Tickets:
     """The open tickets of one admission.
 
     `ahead` is S; None is for a graph without feedback, whose tickets are not bounded. `consumers` are
-    the (node replica, trainer) pairs that load weights; they count as holding `start_version` from the
-    beginning, because they serve nothing before they have loaded it. `trainers`, the main one first, are all
-    that a group has a fate at; by default those of the consumers. What no consumer loads counts as held once
-    it is made. `max_groups` is the number of groups that the main trainer has to train in all, None for no end.
+    the (node replica, trainer) pairs that load weights; they count as holding `start_version` (of a trainer that
+    `start_versions` names, that one) from the beginning, because they serve nothing before they have loaded it.
+    `trainers`, the main one first, are all that a group has a fate at; by default those of the consumers. What no
+    consumer loads counts as held once it is made. `max_groups` is the number of groups that the main trainer has to
+    train in all, None for no end.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Tickets:
         trainers: Sequence[str] = (),
         publish_every: int = 1,
         start_version: int = 0,
+        start_versions: Mapping[str, int] | None = None,
         max_groups: int | None = None,
     ) -> None:
         assert ahead is None or ahead >= publish_every - 1, f"publish_every={publish_every} waits for itself"
@@ -52,10 +54,11 @@ class Tickets:
         """Groups that the main trainer has trained."""
         self.closed = False
         """True when no group will ever be admitted again."""
-        self._held = dict.fromkeys(consumers, start_version)
+        begin = start_versions or {}
+        self._held = {consumer: begin.get(consumer[1], start_version) for consumer in consumers}
         self._dead: set[str] = set()
         self.trainers = tuple(trainers) or tuple(dict.fromkeys(trainer for _, trainer in self._held)) or ("",)
-        self._newest = dict.fromkeys(self.trainers, start_version)
+        self._newest = {trainer: begin.get(trainer, start_version) for trainer in self.trainers}
         """Trainer -> its newest version."""
         self._open: dict[int, dict[str, int | None]] = {}
         """Open ticket -> trainer -> the version that the group helped to make; None where it is left out, and no
@@ -123,6 +126,11 @@ class Tickets:
             return self._newest.get(trainer, 0)
         live = [version for replica, version in held.items() if replica not in self._dead]
         return min(live) if live else max(held.values())
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Trainer -> its newest version."""
+        return dict(self._newest)
 
     def floors(self) -> dict[str, int]:
         """Trainer -> the version of its weights that is held everywhere."""

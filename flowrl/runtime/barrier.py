@@ -11,7 +11,7 @@ the checkpoint that is due there is written.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 Claim = tuple[str, int]
@@ -82,11 +82,20 @@ def _claim(body: dict[str, Any]) -> Claim:
 class BatchEnd:
     """Where trainers stand at a batch's end while a checkpoint is written.
 
-    `due(version)` says whether one is; `write(version)` is called once, when all `size` replicas stand.
+    `due(version)` says whether one is; `write(version)` is called once, when all `size` replicas stand. Nodes named
+    in `passing` do not come to stand: their versions are other ones.
     """
 
-    def __init__(self, size: int, due: Callable[[int], bool], write: Callable[[int], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        size: int,
+        due: Callable[[int], bool],
+        write: Callable[[int], Awaitable[None]],
+        *,
+        passing: Collection[str] = (),
+    ) -> None:
         self._size = size
+        self._passing = frozenset(passing)
         self._due = due
         self._write = write
         self._arrived: dict[int, int] = {}
@@ -94,7 +103,7 @@ class BatchEnd:
 
     async def arrive(self, host: str, body: dict[str, Any]) -> None:
         version = int(body["version"])
-        if not self._due(version):
+        if body.get("node", "").partition("/")[0] in self._passing or not self._due(version):
             return
         opened = self._open.setdefault(version, asyncio.Event())
         self._arrived[version] = self._arrived.get(version, 0) + 1

@@ -70,13 +70,13 @@ class Cutter:
         await asyncio.gather(
             *(driver.on_node(track, "checkpoint", path=str(directory)) for track in self._with_method("checkpoint"))
         )
-        frozen = driver.books.frozen()
+        frozen, versions = driver.books.frozen(), driver.tickets.versions
         await driver.ask_hosts("thaw")
         await asyncio.gather(*(driver.on_node(track, "resume") for track in generators))
 
         def write(stop: threading.Event) -> None:
             frozen.copy(directory / LEDGER)
-            checkpoint.write_state(directory, cut, facts)
+            checkpoint.write_state(directory, cut, {**facts, "versions": versions})
 
         await to_its_end(write)
 

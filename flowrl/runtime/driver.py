@@ -30,6 +30,7 @@ from flowrl.runtime.books import Books
 from flowrl.runtime.cluster import RayCluster, Slot
 from flowrl.runtime.cutter import Cutter
 from flowrl.runtime.engine import HostSpec
+from flowrl.runtime.halt import halted
 from flowrl.runtime.hosts import Hosts
 from flowrl.runtime.metrics import Metrics
 from flowrl.runtime.options import RunOptions
@@ -58,6 +59,8 @@ class Job:
     specs: Mapping[str, HostSpec]
     resume_from: Path | None
     start_version: int
+    start_versions: Mapping[str, int]
+    """Trainer -> the version that it begins with, where that is not `start_version`."""
     rewind: Callable[[], None]
     """Takes the run's files back to `resume_from`."""
 
@@ -113,6 +116,7 @@ class Driver:
             trainers=job.plan.trainers,
             publish_every=numbers.publish_every,
             start_version=job.start_version,
+            start_versions=job.start_versions,
             max_groups=None if steps is None else (steps - job.start_version) * per_batch,
         )
 
@@ -209,8 +213,9 @@ class Driver:
 
     async def _start_hosts(self) -> None:
         turns = Turns()
-        trainers = sum(len(self.replicas(name)) for name, node in self.job.graph.nodes.items() if node.gang)
-        batch_end = BatchEnd(trainers, self._stands_at, self._at_batch_end)
+        plan = self.job.plan
+        num_ranks = sum(len(self.replicas(name)) for name in plan.trainers if name not in plan.own_clock)
+        batch_end = BatchEnd(num_ranks, self._stands_at, self._at_batch_end, passing=plan.own_clock)
         self.tickets.pause("start")
         for kind, handler in (
             ("progress", lambda host, body: self.view.progress(body["node"], body["text"])),
@@ -309,10 +314,16 @@ class Driver:
         body = {"track": track, "method": method, "arguments": arguments}
         return await self._endpoint.request(host, "node", body)
 
-    async def gate(self, track: str, *, open_: bool) -> None:
-        """Let one node replica take items, or not."""
+    async def gate(self, track: str, by: str, *, open_: bool) -> dict[str, int]:
+        """Let one node replica take items, as far as `by` goes, or not. Returns what each of its ports has taken."""
         host = self.job.plan.host_of(track).name
-        await self._endpoint.request(host, "gate", {"track": track, "open": open_})
+        taken: dict[str, int] = await self._endpoint.request(host, "gate", {"track": track, "by": by, "open": open_})
+        return taken
+
+    async def reach(self, track: str, taken: Mapping[str, int]) -> None:
+        """Let each port of a node replica take what is wanting to these numbers, and wait until it has."""
+        host = self.job.plan.host_of(track).name
+        await self._endpoint.request(host, "reach", {"track": track, "taken": taken})
 
     def _stands_at(self, version: int) -> bool:
         return self._checkpoint_is_due(version) or self.phases.due(version)
@@ -337,7 +348,8 @@ class Driver:
         """Write a checkpoint while the trainers stand at the end of the batch that made `version`."""
         self.books.pause_admission("checkpoint")
         try:
-            await self.write_checkpoint(version, best=best)
+            async with halted(self):
+                await self.write_checkpoint(version, best=best)
         except FlowrlError as error:
             self.fail(error)  # no matter of the trainer that happens to wait for it
             raise

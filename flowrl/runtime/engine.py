@@ -88,6 +88,7 @@ class HostEngine:
             "freeze": self._freeze,
             "thaw": self._thaw,
             "gate": self._gate,
+            "reach": self._reach,
             "settle": self._settle,
             "ping": self._ping,
             "snapshot": self._snapshot,
@@ -215,9 +216,16 @@ class HostEngine:
             for replica in self.replicas.values():
                 await replica.activity.idle()
 
-    async def _gate(self, host: str, body: dict[str, Any]) -> None:
-        """Let one node take items, or not; turns that have begun go on."""
-        self.replicas[body["track"]].gate("driver", open_=body["open"])
+    async def _gate(self, host: str, body: dict[str, Any]) -> dict[str, int]:
+        """Let one node take items, or not; turns that have begun go on. How many each of its ports has taken."""
+        replica = self.replicas[body["track"]]
+        replica.gate(body["by"], open_=body["open"])
+        return {name: port.num_taken for name, port in replica.inbound.items()}
+
+    async def _reach(self, host: str, body: dict[str, Any]) -> None:
+        """Let a node take so many items by each port, whatever its gates say."""
+        ports = self.replicas[body["track"]].inbound
+        await asyncio.gather(*(ports[name].reach(taken) for name, taken in body["taken"].items()))
 
     async def _settle(self, host: str, body: dict[str, Any]) -> tuple[int, int]:
         """Everything that was under way from here has arrived. Counts of what ever moved here: messages, waits."""

@@ -77,6 +77,11 @@ class Inbound:
         self._ahead: deque[Delivery] = deque()
         """Taken from the inbox, and kept by a gate that closed meanwhile."""
         self._groups: dict[str, OpenGroup] = {}
+        self.num_taken = 0
+        """Deliveries that have gone into the node."""
+        self._wanted = 0
+        """So many deliveries go in whatever the gates say."""
+        self._reached: list[tuple[int, asyncio.Future[None]]] = []
 
     @property
     def num_open_groups(self) -> int:
@@ -89,10 +94,31 @@ class Inbound:
             self._closed_by.discard(by)
         else:
             self._closed_by.add(by)
-        if self._closed_by:
+        self._turn_gate()
+
+    def _turn_gate(self) -> None:
+        if self._closed_by and self.num_taken >= self._wanted:
             self._gate.clear()
         else:
             self._gate.set()
+
+    async def reach(self, num_taken: int) -> None:
+        """Let in what is wanting to so many deliveries, and wait until they are in."""
+        self._wanted = max(self._wanted, num_taken)
+        self._turn_gate()
+        if self.num_taken < num_taken:
+            reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._reached.append((num_taken, reached))
+            await reached
+
+    def _count(self) -> None:
+        self.num_taken += 1
+        if self._wanted:
+            self._turn_gate()
+            for number, reached in self._reached:
+                if number <= self.num_taken and not reached.done():
+                    reached.set_result(None)
+            self._reached = [entry for entry in self._reached if not entry[1].done()]
 
     async def take(self) -> Item | None:
         """The next item, tombstones included; None at end of stream."""
@@ -122,6 +148,7 @@ class Inbound:
                         return None
                 await self._gate.wait()
                 if self._ahead:  # another take may have been quicker
+                    self._count()
                     return self._ahead.popleft()
 
     async def _next(self) -> Item | None:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,8 +91,9 @@ class Launch:
         plan = make_plan(self.graph, machines)
         if plan.admission is None and not any(node.gang for node in self.graph.nodes.values()):
             self._check_stepless()
+        versions: dict[str, int] = {}
         if resume_from is not None:
-            resume.require(resume_from, self.graph, plan, self.options.seed)
+            versions = resume.require(resume_from, self.graph, plan, self.options.seed)
         self._preflight()
         view = self._open_view(plan, directory.path)
         view.progress("driver", f"records go to {directory.path}")
@@ -107,7 +109,7 @@ class Launch:
                 view.progress("driver", "starting Ray")
                 num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
                 cluster.start(graph_dir=self.graph_file.parent, num_cpus=num_cpus, num_gpus=machines.num_gpus)
-            job = _Prepared(self, directory, plan, version, resume_from)
+            job = _Prepared(self, directory, plan, version, resume_from, versions)
             try:
                 outcome = asyncio.run(job.drive(cluster, view))
             except asyncio.CancelledError:  # a second interrupt
@@ -196,6 +198,8 @@ class _Prepared:
     plan: Plan
     version: int
     resume_from: Path | None
+    versions: Mapping[str, int]
+    """Trainer -> the version that it goes on from."""
 
     async def drive(self, cluster: RayCluster, view: View) -> Outcome:
         """Open the driver's endpoint and books, and run."""
@@ -221,6 +225,7 @@ class _Prepared:
             specs={host.name: self._spec(host, run_id, tcp, curve) for host in self.plan.hosts},
             resume_from=self.resume_from,
             start_version=self.version,
+            start_versions=self.versions,
             rewind=self._rewind,
         )
         with writing(self.directory.path):
@@ -275,7 +280,7 @@ class _Prepared:
             cores=host.cores,
             gpus=host.gpus,
             resume_dir=str(self.resume_from.resolve()) if self.resume_from else None,
-            start_version=self.version,
+            start_version=self.versions.get(node, self.version),
             run_id=run_id,
             max_staleness=self.plan.numbers.max_staleness,
             window=self.plan.numbers.window,

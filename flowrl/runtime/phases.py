@@ -25,7 +25,8 @@ class Phases:
         self._during: asyncio.Task[None] | None = None
         nodes = driver.job.graph.nodes
         self._evaluations = [name for name, node in nodes.items() if hasattr(node, "evaluate")]
-        self._gangs = [name for name, node in nodes.items() if node.gang]
+        plan = driver.job.plan
+        self._gangs = [name for name in plan.trainers if name not in plan.own_clock]
 
     async def run(self, running: Mapping[str, asyncio.Task[Any]]) -> dict[str, dict[str, float]]:
         """Returns the results by phase when every host has ended."""
@@ -76,7 +77,7 @@ class Phases:
     async def _gate(self, *, open_: bool) -> None:
         """Let the trainers take batches, or not."""
         tracks = [track for name in self._gangs for track in self._driver.replicas(name)]
-        await asyncio.gather(*(self._driver.gate(track, open_=open_) for track in tracks))
+        await asyncio.gather(*(self._driver.gate(track, "evaluation", open_=open_) for track in tracks))
 
     def _better(self, figures: Mapping[str, float] | None) -> Best | None:
         """The current version, if it is to be kept as the best so far."""
@@ -89,7 +90,9 @@ class Phases:
     async def _trainers_end(self, running: Mapping[str, asyncio.Task[Any]]) -> None:
         """Until every trainer has taken its last batch. Without a trainer: until everything has ended."""
         driver = self._driver
-        hosts = {driver.job.plan.host_of(track).name for name in self._gangs for track in driver.replicas(name)}
+        hosts = {
+            driver.job.plan.host_of(track).name for name in driver.job.plan.trainers for track in driver.replicas(name)
+        }
         if hosts or not self._evaluations:
             await asyncio.gather(*(task for host, task in running.items() if not hosts or host in hosts))
 

@@ -44,8 +44,11 @@ def facts(version: int, plan: Plan, seed: int) -> dict[str, Any]:
     return {"version": version, "seed": seed, "graph": plan.to_json()}
 
 
-def require(directory: Path, graph: Graph, plan: Plan, seed: int) -> None:
-    """Raise ConfigError with every reason for which `graph` cannot go on from the checkpoint in `directory`."""
+def require(directory: Path, graph: Graph, plan: Plan, seed: int) -> dict[str, int]:
+    """Raise ConfigError with every reason for which `graph` cannot go on from the checkpoint in `directory`.
+
+    Returns the version that each trainer goes on from.
+    """
     state = checkpoint.read_state(directory)
     before, now = state["facts"]["graph"], plan.to_json()
     problems = [*_edges(before, now)]
@@ -59,6 +62,7 @@ def require(directory: Path, graph: Graph, plan: Plan, seed: int) -> None:
     if problems:
         listed = problems[0] if len(problems) == 1 else "".join(f"\n- {text}" for text in problems)
         raise ConfigError(f"--resume: the run cannot go on from {directory.name} like this: {listed}")
+    return dict(state["facts"]["versions"])
 
 
 def _edges(before: Described, now: Described) -> Iterator[str]:

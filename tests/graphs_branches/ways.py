@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer, sampled, trainable
+from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer, record, sampled, trainable
 from flowrl import Batch, Facts, Graph, Group, In, Message, Node, Out, Prompt, Sample, Weights
 from flowrl.errors import SampleFailed
 from flowrl.graph.ports import join
 from flowrl.nodes.batch import TokenBatch
+from flowrl.runtime.ledger_client import Use
 
 SEEN: list[Any] = []
 """What nodes have to tell a test of their run."""
@@ -31,6 +32,8 @@ class Ways:
     """The second trainer has the branch that leaves nothing out."""
     slow_s: float = 0.0
     on_limit: str = "wait"
+    ranks: int = 1
+    """Of each trainer."""
 
 
 class Source(Numbers):
@@ -81,16 +84,35 @@ class Judged(Generator):
 
 
 class Trainer(SleepingTrainer):
+    """Its ranks work in lockstep: each waits inside a batch for the others, as in a collective."""
+
     cpus = 0
+    _meetings: dict[tuple[str, str, int], tuple[list[Batch], asyncio.Event]] = {}
 
+    async def run(self) -> None:
+        version = self.context.start_version
+        if self.context.replica == 0:
+            await self.publish(version)
+        async for batch in self.batches:
+            parts = await self._meet(version, batch)
+            version += 1
+            if self.context.replica == 0:
+                samples = [sample for part in parts for sample in part.samples]
+                self.context.ledger.step(record(version, samples), list(map(Use.of, samples)), policy=self.name)
+                await self.publish(version)
+            self.batches.finish(batch)
+            await self.context.step_done(version)
 
-class Quiet(Trainer):
-    """A trainer whose weights nobody loads."""
-
-    weights: Out[Weights]
-
-    def facts(self) -> Facts:
-        return Facts(optional=("weights",))
+    async def _meet(self, version: int, batch: Batch) -> list[Batch]:
+        """The parts of all ranks."""
+        key = self.context.run_id, self.name, version
+        parts, met = self._meetings.setdefault(key, ([], asyncio.Event()))
+        parts.append(batch)
+        if len(parts) == self.context.num_replicas:
+            met.set()
+        await met.wait()
+        await asyncio.sleep(self.seconds)
+        return parts
 
 
 class Filter(Node):
@@ -318,7 +340,7 @@ def graph(cfg: Ways) -> Graph:
     generator = g.add("generator", (Judged if cfg.kind in TWO else Generator)(cfg))
     collect = g.add("collect", COLLECTS.get(cfg.kind, Collect)(cfg.size))
     batcher = g.add("batcher", TokenBatch(cfg.per_batch, token_budget=4096))
-    trainer = g.add("trainer", Trainer(0.002))
+    trainer = g.add("trainer", Trainer(0.002), replicas=cfg.ranks)
     g.connect(source.prompts, generator.prompts)
     g.connect(between(g, cfg, generator), collect.samples)
     g.connect(groups(g, cfg, collect, generator), batcher.groups)
@@ -380,7 +402,7 @@ def groups(g: Graph, cfg: Ways, collect: Collect, generator: Generator) -> Out[G
     if cfg.kind not in TWO:
         return collect.groups
     other = g.add("value_batcher", TokenBatch(cfg.per_batch, token_budget=4096))
-    second = g.add("value_trainer", Trainer(0.002))
+    second = g.add("value_trainer", Trainer(0.002), replicas=cfg.ranks)
     g.connect(other.batches, second.batches, dispatch="gang")
     assert isinstance(generator, Judged)
     g.latest(second.weights, generator.values)
