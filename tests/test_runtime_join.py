@@ -192,7 +192,8 @@ def test_a_sample_lost_on_any_branch_is_lost_once(first: list[Message], second: 
     assert [marker.member for marker in rig.bodies(Tombstone)] == [0]
     assert [body.member for body in rig.bodies(Scored)] == [1]
     assert rig.acks() == [1] * 4
-    assert [event[3] for event in rig.ledger.lost] == [0], "a join is where it is known that the sample is lost"
+    came = any(isinstance(body, Sample) and body.member == 0 for body in (*first, *second))
+    assert [event[3] for event in rig.ledger.lost] == [0] * came, "what did come of it is lost here"
 
 
 def test_a_drop_ends_all_parts_and_is_booked_once() -> None:

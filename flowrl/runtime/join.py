@@ -2,8 +2,8 @@
 
 Invariants
 - A sample goes to user code when every port has brought its part; the parts end together.
-- A sample lost on one branch, or on several, is lost here: when its last part has come it is booked so, and one
-  tombstone stands for all of them.
+- A sample lost on one branch, or on several, is lost once: when its last part has come, one tombstone stands for all
+  of them. It is booked here if some part did come.
 - What waits for its counterpart is unfinished, so a crash or a checkpoint repeats it.
 
 Waits: for the next message of any port. That ends with the end of all streams, or with LaneFailed.
@@ -65,13 +65,17 @@ class Joined:
         return None
 
     def _lost_here(self, parts: tuple[Item, ...]) -> Item | None:
-        """The part that says why the sample is lost, if it is: what came of it elsewhere is lost with it."""
+        """The part that says why the sample is lost, if it is.
+
+        What came of it by another way is lost with it, here. Where nothing came, it was lost before, or went elsewhere.
+        """
         lost = [part for part in parts if isinstance(part.body, Tombstone)]
         if not lost:
             return None
         told = next((part for part in lost if getattr(part.body, "reason", "") != NOT_ROUTED), lost[0])
         assert isinstance(told.body, Tombstone)
-        self._ports[0].lost_here(parts, told.body)
+        if len(lost) < len(parts):
+            self._ports[0].lost_here(parts, told.body)
         return told
 
     def _met(self, index: int, item: Item) -> tuple[Item, ...] | None:

@@ -98,7 +98,12 @@ class Replica:
             item.held = True  # its invocation may end before the marker is on its way
         for out in outs:
             out.leaving(+1)
-        return self._tasks.create_task(self._forward(items, marker, outs))
+        forwarding = self._forward(items, marker, outs)
+        try:
+            return self._tasks.create_task(forwarding)
+        except RuntimeError:  # the node is ending by a failure: nothing goes out any more
+            forwarding.close()
+            return None
 
     async def _forward(self, items: Sequence[Item], marker: Tombstone, outs: Sequence[Outbound]) -> None:
         in_turn.set(None)  # the invocation that it comes from goes on, or has ended
