@@ -78,7 +78,8 @@ class HostEngine:
 
     def _unretrieved(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback or task raised, and nobody waited for it."""
-        if (error := context.get("exception")) is not None:
+        error = context.get("exception")
+        if error is not None and not isinstance(error, asyncio.CancelledError):
             self.fail(error)
         else:
             loop.default_exception_handler(context)

@@ -140,16 +140,23 @@ class Lookout:
     async def answers(self, kind: str, asked: Mapping[str, Awaitable[Any]]) -> list[Any]:
         """The answers of hosts to `kind`; whose answer is long in coming is told. Raises the first failure."""
         tasks = {host: asyncio.ensure_future(answer) for host, answer in asked.items()}
-        every = asyncio.gather(*tasks.values())
         began, tell_after_s = time.monotonic(), TELL_AFTER_S
         try:
-            while not (await asyncio.wait((every,), timeout=tell_after_s))[0]:
-                late = ", ".join(host for host, task in tasks.items() if not task.done())
-                self._warn(f"{kind!r} waits for {late}, for {time.monotonic() - began:.0f} s now")
+            while True:
+                done, late = await asyncio.wait(
+                    tasks.values(), timeout=tell_after_s, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for task in done:
+                    task.result()
+                if not late:
+                    return [task.result() for task in tasks.values()]
+                names = ", ".join(host for host, task in tasks.items() if task in late)
+                self._warn(f"{kind!r} waits for {names}, for {time.monotonic() - began:.0f} s now")
                 tell_after_s *= 2
-            return await every
         finally:
-            every.cancel()
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
 def _unmoved(first: list[Report], second: list[Report]) -> set[str]:
