@@ -16,8 +16,8 @@ from flowrl.nodes.batch import TokenBatch
 
 @dataclass(frozen=True)
 class Odd:
-    where: str = "turn"
-    """Where it happens: turn, each, task, blocking, setup, close, state, or one of the slow ways of `Slow`."""
+    where: str = ""
+    """Where it happens, if anywhere: turn, each, task, blocking, setup, close, state, forgets, or one of SLOW."""
     what: str = ""
     """What is raised there: a key of RAISED."""
     seconds: float = 0.5
@@ -126,6 +126,17 @@ class OddNode(Node):
             await self.happen()
 
 
+class Forgets(Node):
+    """Holds what it gets until it has more than there are tickets for."""
+
+    samples: In[Sample]
+    out: Out[Sample]
+
+    async def run(self) -> None:
+        async for sample in self.samples:
+            self.samples.hold(sample)
+
+
 class Slow(Node):
     """Collects eight samples and works on them for a while, in a task beside its port or where `where` says."""
 
@@ -178,7 +189,7 @@ SLOW = ("timer", "thread", "child", "outside", "callback")
 def graph(cfg: Odd) -> Graph:
     g = Graph("odd")
     source, generator = g.add("prompts", Source(cfg.groups)), g.add("generator", Generator(0.001, 8))
-    odd = g.add("odd", Slow(cfg) if cfg.where in SLOW else OddNode(cfg))
+    odd = g.add("odd", Slow(cfg) if cfg.where in SLOW else Forgets() if cfg.where == "forgets" else OddNode(cfg))
     collect, batcher = g.add("collect", Collect(2)), g.add("batcher", TokenBatch(4, token_budget=4096))
     trainer = g.add("trainer", Trainer(0.001))
     g.connect(source.prompts, generator.prompts)
