@@ -27,6 +27,7 @@ from flowrl.runtime import engine as engines
 from flowrl.runtime.audit import AuditReport, audit
 from flowrl.runtime.driver import Driver, Outcome
 from flowrl.runtime.engine import HostEngine, HostSpec
+from flowrl.runtime.hostloop import HostLoop
 from flowrl.runtime.launch import Launch, _Prepared
 from flowrl.runtime.options import RunOptions
 from flowrl.runtime.resume import require
@@ -211,7 +212,8 @@ def run(
 
         with _stand_ins(look_every_s, link, prepare):
             try:
-                return Ran(directory, asyncio.run(drive()), None, screen)
+                with asyncio.Runner(loop_factory=HostLoop) as runner:
+                    return Ran(directory, runner.run(drive()), None, screen)
             except Exception as error:  # what a run raises is what tests look at
                 return Ran(directory, None, error, screen)
     finally:

@@ -117,15 +117,18 @@ def test_a_checkpoint_leaves_closed_what_an_evaluation_has_closed() -> None:
 
 
 def test_a_turn_that_waits_twice_at_once_stands_and_counts_once() -> None:
-    activity = Activity("node/0")
-    turn, other = activity.begin(), activity.begin()
-    with activity.waiting("credit", "a", inside=turn):
-        with activity.waiting("credit", "b", inside=turn):
-            assert activity.working == 1, "the other turn"
-        assert activity.working == 1
-        other.end()
-        assert activity.working == 0
+    async def body() -> None:
+        activity = Activity("node/0")
+        turn, other = activity.begin(), activity.begin()
+        with activity.waiting("credit", "a", inside=turn):
+            with activity.waiting("credit", "b", inside=turn):
+                assert activity.working == 1, "the other turn"
+            assert activity.working == 1
+            other.end()
+            assert activity.working == 0
+            turn.end()
+            assert activity.working == 0
         turn.end()
         assert activity.working == 0
-    turn.end()
-    assert activity.working == 0
+
+    asyncio.run(body())

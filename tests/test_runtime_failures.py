@@ -155,6 +155,31 @@ def test_code_that_holds_the_event_loop_is_named_while_it_does(tmp_path: Path, r
     assert run.wait() == 130
 
 
+def test_a_process_that_answers_nothing_is_named_and_the_others_are_heard(tmp_path: Path, ray: dict[str, str]) -> None:
+    stopped = Run(FAULTS, tmp_path / "stopped", "--processes", "--steps", "100000", env=ray)
+    held = Run(FAULTS, tmp_path / "held", "--processes", "--fault", "gil", "--steps", "10", env=ray)
+    stopped.until("step 3/")
+    generator = int(stopped.words("generator-0")[0])
+    os.kill(generator, signal.SIGSTOP)
+    try:
+        start_s = time.monotonic()
+        os.kill(stopped.process.pid, signal.SIGUSR1)
+        stopped.until("prompts/0 (waits|works): ")
+        stopped.until("generator/0 works: its process, host 'generator-0', has not answered for")
+        assert time.monotonic() - start_s < 6
+        stopped.until(r"host 'generator-0' \(generator/0\) has not answered for \d+ s: it is stopped")
+    finally:
+        os.kill(generator, signal.SIGCONT)
+    stopped.until("host 'generator-0' answers again")
+    stopped.signal(signal.SIGINT)
+    assert stopped.wait() == 0, stopped.stderr
+    assert "audit: ok" in stopped.stdout
+
+    assert "faulty/0" in held.until("has not answered for")
+    assert held.wait() == 0, held.stderr
+    assert "audit: ok" in held.stdout
+
+
 def test_every_edge_and_every_way_to_lose_a_sample_in_one_run(tmp_path: Path, ray: dict[str, str]) -> None:
     run = Run(GRAPHS / "everything.py", tmp_path / "run", "--steps", "10", env=ray)
     blocked = run.until("the event loop stood still")

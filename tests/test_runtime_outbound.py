@@ -83,7 +83,7 @@ async def until_it_stands(replica: Replica) -> asyncio.Task[None]:
     """The running replica once it waits for credit."""
     running = asyncio.create_task(replica.run())
     async with asyncio.timeout(5):
-        while not any(kind == "credit" for kind, _, _ in replica.activity.waits.values()):  # noqa: ASYNC110
+        while not any(wait.kind == "credit" for wait in replica.activity.waits.values()):  # noqa: ASYNC110
             await asyncio.sleep(0)
     return running
 

@@ -16,6 +16,7 @@ the closing of the endpoint.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import itertools
 import time
@@ -56,6 +57,8 @@ class Control:
     def __init__(self, post: Callable[[str, Frame], None], report: Callable[[BaseException], None]) -> None:
         self._post = post
         self._report = report
+        self._context = contextvars.copy_context()
+        """Handlers begin in it, and not in that of whoever's frame happened to bring the request."""
         self._answers: dict[str, Answer] = {}
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[str, str, float, asyncio.Future[Any]]] = {}
@@ -126,7 +129,8 @@ class Control:
         elif not self._closed:
             key = host, number or -next(self._numbers)
             work = self._works[key] = Work(host, number, kind)
-            work.task = asyncio.get_running_loop().create_task(self._work(work, answer, body))
+            begun = self._work(work, answer, body)
+            work.task = asyncio.get_running_loop().create_task(begun, context=self._context.copy())
             work.task.add_done_callback(lambda _: self._ended(key, work))
 
     def _ended(self, key: tuple[str, int], work: Work) -> None:

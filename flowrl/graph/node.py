@@ -81,6 +81,7 @@ class Context(Protocol):
     def busy(self, name: str) -> Any: ...
     def turn(self, name: str) -> Any: ...
     def standing(self, what: str) -> Any: ...
+    def outside(self, what: str) -> Any: ...
     async def step_done(self, version: int) -> None: ...
 
 
@@ -132,7 +133,10 @@ class Node:
         raise NotImplementedError(f"{type(self).__name__} needs `async def run(self)`")
 
     async def close(self) -> None:
-        """Release what `setup` took. Runs at every orderly end, also after a failure elsewhere."""
+        """Release what `setup` took. Runs at every orderly end, also after a failure elsewhere.
+
+        What it raises is told as a warning: the run has ended, with its records complete.
+        """
 
     def facts(self) -> Facts:
         """What `flowrl check` has to know of this node. Looks at the node's settings only."""

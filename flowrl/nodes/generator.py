@@ -148,6 +148,7 @@ class Generator(Node):
             slots=slots,
             engine=self.engine,
         )
+        await self._sampler.listen()
         self._updates = WeightUpdates(
             self._sampler,
             self._receiver,

@@ -1,7 +1,7 @@
 """vLLM as the generator sees it: token ids in, completions with versions out, and updates in between.
 
-Start it anywhere (`start` blocks for many seconds); from then on it belongs to the event loop that makes
-the first request. Every call of vLLM outside its documented interface is in this file.
+Start it anywhere (`start` blocks for many seconds); from then on it belongs to the event loop that calls
+`listen`. Every call of vLLM outside its documented interface is in this file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from flowrl.messages import Int32, Weights
 from flowrl.nodes.sampling import Completion, Sampling, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
 from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
+from flowrl.runtime.hostloop import apart
 from flowrl.weights.engine_process import begun_by_us
 
 TRAINING, EVALUATION = 0, 1
@@ -80,6 +81,11 @@ class VllmSampler:
             config.cache_config.kv_cache_memory_bytes = kv_cache_room(config, longest_response)
         with begun_by_us():
             return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), slots)
+
+    async def listen(self) -> None:
+        """Begin on this loop. vLLM's tasks only pass on what is asked for and awaited, so they are no node's own."""
+        with apart():
+            self._engine._run_output_handler()
 
     async def complete(
         self,

@@ -1,18 +1,40 @@
 """What a node replica is doing: for stall reports, quiescence and the view.
 
-Invariant: `working` counts the turns that are inside user code and not in one of the engine's waits; a turn
-with several waits at once (it sends two messages side by side) stands as long as any of them.
-A node with `working == 0` and no blocking call moves again only when something reaches it.
+Invariants
+- `working` counts the turns that are inside user code and not in one of the engine's waits; a turn with several
+  waits at once (it sends two messages side by side) stands as long as any of them. A checkpoint waits for 0.
+- Each wait knows the task that stands in it. What other tasks of the node do, `flowrl.runtime.pending` says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.runtime.hostloop import Pending
+
+OUTSIDE = "outside"
+"""The kind of a wait that something beyond the graph ends."""
+
+
+def _tell_loop(error: BaseException) -> None:
+    asyncio.get_running_loop().call_exception_handler({"message": str(error), "exception": error})
+
+
+@dataclass(slots=True)
+class Wait:
+    """A wait of the engine's that has begun and not ended."""
+
+    kind: str
+    """item, credit, ticket, reply, turn, barrier, standing (for what the node itself or the driver does) or outside."""
+    what: str
+    since_s: float
+    task: asyncio.Task[Any] | None
 
 
 @dataclass(eq=False)
@@ -23,13 +45,15 @@ class Activity:
     working: int = 0
     moves: int = 0
     """Grows with everything that moves: items taken, messages sent, tickets got, calls returned."""
-    waits: dict[int, tuple[str, str, float]] = field(default_factory=dict)
-    """token: (kind, what it waits for, since); kind is item, credit, ticket, reply, weights or barrier."""
+    waits: dict[int, Wait] = field(default_factory=dict)
+    died: Callable[[BaseException], None] = _tell_loop
+    """Told of the death of a task that the node started and nobody awaits."""
     _token: int = 0
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._idle.set()
+        self.pending = Pending(lambda error: self.died(error))
 
     def begin(self) -> Turn:
         """A turn of the node enters user code."""
@@ -48,7 +72,7 @@ class Activity:
         """`inside`: the turn that the wait is part of, which does not count as working meanwhile."""
         self._token += 1
         token = self._token
-        self.waits[token] = (kind, what, time.monotonic())
+        self.waits[token] = Wait(kind, what, time.monotonic(), asyncio.current_task())
         if inside is not None:
             inside.stand(+1)
         try:
@@ -62,15 +86,6 @@ class Activity:
     async def idle(self) -> None:
         """Returns when no turn is inside user code; ended by the turns themselves."""
         await self._idle.wait()
-
-    def report(self) -> dict[str, object]:
-        now = time.monotonic()
-        return {
-            "node": self.node,
-            "working": self.working,
-            "moves": self.moves,
-            "waits": [(kind, what, now - since) for kind, what, since in self.waits.values()],
-        }
 
 
 class Turn:

@@ -1,7 +1,7 @@
 """The Ray actor of a host: Ray places, starts and ends it; messages never pass through Ray.
 
-The engine has an event loop (uvloop's: a round trip of small messages takes a sixth less on it) and a
-thread of its own, so that Ray's calls are answered even while a node blocks its loop. CPUs are pinned before
+The engine has an event loop and a thread of its own, so that Ray's calls are answered even while a node blocks its
+loop. The thread survives what ends other loops (SystemExit in a task), which fails the run. CPUs are pinned before
 anything imports torch.
 """
 
@@ -17,11 +17,10 @@ from collections.abc import Coroutine, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
-import uvloop
-
 from flowrl.channel.endpoint import Address
 from flowrl.graph.node import Node
 from flowrl.runtime.engine import HostEngine, HostSpec
+from flowrl.runtime.hostloop import HostLoop
 
 R = TypeVar("R")
 BLOCKED_S = 1.0
@@ -55,7 +54,7 @@ class HostActor:
         gc.set_threshold(IMPORTING, *self._collect_every[1:])
         pin(spec.cores)
         self._spec = spec
-        self._loop = uvloop.new_event_loop()
+        self._loop = HostLoop()
         self._thread = threading.Thread(target=self._turn_loop, name="flowrl-engine", daemon=True)
         self._thread.start()
         self._engine = asyncio.run_coroutine_threadsafe(self._make(spec), self._loop).result()
@@ -70,7 +69,13 @@ class HostActor:
 
     def _turn_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while True:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:  # what a task raised through the loop: it is told, and the loop goes on
+                if self._loop.is_closed():
+                    os._exit(1)  # the end of this process is heard of
+                self._loop.call_soon(self._engine.fail, error)
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -104,12 +109,12 @@ class HostActor:
     def _standing_still(self, node: str, where: str, since: float) -> dict[str, Any]:
         track = f"{node}/{self._spec.places[0].replica}" if node else self._spec.host
         waits = [("return", where, time.monotonic() - since)]
-        return {"node": track, "working": 1, "moves": -1, "waits": waits, "open": 0, "still": where}
+        return {"node": track, "alive": [where], "moves": -1, "waits": waits, "open": 0, "ended": False, "still": where}
 
-    async def stop(self) -> None:
-        """Close nodes and sockets; in whatever state the run is."""
+    async def stop(self) -> list[dict[str, Any]]:
+        """Close nodes and sockets; in whatever state the run is. Returns how nodes failed to close."""
         self._done.set()
-        await self._on_loop(self._engine.stop())
+        return await self._on_loop(self._engine.stop())
 
     def _watch(self) -> None:
         """Report a loop that stood still for a second, with the line of code that holds it."""

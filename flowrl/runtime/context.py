@@ -14,8 +14,9 @@ from typing import ParamSpec, TypeVar
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.graph.routes import WeightRoute
-from flowrl.runtime.activity import Activity, in_turn
+from flowrl.runtime.activity import OUTSIDE, Activity, in_turn
 from flowrl.runtime.books import LedgerClient
+from flowrl.runtime.ending import as_failure
 from flowrl.runtime.trace import TraceBuffer
 
 P = ParamSpec("P")
@@ -73,13 +74,16 @@ class NodeContext:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=place.track)
 
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run `fn` in this node's thread. A cancelled caller does not stop a call that has begun."""
+        """Run `fn` in this node's thread. A cancelled caller does not stop a call that has begun.
+
+        What `fn` raises is raised here; what is no Exception, or ends an iteration, as a RuntimeError that says so.
+        """
         loop = asyncio.get_running_loop()
         outside = in_turn.get() is None
         if outside:
             self.activity.work(+1)
         try:
-            return await loop.run_in_executor(self._thread, functools.partial(fn, *args, **kwargs))
+            return await loop.run_in_executor(self._thread, functools.partial(_called, fn, *args, **kwargs))
         finally:
             if outside:
                 self.activity.work(-1)
@@ -109,8 +113,18 @@ class NodeContext:
 
     @contextmanager
     def standing(self, what: str) -> Iterator[None]:
-        """A wait of the node's own inside a turn: the turn does not count as working meanwhile."""
-        with self.activity.waiting("barrier", what, inside=in_turn.get()):
+        """A wait for another item of this node, or for a word of the driver's.
+
+        A turn does not count as working meanwhile: checkpoints go on. For the stall watch the wait is one that only
+        the graph ends; where something else does (a service, a person, a thread of the node's own), use `outside`.
+        """
+        with self.activity.waiting("standing", what, inside=in_turn.get()):
+            yield
+
+    @contextmanager
+    def outside(self, what: str) -> Iterator[None]:
+        """A wait for something beyond the graph, an environment say: checkpoints go on, and the node is alive."""
+        with self.activity.waiting(OUTSIDE, what, inside=in_turn.get()):
             yield
 
     @asynccontextmanager
@@ -118,7 +132,8 @@ class NodeContext:
         """The run-wide turn called `name`: one holder at a time, in order of asking."""
         body = {"name": name, "node": self.place.track, "claim": next(self._claims)}
         try:
-            await self.endpoint.request(DRIVER, "turn", body)
+            with self.activity.waiting("turn", name, inside=None):
+                await self.endpoint.request(DRIVER, "turn", body)
             yield
         finally:  # also when the wait was cancelled: the driver's word may have been under way
             self.endpoint.notify(DRIVER, "turn_over", body)
@@ -130,6 +145,17 @@ class NodeContext:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _called(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """`fn(...)`, in the thread. A future cannot end with all that `fn` may raise: who awaits it would wait for ever."""
+    try:
+        return fn(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError(f"{getattr(fn, '__qualname__', fn)} raised StopIteration") from error
+    except BaseException as error:
+        failure = as_failure(error, cancelled=False)
+        raise failure from failure.__cause__
 
 
 @dataclass

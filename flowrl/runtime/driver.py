@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.tickets import Tickets
-from flowrl.errors import FlowrlError, LaneFailed, Stalled
+from flowrl.errors import FlowrlError, LaneFailed
 from flowrl.graph.graph import Graph
 from flowrl.graph.plan import Plan
 from flowrl.runtime import checkpoint
@@ -32,12 +32,13 @@ from flowrl.runtime.cutter import Cutter
 from flowrl.runtime.engine import HostSpec
 from flowrl.runtime.halt import halted
 from flowrl.runtime.hosts import Hosts
+from flowrl.runtime.lookout import LOOK_EVERY_S, Lookout
 from flowrl.runtime.metrics import Metrics
 from flowrl.runtime.options import RunOptions
 from flowrl.runtime.phases import Phases
 from flowrl.runtime.rundir import writing
 from flowrl.runtime.sinks import open_sinks
-from flowrl.runtime.stall import LOOK_EVERY_S, Topology, Watch
+from flowrl.runtime.stall import Topology
 from flowrl.runtime.statistics import Statistics
 from flowrl.runtime.trace import TraceWriter
 from flowrl.runtime.view import View
@@ -100,9 +101,7 @@ class Driver:
         self._trace = TraceWriter(job.run_dir / "trace.json")
         self._interrupted = False
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._still: set[str] = set()
-        """Lines of code that have been reported to hold an event loop."""
-        self._watch = Watch(Topology.of(job.plan))
+        self.lookout = Lookout(self.hosts, endpoint, Topology.of(job.plan), view.warning)
         self._records: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._start_s = time.monotonic()
 
@@ -146,23 +145,30 @@ class Driver:
         try:
             evaluations = await self._work()
         except BaseException as error:
-            at_once = isinstance(error, asyncio.CancelledError)
-            await (self.hosts.stop(within_s=STOP_AT_ONCE_S) if at_once else self.hosts.stop())
+            if isinstance(error, asyncio.CancelledError):
+                await self.hosts.stop(within_s=STOP_AT_ONCE_S)
+            else:
+                await self._stop_hosts()
             with suppress(FlowrlError):  # what ended the run is the one thing to tell
                 self._close_records(orderly=False)
             if isinstance(error, LaneFailed) and self.hosts.death is not None:
                 raise self.hosts.death from None
             raise
-        await self.hosts.stop()
+        await self._stop_hosts()
         self._close_records(orderly=True)
         if self._interrupted:
             self.view.progress("driver", f"ended after step {self.version}; --resume goes on from there")
         return Outcome(self.version, evaluations, self._interrupted, time.monotonic() - self._start_s)
 
+    async def _stop_hosts(self) -> None:
+        """What goes wrong when nodes close no longer changes how the run ended; it is told."""
+        for failed in await self.hosts.stop():
+            self.view.warning(f"while the run was closed, {failed}")
+
     async def _work(self) -> dict[str, dict[str, float]]:
         """Everything between the first process and the last record; ended by what fails first."""
         await self._start_hosts()
-        watch, lines = asyncio.create_task(self._look()), asyncio.create_task(self._write_lines())
+        watch, lines = asyncio.create_task(self.lookout.watch(LOOK_EVERY_S)), asyncio.create_task(self._write_lines())
         try:
             evaluations: dict[str, dict[str, float]] = await _first_failure(self._lead(), watch, lines, self._broken)
             self._records.put_nowait(None)
@@ -224,14 +230,16 @@ class Driver:
             ("turn", turns.take),
             ("turn_over", turns.over),
             ("step_done", batch_end.arrive),
+            ("ended", self.phases.node_ended),
         ):
             self._endpoint.on(kind, handler)
         self.view.progress("driver", f"starting {len(self.job.slots)} processes")
         await self.hosts.start(self.job.slots, self.job.specs)
 
     async def _lead(self) -> dict[str, dict[str, float]]:
-        await self.hosts.ask("setup")
-        await self._begin()
+        with self.lookout.doing("the set-up of the nodes"):
+            await self.hosts.ask("setup")
+            await self._begin()
         running = {host: asyncio.create_task(self.hosts.ask_one(host, "run")) for host in self.hosts}
         try:
             evaluations: dict[str, dict[str, float]] = await _first_failure(self.phases.run(running), *running.values())
@@ -280,27 +288,9 @@ class Driver:
 
     # Watching
 
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            reports = await self.hosts.waits()
-            self._tell_blocked(reports)
-            verdict, text = self._watch.look(reports, time.monotonic())
-            if verdict == "deadlock":
-                raise Stalled(f"the run is deadlocked: no node works and nothing is under way.\n{text}")
-            if verdict == "stall":
-                self.view.warning(f"nothing has moved for a while.\n{text}")
-
-    def _tell_blocked(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Name code that holds an event loop right now, once; the host tells how long it was afterwards."""
-        for report in reports:
-            if (where := report.get("still")) and where not in self._still:
-                self._still.add(where)
-                self.view.warning(f"{report['node']}: its event loop stands still at {where}")
-
     async def describe(self) -> str:
-        """What every node waits for, on request (SIGUSR1)."""
-        return self._watch.describe(await self.hosts.waits())
+        """What every node does and waits for, on request (SIGUSR1)."""
+        return await self.lookout.describe()
 
     # Checkpoints
 
@@ -359,14 +349,14 @@ class Driver:
     async def write_checkpoint(self, version: int, *, best: Best | None = None) -> None:
         """One consistent cut through the graph, made the newest checkpoint."""
         start_s = time.monotonic()
-        with writing(self.job.run_dir):
+        with self.lookout.doing(f"the checkpoint of step {version}"), writing(self.job.run_dir):
             name = await self.cutter.write(version, best)
         self.best = best or self.best
         self.view.progress("driver", f"checkpoint {name} in {time.monotonic() - start_s:.1f} s")
 
     async def ask_hosts(self, kind: str, body: Any = lambda host: {}) -> list[Any]:
         """The answers of all hosts to `kind`; `body(host)` goes with it."""
-        return await asyncio.gather(*(self.ask(host, kind, body(host)) for host in self.hosts))
+        return await self.lookout.answers(kind, {host: self.ask(host, kind, body(host)) for host in self.hosts})
 
     async def ask(self, host: str, kind: str, body: Any = None) -> Any:
         """The answer of one host to `kind`."""

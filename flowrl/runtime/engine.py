@@ -8,11 +8,10 @@ ends the other hosts.
 from __future__ import annotations
 
 import asyncio
-import errno
+import functools
 import os
-import traceback
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,13 @@ from typing import Any
 from flowrl.channel.control import Answer
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.channel.stored import dump, dump_value, load_value
-from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
+from flowrl.errors import FlowrlError, WireError
 from flowrl.graph.load import rebuild
 from flowrl.runtime.checkpoint import pages, unpage
 from flowrl.runtime.cluster import meeting_place
 from flowrl.runtime.context import DRIVER, Place
+from flowrl.runtime.ending import as_failure, ended_by_itself, is_cancelled
+from flowrl.runtime.failures import NodeError, attributed, failure_of, leaves_of, report_of
 from flowrl.runtime.lease import Lease
 from flowrl.runtime.replica import Replica
 from flowrl.runtime.trace import TraceBuffer
@@ -33,8 +34,6 @@ from flowrl.runtime.wiring import join
 REPORT_EVERY_S = 1.0
 TOLD_EVERY_S = 60.0
 """So often it is told whose turns a checkpoint waits for."""
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""Errors of the disk, not of the code that writes: told without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,17 @@ class HostEngine:
 
     def fail(self, error: BaseException) -> None:
         """An exception that nobody waits for ends the run of this host."""
+        self._fail(self._host_failure(error if isinstance(error, Exception) else ended_by_itself(error)))
+
+    def _fail(self, failure: dict[str, Any]) -> None:
         if not self._broken.done():
-            self._broken.set_exception(NodeError(self._host_failure(error)))
+            self._broken.set_exception(NodeError(failure))
             self._broken.exception()  # it counts as retrieved: there may be no run to raise it
 
     def _unretrieved(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback or task raised, and nobody waited for it."""
-        if isinstance(error := context.get("exception"), Exception):
+        error = context.get("exception")
+        if error is not None and not isinstance(error, asyncio.CancelledError):
             self.fail(error)
         else:
             loop.default_exception_handler(context)
@@ -91,6 +94,7 @@ class HostEngine:
             "reach": self._reach,
             "settle": self._settle,
             "ping": self._ping,
+            "flush": self._flush,
             "snapshot": self._snapshot,
             "kept": self._next_page,
             "restore": self._restore,
@@ -113,6 +117,7 @@ class HostEngine:
             graph = graphs[place.replica]
             replica = Replica(graph.nodes[place.node], place, self.endpoint, self.trace, lease)
             replica.context.gang_address = gangs[place.node]
+            replica.activity.died = functools.partial(self._died, replica)
             self.replicas[place.track] = replica
             join(replica, graph, self.spec.plan, self.endpoint)
         lease.nodes = [replica.node for replica in self.replicas.values()]
@@ -125,38 +130,57 @@ class HostEngine:
 
     async def setup(self) -> None:
         """Every node's own set-up, one after the other: heavy imports in two threads at once break."""
+        await self._unless_broken(self._set_up_nodes())
+
+    async def _set_up_nodes(self) -> None:
         for replica in self.replicas.values():
-            await self._named(replica, replica.node.setup())
+            with replica.activity.pending.named():
+                await self._named(replica, replica.node.setup())
 
     async def run(self) -> None:
         """Every node's body, until all have returned, or one has failed."""
-        self._running = asyncio.create_task(self._run_nodes())
+        await self._unless_broken(self._run_nodes())
+        self._send_report()
+
+    async def _unless_broken(self, body: Coroutine[Any, Any, None]) -> None:
+        """Until `body` has ended, or something that nobody waits for has failed."""
+        self._running = asyncio.create_task(body)
         await asyncio.wait((self._running, self._broken), return_when=asyncio.FIRST_COMPLETED)
         if not self._running.done():
             self._broken.result()
         await self._running
-        self._send_report()
 
     async def _run_nodes(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for replica in self.replicas.values():
-                tasks.create_task(self._named(replica, replica.run()))
+                tasks.create_task(self._run_node(replica))
+
+    async def _run_node(self, replica: Replica) -> None:
+        await self._named(replica, replica.run())
+        self.endpoint.notify(DRIVER, "ended", {"node": replica.place.track})
 
     async def _named(self, replica: Replica, body: Coroutine[Any, Any, None]) -> None:
         """Run a node's coroutine; its failure becomes plain data that names the node. A node boundary."""
         try:
             await body
-        except Exception as error:
-            raise NodeError(_failure(replica, error)) from error
+        except BaseException as error:
+            failure = as_failure(error, cancelled=is_cancelled())
+            if not isinstance(failure, Exception):
+                raise
+            raise NodeError(failure_of(replica, failure)) from error
+
+    def _died(self, replica: Replica, error: BaseException) -> None:
+        """A task that the node started has died, and nobody awaits it."""
+        self._fail(failure_of(replica, error))
 
     async def guarded(self, body: Coroutine[Any, Any, Any]) -> Any:
         """The answer of `body`, or {"failure": ...} of the node that failed first."""
         try:
             return await body
         except* NodeError as group:
-            failures = [error.report for error in _leaves(group)]
+            failures = [error.report for error in leaves_of(group)]
         except* FlowrlError as group:
-            first = _leaves(group)[0]
+            first = leaves_of(group)[0]
             failures = [self._host_failure(first)]
         failures.sort(key=lambda report: report["consequence"])
         return {"failure": failures[0]}
@@ -164,20 +188,30 @@ class HostEngine:
     def _host_failure(self, error: BaseException) -> dict[str, Any]:
         """A failure that belongs to no single node."""
         place = self.spec.places[0]
-        return _report(error) | {"node": ", ".join(p.node for p in self.spec.places), "replica": place.replica}
+        return report_of(error) | {"node": ", ".join(p.node for p in self.spec.places), "replica": place.replica}
 
-    async def stop(self) -> None:
-        """End the bodies that still run, then close nodes and sockets."""
+    async def stop(self) -> list[dict[str, Any]]:
+        """End the bodies that still run, then close nodes and sockets. Returns how nodes failed to close."""
+        for replica in self.replicas.values():
+            replica.activity.died = _ignored
         for task in (self._reporting, self._running):
             if task is not None:
                 task.cancel()
                 await asyncio.wait((task,))
-        for replica in self.replicas.values():
-            with suppress(FlowrlError):
-                await replica.node.close()
-            replica.context.close()
+        failures = [failure for replica in self.replicas.values() if (failure := await self._close(replica))]
         self._send_report()
         await self.endpoint.close()
+        return failures
+
+    async def _close(self, replica: Replica) -> dict[str, Any] | None:
+        """None, or how the node failed to close; the others are closed in any case."""
+        try:
+            await self._named(replica, replica.node.close())
+        except NodeError as error:
+            return error.report
+        finally:
+            replica.context.close()
+        return None
 
     async def waits(self) -> list[dict[str, Any]]:
         return [replica.report() for replica in self.replicas.values()]
@@ -236,6 +270,10 @@ class HostEngine:
     async def _ping(self, host: str, body: Any) -> None:
         """Frames of a link keep their order: what `host` sent before has arrived."""
 
+    async def _flush(self, host: str, body: dict[str, Any]) -> None:
+        """Returns when everything that was under way from here has arrived."""
+        await asyncio.gather(*(self.endpoint.request(peer, "ping") for peer in body["peers"]))
+
     async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
         """This host's part of a cut, but for the messages, which "kept" asks for; the host is frozen."""
         replicas = self.replicas.values()
@@ -260,7 +298,7 @@ class HostEngine:
         }
 
     def _state(self, replica: Replica) -> bytes:
-        with _attributed(replica):
+        with attributed(replica):
             try:
                 return dump_value(dict(replica.node.state()))
             except WireError as error:
@@ -274,7 +312,7 @@ class HostEngine:
         """Take up the states of a checkpoint."""
         for track, replica in self.replicas.items():
             if track in body["states"]:
-                with _attributed(replica):
+                with attributed(replica):
                     replica.node.load_state(load_value(body["states"][track]))
             for name, out in replica.outbound.items():
                 out.sent_before.update(body["sent"])
@@ -289,7 +327,8 @@ class HostEngine:
         """Call a node's coroutine method: checkpoint, snapshot, evaluate, finish."""
         replica = self.replicas[body["track"]]
         method = getattr(replica.node, body["method"])
-        with _attributed(replica):
+        replica.activity.pending.enter()
+        with attributed(replica):
             return await method(**body.get("arguments", {}))
 
     # Reports
@@ -321,51 +360,5 @@ class HostEngine:
         self.endpoint.notify(DRIVER, "warning", {"node": node or self.spec.host, "text": text})
 
 
-class NodeError(Exception):
-    """A node's failure as plain data, inside this host."""
-
-    def __init__(self, report: dict[str, Any]) -> None:
-        super().__init__(report["reason"])
-        self.report = report
-
-
-@contextmanager
-def _attributed(replica: Replica) -> Iterator[None]:
-    """What is raised inside reaches the driver as the node's failure. A node boundary."""
-    try:
-        yield
-    except Exception as error:
-        told = _failure(replica, error)
-        raise NodeFailed(
-            told["node"], told["replica"], told["reason"], remote_traceback=told["traceback"], ticket=told["ticket"]
-        ) from error
-
-
-def _failure(replica: Replica, error: BaseException) -> dict[str, Any]:
-    place = replica.place
-    return _report(error) | {"node": place.node, "replica": place.replica, "ticket": replica.desk.failed_ticket}
-
-
-def _report(error: BaseException) -> dict[str, Any]:
-    """What there is to say of an exception; of a group of them, of the first that is a cause."""
-    while isinstance(error, BaseExceptionGroup):
-        leaves = _leaves(error)
-        error = next((leaf for leaf in leaves if not isinstance(leaf, LaneFailed)), leaves[0])
-    told = isinstance(error, FlowrlError) or (isinstance(error, OSError) and error.errno in NO_SPACE)
-    reason = str(error) if isinstance(error, FlowrlError) else f"{type(error).__name__}: {error}"
-    if isinstance(error, SampleFailed):
-        reason = f"it raised SampleFailed({reason!r}) outside of `self.PORT.each(...)`, the only place that knows whose"
-    return {
-        "reason": reason,
-        "traceback": "" if told else "".join(traceback.format_exception(error)),
-        "ticket": None,
-        "consequence": isinstance(error, LaneFailed),
-    }
-
-
-def _leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
-    return [
-        leaf
-        for error in group.exceptions
-        for leaf in (_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
-    ]
+def _ignored(error: BaseException) -> None:
+    """The host is ending: what its nodes' tasks are cut off with is no news."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from flowrl.runtime.cluster import RayCluster, Slot
 from flowrl.runtime.engine import HostSpec
 
 STOP_WITHIN_S = 6.0
+ANSWER_WITHIN_S = 1.5
+"""A process that answers at all does it sooner, also while a node holds its event loop."""
 
 
 class Hosts:
@@ -34,6 +37,8 @@ class Hosts:
         self._endpoint = endpoint
         self._actors: dict[str, Any] = {}
         self._specs: dict[str, HostSpec] = {}
+        self._late: dict[str, tuple[float, asyncio.Future[list[dict[str, Any]]]]] = {}
+        """Host that has not answered in time -> (asked at, its answer)."""
         self.pids: dict[str, int] = {}
         self.death: NodeFailed | None = None
         """The first death of a process; what else fails in the meantime is its consequence."""
@@ -118,22 +123,60 @@ class Hosts:
     def _node(self, host: str) -> str:
         return ", ".join(place.node for place in self._specs[host].places)
 
-    async def waits(self) -> list[dict[str, Any]]:
-        """What every node replica does and waits for. Raises NodeFailed for a host whose process has died."""
-        return [report for answer in (await self.ask("waits")).values() for report in answer]
+    async def reports(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """What the replicas of every host do and wait for, and the hosts that do not answer, with for how long.
 
-    async def stop(self, *, within_s: float = STOP_WITHIN_S) -> None:
-        """Orderly if the hosts still answer, by force after `within_s` seconds."""
+        Takes ANSWER_WITHIN_S at most. Raises NodeFailed for a host whose process has died.
+        """
+        now = time.monotonic()
+        asked = {host: self._late.get(host) or (now, self._ask_for_report(host)) for host in self._actors}
+        if asked:
+            await asyncio.wait([answer for _, answer in asked.values()], timeout=ANSWER_WITHIN_S)
+        for host, late in asked.items():
+            if late[1].done():
+                self._late.pop(host, None)
+            else:
+                self._late.setdefault(host, late)
+        reports = [report for _, answer in asked.values() if answer.done() for report in answer.result()]
+        return reports, self.silent()
+
+    def _ask_for_report(self, host: str) -> asyncio.Future[list[dict[str, Any]]]:
+        return asyncio.ensure_future(self.ask_one(host, "waits"))
+
+    def silent(self) -> dict[str, float]:
+        """The hosts that let the last question pass -> for how many seconds they have not answered it."""
+        now = time.monotonic()
+        return {host: now - since for host, (since, answer) in self._late.items() if not answer.done()}
+
+    def tracks(self, host: str) -> list[str]:
+        """The node replicas of a host."""
+        return [place.track for place in self._specs[host].places]
+
+    async def stop(self, *, within_s: float = STOP_WITHIN_S) -> list[NodeFailed]:
+        """Orderly if the hosts still answer, by force after `within_s` seconds. Returns what went wrong with it."""
         for host in list(self._watched):
             self._unfollow(host)
-        tasks = [asyncio.ensure_future(self.ask_one(host, "stop")) for host in self._actors]
+        for _, answer in self._late.values():
+            answer.cancel()
+        tasks = {host: asyncio.ensure_future(self.ask_one(host, "stop")) for host in self._actors}
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=within_s)
+            _, late = await asyncio.wait(tasks.values(), timeout=within_s)
             for task in late:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
         for host in self._actors:
             self._cluster.kill(host)
+        return [failed for host, task in tasks.items() for failed in self._ill_closed(host, task, within_s)]
+
+    def _ill_closed(self, host: str, task: asyncio.Future[Any], within_s: float) -> list[NodeFailed]:
+        """How the nodes of a host failed to close; nothing where a process has died, which is told as such."""
+        if self.death is not None:
+            return []
+        if task.cancelled():
+            return [NodeFailed(self._node(host), 0, f"it had not closed after {within_s:g} s, and was killed")]
+        if isinstance(error := task.exception(), NodeFailed):
+            return [error]
+        return [_failure(report) for report in task.result()]
 
 
 def _rays_word(error: Exception) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flowrl.channel.dispatch import Delivery, EndOfStream, Inbox
@@ -17,6 +18,7 @@ from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.graph.ports import Members
 from flowrl.messages import Message, Tombstone
 from flowrl.runtime.activity import Activity
+from flowrl.runtime.ending import as_failure
 from flowrl.runtime.invocation import Invocation, Invocations
 from flowrl.runtime.items import Desk, Item, OpenGroup, tombstone
 from flowrl.runtime.lease import Lease
@@ -42,6 +44,21 @@ class Losses(Protocol):
 
     def flow(self, item: Item, *, begins: bool) -> None:
         """An invocation began or ended: for the trace."""
+
+
+@dataclass
+class _Each:
+    """One `each`: its body, the slots for its invocations, and whether it is being left while some go on."""
+
+    body: Callable[[Any], Awaitable[None]]
+    slots: asyncio.Semaphore
+    task: asyncio.Task[Any] | None
+    left: bool = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Its invocations are cancelled: one of them has failed, or what it is part of was cancelled."""
+        return self.left or self.task is None or bool(self.task.cancelling())
 
 
 class Inbound:
@@ -188,27 +205,34 @@ class Inbound:
         return None if item is None else self.work_on(item)
 
     async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None:
-        slots = asyncio.Semaphore(concurrency)
+        each = _Each(body, asyncio.Semaphore(concurrency), asyncio.current_task())
         async with asyncio.TaskGroup() as tasks:
-            while True:
-                await slots.acquire()
-                item = await self._next()
-                if item is None:
-                    return
-                tasks.create_task(self._work(body, item, slots))
+            try:
+                while True:
+                    await each.slots.acquire()
+                    item = await self._next()
+                    if item is None:
+                        return
+                    tasks.create_task(self._work(each, item))
+            except BaseException:
+                each.left = True
+                raise
 
-    async def _work(self, body: Callable[[Any], Awaitable[None]], item: Item, slots: asyncio.Semaphore) -> None:
+    async def _work(self, each: _Each, item: Item) -> None:
         work = self.work_on(item)
         await work.begin()
         work.enter()
         with self._desk.noting_failure():
             try:
-                await body(item.body)
-            except SampleFailed as failure:
-                self.drop(item.body, str(failure), "failed")
+                await each.body(item.body)
+            except SampleFailed as failed:
+                self.drop(item.body, str(failed), "failed")
+            except BaseException as error:
+                failure = as_failure(error, cancelled=each.cancelled)
+                raise failure from failure.__cause__
             work.leave()
             await work.finish()
-        slots.release()
+        each.slots.release()
 
     def groups(self, size: int) -> AsyncIterator[Members[Any]]:
         return self.grouped(self.take, size)

@@ -8,9 +8,10 @@ generators and rewards work on what the tickets allow.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flowrl.graph.graph import Graph, owner
 from flowrl.runtime.best import Best
 
 if TYPE_CHECKING:
@@ -25,8 +26,12 @@ class Phases:
         self._during: asyncio.Task[None] | None = None
         nodes = driver.job.graph.nodes
         self._evaluations = [name for name, node in nodes.items() if hasattr(node, "evaluate")]
-        plan = driver.job.plan
-        self._gangs = [name for name in plan.trainers if name not in plan.own_clock]
+        self.trainers = [track for name in driver.job.plan.trainers for track in driver.replicas(name)]
+        self._ended = {track: asyncio.Event() for name in nodes for track in driver.replicas(name)}
+        """Set when the body of the replica has returned."""
+        own = driver.job.plan.own_clock
+        self._standing = [track for track in self.trainers if track.split("/")[0] not in own]
+        """The trainers that stand at the batch's end after which an evaluation is due."""
 
     async def run(self, running: Mapping[str, asyncio.Task[Any]]) -> dict[str, dict[str, float]]:
         """Returns the results by phase when every host has ended."""
@@ -35,7 +40,7 @@ class Phases:
             results["before"] = await self._evaluate("before", self._evaluations)
         driver.view.progress("driver", "training")
         driver.books.resume_admission("start")
-        await self._trainers_end(running)
+        await self._end_of_training()
         if self._during is not None:
             await self._during
         driver.books.end_admission()
@@ -69,32 +74,33 @@ class Phases:
     async def _evaluate_held(self, version: int) -> None:
         await self._driver.books.until_held(version)
         figures = await self._evaluate("during", self._due(version))
-        best = self._better(figures)
+        best = self._better(figures) if self._evaluations[0] in self._due(version) else None
         if best is not None:
             await self._driver.keep(best)
         await self._gate(open_=True)
 
     async def _gate(self, *, open_: bool) -> None:
         """Let the trainers take batches, or not."""
-        tracks = [track for name in self._gangs for track in self._driver.replicas(name)]
-        await asyncio.gather(*(self._driver.gate(track, "evaluation", open_=open_) for track in tracks))
+        gate = self._driver.gate
+        await asyncio.gather(*(gate(track, "evaluation", open_=open_) for track in self._standing))
 
     def _better(self, figures: Mapping[str, float] | None) -> Best | None:
-        """The current version, if it is to be kept as the best so far."""
+        """The current version, if it is to be kept as the best so far: the first evaluation decides."""
         driver = self._driver
         if figures is None or not driver.job.options.keep_best:
             return None
         found = Best.of(driver.version, figures)
         return found if found.beats(driver.best) else None
 
-    async def _trainers_end(self, running: Mapping[str, asyncio.Task[Any]]) -> None:
-        """Until every trainer has taken its last batch. Without a trainer: until everything has ended."""
-        driver = self._driver
-        hosts = {
-            driver.job.plan.host_of(track).name for name in driver.job.plan.trainers for track in driver.replicas(name)
-        }
-        if hosts or not self._evaluations:
-            await asyncio.gather(*(task for host, task in running.items() if not hosts or host in hosts))
+    def node_ended(self, host: str, body: Mapping[str, str]) -> None:
+        """The word of a host that the body of a node replica has returned."""
+        self._ended[body["node"]].set()
+
+    async def _end_of_training(self) -> None:
+        """Until every trainer has taken its last batch. Without one: until all that an evaluation does not keep."""
+        kept = _kept_open(self._driver.job.graph, self._evaluations)
+        rest = [track for track in self._ended if track.split("/")[0] not in kept]
+        await asyncio.gather(*(self._ended[track].wait() for track in self.trainers or rest))
 
     async def _evaluate(self, phase: str, names: Sequence[str]) -> dict[str, float]:
         driver = self._driver
@@ -114,3 +120,11 @@ class Phases:
         if phase == "during":
             driver.view.progress("driver", "training")
         return figures
+
+
+def _kept_open(graph: Graph, evaluations: Iterable[str]) -> set[str]:
+    """The evaluations, the nodes that go on answering them, and those that take from these."""
+    kept, edges = set(evaluations), [(owner(edge.out), owner(edge.into)) for edge in graph.edges]
+    while more := {receiver for sender, receiver in edges if sender in kept} - kept:
+        kept |= more
+    return kept

@@ -13,10 +13,12 @@ from flowrl.graph.node import Node
 from flowrl.messages import Prompt, Tombstone
 from flowrl.runtime.activity import Activity, in_turn
 from flowrl.runtime.context import NodeContext, Place
+from flowrl.runtime.ending import as_failure
 from flowrl.runtime.inbound import Inbound
 from flowrl.runtime.items import NOT_ROUTED, Desk, Item, samples_of
 from flowrl.runtime.lease import Lease
 from flowrl.runtime.outbound import Kept, Outbound
+from flowrl.runtime.pending import reasons
 from flowrl.runtime.requests import LiveCall
 from flowrl.runtime.trace import TraceBuffer
 
@@ -43,15 +45,18 @@ class Replica:
         self._tasks = asyncio.TaskGroup()
         self._restored: list[tuple[Outbound, Kept]] = []
         self.ended = False
+        self._stopped_by: set[str] = set()
+        """Who keeps in ports from taking or out ports from sending."""
         node.context = self.context
 
     async def run(self) -> None:
         """The body, then the end of its out ports. Raises what the body, or a loss on its way, raised."""
-        async with self._tasks as tasks:
-            for out, kept in self._restored:
-                tasks.create_task(out.restore(kept))
-            self._restored = []
-            tasks.create_task(self._body())
+        with self.activity.pending.named():
+            async with self._tasks as tasks:
+                for out, kept in self._restored:
+                    tasks.create_task(self._send_again(out, kept))
+                self._restored = []
+                tasks.create_task(self._body(asyncio.current_task()))
         self.ended = True
         self.context.ledger.flush()
         for out in self.outbound.values():
@@ -59,9 +64,18 @@ class Replica:
         for call in self.calls:
             call.close()
 
-    async def _body(self) -> None:
+    async def _body(self, whole: asyncio.Task[None] | None) -> None:
+        """The node's own code; the engine cancels it by cancelling `whole`, the task that `run` is."""
         with self.desk.noting_failure():
-            await self.node.run()
+            try:
+                await self.node.run()
+            except BaseException as error:
+                failure = as_failure(error, cancelled=whole is None or bool(whole.cancelling()))
+                raise failure from failure.__cause__
+
+    async def _send_again(self, out: Outbound, kept: Kept) -> None:
+        with self.activity.waiting("credit", kept[0], inside=None):
+            await out.restore(kept)
 
     def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
         self.book(items, marker)
@@ -166,17 +180,36 @@ class Replica:
 
     def gate(self, by: str, *, open_: bool) -> None:
         """Let in ports take items, or not, as far as `by` goes."""
+        self._stopped(by, not open_)
         for port in self.inbound.values():
             port.gate(by, open_=open_)
 
     def hold(self, held: bool) -> None:
         """Let out ports send, or not."""
+        self._stopped("hold", held)
         for port in self.outbound.values():
             port.hold(held)
 
+    def _stopped(self, by: str, stopped: bool) -> None:
+        if stopped:
+            self._stopped_by.add(by)
+        else:
+            self._stopped_by.discard(by)
+
     def report(self) -> dict[str, Any]:
-        """A node that has not ended and waits for nothing the engine knows of is inside its own code."""
-        report = self.activity.report() | {"open": len(self.desk)}
-        if not report["waits"] and not self.ended:
-            report["working"] = max(self.activity.working, 1)
-        return report
+        """What the stall watch is told: `alive` says why the node will move by itself, if it will."""
+        now = time.monotonic()
+        waits = [(wait.kind, wait.what, now - wait.since_s) for wait in self.activity.waits.values()]
+        if self._stopped_by and not self.ended:
+            waits.append(("barrier", "the driver, which keeps its ports closed", 0.0))
+        return {
+            "node": self.place.track,
+            "ended": self.ended,
+            "moves": self.activity.moves,
+            "waits": waits,
+            "open": len(self.desk),
+            "alive": self._alive(),
+        }
+
+    def _alive(self) -> list[str]:
+        return [] if self.ended else reasons(self.activity, asyncio.get_running_loop().time())

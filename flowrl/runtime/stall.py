@@ -1,8 +1,12 @@
-"""Nothing hangs silently: a deadlock is found and named, a stall reported.
+"""Who waits for whom: the proof of a deadlock, and what is told of a standstill.
 
-A deadlock: in two looks in a row no node was inside user code and nothing had moved between them. It
-cannot mend itself, as whatever could move it would be one of the nodes looked at.
-A stall: nothing moved for `STALL_S` although some node works. That may be a long step; it is only told.
+A deadlock is a set of nodes of which none can move unless another of the set does. Each is without anything pending
+of its own (`flowrl.runtime.pending`), and whoever could end any of its waits is in the set too. The driver is in it
+if it does nothing itself and all nodes are. That nothing is on its way to them either, `flowrl.runtime.lookout` makes
+sure between two looks. No elapsed time enters into it.
+
+Everything else is a standstill: told after STALL_S with what each node does, and again each time it has become twice
+as long.
 """
 
 from __future__ import annotations
@@ -13,8 +17,11 @@ from typing import Any
 
 from flowrl.graph.plan import Plan
 
-LOOK_EVERY_S = 5.0
 STALL_S = 120.0
+DRIVER = "the driver"
+
+Report = Mapping[str, Any]
+"""What `Replica.report` says of one node replica."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +29,11 @@ class Topology:
     """Who can end whose wait: node names by port, by edge, and those behind the tickets."""
 
     producers: Mapping[str, tuple[str, ...]]
-    """In port "node.port": nodes that send into it."""
+    """In or Serve port "node.port": nodes that send into it, or ask there."""
     consumers: Mapping[str, tuple[str, ...]]
     """Edge name: nodes that take from it."""
+    servers: Mapping[str, tuple[str, ...]]
+    """Call port "node.port": nodes that answer it."""
     ticket_holders: tuple[str, ...]
     """Nodes whose progress returns tickets: the senders of the edges `admit` waits for."""
 
@@ -32,22 +41,58 @@ class Topology:
     def of(plan: Plan) -> Topology:
         """The topology of a plan's edges and admission."""
         producers: dict[str, list[str]] = {}
+        servers: dict[str, list[str]] = {}
         for edge in plan.edges:
-            producers.setdefault(edge.into, []).append(edge.out.split(".")[0])
+            producers.setdefault(edge.into, []).append(_owner(edge.out))
+            if edge.kind == "call":
+                servers.setdefault(edge.out, []).append(_owner(edge.into))
         return Topology(
             producers={port: tuple(nodes) for port, nodes in producers.items()},
-            consumers={edge.name: (edge.into.split(".")[0],) for edge in plan.edges},
+            consumers={edge.name: (_owner(edge.into),) for edge in plan.edges},
+            servers={port: tuple(nodes) for port, nodes in servers.items()},
             ticket_holders=tuple(dict.fromkeys(policy for _, policy in plan.consumers)),
         )
 
     def others(self, kind: str, what: str) -> tuple[str, ...]:
-        if kind == "item":
-            return self.producers.get(what, ())
-        if kind == "credit":
-            return self.consumers.get(what, ())
-        if kind == "ticket":
-            return self.ticket_holders
-        return ()
+        """The nodes that end such a wait, for the telling."""
+        return self.ticket_holders if kind == "ticket" else self.enders(kind, what)
+
+    def enders(self, kind: str, what: str) -> tuple[str, ...]:
+        """All who can end such a wait. The driver stands for everybody: it moves when any node has moved."""
+        known = {"item": self.producers, "credit": self.consumers, "reply": self.servers}.get(kind, {})
+        return known.get(what, (DRIVER,))
+
+
+def _owner(port: str) -> str:
+    return port.split(".")[0]
+
+
+def deadlocked(reports: Iterable[Report], topology: Topology, *, driver: Sequence[str]) -> set[str]:
+    """The replicas that can only move when another of them does, if nothing is on its way to them.
+
+    `driver`: what the driver does by itself.
+    """
+    by_node: dict[str, list[Report]] = {}
+    for report in reports:
+        by_node.setdefault(_node(report), []).append(report)
+    stuck = {node for node, replicas in by_node.items() if not any(map(_moves_by_itself, replicas))}
+    if not driver and len(stuck) == len(by_node):
+        stuck.add(DRIVER)
+    while free := {node for node in stuck if not _enders(by_node.get(node, ()), topology) <= stuck}:
+        stuck -= free
+    return {str(r["node"]) for node in stuck for r in by_node.get(node, ()) if not r["ended"]}
+
+
+def _moves_by_itself(report: Report) -> bool:
+    return bool(report["alive"]) or not (report["waits"] or report["ended"])
+
+
+def _enders(replicas: Iterable[Report], topology: Topology) -> set[str]:
+    return {ender for report in replicas for kind, what, _ in report["waits"] for ender in topology.enders(kind, what)}
+
+
+def _node(report: Report) -> str:
+    return str(report["node"]).split("/")[0]
 
 
 def wait_for_cycle(waits: Mapping[str, Sequence[tuple[str, str]]], topology: Topology) -> list[str]:
@@ -80,45 +125,42 @@ def _path_back(
     return []
 
 
+def describe(reports: Iterable[Report], topology: Topology) -> str:
+    """The wait-for cycle if there is one, and what each node does or waits for."""
+    reports = list(reports)
+    waits: dict[str, list[tuple[str, str]]] = {}
+    for report in reports:
+        waits.setdefault(_node(report), []).extend((kind, what) for kind, what, _ in report["waits"])
+    cycle = wait_for_cycle(waits, topology)
+    head = ["wait-for cycle:", *(f"  {line}" for line in cycle)] if cycle else []
+    return "\n".join([*head, "every node:", *(f"  {_line(report)}" for report in reports)])
+
+
+def _line(report: Report) -> str:
+    if report["ended"]:
+        return f"{report['node']} has ended"
+    waits = "; ".join(f"{kind} of {what} for {for_s:.0f} s" for kind, what, for_s in report["waits"])
+    if not report["alive"]:
+        return f"{report['node']} waits: {waits or 'nothing it could name'}"
+    return f"{report['node']} works: {'; '.join(report['alive'])}" + (f" (waits: {waits})" if waits else "")
+
+
 @dataclass
-class Watch:
-    """Compares looks; each look is the reports of every node replica."""
+class Standstill:
+    """Since when nothing has moved, and when that is to be told."""
 
-    topology: Topology
-    _last: dict[str, int] = field(default_factory=dict)
-    _still: int = 0
-    _moved_s: float = 0.0
-    _told: bool = False
+    _last: Any = None
+    _since_s: float = 0.0
+    _tell_at_s: float = field(default=STALL_S)
 
-    def look(self, reports: Iterable[Mapping[str, Any]], now_s: float) -> tuple[str, str]:
-        """("", "") if all is well, else ("deadlock" | "stall", what to tell)."""
-        reports = list(reports)
-        moves = {report["node"]: report["moves"] for report in reports}
-        moved = moves != self._last
-        self._last = moves
-        if moved:
-            self._still, self._moved_s, self._told = 0, now_s, False
-            return "", ""
-        if not any(report["working"] for report in reports):
-            self._still += 1
-            if self._still >= 2:
-                return "deadlock", self.describe(reports)
-        elif now_s - self._moved_s > STALL_S and not self._told:
-            self._told = True
-            return "stall", self.describe(reports)
-        return "", ""
-
-    def describe(self, reports: Iterable[Mapping[str, Any]]) -> str:
-        """The wait-for cycle if there is one, and what each node waits for."""
-        reports = list(reports)
-        waits: dict[str, list[tuple[str, str]]] = {}
-        lines = []
-        for report in reports:
-            node = str(report["node"]).split("/")[0]
-            waits.setdefault(node, []).extend((kind, what) for kind, what, _ in report["waits"])
-            doing = "works" if report["working"] else "waits"
-            details = "; ".join(f"{kind} of {what} for {for_s:.0f} s" for kind, what, for_s in report["waits"])
-            lines.append(f"  {report['node']} {doing}: {details or 'nothing it could name'}")
-        cycle = wait_for_cycle(waits, self.topology)
-        head = ["wait-for cycle:", *(f"  {line}" for line in cycle)] if cycle else []
-        return "\n".join([*head, "every node:", *lines])
+    def look(self, reports: Iterable[Report], now_s: float) -> float | None:
+        """For how many seconds nothing has moved, if that is to be told now."""
+        moves = {report["node"]: (report["moves"], report["ended"]) for report in reports}
+        if moves != self._last:
+            self._last, self._since_s, self._tell_at_s = moves, now_s, STALL_S
+            return None
+        for_s = now_s - self._since_s
+        if for_s < self._tell_at_s:
+            return None
+        self._tell_at_s = 2 * for_s
+        return for_s

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from typing import cast
+from typing import Any, cast
 
+from flowrl.channel.control import Answer
 from flowrl.channel.dispatch import Inbox, OutEdge, Rule
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lane import LaneSpec
@@ -94,4 +96,23 @@ def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveC
 
 def _serve(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveServe | None:
     ways = [w for w in plan.calls if w.server == replica.place.track and w.edge.endswith(f" -> {label}")]
-    return LiveServe(label, ways, endpoint, replica.activity, replica.lease) if ways else None
+    return LiveServe(label, ways, _Doors(endpoint, replica), replica.activity, replica.lease) if ways else None  # type: ignore[arg-type]
+
+
+class _Doors:
+    """Stands for the endpoint of a Serve port: what answers there works in the name of its node."""
+
+    def __init__(self, endpoint: Endpoint, replica: Replica) -> None:
+        self._endpoint = endpoint
+        self._pending = replica.activity.pending
+
+    def on(self, kind: str, handler: Answer) -> None:
+        if not inspect.iscoroutinefunction(handler):
+            self._endpoint.on(kind, handler)
+            return
+
+        async def answer(host: str, body: Any) -> Any:
+            self._pending.enter()
+            return await handler(host, body)
+
+        self._endpoint.on(kind, answer)

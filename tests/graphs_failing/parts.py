@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -88,6 +89,8 @@ class Faulty(Node):
                     return
                 case "hang":
                     time.sleep(3600)  # noqa: ASYNC251
+                case "gil":
+                    ctypes.PyDLL(None).sleep(20)  # no other thread of the process gets a turn
                 case "fail" if sample.member == 0:
                     raise SampleFailed("no_answer")
         await self.passed.send(sample)

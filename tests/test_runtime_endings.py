@@ -1,0 +1,130 @@
+"""However the code of a node ends, other than by returning: the run fails at once, and names the node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.channel.endpoint import Endpoint
+from flowrl.errors import NodeFailed
+from flowrl.graph.load import rebuild
+from flowrl.graph.plan import make_plan
+from flowrl.runtime import engine as engines
+from flowrl.runtime import hostloop
+from flowrl.runtime.actor import HostActor
+from flowrl.runtime.context import Place
+from flowrl.runtime.engine import HostSpec
+from tests.graphs_alive.odd import RAISED
+from tests.in_process import CLUSTER, Ran, run
+
+ODD = Path(__file__).parent / "graphs_alive" / "odd.py"
+
+
+def ran(directory: Path, where: str, what: str, *, steps: int = 6, **options: Any) -> Ran:
+    return run(ODD, directory, {"where": where, "what": what}, steps=steps, within_s=20, **options)
+
+
+def failure(done: Ran) -> NodeFailed:
+    assert isinstance(done.error, NodeFailed), repr(done.error)
+    assert done.error.node == "odd" and done.steps[-1:] < [3], "it went on"
+    return done.error
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        *((where, what) for where in ("turn", "each", "setup") for what in (*RAISED, "awaited")),
+        *((where, what) for where in ("blocking", "state") for what in RAISED),
+    ],
+)
+def test_nothing_but_a_return_ends_a_nodes_code(tmp_path: Path, where: str, what: str) -> None:
+    found = failure(ran(tmp_path, where, what, save_every=1))
+    if what in ("cancelled", "awaited"):
+        assert "which nobody had cancelled" in found.reason, found.reason
+    assert "odd.py" in found.remote_traceback, "the place is shown"
+    if where in ("turn", "each", "blocking"):
+        assert found.ticket == 4
+
+
+def test_a_turn_that_cancels_itself_ends_the_run(tmp_path: Path) -> None:
+    for where in ("each", "turn"):
+        assert "CancelledError" in failure(ran(tmp_path / where, where, "itself")).reason
+
+
+def test_finite_data_do_not_end_early_over_a_cancellation(tmp_path: Path) -> None:
+    done = run(ODD, tmp_path, {"where": "turn", "what": "awaited", "groups": 8}, within_s=20)
+    failure(done)
+
+
+@pytest.mark.parametrize("what", ["cancelled", "awaited", "memory", "generator exit"])
+def test_the_death_of_a_task_that_nobody_awaits_ends_the_run(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostloop, "UNOBSERVED_S", 0.01)
+    failure(ran(tmp_path, "task", what, steps=100000))
+
+
+def test_an_exception_in_close_is_told_and_changes_nothing_else(tmp_path: Path) -> None:
+    for what in ("memory", "awaited", "exit"):
+        done = ran(tmp_path / what, "close", what).raise_for_error()
+        assert done.steps == [1, 2, 3, 4, 5, 6] and done.audit().ok
+        (told,) = done.screen.warnings
+        assert "while the run was closed, node 'odd', replica 0, failed" in told
+
+
+def test_what_ends_a_program_in_a_task_leaves_the_hosts_loop_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SystemExit passes through the loop whatever awaits the task; here on the loop and thread of a real host."""
+    monkeypatch.setattr(engines, "meeting_place", lambda: "")
+    for what in ("exit", "interrupt"):
+        failed = asyncio.run(_host_runs(tmp_path, {"where": "task", "what": what, "groups": 12}))
+        assert (
+            failed["node"] == "odd" and "SystemExit" in failed["reason"] or "KeyboardInterrupt" in failed["reason"]
+        ), failed
+
+
+async def _host_runs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """What the one host of the graph answers to `run`, with a driver that admits everything."""
+    plan = make_plan(rebuild(str(ODD), config)[0], CLUSTER)
+    (host,) = plan.hosts
+    run_id = uuid.uuid4().hex[:10]
+    endpoint = Endpoint("driver", run_id=run_id, driver_pid=os.getpid())
+    await endpoint.open()
+    admitted: list[str] = []
+
+    async def admit(host: str, body: Any) -> int:
+        admitted.append(body["group_id"])
+        return len(admitted) - 1
+
+    async def passes(host: str, body: Any) -> None:
+        pass
+
+    endpoint.on("admit", admit)
+    endpoint.on("step_done", passes)
+    for kind in ("ledger", "ended", "statistics", "warning", "progress"):
+        endpoint.on(kind, lambda host, body: None)
+    places = tuple(
+        Place(node, 0, 1, str(directory), 0, None, (), (), None, 0, run_id, max_staleness=1, window=1)
+        for node in (track.split("/")[0] for track in host.nodes)
+    )
+    actor = HostActor(HostSpec(host.name, run_id, os.getpid(), str(ODD), config, places, plan, (), False))
+    address = (await actor.open())["address"]
+    endpoint.connect(host.name, address)
+    try:
+        await actor.wire({"driver": endpoint.address, host.name: address}, dict.fromkeys([p.node for p in places], ""))
+        await actor.setup()
+        async with asyncio.timeout(10):
+            answer = await actor.run()
+            assert answer is not None, "it ended as if nothing had happened"
+        assert [report["node"] for report in await actor.waits()], "the loop answers"
+        failed: dict[str, Any] = answer["failure"]
+        return failed
+    finally:
+        await actor.stop()
+        await endpoint.close()

@@ -1,0 +1,166 @@
+"""The lookout: hosts that do not answer are named and waited for no longer than need be; proofs need quiet links."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowrl.channel.endpoint import Endpoint
+from flowrl.errors import Stalled
+from flowrl.runtime import hosts as hosts_module
+from flowrl.runtime import lookout as lookout_module
+from flowrl.runtime.hosts import Hosts
+from flowrl.runtime.lookout import Lookout
+from flowrl.runtime.stall import Topology
+
+CYCLE = Topology(
+    producers={"b.inputs": ("a",)}, consumers={"a.items -> b.inputs": ("b",)}, servers={}, ticket_holders=()
+)
+A = {"node": "a/0", "moves": 3, "alive": [], "waits": [("credit", "a.items -> b.inputs", 9.0)], "ended": False}
+B = {"node": "b/0", "moves": 4, "alive": [], "waits": [("item", "b.inputs", 9.0)], "ended": False}
+
+
+class Process:
+    """A host that answers `waits` with `report`, or not at all while it is stopped."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        self.report = report
+        self.stopped = False
+        self.asked = 0
+        self.kept: list[Future[Any]] = []
+        self.waits = SimpleNamespace(remote=self._asked)
+
+    def _asked(self) -> Any:
+        self.asked += 1
+        answer: Future[Any] = Future()
+        if self.stopped:
+            self.kept.append(answer)
+        else:
+            answer.set_result([dict(self.report)])
+        return SimpleNamespace(future=lambda: answer)
+
+    def goes_on(self) -> None:
+        self.stopped = False
+        for answer in self.kept:
+            answer.set_result([dict(self.report)])
+
+
+Body = Callable[[Lookout, dict[str, Process], list[str]], Awaitable[None]]
+
+
+def watched(body: Body, *, flush: Callable[[dict[str, Process]], Any] = lambda processes: None) -> None:
+    """Run `body` with a lookout over two hosts, "a" and "b". `flush` happens in each of their flushes."""
+
+    async def main() -> None:
+        run_id, told = uuid.uuid4().hex[:10], []
+        endpoints = {name: Endpoint(name, run_id=run_id, driver_pid=os.getpid()) for name in ("driver", "a", "b")}
+        processes = {"a": Process(dict(A)), "b": Process(dict(B))}
+
+        async def flushed(host: str, body: Any) -> None:
+            assert body["peers"] == ["a", "b", "driver"]
+            if (waits := flush(processes)) is not None:
+                await waits
+
+        for endpoint in endpoints.values():
+            await endpoint.open()
+            endpoint.on("flush", flushed)
+        for name in processes:
+            endpoints["driver"].connect(name, endpoints[name].address)
+            endpoints[name].connect("driver", endpoints["driver"].address)
+        hosts = Hosts(None, endpoints["driver"])  # type: ignore[arg-type]
+        hosts._actors.update(processes)
+        hosts._specs.update(
+            {name: SimpleNamespace(places=[SimpleNamespace(node=name, replica=0, track=f"{name}/0")]) for name in "ab"}  # type: ignore[misc]
+        )
+        try:
+            await body(Lookout(hosts, endpoints["driver"], CYCLE, told.append), processes, told)
+        finally:
+            for endpoint in endpoints.values():
+                await endpoint.close()
+
+    asyncio.run(main())
+
+
+def test_two_looks_with_quiet_links_between_them_prove_a_deadlock() -> None:
+    async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
+        with pytest.raises(Stalled, match="a waits for credit of a.items -> b.inputs, held up by b"):
+            await lookout.look()
+
+    watched(body)
+
+
+def test_what_was_under_way_between_the_looks_is_no_deadlock() -> None:
+    def arrives(processes: dict[str, Process]) -> None:
+        processes["b"].report["moves"] += 1
+
+    async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
+        await lookout.look()
+
+    watched(body, flush=arrives)
+
+
+def test_a_link_that_does_not_come_to_rest_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout_module, "FLUSHED_WITHIN_S", 0.02)
+
+    async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
+        await lookout.look()
+
+    watched(body, flush=lambda processes: asyncio.get_running_loop().create_future())
+
+
+def test_a_host_that_does_not_answer_is_named_once_and_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts_module, "ANSWER_WITHIN_S", 0.01)
+    monkeypatch.setattr(lookout_module, "TELL_AFTER_S", 0.0)
+
+    async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
+        processes["b"].stopped = True
+        await lookout.look()
+        assert len(told) == 1 and told[0].startswith("host 'b' (b/0) has not answered for 0 s"), told
+        text = await lookout.describe()
+        assert "a/0 waits: credit of a.items -> b.inputs for 9 s" in text
+        assert "b/0 works: its process, host 'b', has not answered for 0 s: it is stopped" in text
+        assert processes["b"].asked == 1 and processes["a"].asked == 2
+        processes["b"].goes_on()
+        with pytest.raises(Stalled):
+            await lookout.look()
+        assert told[1:] == ["host 'b' answers again"]
+
+    watched(body)
+
+
+def test_whose_answer_is_long_in_coming_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout_module, "TELL_AFTER_S", 0.01)
+
+    async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
+        late: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def now() -> int:
+            return 1
+
+        asked = asyncio.create_task(lookout.answers("freeze", {"a": now(), "b": late}))
+        while not told:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        late.set_result(2)
+        assert await asked == [1, 2]
+        assert told[0] == "'freeze' waits for b, for 0 s now"
+
+    watched(body)
+
+
+def test_what_the_driver_does_is_told_and_is_no_deadlock() -> None:
+    async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
+        processes["a"].report["waits"].append(("ticket", "a.items", 9.0))
+        with lookout.doing("the checkpoint of step 3"):
+            await lookout.look()
+            assert "the driver: the checkpoint of step 3" in await lookout.describe()
+        with pytest.raises(Stalled):
+            await lookout.look()
+
+    watched(body)
