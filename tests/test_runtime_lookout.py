@@ -90,7 +90,7 @@ def watched(body: Body, *, flush: Callable[[dict[str, Process]], Any] = lambda p
 
 def test_two_looks_with_quiet_links_between_them_prove_a_deadlock() -> None:
     async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
-        with pytest.raises(Stalled, match="a waits for credit of a.items -> b.inputs, held up by b"):
+        with pytest.raises(Stalled, match=r"a waits for credit of a\.items -> b\.inputs, held up by b"):
             await lookout.look()
 
     watched(body)

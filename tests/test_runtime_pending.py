@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -171,7 +172,8 @@ def test_a_call_in_a_thread_a_server_and_a_descriptor_keep_their_node_alive_with
         await item(activity)
 
     async def serves(activity: Activity) -> None:
-        async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0):
+        listening = socket.create_server(("127.0.0.1", 0))
+        async with await asyncio.start_server(lambda reader, writer: None, sock=listening):
             await item(activity)
 
     async def reads(activity: Activity) -> None:

@@ -11,7 +11,7 @@ from flowrl import Call, Graph, In, Message, Node, Out, Serve
 @dataclass(frozen=True)
 class Stuck:
     how: str = "credit"
-    """credit, lock, reply or beside (a node that beats for ever stands beside the deadlock)."""
+    """credit, lock, reply or beside (a node that sleeps stands beside the deadlock)."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,12 @@ class LockedSource(Source):
 
 
 class Beat(Node):
-    """Is alive for ever, and beside the point."""
+    """Is alive, and beside the point."""
 
     beats: Out[Number]
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(0.001)
+        await asyncio.sleep(3600)
 
 
 class Asker(Node):
