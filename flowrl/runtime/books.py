@@ -284,7 +284,7 @@ class Books:
             oldest = None if group is None else group.held.get(trainer)
         if not tokens and (stale or masked):
             why = ("dropped", "stale") if stale else ("filtered", "masked")
-            self._settle(sample_id, trainer, Fate(None, 0, stale, masked, None, *why))
+            self._settle(sample_id, trainer, Fate(step, 0, stale, masked, None, *why))
             return
         if tokens:
             self._assert_bound(trainer, step - 1, oldest, sample_id)
@@ -309,7 +309,7 @@ class Books:
         group = self._fates.settle(sample_id, trainer, fate)
         if group is None:
             return
-        if fate.step is None and len(group.held) > 1:
+        if not fate.trained and len(group.held) > 1:
             self.ledger.add("left_out", sample_id, trainer, fate.state, fate.reason)
         if (state := self._fates.state(group, sample_id)) is not None:
             self._close(sample_id, state)
@@ -325,10 +325,11 @@ class Books:
 
     def _close(self, sample_id: str, fate: Fate) -> None:
         """The state of a sample is known."""
-        if fate.step is None:
+        if not fate.trained:
             row = (fate.state, fate.reason, fate.stale_tokens, fate.masked_tokens)
             self.ledger.add("unused", *row, sample_id)
             return
+        assert fate.step is not None
         tokens = (fate.tokens, fate.stale_tokens, fate.masked_tokens)
         oldest = fate.oldest_version
         self.ledger.add("trained", *tokens, oldest, fate.step - 1, fate.step, time.time(), sample_id)

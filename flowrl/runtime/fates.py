@@ -41,7 +41,7 @@ class Group:
         return not any(trainer in trainers for trainers in self.open.values())
 
     def made(self, trainer: str) -> int | None:
-        """The newest version of `trainer` that a sample of the group helped to make; None: it left all out."""
+        """The newest version of `trainer` whose batch had a sample of the group; None: it left all out."""
         steps = [fate.step for fates in self.fates.values() if (fate := fates.get(trainer)) is not None]
         return max((step for step in steps if step is not None), default=None)
 
@@ -94,7 +94,7 @@ class Fates:
         group = self._group_of.get(sample_id)
         known = {} if group is None else group.fates.get(sample_id, {})
         if group is None or trainer not in group.open[sample_id]:
-            if fate.step is not None and trainer in known:
+            if fate.trained and trainer in known:
                 raise FlowrlError(_contradiction(sample_id, trainer, fate, known[trainer]))
             return None
         group.fates.setdefault(sample_id, {})[trainer] = fate
@@ -110,12 +110,15 @@ class Fates:
         if sample_id in group.open:
             return None
         fates = [group.fates[sample_id][t] for t in self._in_order(group) if t in group.fates[sample_id]]
-        return next((fate for fate in fates if fate.step is not None), fates[0])
+        return next((fate for fate in fates if fate.trained), fates[0])
 
     def step_of(self, group: Group) -> int | None:
-        """The version that the group made at the first trainer that used it; None if none did."""
-        made = [group.made(trainer) for trainer in self._in_order(group)]
-        return next((step for step in made if step is not None), None)
+        """The version that the group helped to make at the first trainer that used it; None if none did."""
+        for trainer in self._in_order(group):
+            used = [fates[trainer] for fates in group.fates.values() if trainer in fates and fates[trainer].trained]
+            if used:
+                return max(fate.step or 0 for fate in used)
+        return None
 
     def _in_order(self, group: Group) -> list[str]:
         return [trainer for trainer in self.trainers if trainer in group.held]
@@ -127,7 +130,7 @@ class Fates:
 
 
 def _contradiction(sample_id: str, trainer: str, now: Fate, before: Fate) -> str:
-    if before.step is not None:
+    if before.trained:
         was = f"used it at step {before.step} already; two branches bring it the same sample, join them"
     else:
         was = f"was told that it is {before.state} ({before.reason}); a node drops what it has sent under another name"

@@ -94,13 +94,18 @@ class Fate:
     """What became of a sample at one trainer."""
 
     step: int | None = None
-    """The version that its use made; None: it is left out."""
+    """The version that its batch made; None: it came into no batch."""
     tokens: int = 0
     stale_tokens: int = 0
     masked_tokens: int = 0
     oldest_version: int | None = None
     state: str = "trained"
+    """trained, or why nothing of it entered the loss: filtered, failed, dropped."""
     reason: str | None = None
+
+    @property
+    def trained(self) -> bool:
+        return self.state == "trained"
 
 
 STATES = ("in_flight", "trained", "filtered", "failed", "dropped")
