@@ -403,6 +403,39 @@ def test_a_second_trainer_stands_in_uses_and_in_the_first_ones_record(tmp_path: 
     run(body())
 
 
+def test_a_sample_is_used_once(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        made = [sample(p, [0]) for p in prompts(0)]
+        small.step(made)
+        with pytest.raises(FlowrlError, match="'trainer' used sample 'g0/0' at step 2, whose state is known"):
+            small.step(made[:1])
+
+    run(body())
+
+
+def test_tokens_beyond_the_bound_end_the_run(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        small.books._bound = 1
+        await small.admit(0)
+        small.version = 2
+        with pytest.raises(FlowrlError, match=r"updates version 2 with tokens of 'g0/0'.* a staleness of 2 where"):
+            small.step([sample(p, [0]) for p in prompts(0)])
+
+    run(body())
+
+
+def test_a_step_of_a_node_that_the_graph_does_not_know_as_a_trainer_is_refused(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        with pytest.raises(FlowrlError, match=r"node 'other' booked a step.*declare trains=True"):
+            small.client.step({"step": 1}, [], policy="other")
+
+    run(body())
+
+
 def test_a_step_without_a_weights_edge_is_recorded(tmp_path: Path) -> None:
     async def body() -> None:
         records: list[dict[str, Any]] = []

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError
-from flowrl.runtime.fates import LEFT_AT_END, Fates, Group
+from flowrl.runtime.fates import LEFT_AT_END, Fates, used_after_all
 from flowrl.runtime.ledger import Fate, Frozen, Ledger
 from flowrl.runtime.ledger_client import LedgerClient, Use
 
@@ -102,8 +102,9 @@ class Books:
             self.record(body["events"])
 
         async def ages(host: str, body: Mapping[str, Any]) -> None:
-            for group_id in body["group_ids"]:
-                self._assert_bound(body["trainer"], body["version"], self._held(group_id, body["trainer"]), group_id)
+            trainer = body["trainer"]
+            for group in (self._fates.groups[name] for name in body["group_ids"] if name in self._fates.groups):
+                self._assert_bound(trainer, body["version"], group.held.get(trainer), group.group_id)
 
         endpoint.on("admit", admit)
         endpoint.on("ledger", record)
@@ -279,8 +280,10 @@ class Books:
     def _use(
         self, trainer: str, step: int, sample_id: str, tokens: int, stale: int, masked: int, oldest: int | None
     ) -> None:
+        group = self._fates.group_of(sample_id)
+        if group is None and self.ledger.group_of(sample_id) is not None:
+            raise used_after_all(trainer, step, sample_id)
         if trainer in self._own_clock:
-            group = self._fates.group_of(sample_id)
             oldest = None if group is None else group.held.get(trainer)
         if not tokens and (stale or masked):
             why = ("dropped", "stale") if stale else ("filtered", "masked")
@@ -290,10 +293,6 @@ class Books:
             self._assert_bound(trainer, step - 1, oldest, sample_id)
         self.ledger.add("used", sample_id, trainer, step - 1, step, tokens, stale, masked, oldest)
         self._settle(sample_id, trainer, Fate(step, tokens, stale, masked, oldest))
-
-    def _held(self, group_id: str, trainer: str) -> int | None:
-        group = self._fates.groups.get(group_id)
-        return None if group is None else group.held.get(trainer)
 
     def _assert_bound(self, trainer: str, version: int, oldest: int | None, of: str) -> None:
         """The last line of defence: the tickets and the window have made sure of it before."""
@@ -378,24 +377,10 @@ class Books:
 
     def _take_up(self) -> None:
         """The groups that the ledger has in flight, with the fates that it knows."""
-        for row in self.ledger.in_flight():
-            group = self._fates.groups.get(row.group_id) or Group(row.group_id, row.ticket, row.held, {}, {})
-            group.members = {**group.members, row.member: row.sample_id}
-            group.open[row.sample_id] = set(row.held)
-            self._fates.restore(group)
-        for group_id, sample_id, trainer, fate in self.ledger.fates():
-            group = self._fates.groups[group_id]
-            group.fates.setdefault(sample_id, {})[trainer] = fate
-            group.open.get(sample_id, set()).discard(trainer)
+        self._fates.take_up(self.ledger.in_flight(), self.ledger.fates())
         self._taken_up = self.in_flight()
-        self.tickets.restore(
-            {group.ticket: (tuple(group.held), self._known(group)) for group in self._fates.groups.values()},
-            self.ledger.next_ticket(),
-        )
-
-    @staticmethod
-    def _known(group: Group) -> dict[str, int | None]:
-        return {trainer: group.made(trainer) for trainer in group.held if group.is_done(trainer)}
+        groups = self._fates.groups.values()
+        self.tickets.restore({g.ticket: (tuple(g.held), g.known()) for g in groups}, self.ledger.next_ticket())
 
     def in_flight(self) -> dict[str, int]:
         """Group in flight -> its ticket, in order of admission."""

@@ -12,11 +12,11 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flowrl.errors import FlowrlError
-from flowrl.runtime.ledger import Fate
+from flowrl.runtime.ledger import Fate, OpenSample
 
 LEFT_AT_END = Fate(state="dropped", reason="run_end")
 
@@ -45,6 +45,10 @@ class Group:
         steps = [fate.step for fates in self.fates.values() if (fate := fates.get(trainer)) is not None]
         return max((step for step in steps if step is not None), default=None)
 
+    def known(self) -> dict[str, int | None]:
+        """Trainer that is done with the group -> what it made."""
+        return {trainer: self.made(trainer) for trainer in self.held if self.is_done(trainer)}
+
 
 class Fates:
     """The groups in flight, and the fates of their samples."""
@@ -63,10 +67,17 @@ class Fates:
         self._group_of |= dict.fromkeys(members.values(), group)
         return group
 
-    def restore(self, group: Group) -> None:
-        """Take up a group of a resumed run; its `open` says what is still to be told."""
-        self.groups[group.group_id] = group
-        self._group_of |= dict.fromkeys(group.open, group)
+    def take_up(self, samples: Iterable[OpenSample], known: Iterable[tuple[str, str, str, Fate]]) -> None:
+        """The samples that a resumed run finds in flight, and (group, sample, trainer, fate) of what is known."""
+        for row in samples:
+            group = self.groups.setdefault(row.group_id, Group(row.group_id, row.ticket, row.held, {}, {}))
+            group.members = {**group.members, row.member: row.sample_id}
+            group.open[row.sample_id] = set(row.held)
+            self._group_of[row.sample_id] = group
+        for group_id, sample_id, trainer, fate in known:
+            group = self.groups[group_id]
+            group.fates.setdefault(sample_id, {})[trainer] = fate
+            group.open.get(sample_id, set()).discard(trainer)
 
     def group_of(self, sample_id: str) -> Group | None:
         """The group of a sample with an open fate."""
@@ -127,6 +138,14 @@ class Fates:
         """(sample, trainer) of every open fate, as a list made now."""
         groups = list(self.groups.values())
         yield from [(s, t) for group in groups for s, trainers in group.open.items() for t in sorted(trainers)]
+
+
+def used_after_all(trainer: str, step: int, sample_id: str) -> FlowrlError:
+    """A use of a sample of which the last fate is known."""
+    return FlowrlError(
+        f"{trainer!r} used sample {sample_id!r} at step {step}, whose state is known: two branches bring it the same "
+        "sample, or a node sends on what it has dropped"
+    )
 
 
 def _contradiction(sample_id: str, trainer: str, now: Fate, before: Fate) -> str:
