@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flowrl.channel.dispatch import Inbox, OutEdge
+from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.lane import ReceiverLane, SenderLane
 from flowrl.channel.wire import DATA
-from tests.channel_rig import lane, play, thing
+from tests.channel_rig import inbox_of, lane, play, run, thing
 
 
 class Silent:
@@ -27,6 +28,30 @@ class Silent:
 
     def opened(self, lane: ReceiveLane) -> None:
         pass
+
+
+def test_a_take_waits_on_when_what_waited_for_it_is_cancelled() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        b.on("sync", lambda host, body: None)
+        edge, inbox = OutEdge([a.sender(lane(4))], "share"), inbox_of(b, lane(4))
+        acked: list[bytes] = []
+        edge.on_acked(acked.extend)
+        await edge.send(thing(0))
+        await edge.send(thing(1))
+        await a.request("B", "sync")
+        edge.cancel([thing(0).id, thing(1).id])
+        await a.request("B", "sync")
+        take = asyncio.ensure_future(inbox.take())
+        await edge.send(thing(2))
+        assert (await take).envelope.id == thing(2).id
+        await b.request("A", "sync")
+        assert acked == [thing(0).id, thing(1).id]
+
+    def with_sync(a: Endpoint, b: Endpoint) -> Awaitable[None]:
+        a.on("sync", lambda host, body: None)
+        return body(a, b)
+
+    run(with_sync)
 
 
 BEGIN, CANCEL, GRANT, TURN = "begin", "cancel", "grant", "turn"

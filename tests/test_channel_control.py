@@ -287,3 +287,21 @@ def test_an_answer_of_another_host_is_none() -> None:
             await wire.control.request("B", "ask", None)
 
     play(main())
+
+
+def test_what_waits_for_a_connection_and_cannot_travel_fails_at_who_said_it() -> None:
+    async def main() -> None:
+        errors: list[BaseException] = []
+        a, b = await opened("A", "ipc", errors=errors), await opened("B", "ipc")
+        b.on("echo", lambda host, body: body)
+        a.notify("B", "note", object())
+        bad, good = (asyncio.ensure_future(a.request("B", "echo", body)) for body in (object(), 5))
+        await turns_of_the_loop(1)
+        a.connect("B", via("ipc", b.address))
+        b.connect("A", via("ipc", a.address))
+        assert await good == 5
+        with pytest.raises(WireError, match="object cannot travel"):
+            await bad
+        assert [type(error) for error in errors] == [WireError]
+
+    play(main())

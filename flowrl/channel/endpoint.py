@@ -37,7 +37,7 @@ from flowrl.channel.link import Doorman, Inlet, Link, LocalLink, SocketLink
 from flowrl.channel.router import Router
 from flowrl.channel.slab import Attached, Block, Slab
 from flowrl.channel.spec import LaneSpec, LaneStatistics
-from flowrl.channel.wire import RELEASE, Frame, MessageDecoder
+from flowrl.channel.wire import RELEASE, REPLY, REQUEST, Frame, MessageDecoder
 from flowrl.errors import ConfigError, WireError
 
 __all__ = ["Address", "CurveKeys", "EndOfStream", "Endpoint", "Wait"]
@@ -250,6 +250,13 @@ class Endpoint:
             self._slab.free(host, frame[4])
         else:
             self._control.receive(host, frame)
+
+    def unsaid(self, host: str, frame: Frame, error: WireError) -> None:
+        """Called by the router: a frame that waited for `connect` cannot travel. Who asked is answered here."""
+        if frame[0] == REQUEST:
+            self._control.receive(host, (REPLY, 0, 0, frame[3], (False, {"type": "WireError", "text": str(error)})))
+        else:
+            self._failed(error)
 
     def gone(self, host: str, reason: str) -> None:
         """Called by the router: nobody at `host` sees our memory or waits for our answers any more."""

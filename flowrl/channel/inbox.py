@@ -142,5 +142,8 @@ class Inbox:
         if machine.ready and not lane.listed:
             lane.listed = True
             self._ready.append(lane)
+        elif lane.listed and not machine.ready:  # its producer has cancelled what waited
+            lane.listed = False
+            self._ready.remove(lane)
         if self._waiting and (machine.ready or machine.ended or machine.failed):
             self._wake()

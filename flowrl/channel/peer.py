@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from flowrl.channel.link import Link
 from flowrl.channel.once import NUMBERED, Incoming, Outgoing
 from flowrl.channel.wire import Frame
+from flowrl.errors import WireError
 
 
 class Debtor(Protocol):
@@ -52,9 +53,21 @@ class Peer:
         else:
             link.add([frame])
 
+    def say_pending(self, link: Link) -> list[tuple[Frame, WireError]]:
+        """Add what waited for `join`. Returns what of it cannot travel."""
+        pending, self.pending = self.pending, []
+        unsaid: list[tuple[Frame, WireError]] = []
+        for frame in pending:
+            try:
+                self.say(link, frame)
+            except WireError as error:
+                unsaid.append((frame, error))
+        return unsaid
+
 
 class Control(Protocol):
     """Where frames go that belong to no lane."""
 
     def receive(self, host: str, frame: Frame) -> None: ...
+    def unsaid(self, host: str, frame: Frame, error: WireError) -> None: ...
     def gone(self, host: str, reason: str) -> None: ...

@@ -96,12 +96,8 @@ class Router:
                 self._tell(lane)
             peer.owing.append(lane.machine)
         link.add(peer.outgoing.unconfirmed())
-        pending, peer.pending = peer.pending, []
-        for frame in pending:
-            try:
-                peer.say(link, frame)
-            except WireError as error:  # who said it has gone on, or waits for an answer: this process fails
-                self._failed(error)
+        for frame, error in peer.say_pending(link):
+            self.control.unsaid(host, frame, error)
         self._send_due(peer)
         early, peer.early = peer.early, []
         for early_epoch, frames in early:
@@ -152,6 +148,7 @@ class Router:
         for peer in self._peers.values():
             if peer.link is not None:
                 peer.link.close(LINGER_S)
+                peer.link = None  # what comes to be due now has nobody to go to
 
     # Lanes
 
