@@ -58,7 +58,7 @@ class Incoming:
 
     def __init__(self) -> None:
         self.owes = False
-        """There is something to confirm of which the owner has not been told. Set back by the owner."""
+        """There is something to confirm."""
         self._number = 0
 
     def lets_in(self, frame: Frame) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.link import Link
 from flowrl.channel.once import Incoming, Outgoing
-from flowrl.channel.peer import Control, Debtor, Peer
+from flowrl.channel.peer import Control, Peer
 from flowrl.channel.spec import LaneSpec, session_number
 from flowrl.channel.wire import (
     ACK,
@@ -52,6 +52,10 @@ LATER_S = 0.001
 travel with: waking the other process costs more than telling it, and telling it twice more than once."""
 
 
+CONFIRM_S = 0.05
+"""So long frames of the control link that came in are not confirmed: nobody is blocked on it, one word serves many."""
+
+
 class Router:
     """See the module. `control` gets the frames of the control link, `failed` errors without another place."""
 
@@ -64,7 +68,7 @@ class Router:
         self.receivers: dict[int, ReceiveLane] = {}
         self.closed = False
         self._failed = failed
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, Peer] = {host: Peer(host, epoch)}
         self._parked: dict[tuple[bool, int], list[Frame]] = {}
         """(is for a sender, lane number): frames."""
         self._dirty: list[Peer] = []
@@ -72,6 +76,7 @@ class Router:
         self._turn = 0
         """Counts the turns of the loop in which frames came in or left together; a good enough clock."""
         self._later: asyncio.TimerHandle | None = None
+        self._confirming: asyncio.TimerHandle | None = None
 
     # Peers
 
@@ -133,8 +138,9 @@ class Router:
         for host in self._peers:
             self.post(host, (BYE, 0, 0, 0, None))
         self._flush()
-        if self._later is not None:
-            self._later.cancel()
+        for timer in (self._later, self._confirming):
+            if timer is not None:
+                timer.cancel()
         for peer in self._peers.values():
             self._send_due(peer)
         self.closed = True
@@ -154,12 +160,7 @@ class Router:
 
     def session(self, spec: LaneSpec) -> int:
         """The session of a lane from or to here."""
-        producer, consumer = self.peer(spec.producer_host), self.peer(spec.consumer_host)
-        mine = self.peer(self.host)
-        return session_number(
-            self.epoch if producer is mine else producer.epoch or 0,
-            self.epoch if consumer is mine else consumer.epoch or 0,
-        )
+        return session_number(self.peer(spec.producer_host).epoch or 0, self.peer(spec.consumer_host).epoch or 0)
 
     def lanes(self, host: str) -> list[SendLane | ReceiveLane]:
         """Every lane to and from `host`."""
@@ -206,16 +207,11 @@ class Router:
     def owed(self, lane: ReceiveLane) -> None:
         """See `ends.Owner`."""
         peer = self._peers[lane.spec.producer_host]
-        if lane.machine.hasty and peer.link is not None and peer.link.eager:
-            peer.owing.append(lane.machine)
-            self._send_due(peer)
-        else:
-            self._owe(peer, lane.machine)
-
-    def _owe(self, peer: Peer, debtor: Debtor) -> None:
-        peer.owing.append(debtor)
+        peer.owing.append(lane.machine)
         if peer.link is None or not peer.link.eager:
             self._mark(peer)
+        elif lane.machine.hasty:
+            self._send_due(peer)
         elif self._later is None:
             self._later = self.loop.call_later(LATER_S, self._flush_later)
 
@@ -227,6 +223,13 @@ class Router:
                 peer.busy, peer.ripe = False, True
                 self._later = self._later or self.loop.call_later(LATER_S, self._flush_later)
             elif peer.owing:
+                self._send_due(peer)
+
+    def _confirm(self) -> None:
+        self._confirming = None
+        for peer in self._peers.values():
+            if peer.incoming.owes:
+                peer.owing.append(peer.incoming)
                 self._send_due(peer)
 
     def _begin(self, peer: Peer) -> None:
@@ -322,9 +325,8 @@ class Router:
                 self._parked.setdefault((True, frame[1]), []).append(frame)
         for lane in touched:
             self._touched(lane)
-        if peer.incoming.owes:
-            peer.incoming.owes = False
-            self._owe(peer, peer.incoming)
+        if peer.incoming.owes and self._confirming is None:
+            self._confirming = self.loop.call_later(CONFIRM_S, self._confirm)
 
     def _to_receiver(self, lane: ReceiveLane, frame: Frame) -> None:
         kind, _, session, seq, payload = frame
