@@ -52,6 +52,13 @@ def test_nothing_but_a_return_ends_a_nodes_code(tmp_path: Path, where: str, what
         assert found.ticket == 4
 
 
+def test_a_state_that_is_not_taken_up_ends_the_run(tmp_path: Path) -> None:
+    ran(tmp_path, "", "", steps=2, save_every=1).raise_for_error()
+    for what in ("memory", "exit"):
+        found = failure(ran(tmp_path, "load", what, steps=4, resume=True))
+        assert "odd.py" in found.remote_traceback
+
+
 def test_a_turn_that_cancels_itself_ends_the_run(tmp_path: Path) -> None:
     for where in ("each", "turn"):
         assert "CancelledError" in failure(ran(tmp_path / where, where, "itself")).reason

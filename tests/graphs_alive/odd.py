@@ -17,7 +17,7 @@ from flowrl.nodes.batch import TokenBatch
 @dataclass(frozen=True)
 class Odd:
     where: str = ""
-    """Where it happens, if anywhere: turn, each, task, blocking, setup, close, state, forgets, or one of SLOW."""
+    """Where it happens, if anywhere: turn, each, task, blocking, setup, close, state, load, forgets, or one of SLOW."""
     what: str = ""
     """What is raised there: a key of RAISED."""
     seconds: float = 0.5
@@ -119,7 +119,11 @@ class OddNode(Node):
     def state(self) -> Mapping[str, Any]:
         if self.cfg.where == "state":
             RAISED[self.cfg.what]()
-        return {}
+        return {"number": self.number}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if self.cfg.where == "load":
+            RAISED[self.cfg.what]()
 
     async def close(self) -> None:
         if self.cfg.where == "close":
