@@ -31,7 +31,7 @@ from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Float32, Int32, Prompt, Sample, Weights
 from flowrl.models import Policy, resolve
-from flowrl.nodes.sampling import Completion, Response, Sampling
+from flowrl.nodes.sampling import NOTHING, Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_sampler import EVALUATION, TRAINING, VllmSampler
 from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
@@ -197,19 +197,11 @@ class Generator(Node):
         Those of evaluation are not among them: they are asked again.
         """
         self._gate.close("checkpoint")
+        while ended := [w for key, (_, w) in self._running.items() if not w.done() and self._sampler.so_far(key) is None]:
+            await asyncio.wait(ended)  # their turns go on to their sends, which the checkpoint keeps
         self._checkpoint.set()
-        found = {key: list(response.parts) for key, response in self._open.items()}
-        keys = {id(response): key for key, response in self._open.items()}
-        ending = []
-        for request_id, (response, work) in self._running.items():
-            so_far = self._sampler.so_far(request_id)
-            if so_far is None:
-                ending.append(work)
-            elif (key := keys.get(id(response))) is not None:
-                found[key].append(so_far)
-        if ending:  # vLLM has their ends: their turns go on to their sends, which the checkpoint keeps
-            await asyncio.wait(ending)
-        prefixes = {key: Response(parts) for key, parts in found.items()}
+        parts = {id(response): self._sampler.so_far(key) for key, (response, _) in self._running.items()}
+        prefixes = {key: Response([*r.parts, parts.get(id(r)) or NOTHING]) for key, r in self._open.items()}
         return {key: (r.token_ids, r.logprobs, r.versions) for key, r in prefixes.items() if len(r)}
 
     async def resume(self) -> None:

@@ -103,15 +103,14 @@ class Completion:
         )
 
 
-def _empty() -> Completion:
-    return Completion.of([], [], [], "")
+NOTHING = Completion.of([], [], [], "")
 
 
 @dataclass
 class Response:
     """A response as it grows over one or several requests. `parts` are in order."""
 
-    parts: list[Completion] = field(default_factory=lambda: [_empty()])
+    parts: list[Completion] = field(default_factory=lambda: [NOTHING])
 
     def __len__(self) -> int:
         return sum(len(part.token_ids) for part in self.parts)

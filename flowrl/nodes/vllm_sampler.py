@@ -13,7 +13,7 @@ from typing import Any
 
 from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.messages import Int32, Weights
-from flowrl.nodes.sampling import Completion, Sampling, Spans, spread_versions
+from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
 from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
 from flowrl.runtime.hostloop import apart
@@ -126,7 +126,7 @@ class VllmSampler:
         Every token in it has come with its version's label, so it does not matter what is on its way from vLLM.
         """
         if request_id not in self._begun:
-            return Completion.of([], [], [], "")
+            return NOTHING
         inside, version = self._begun[request_id]
         state = self._engine.output_processor.request_states.get(inside)
         if state is None:
