@@ -197,12 +197,17 @@ class Generator(Node):
         Those of evaluation are not among them: they are asked again.
         """
         self._gate.close("checkpoint")
-        while ended := [w for key, (_, w) in self._running.items() if not w.done() and self._sampler.so_far(key) is None]:
+        while ended := self._ended_in_vllm():
             await asyncio.wait(ended)  # their turns go on to their sends, which the checkpoint keeps
         self._checkpoint.set()
         parts = {id(response): self._sampler.so_far(key) for key, (response, _) in self._running.items()}
         prefixes = {key: Response([*r.parts, parts.get(id(r)) or NOTHING]) for key, r in self._open.items()}
         return {key: (r.token_ids, r.logprobs, r.versions) for key, r in prefixes.items() if len(r)}
+
+    def _ended_in_vllm(self) -> list[asyncio.Task[Completion]]:
+        """The requests whose end is on its way here."""
+        running = [(work, self._sampler.so_far(key)) for key, (_, work) in self._running.items() if not work.done()]
+        return [work for work, so_far in running if so_far is None]
 
     async def resume(self) -> None:
         """The turns go on."""
