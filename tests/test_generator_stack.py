@@ -288,29 +288,56 @@ def test_the_prefix_cache_does_not_outlive_a_version(live: Live) -> None:
     assert difference([sample.behavior_logprobs[100:]], [expected[99:]]) <= TOLERANCE
 
 
-def test_a_checkpoint_takes_unfinished_responses_and_goes_on_with_them(live: Live) -> None:
+def test_a_checkpoint_takes_unfinished_responses_and_they_go_on_undisturbed(live: Live) -> None:
+    """With the KV that they have: no request is made again, and what they come to is what they would have come to."""
+
     async def checkpoint() -> tuple[dict[str, Any], list[Sample]]:
-        before = len(live.out.sent)
+        before, requests = len(live.out.sent), live.generator._num_requests
         for number in range(500, 532):
             live.prompts.queue.put_nowait(make_prompt(number))
         await live.out.arrived(before + 1)
         prefixes = await live.generator.snapshot()
         count = len(live.out.sent)
-        assert not live.generator._running
+        ends = [work for _, work in live.generator._running.values()]
+        await asyncio.wait(ends)  # vLLM samples on, but nobody looks at it before the checkpoint is over
+        assert ends and len(live.out.sent) == count
         await live.generator.resume()
-        assert len(live.out.sent) == count
-        return prefixes, (await live.out.arrived(before + 32))[before:]
+        samples = (await live.out.arrived(before + 32))[before:]
+        assert live.generator._num_requests == requests + 32
+        return prefixes, samples
 
     prefixes, samples = live.do(checkpoint())
-    assert prefixes
+    assert prefixes and {len(tokens) > 0 for tokens, _, _ in prefixes.values()} == {True}
+    again = {s.sample_id: s for s in live.samples([make_prompt(number) for number in range(500, 532)])}
     for sample in samples:
         tokens, logprobs, versions = prefixes.get(sample.sample_id, ((), (), ()))
         response = sample.token_ids[sample.policy_mask]
         assert response[: len(tokens)].tolist() == list(tokens) and len(response) <= MOST
         assert sample.behavior_logprobs[12 : 12 + len(tokens)].tolist() == list(logprobs)
-        assert len(versions) == len(tokens)
+        assert list(versions) == [live.version] * len(tokens)
+        assert response.tolist() == again[sample.sample_id].token_ids[12:].tolist()
         expected = score(live.model, [sample.token_ids])[0]
         assert difference([sample.behavior_logprobs[12:]], [expected[11:]]) <= TOLERANCE
+
+
+def test_a_checkpoint_knows_the_versions_of_what_is_unfinished(live: Live) -> None:
+    async def crossing() -> tuple[dict[str, Any], list[Sample]]:
+        before = len(live.out.sent)
+        for number in range(900, 932):
+            live.prompts.queue.put_nowait(make_prompt(number))
+        await live.out.arrived(before + 1)
+        await live.held(live.train())
+        prefixes = await live.generator.snapshot()
+        await live.generator.resume()
+        return prefixes, (await live.out.arrived(before + 32))[before:]
+
+    prefixes, samples = live.do(crossing())
+    whole = {sample.sample_id: sample for sample in samples}
+    crossed = 0
+    for key, (tokens, _, versions) in prefixes.items():
+        assert versions.tolist() == whole[key].versions[12 : 12 + len(tokens)].tolist()
+        crossed += len(set(versions.tolist())) > 1
+    assert crossed
 
 
 def test_a_prefix_from_a_checkpoint_is_continued(live: Live) -> None:

@@ -60,6 +60,21 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"collector": "remembering", "collectors": 2},
         "node 'collect' has 2 replicas and had 1, each with a state of its own",
     ),
+    "another consumer of a broadcast": (
+        {"taps": 1},
+        {"taps": 2},
+        "node 'tap' has 2 replicas and had 1, each with messages under way that are for it alone",
+    ),
+    "another dispatch": (
+        {"taps": 2},
+        {"taps": 2, "tapping": "share"},
+        'generator.samples -> tap.samples has dispatch="share" and had "broadcast"',
+    ),
+    "another edge": (
+        {"taps": 1},
+        {},
+        "another graph (generator.samples -> tap.samples is only in one of the two)",
+    ),
     "another node with state": (
         {"collector": "remembering"},
         {},
@@ -96,6 +111,7 @@ def test_all_that_is_in_the_way_is_said_at_once(begun: Callable[..., Path]) -> N
         ({}, {"mask": True}),
         ({}, {"generators": 3}),
         ({"generators": 3, "collectors": 3}, {}),
+        ({"taps": 3, "tapping": "share"}, {"taps": 1, "tapping": "share"}),
     ],
     ids=str,
 )

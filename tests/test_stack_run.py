@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from flowrl.runtime import manifest
 from flowrl.runtime.audit import audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(400)]
@@ -105,6 +106,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_an_interrupt_finishes_what
     run_dir = first[0]
     before = lines(run_dir)
     args = ["run", "graphs/grpo.py", "--run-dir", str(run_dir), *SETTINGS, "--steps", "100000", "--resume"]
+    args += ["--save-every", "1", "--keep", "2"]  # the third one is written when what it was resumed from is gone
     command = [sys.executable, "-m", "flowrl.cli", *args, "--plain"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
@@ -121,3 +123,8 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_an_interrupt_finishes_what
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)) and len(records) >= INTERRUPTED_AT
     assert records[:STEPS] == before
     assert report.ok and report.figures["  in flight"] == 0 and report.figures["samples"] >= INTERRUPTED_AT * 8 * 8
+    kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert kept == [f"step_{step:06d}" for step in (len(records) - 1, len(records))]
+    for name in kept:
+        files = manifest.verify(run_dir / "checkpoints" / name)["files"]
+        assert {"tokenizer.json", "chat_template.jinja"} <= files.keys()

@@ -7,6 +7,8 @@ Invariants:
 - A request is submitted only while no update is under way, so its prefix-cache salt is the version that
   computes its prompt. Requests that run across an update go on with the KV they have.
 - Whoever loses a version (overwritten on the latest edge, or its segment reused) takes the newest.
+- A checkpoint stops no request: it reads what each has come to, vLLM samples on, and until the checkpoint is over
+  nobody looks at what ends meanwhile.
 
 Waits: an item waits for a free slot (`concurrency`), then at the gate, which an update or a checkpoint
 closes and opens; an update waits for its turn among the replicas while requests are running.
@@ -29,7 +31,7 @@ from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Float32, Int32, Prompt, Sample, Weights
 from flowrl.models import Policy, resolve
-from flowrl.nodes.sampling import Completion, Response, Sampling
+from flowrl.nodes.sampling import NOTHING, Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_sampler import EVALUATION, TRAINING, VllmSampler
 from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
@@ -88,11 +90,10 @@ class Generator(Node):
         self._gate = Gate()
         self._open: dict[str, Response] = {}
         """sample_id: responses begun for training and not finished."""
-        self._running: dict[str, Response] = {}
+        self._running: dict[str, tuple[Response, asyncio.Task[Completion]]] = {}
         """request_id: requests that are in vLLM."""
-        self._drained = asyncio.Event()
-        """Set while `_running` is empty."""
-        self._drained.set()
+        self._checkpoint = asyncio.Event()
+        """Set while one is taken."""
         self._num_requests = 0
         self._asleep = False
 
@@ -191,17 +192,26 @@ class Generator(Node):
     # Checkpoints
 
     async def snapshot(self) -> dict[str, Prefix]:
-        """Stop sampling; the responses that are not finished, by sample id. `resume` goes on with them.
+        """What the unfinished responses have come to, by sample id; until `resume` no turn of theirs goes on.
 
         Those of evaluation are not among them: they are asked again.
         """
         self._gate.close("checkpoint")
-        await self._sampler.abort(list(self._running))
-        await self._drained.wait()
-        return {key: (r.token_ids, r.logprobs, r.versions) for key, r in self._open.items() if len(r)}
+        while ended := self._ended_in_vllm():
+            await asyncio.wait(ended)  # their turns go on to their sends, which the checkpoint keeps
+        self._checkpoint.set()
+        parts = {id(response): self._sampler.so_far(key) for key, (response, _) in self._running.items()}
+        prefixes = {key: Response([*r.parts, parts.get(id(r)) or NOTHING]) for key, r in self._open.items()}
+        return {key: (r.token_ids, r.logprobs, r.versions) for key, r in prefixes.items() if len(r)}
+
+    def _ended_in_vllm(self) -> list[asyncio.Task[Completion]]:
+        """The requests whose end is on its way here."""
+        running = [(work, self._sampler.so_far(key)) for key, (_, work) in self._running.items() if not work.done()]
+        return [work for work, so_far in running if so_far is None]
 
     async def resume(self) -> None:
-        """Sample on where `snapshot` stopped."""
+        """The turns go on."""
+        self._checkpoint.clear()
         self._gate.open("checkpoint")
 
     # Shared devices
@@ -254,10 +264,8 @@ class Generator(Node):
     async def _request(self, prompt: Prompt, response: Response, sampling: Sampling, priority: int) -> Completion:
         self._num_requests += 1
         request_id = f"{prompt.sample_id}#{self._num_requests}"
-        self._running[request_id] = response
-        self._drained.clear()
-        try:
-            return await self._sampler.complete(
+        work = asyncio.create_task(
+            self._sampler.complete(
                 request_id,
                 [*prompt.token_ids.tolist(), *response.token_ids.tolist()],
                 sampling,
@@ -266,10 +274,23 @@ class Generator(Node):
                 salt=str(self._updates.version),
                 priority=priority,
             )
+        )
+        self._running[request_id] = response, work
+        try:
+            return await self._outcome(work)
         finally:
+            work.cancel()  # where this was: it ends the request
             del self._running[request_id]
-            if not self._running:
-                self._drained.set()
+
+    async def _outcome(self, work: asyncio.Task[Completion]) -> Completion:
+        """What `work` comes to, but not while a checkpoint is taken that has found it unfinished."""
+        while not work.done():
+            checkpoint = asyncio.ensure_future(self._checkpoint.wait())
+            await asyncio.wait((work, checkpoint), return_when=asyncio.FIRST_COMPLETED)
+            checkpoint.cancel()
+            if not work.done():
+                await self._at_gate()
+        return work.result()
 
     def _finished(self, prompt: Prompt, response: Response) -> Sample:
         num_prompt, num_response = len(prompt.token_ids), len(response)

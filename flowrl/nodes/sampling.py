@@ -11,6 +11,9 @@ import numpy as np
 
 from flowrl.messages import Float32, Int32
 
+Spans = Sequence[tuple[str, int, int]]
+"""(label of the weights, first token, token after the last)"""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -88,18 +91,26 @@ class Completion:
     logprobs: Float32
     versions: Int32
     finish_reason: str
-    """stop | length | abort"""
+    """stop | length | abort; "" of a part that is not the end."""
+
+    @classmethod
+    def of(
+        cls, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] | Int32, finish_reason: str
+    ) -> Completion:
+        """From sequences of any kind, which are copied."""
+        return cls(
+            np.array(token_ids, np.int32), np.array(logprobs, np.float32), np.array(versions, np.int32), finish_reason
+        )
 
 
-def _empty() -> Completion:
-    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "")
+NOTHING = Completion.of([], [], [], "")
 
 
 @dataclass
 class Response:
     """A response as it grows over one or several requests. `parts` are in order."""
 
-    parts: list[Completion] = field(default_factory=lambda: [_empty()])
+    parts: list[Completion] = field(default_factory=lambda: [NOTHING])
 
     def __len__(self) -> int:
         return sum(len(part.token_ids) for part in self.parts)
@@ -121,7 +132,7 @@ class Response:
         return self.parts[-1].finish_reason
 
 
-def spread_versions(spans: Sequence[tuple[str, int, int]], num_tokens: int) -> Int32:
+def spread_versions(spans: Spans, num_tokens: int) -> Int32:
     """One version per token from vLLM's (label, start, end) spans, which have to cover every token.
 
     Raises ValueError where a token has no version: it must not be trained on as if it had one.

@@ -6,15 +6,14 @@ Start it anywhere (`start` blocks for many seconds); from then on it belongs to 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
-
 from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.messages import Int32, Weights
-from flowrl.nodes.sampling import Completion, Sampling, spread_versions
+from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
 from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
 from flowrl.runtime.hostloop import apart
@@ -34,6 +33,8 @@ class VllmSampler:
         self._version = -1
         self._tokenizer = engine.get_tokenizer()
         self._num_requests = 0
+        self._begun: dict[str, tuple[str, int]] = {}
+        """Request -> its id inside vLLM, and the version that it began with."""
         config = engine.vllm_config.model_config
         self.dtype = str(config.dtype).removeprefix("torch.")
         self.max_model_len = int(config.max_model_len)
@@ -98,9 +99,9 @@ class VllmSampler:
         salt: str = "",
         priority: int = TRAINING,
     ) -> Completion:
-        """Sample after `token_ids`. Ends early, with what there is, by `abort(request_id)`.
+        """Sample after `token_ids`. Cancelling this aborts the request.
 
-        Cancelling this aborts the request. `salt` keeps prefix caches of different versions apart.
+        `salt` keeps prefix caches of different versions apart.
         """
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
@@ -115,8 +116,34 @@ class VllmSampler:
         )
         prompt = tokens_input(list(token_ids), cache_salt=salt or None)
         version = self._version
-        output = await self._last(prompt, params, request_id, priority)
-        return _completion(output.outputs[0], version if self._adapters is not None else None)
+        output = (await self._last(prompt, params, request_id, priority)).outputs[0]
+        spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
+        return self._completion(output.token_ids, output.logprobs, spans, version, output.finish_reason)
+
+    def so_far(self, request_id: str) -> Completion | None:
+        """What a running `complete` has sampled until now, finish reason ""; None if vLLM has ended it already.
+
+        Every token in it has come with its version's label, so it does not matter what is on its way from vLLM.
+        """
+        if request_id not in self._begun:
+            return NOTHING
+        inside, version = self._begun[request_id]
+        state = self._engine.output_processor.request_states.get(inside)
+        if state is None:
+            return None
+        token_ids, starts = state.detokenizer.output_token_ids, state.weight_version_starts
+        ends = [*(start for _, start in starts[1:]), len(token_ids)]
+        spans = [(label, start, end) for (label, start), end in zip(starts, ends, strict=False)]
+        return self._completion(token_ids, state.logprobs_processor.logprobs, spans, version, "")
+
+    def _completion(
+        self, token_ids: Sequence[int], logprobs: Any, spans: Spans, version: int, finish_reason: str
+    ) -> Completion:
+        """`version` is that of the request's adapter; without one vLLM's spans say which weights sampled."""
+        if self._adapters is not None:
+            spans = [(str(version), 0, len(token_ids))]
+        sampled = logprobs.logprobs[: len(token_ids)]
+        return Completion.of(token_ids, sampled, spread_versions(spans, len(token_ids)), finish_reason)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """log p(token t | tokens before t) for t = 1 ... T-1 of each sequence, under the current weights."""
@@ -144,13 +171,13 @@ class VllmSampler:
         from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        last = None
         try:
             with self._adapters.using() if self._adapters is not None else nullcontext() as adapter_id:
-                adapter = _adapter(adapter_id)
-                stream = self._engine.generate(prompt, params, request_id, lora_request=adapter, priority=priority)
-                async for output in stream:
-                    last = output
+                adapter, version = _adapter(adapter_id), self._version
+                outputs = await self._engine.add_request(
+                    request_id, prompt, params, lora_request=adapter, priority=priority
+                )
+                return await self._finished(outputs, request_id, version)
         except VLLMValidationError as refusal:
             raise SampleFailed(f"vLLM refused the request: {refusal}") from None
         except EngineDeadError:
@@ -158,12 +185,20 @@ class VllmSampler:
                 "vLLM's engine process died; its own log lines above say why (out of memory is the usual cause: "
                 "lower kv_cache_bytes, or concurrency)"
             ) from None
-        assert last is not None
-        return last
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests now; each returns what it has, finish reason "abort"."""
-        await self._engine.abort(list(request_ids))
+    async def _finished(self, outputs: Any, request_id: str, version: int) -> Any:
+        """The last of a request's outputs. As vLLM's `generate`, but `so_far` has to know when it has begun."""
+        self._begun[request_id] = outputs.request_id, version
+        try:
+            while not (output := outputs.get_nowait() or await outputs.get()).finished:
+                pass
+            return output
+        except asyncio.CancelledError:
+            await self._engine.abort(outputs.request_id, internal=True)
+            raise
+        finally:
+            outputs.close()
+            del self._begun[request_id]
 
     async def pause(self) -> None:
         """Freeze running requests, KV kept; returns when no step is running.
@@ -223,17 +258,3 @@ def _adapter(adapter_id: int | None) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(f"adapter-{adapter_id}", adapter_id, "held in memory")
-
-
-def _completion(output: Any, version: int | None) -> Completion:
-    """`version` is that of the request's adapter; without one vLLM's spans say which weights sampled."""
-    num_tokens = len(output.token_ids)
-    spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
-    if version is not None:
-        spans = [(str(version), 0, num_tokens)]
-    return Completion(
-        token_ids=np.array(output.token_ids, np.int32),
-        logprobs=np.array(output.logprobs.logprobs[:num_tokens], np.float32),
-        versions=spread_versions(spans, num_tokens),
-        finish_reason=output.finish_reason,
-    )

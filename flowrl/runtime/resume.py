@@ -82,6 +82,8 @@ def _admission(before: Described, now: Described) -> Iterator[str]:
     for name, what in (("out", "enters at"), ("until", "waits for")):
         if was.get(name) != is_.get(name):
             yield f"admission {what} {is_.get(name)} and was declared with {was.get(name)} (g.admit); set it back"
+    if before["trainers"] != now["trainers"]:
+        yield f"the nodes that train are {now['trainers']} and were {before['trainers']}; set them back"
 
 
 EXACT = {

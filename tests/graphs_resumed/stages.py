@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
-from flowrl import Graph
+from flowrl import Graph, In, Node, Sample
 from flowrl.nodes.batch import TokenBatch
 
 
@@ -31,6 +31,16 @@ class FailingSetup(Collect):
         raise ValueError("no such device")
 
 
+class Tap(Node):
+    """Looks at samples beside the way to the trainer."""
+
+    samples: In[Sample]
+
+    async def run(self) -> None:
+        async for _ in self.samples:
+            pass
+
+
 COLLECTORS = {"plain": Collect, "remembering": Remembering, "failing": FailingSetup}
 
 
@@ -44,6 +54,8 @@ class Config:
     generators: int = 1
     collectors: int = 1
     collector: Literal["plain", "remembering", "failing"] = "plain"
+    taps: int = 0
+    tapping: Literal["broadcast", "share"] = "broadcast"
     train_s: float = 0.0
 
 
@@ -56,6 +68,9 @@ def graph(cfg: Config) -> Graph:
     trainer = g.add("trainer", Training(cfg.train_s))
     g.connect(source.prompts, generator.prompts)
     g.connect(generator.samples, collect.samples, dispatch="key")
+    if cfg.taps:
+        tap = g.add("tap", Tap(), replicas=cfg.taps)
+        g.connect(generator.samples, tap.samples, dispatch=cfg.tapping)
     g.connect(collect.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
