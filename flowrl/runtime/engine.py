@@ -19,6 +19,7 @@ from typing import Any
 from flowrl.channel.control import Answer
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.channel.stored import dump, dump_value, load_value
+from flowrl.channel.sweep import sweep
 from flowrl.errors import FlowrlError, WireError
 from flowrl.graph.load import rebuild
 from flowrl.runtime.checkpoint import pages, unpage
@@ -86,6 +87,8 @@ class HostEngine:
 
     async def open(self) -> dict[str, Any]:
         """Bind. The answer goes to every other host through the driver."""
+        if self.spec.tcp:
+            sweep()  # the driver does on its own machine
         address: Address = await self.endpoint.open(tcp=self.spec.tcp)
         handlers: dict[str, Answer] = {
             "freeze": self._freeze,

@@ -236,7 +236,7 @@ class _Prepared:
                 return await driver.run()
         finally:
             await endpoint.close()
-            remove_run(run_id, os.getpid())
+            remove_run(run_id)
 
     def _rewind(self) -> None:
         """Make the run's files those of the checkpoint that it goes on from; nothing to do for a fresh run."""
