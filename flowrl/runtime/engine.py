@@ -104,6 +104,7 @@ class HostEngine:
             "send again": self._send_again,
             "node": self._node,
             "report": self._report_now,
+            "trace level": self._set_trace_level,
         }
         for kind, handler in handlers.items():
             self.endpoint.on(kind, handler)
@@ -344,6 +345,9 @@ class HostEngine:
     async def _report_now(self, host: str, body: Any) -> None:
         """The report is on its way before the answer, and so arrives before it."""
         self._send_report()
+
+    def _set_trace_level(self, host: str, level: int) -> None:
+        self.trace.level = level
 
     def _send_report(self) -> None:
         self.endpoint.notify(
