@@ -86,12 +86,16 @@ class Hosts:
     """Stands for `RayCluster`."""
 
     started = True
+    lost = ""
 
     def __init__(self) -> None:
         self.actors: dict[str, Host] = {}
 
     def place(self, slots: Any) -> None:
         pass
+
+    def processes(self) -> dict[str, int]:
+        return {}
 
     def spawn(self, actor_class: type, index: int, slot: Any, spec: HostSpec) -> Host:
         self.actors[slot.host] = Host(spec)

@@ -167,7 +167,7 @@ class Driver:
 
     async def _work(self) -> dict[str, dict[str, float]]:
         """Everything between the first process and the last record; ended by what fails first."""
-        await self._start_hosts()
+        await _first_failure(self._start_hosts(), self._broken)
         watch, lines = asyncio.create_task(self.lookout.watch(LOOK_EVERY_S)), asyncio.create_task(self._write_lines())
         try:
             evaluations: dict[str, dict[str, float]] = await _first_failure(self._lead(), watch, lines, self._broken)
