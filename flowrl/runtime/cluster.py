@@ -24,8 +24,12 @@ from flowrl.runtime.processes import children
 
 PLACEMENT_TIMEOUT_S = 120.0
 ANSWER_WITHIN_S = 5.0
+HEAD_AWAY_S = 20.0
+"""For how long a run goes on without the head of its cluster; Ray's library gives up after 60 s."""
 ESSENTIAL = ("gcs_server", "raylet")
 EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+"""Variables by which gloo, NCCL and vLLM listen on this machine only."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,11 @@ class Slot:
     """Index into the cluster's machines."""
 
 
-def environment(slot: Slot) -> dict[str, str]:
-    """Threads of every library follow the cores of the host, before anything is imported."""
+def environment(slot: Slot, *, alone: bool = False) -> dict[str, str]:
+    """Threads of every library follow the cores of the host, before anything is imported.
+
+    `alone`: all hosts are on one machine, so that no library has to be reached from another.
+    """
     threads = str(max(1, len(slot.cores)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
     return {
@@ -49,6 +56,7 @@ def environment(slot: Slot) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "PYTHONUNBUFFERED": "1",
+        **({name: os.environ.get(name, value) for name, value in LOOPBACK.items()} if alone else {}),
     }
 
 
@@ -62,6 +70,7 @@ class RayCluster:
         self.owned = False
         """flowrl started this Ray, and ends it."""
         self.started = False
+        self._alone = False
         self.lost = ""
         """The process of Ray that has ended before its time."""
 
@@ -131,6 +140,7 @@ class RayCluster:
         import ray
         from ray.util.placement_group import placement_group
 
+        self._alone = len({slot.machine for slot in slots}) == 1
         bundles = [self._bundle(slot) for slot in slots]
         self._placement = placement_group(bundles, strategy="PACK")
         done, _ = ray.wait([self._placement.ready()], timeout=PLACEMENT_TIMEOUT_S)
@@ -158,11 +168,20 @@ class RayCluster:
             num_gpus=slot.gpus,
             max_restarts=0,
             max_concurrency=64,
-            runtime_env={"env_vars": environment(slot)},
+            runtime_env={"env_vars": environment(slot, alone=self._alone)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index),
         )
         self._actors[slot.host] = remote.remote(*args)
         return self._actors[slot.host]
+
+    def head(self) -> tuple[str, int] | None:
+        """Where the head of a joined cluster listens; None for a Ray of one's own, whose processes are known."""
+        if self.owned:
+            return None
+        import ray
+
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        return host.strip("[]"), int(port)
 
     def processes(self) -> dict[str, int]:
         """Name -> pid of the processes without which the run's own Ray does not go on."""
@@ -197,7 +216,7 @@ class RayCluster:
         if self.lost:
             for pid in self.processes().values():
                 os.kill(pid, signal.SIGKILL)  # a child that nobody has waited for: the number is its own
-        if self._placement is not None and not self.owned:
+        if self._placement is not None and not self.owned and not self.lost:
             remove_placement_group(self._placement)
         ray.shutdown()
 
@@ -240,11 +259,14 @@ def ray_directory() -> Path:
     return Path(os.environ.get("RAY_TMPDIR") or socket_root() / "ray")
 
 
-def meeting_place() -> str:
-    """ "host:port" on this machine, free right now, at which the ranks of a gang can meet."""
+def meeting_place(*, alone: bool) -> str:
+    """ "host:port" on this machine, free right now, at which the ranks of a gang can meet.
+
+    `alone`: they are all on this machine.
+    """
     import ray
 
-    address = ray.util.get_node_ip_address()
+    address = "127.0.0.1" if alone else ray.util.get_node_ip_address()
     with socket.socket() as probe:
         probe.bind((address, 0))
         return f"{address}:{probe.getsockname()[1]}"

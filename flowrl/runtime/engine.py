@@ -108,7 +108,7 @@ class HostEngine:
         }
         for kind, handler in handlers.items():
             self.endpoint.on(kind, handler)
-        return {"pid": os.getpid(), "address": address, "meeting": meeting_place()}
+        return {"pid": os.getpid(), "address": address, "meeting": meeting_place(alone=not self.spec.tcp)}
 
     async def wire(self, addresses: Mapping[str, Address], gangs: Mapping[str, str]) -> None:
         """Build the graph again, one for each replica index, and join this host's nodes to their lanes."""

@@ -15,8 +15,9 @@ from typing import Any
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.runtime.actor import HostActor
-from flowrl.runtime.cluster import RayCluster, Slot
+from flowrl.runtime.cluster import HEAD_AWAY_S, RayCluster, Slot
 from flowrl.runtime.engine import HostSpec
+from flowrl.runtime.lifeline import outlive
 from flowrl.runtime.processes import Processes
 
 STOP_WITHIN_S = 6.0
@@ -37,6 +38,7 @@ class Hosts:
         self._processes = Processes()
         """Those of the hosts on this machine."""
         self._rays = Processes()
+        self._head: asyncio.Task[None] | None = None
         self._endpoint = endpoint
         self._actors: dict[str, Any] = {}
         self._specs: dict[str, HostSpec] = {}
@@ -52,8 +54,7 @@ class Hosts:
     async def start(self, slots: Sequence[Slot], specs: Mapping[str, HostSpec]) -> None:
         """Processes up, sockets bound, everybody connected to everybody, nodes built."""
         self._specs = dict(specs)
-        for name, pid in self._cluster.processes().items():
-            self._rays.follow(name, pid, self._ray_has_ended)
+        self._follow_ray()
         for index, slot in enumerate(slots):
             self._actors[slot.host] = self._cluster.spawn(HostActor, index, slot, specs[slot.host])
         opened = await self.ask("open")
@@ -69,9 +70,20 @@ class Hosts:
         meeting = {host: answer["meeting"] for host, answer in opened.items()}
         await self.ask("wire", addresses, self._gang_addresses(meeting))
 
+    def _follow_ray(self) -> None:
+        for name, pid in self._cluster.processes().items():
+            self._rays.follow(name, pid, self._ray_has_ended)
+        if (head := self._cluster.head()) is not None:
+            self._head = asyncio.create_task(outlive(*head, patience_s=HEAD_AWAY_S))
+            self._head.add_done_callback(self._head_has_ended)
+
     def _has_ended(self, host: str) -> None:
         self._rays.look()  # a host does not outlive Ray: that is the cause
         self._on_death(self._dead(host, ""))
+
+    def _head_has_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._ray_has_ended("head")
 
     def _ray_has_ended(self, name: str) -> None:
         """Ray's library would end this process a minute later."""
@@ -164,6 +176,8 @@ class Hosts:
             self._cluster.kill(host)
         await self._processes.end(within_s=0.0 if self._cluster.lost else KILLED_WITHIN_S)
         self._rays.close()
+        if self._head is not None:
+            self._head.cancel()
         return [failed for host, task in tasks.items() for failed in self._ill_closed(host, task, within_s)]
 
     def _ill_closed(self, host: str, task: asyncio.Future[Any], within_s: float) -> list[NodeFailed]:
