@@ -28,6 +28,7 @@ from flowrl.runtime.context import DRIVER, Place
 from flowrl.runtime.ending import as_failure, ended_by_itself, is_cancelled
 from flowrl.runtime.failures import NodeError, attributed, failure_of, leaves_of, report_of
 from flowrl.runtime.lease import Lease
+from flowrl.runtime.processes import pid_space
 from flowrl.runtime.replica import Replica
 from flowrl.runtime.trace import TraceBuffer
 from flowrl.runtime.wiring import join
@@ -108,7 +109,8 @@ class HostEngine:
         }
         for kind, handler in handlers.items():
             self.endpoint.on(kind, handler)
-        return {"pid": os.getpid(), "address": address, "meeting": meeting_place(alone=not self.spec.tcp)}
+        meeting = meeting_place(alone=not self.spec.tcp)
+        return {"pid": os.getpid(), "pids": pid_space(), "address": address, "meeting": meeting}
 
     async def wire(self, addresses: Mapping[str, Address], gangs: Mapping[str, str]) -> None:
         """Build the graph again, one for each replica index, and join this host's nodes to their lanes."""

@@ -8,6 +8,7 @@ machine (that does not need Ray to be alive), else by Ray's.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from flowrl.runtime.actor import HostActor
 from flowrl.runtime.cluster import HEAD_AWAY_S, RayCluster, Slot
 from flowrl.runtime.engine import HostSpec
 from flowrl.runtime.lifeline import outlive
-from flowrl.runtime.processes import Processes
+from flowrl.runtime.processes import Processes, pid_space
 
 STOP_WITHIN_S = 6.0
 ANSWER_WITHIN_S = 1.5
@@ -64,9 +65,9 @@ class Hosts:
         for host, address in addresses.items():
             if host != self._endpoint.host:
                 self._endpoint.connect(host, address)
-        for host, address in addresses.items():
-            if host != self._endpoint.host and address.machine == self._endpoint.address.machine:
-                self._processes.follow(host, self.pids[host], self._has_ended)
+        for host, answer in opened.items():
+            if answer["pids"] == pid_space() and answer["pid"] != os.getpid():
+                self._processes.follow(host, answer["pid"], self._has_ended)
         meeting = {host: answer["meeting"] for host, answer in opened.items()}
         await self.ask("wire", addresses, self._gang_addresses(meeting))
 

@@ -27,7 +27,7 @@ class Processes:
         self._none_left = asyncio.Event()
 
     def follow(self, name: str, pid: int, on_end: Callable[[str], None]) -> None:
-        """Call `on_end(name)` when process `pid` ends; never if it has ended, or lives in another pid namespace."""
+        """Call `on_end(name)` when process `pid` ends; never if it has ended already."""
         try:
             handle = os.pidfd_open(pid)
         except OSError:
@@ -71,6 +71,12 @@ class Processes:
         """Follow them no more."""
         for name in list(self._handles):
             self._let_go(name)
+
+
+def pid_space() -> str:
+    """Processes with the same value mean the same process by a number: they are of one machine, and one container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def children(*names: str) -> dict[str, int]:
