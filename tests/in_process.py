@@ -86,12 +86,19 @@ class Hosts:
     """Stands for `RayCluster`."""
 
     started = True
+    lost = ""
 
     def __init__(self) -> None:
         self.actors: dict[str, Host] = {}
 
     def place(self, slots: Any) -> None:
         pass
+
+    def processes(self) -> dict[str, int]:
+        return {}
+
+    def head(self) -> None:
+        return None
 
     def spawn(self, actor_class: type, index: int, slot: Any, spec: HostSpec) -> Host:
         self.actors[slot.host] = Host(spec)
@@ -232,7 +239,7 @@ def _stand_ins(look_every_s: float, link: str, prepare: Callable[[Driver], None]
 
     local: Any = endpoints._local if link == "objects" else _Nobody()
     with (
-        mock.patch.object(engines, "meeting_place", lambda: "127.0.0.1:0"),
+        mock.patch.object(engines, "meeting_place", lambda *, alone: "127.0.0.1:0"),
         mock.patch.object(drivers, "LOOK_EVERY_S", look_every_s),
         mock.patch.object(drivers, "Driver", Prepared),
         mock.patch.object(endpoints, "_local", local),

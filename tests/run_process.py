@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import select
@@ -13,13 +14,17 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from flowrl.channel.address import socket_root
 
 ROOT = Path(__file__).parent.parent
 GRAPHS = ROOT / "tests" / "graphs_failing"
+LISTEN = "0A"
+"""The state in /proc/net/tcp of a socket that waits for connections."""
 MARK = "FLOWRL_TEST_RUN"
 """Environment variable by which every process that a run has started is known again."""
 
@@ -86,6 +91,11 @@ class Run:
     def socket_dirs(self) -> list[Path]:
         return [path for path in socket_root().iterdir() if path.name.endswith(f"-{self.process.pid}")]
 
+    def pid_of(self, name: str) -> int:
+        """Of the run's one process of this name, as the kernel calls it."""
+        (pid,) = [pid for pid in pids_of(self.mark) if Path(f"/proc/{pid}/comm").read_text().strip() == name]
+        return pid
+
     def left_after(self, seconds: float) -> list[str]:
         """Names of the processes of the run that have not ended in this time; their ends are waited for."""
         ends = time.monotonic() + seconds
@@ -96,6 +106,34 @@ class Run:
 def pids_of(mark: str) -> list[int]:
     """Processes that have the mark in their environment."""
     return [int(path.name) for path in _processes() if f"{MARK}={mark}".encode() in _environment(path)]
+
+
+def listening(pids: Iterable[int]) -> dict[str, set[str]]:
+    """IP address -> names of those of these processes that listen for connections there."""
+    at = dict(_listening_sockets("tcp", 4)) | dict(_listening_sockets("tcp6", 16))
+    found: dict[str, set[str]] = defaultdict(set)
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # it has been closed meanwhile
+                if (address := at.get(os.readlink(file))) is not None:
+                    found[address].add(Path(f"/proc/{pid}/comm").read_text().strip())
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Also as an IPv6 socket has it."""
+    ip = ipaddress.ip_address(address)
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+def _listening_sockets(table: str, num_bytes: int) -> Iterator[tuple[str, str]]:
+    """(what a descriptor of it links to, IP address); the kernel writes addresses as words of the machine."""
+    for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+        fields = line.split()
+        words = bytes.fromhex(fields[1].partition(":")[0])
+        address = b"".join(words[i : i + 4][::-1] for i in range(0, num_bytes, 4))
+        if fields[3] == LISTEN:
+            yield f"socket:[{fields[9]}]", str(ipaddress.ip_address(address))
 
 
 def _processes() -> Iterator[Path]:
@@ -133,4 +171,4 @@ def states(run_dir: Path) -> dict[tuple[str, str | None], int]:
         return {(state, reason): count for state, reason, count in rows}
 
 
-__all__ = ["GRAPHS", "ROOT", "Run", "audit", "pids_of", "signal", "states"]
+__all__ = ["GRAPHS", "ROOT", "Run", "audit", "is_loopback", "listening", "pids_of", "signal", "states"]

@@ -15,7 +15,7 @@ from flowrl.channel.dispatch import EndOfStream, Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.slab import FROM_BYTES
-from flowrl.channel.sweep import clear
+from flowrl.channel.sweep import remove_run
 from tests.channel_stage import INTO, OUT, Item, from_text, to_text
 
 pytestmark = pytest.mark.slow
@@ -99,5 +99,5 @@ def test_a_stage_that_is_killed_loses_and_repeats_nothing(deaths: list[tuple[str
     try:
         asyncio.run(main())
     finally:
-        clear("replay", os.getpid())
+        remove_run("replay")
     assert not list(Path("/dev/shm").glob(f"flowrl-{run_prefix('replay', os.getpid())}-*"))

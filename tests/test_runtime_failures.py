@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_process import GRAPHS, ROOT, Run, audit, pids_of, states
+from flowrl.weights.shm import SHM
+from tests.run_process import GRAPHS, ROOT, Run, audit, states
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -55,7 +56,7 @@ def test_a_node_that_raises_ends_the_run_once_and_it_can_be_resumed(tmp_path: Pa
         assert states(tmp_path / fault) == {("trained", None): 6 * 2 * (4 if more else 2)}
 
 
-@pytest.mark.parametrize("victim", ["generator-0", "trainer-1", "faulty-0"])
+@pytest.mark.parametrize("victim", ["generator-0", "trainer-0", "trainer-1", "faulty-0"])
 def test_the_death_of_a_host_is_named_and_nothing_is_left(tmp_path: Path, ray: dict[str, str], victim: str) -> None:
     run = Run(FAULTS, tmp_path / "run", "--processes", "--ranks", "2", "--steps", "100000", env=ray)
     run.until("step 3/")
@@ -69,6 +70,7 @@ def test_the_death_of_a_host_is_named_and_nothing_is_left(tmp_path: Path, ray: d
     assert run.stderr.count("failed") == 1 and run.stderr.count("\n") == 1, run.stderr
     assert node in run.stderr.split("failed")[0] and f"(pid {pid}) died" in run.stderr
     assert not run.socket_dirs
+    assert not (SHM / run.words("trainer-0")[1]).exists(), "weights that nobody reads any more"
 
 
 def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path: Path, ray: dict[str, str]) -> None:
@@ -77,7 +79,7 @@ def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path:
     runs = {victim: Run(FAULTS, tmp_path / victim, *options, "--steps", "100000") for victim in seconds}
     for victim, run in runs.items():
         run.until("checkpoint step_000004")
-        os.kill(run.process.pid if victim == "driver" else raylet_of(run.mark), signal.SIGKILL)
+        os.kill(run.process.pid if victim == "driver" else run.pid_of("raylet"), signal.SIGKILL)
     for victim, run in runs.items():
         run.wait()
         assert set(run.left_after(seconds[victim])) <= RAYS_AGENTS, victim
@@ -100,11 +102,6 @@ def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path:
 
 def newest_checkpoint(run_dir: Path) -> int:
     return max(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
-
-
-def raylet_of(mark: str) -> int:
-    (raylet,) = [pid for pid in pids_of(mark) if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"]
-    return raylet
 
 
 def test_the_first_interrupt_finishes_what_is_in_flight(tmp_path: Path, ray: dict[str, str]) -> None:

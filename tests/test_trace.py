@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import numpy as np
 import pytest
 
 from flowrl.channel.envelope import Envelope, message_id, source_id
-from flowrl.messages import Prompt
-from flowrl.runtime import trace
-from flowrl.runtime.trace import BACKGROUND_ROW, TraceBuffer, TraceWriter
+from flowrl.messages import Message, Prompt
+from flowrl.runtime.trace import BACKGROUND_ROW, OFF, TraceBuffer, depth_of
+from flowrl.runtime.trace_file import TraceWriter
 
 NO_TOKENS = np.zeros(0, np.int32)
 
@@ -135,20 +136,113 @@ def test_a_source_sends_from_a_slice_of_its_own(tmp_path: Path) -> None:
     assert [e["ph"] for e in events if e["ph"] != "M"] == ["X", "s"]
 
 
-def test_a_long_run_keeps_every_second_ticket_then_every_fourth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "SLICES_PER_STRIDE", 100)
+def way(ticket: int, hosts: dict[str, TraceBuffer]) -> None:
+    """A group's way: prompts -> generator -> reward, each in a host of its own."""
+    message = envelope(ticket)
+    hosts["prompts"].sent("prompts/0", message)
+    for node in ("generator", "reward"):
+        hosts[node].item(f"{node}/0", message, begins=True)
+        hosts[node].slice(f"{node}/0", f"{node} {ticket}", time.time_ns(), time.time_ns())
+        made = Envelope(message_id([message.id], node, 0), ticket, message.group_id, 0, message.body)
+        hosts[node].sent(f"{node}/0", made)
+        hosts[node].item(f"{node}/0", message, begins=False)
+        message = made
+    hosts["batcher"].item("batcher/0", message, begins=True)
+    hosts["batcher"].item("batcher/0", message, begins=False)
+
+
+def test_a_long_run_stays_below_the_limit_with_whole_ways(tmp_path: Path) -> None:
+    """However the reports of the hosts are mixed, and however late they hear of a level."""
+    path, limit = tmp_path / "trace.json", 200_000
+    hosts = {name: TraceBuffer() for name in ("prompts", "generator", "reward", "batcher")}
+    told: list[int] = []
+    writer = TraceWriter(path, limit_bytes=limit, on_level=told.append)
+    for ticket in range(4000):
+        way(ticket, hosts)
+        if ticket % 20 == 0:
+            for host in hosts.values():
+                writer.write(msgpack.unpackb(msgpack.packb(host.drain())))
+            assert path.stat().st_size <= limit
+            json.loads(path.read_bytes())
+        if ticket % 170 == 0 and told:
+            for number, host in enumerate(hosts.values()):
+                host.level = told[-1] if number % 2 else max(told[-1] - 1, 0)
+    for host in hosts.values():
+        writer.write(host.drain())
+    writer.close()
+    events = json.loads(path.read_bytes())
+    assert told == list(range(1, writer.level + 1)) and writer.level >= 3
+
+    deep = {f"g{ticket}" for ticket in range(4000) if depth_of(envelope(ticket)) >= writer.level}
+    assert 4000 / 2**writer.level / 2 < len(deep) < 4000 / 2**writer.level * 2
+    for node in ("generator", "reward"):
+        assert {f"g{name.split()[1]}" for name, cat, *_ in slices(events) if cat == "work" and node in name} == deep
+    arrows = {ph: sorted(e["id"] for e in events if e["ph"] == ph) for ph in "sf"}
+    assert len(arrows["s"]) == len(deep) * 3
+    assert len(arrows["s"]) == len(set(arrows["s"])) and set(arrows["f"]) <= set(arrows["s"])
+    assert len(arrows["f"]) == len(deep) * 3
+
+
+def test_a_batch_is_there_as_long_as_one_of_its_groups() -> None:
+    tickets = [ticket for ticket in range(64) if depth_of(envelope(ticket)) == 0][:3]
+    (deep,) = [ticket for ticket in range(64) if depth_of(envelope(ticket)) == 4][:1]
+
+    @dataclass(frozen=True)
+    class Together(Message):
+        samples: tuple[Prompt, ...]
+
+    def batch(tickets: list[int]) -> Envelope:
+        samples: Any = [envelope(ticket).body for ticket in tickets]
+        return Envelope(message_id([], "batches", 0), body=Together(tuple(samples)))
+
+    assert depth_of(batch(tickets)) == 0
+    assert depth_of(batch([*tickets, deep])) == 4
+
+
+def test_what_belongs_to_no_group_thins_out_by_halves(tmp_path: Path) -> None:
     buffer = TraceBuffer()
-    kept = []
-    for ticket in range(3000):
-        buffer.item("reward/0", envelope(ticket), begins=True)
-        buffer.slice("reward/0", "score", 1, 2)
-        buffer.item("reward/0", envelope(ticket), begins=False)
-        kept += [ticket] if buffer.drain() else []
-    assert kept[:100] == list(range(100))
-    assert kept[100:200] == list(range(100, 300, 2))
-    assert kept[200:300] == list(range(300, 700, 4))
-    assert len(kept) < 500
-    assert set(range(0, 3000, 64)) <= set(kept)
+    buffer.level = 3
+    for start in range(64):
+        buffer.slice("trainer/0", f"wait {start}", start * 1000, start * 1000 + 1, kind="wait")
+    assert [name for name, *_ in slices(written(tmp_path / "trace.json", buffer.drain()))] == [
+        f"wait {start}" for start in range(0, 64, 8)
+    ]
+
+
+def test_off_records_nothing() -> None:
+    buffer = TraceBuffer()
+    buffer.level = OFF
+    for ticket in range(100):
+        way(ticket, dict.fromkeys(("prompts", "generator", "reward", "batcher"), buffer))
+    buffer.slice("trainer/0", "step", 1, 2)
+    assert buffer.drain() == []
+
+
+def test_a_limit_smaller_than_one_report_is_kept(tmp_path: Path) -> None:
+    hosts = dict.fromkeys(("prompts", "generator", "reward", "batcher"), TraceBuffer())
+    for ticket in range(500):
+        way(ticket, hosts)
+    path = tmp_path / "trace.json"
+    writer = TraceWriter(path, limit_bytes=20_000)
+    writer.write(hosts["prompts"].drain())
+    assert path.stat().st_size <= 20_000
+    assert len(slices(json.loads(path.read_bytes()))) > 10
+    writer.close()
+
+
+def test_a_resumed_run_goes_on_at_its_level(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for _ in range(2):
+        writer = TraceWriter(path, limit_bytes=30_000)
+        hosts = dict.fromkeys(("prompts", "generator", "reward", "batcher"), TraceBuffer())
+        level = writer.level
+        for ticket in range(300):
+            way(ticket, hosts)
+        writer.write(hosts["prompts"].drain())
+        writer.close()
+    assert 0 < level <= writer.level
+    depths = [e["args"]["depth"] for e in json.loads(path.read_bytes()) if e["ph"] != "M"]
+    assert min(depths) >= writer.level
 
 
 def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:
@@ -164,7 +258,7 @@ def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:
     assert {e["pid"] for e in after if e["name"] == "step"} == {pids["trainer/0"]}
 
 
-@pytest.mark.parametrize("lost_bytes", [0, 1, 30, 80])
+@pytest.mark.parametrize("lost_bytes", [0, 1, 3, 30, 80])
 def test_a_killed_run_leaves_a_file_that_can_be_continued(tmp_path: Path, lost_bytes: int) -> None:
     path = tmp_path / "trace.json"
     buffer = TraceBuffer()
@@ -172,9 +266,20 @@ def test_a_killed_run_leaves_a_file_that_can_be_continued(tmp_path: Path, lost_b
         buffer.slice("trainer/0", f"step {start}", start * 1_000, start * 1_000 + 500)
     writer = TraceWriter(path)
     writer.write(buffer.drain())
-    writer._file.close()
     text = path.read_bytes()
+    assert len(slices(json.loads(text))) == 4, "whole before it is closed"
+    writer.close()
     path.write_bytes(text[: len(text) - lost_bytes])
     names = [name for name, *_ in slices(written(path))]
     assert names == [f"step {start}" for start in range(len(names))]
     assert len(names) >= 2
+
+
+def test_a_run_killed_while_it_thins_keeps_the_file_before(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    buffer = TraceBuffer()
+    buffer.slice("trainer/0", "step", 1_000, 2_000)
+    written(path, buffer.drain())
+    (tmp_path / ".trace.json.tmp").write_bytes(b"[\n half of")
+    assert [name for name, *_ in slices(written(path))] == ["step"]
+    assert not (tmp_path / ".trace.json.tmp").exists()

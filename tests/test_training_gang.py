@@ -7,6 +7,7 @@ more, no micro-batches, torch's own SGD. It takes the same samples one by one, i
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Trainable
+from flowrl.runtime.cluster import LOOPBACK
+from tests.run_process import is_loopback
 from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -41,6 +44,7 @@ def gang_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, **LOOPBACK},
         )
         for rank in range(2)
     ]
@@ -153,6 +157,12 @@ def cosine(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
 
 def named(cases: list[Case]) -> dict[str, Any]:
     return {"argvalues": cases, "ids": [case.name for case in cases]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_ranks_of_one_machine_listen_on_it_only(gang_dir: Path, rank: int) -> None:
+    addresses = json.loads((gang_dir / f"listening-{rank}.json").read_text())
+    assert addresses and all(map(is_loopback, addresses))
 
 
 @pytest.mark.parametrize("case", **named([case for case in CASES if not case.half]))

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.address import run_prefix
-from flowrl.channel.sweep import sweep
+from flowrl.channel.presence import Presence
+from flowrl.channel.sweep import remove_run, sweep
 from flowrl.weights.shm import SHM, Segment, SegmentLost, SegmentPool, open_version
 
 
@@ -101,12 +102,43 @@ def test_readers_plus_two_segments_whatever_the_order(moves: list[tuple[str, int
         pool.close()
 
 
-def test_the_segments_of_a_killed_writer_are_swept_and_no_others(pool: SegmentPool) -> None:
+WRITER = """
+import sys
+from flowrl.weights.shm import SegmentPool
+
+pool = SegmentPool(sys.argv[1], "policy")
+segment = pool.writable()
+pool.publish(segment, 0, 0)
+print(segment.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def killed() -> Iterator[tuple[str, Path]]:
+    """(run id, segment) of a run whose writer of weights gets SIGKILL, as rank 0 of a trainer may."""
+    run_id = uuid.uuid4().hex[:8]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", WRITER, run_id], **streams) as writer:  # type: ignore[call-overload]
+        left = SHM / writer.stdout.readline().strip()
+        assert left.exists() and str(left) not in sweep(), "the writer lives"
+        writer.kill()
+        writer.wait()
+        yield run_id, left
+
+
+def test_the_segments_of_a_killed_writer_go_at_the_end_of_its_run(killed: tuple[str, Path]) -> None:
+    run_id, left = killed
+    driver = Presence(run_id)
+    assert str(left) not in sweep(), "the run goes on"
+    assert str(left) in remove_run(run_id)
+    assert not left.exists()
+    driver.close()
+
+
+def test_the_segments_of_a_killed_writer_are_swept_and_no_others(pool: SegmentPool, killed: tuple[str, Path]) -> None:
     name = publish(pool, 0)
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    left = SHM / f"flowrl-{run_prefix('gone', dead.pid)}-weights-policy-0"
-    left.write_bytes(b"x")
+    _, left = killed
     assert str(left) in sweep()
     assert not left.exists() and (SHM / name).exists()
 

@@ -19,6 +19,7 @@ from flowrl.training.packing import loss_masks
 from flowrl.training.recipes import PolicyObjective
 from flowrl.training.settings import ZeroSettings
 from flowrl.training.zero import ZeroEngine
+from tests.run_process import listening
 from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch
 
 EVERYTHING_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -97,6 +98,7 @@ def main() -> None:
     rank, size, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
     gang = Gang.meet(rank, size, f"127.0.0.1:{port}", torch.device("cpu"))
+    (directory / f"listening-{rank}.json").write_text(json.dumps(list(listening([os.getpid()]))))
     for case in CASES:
         train(case, gang, directory)
     gang.leave()

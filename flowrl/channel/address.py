@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,14 +54,24 @@ def socket_root() -> Path:
     """The directory of all of this user's flowrl sockets, private to the user."""
     root = Path(tempfile.gettempdir()) / f"flowrl-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
-    if root.stat().st_uid != os.getuid():
-        raise ConfigError(f"{root} belongs to another user; remove it, or set TMPDIR to a directory of your own")
+    status = root.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(
+            f"{root} is not a directory of this user; remove it, or set TMPDIR to a directory of your own"
+        )
+    if status.st_mode & 0o077:
+        root.chmod(0o700)
     return root
 
 
-def run_prefix(run_id: str, driver_pid: int) -> str:
-    """What every name a run leaves on the machine starts with; `sweep` reads the pid from it."""
-    return f"{blake2b(run_id.encode(), digest_size=5).hexdigest()}-{driver_pid}"
+def run_name(run_id: str) -> str:
+    """What every name that a run leaves on the machine starts with; `presence` tells by it whose they are."""
+    return blake2b(run_id.encode(), digest_size=6).hexdigest()
+
+
+def run_prefix(run_id: str, pid: int) -> str:
+    """The run's name, and for whoever looks at the files the process that they are of."""
+    return f"{run_name(run_id)}-{pid}"
 
 
 def ipc_path(run_id: str, driver_pid: int, host: str, epoch: int) -> Path:

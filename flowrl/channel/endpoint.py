@@ -34,6 +34,7 @@ from flowrl.channel.inbox import EndOfStream
 from flowrl.channel.lane import ReceiverLane, SenderLane
 from flowrl.channel.latest import LatestReceiver, LatestSender
 from flowrl.channel.link import Doorman, Inlet, Link, LocalLink, SocketLink
+from flowrl.channel.presence import Presence
 from flowrl.channel.router import Router
 from flowrl.channel.slab import Attached, Block, Slab
 from flowrl.channel.spec import LaneSpec, LaneStatistics
@@ -96,6 +97,7 @@ class Endpoint:
         """Listen: on ipc, and with `tcp` (True, or the local IP to use) on tcp behind CURVE."""
         if tcp and self._curve is None:
             raise ConfigError("to listen on tcp an endpoint needs the run's CURVE keys; pass `curve=CurveKeys.new()`")
+        self._presence = Presence(self._run_id)
         self._slab.open()
         self._loop = self._router.loop = asyncio.get_running_loop()
         self._context: zmq.Context[Any] = zmq.Context()
@@ -103,6 +105,7 @@ class Endpoint:
         self._doorman = Doorman(self._context, self._curve) if tcp and self._curve is not None else None
         path = str(ipc_path(self._run_id, self._driver_pid, self.host, self.epoch))
         self._inlet.bind(f"ipc://{path}")
+        os.chmod(path, 0o600)
         url = ""
         if tcp:
             ip = tcp if isinstance(tcp, str) else local_ip()
@@ -170,6 +173,7 @@ class Endpoint:
         self._slab.close()
         self._attached.close()
         remove_socket(self.address.ipc)
+        self._presence.close()
 
     # Lanes
 

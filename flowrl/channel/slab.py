@@ -10,7 +10,7 @@ Invariants
 - All blocks lent to a host come back when that host's process dies.
 - Segments are reserved when they are made, so a full /dev/shm is an error there and then, and never a
   signal later. Without room arrays travel as ordinary frames.
-- A segment's name tells run and driver pid: `sweep` removes what dead runs left.
+- A segment's name tells the run, whose processes hold its `presence`: what dead runs left is swept by that.
 
 Waits: none.
 """

@@ -21,6 +21,7 @@ from flowrl.channel.endpoint import Address
 from flowrl.graph.node import Node
 from flowrl.runtime.engine import HostEngine, HostSpec
 from flowrl.runtime.hostloop import HostLoop
+from flowrl.runtime.rundir import PRIVATE
 
 R = TypeVar("R")
 BLOCKED_S = 1.0
@@ -52,6 +53,7 @@ class HostActor:
     def __init__(self, spec: HostSpec) -> None:
         self._collect_every = gc.get_threshold()
         gc.set_threshold(IMPORTING, *self._collect_every[1:])
+        os.umask(PRIVATE)
         pin(spec.cores)
         self._spec = spec
         self._loop = HostLoop()

@@ -1,6 +1,7 @@
 """Ray: start or join it, place the hosts, make the actors.
 
-flowrl starts a local Ray of its own, unless RAY_ADDRESS is set or the driver runs inside a Ray job.
+flowrl starts a local Ray of its own, unless RAY_ADDRESS is set or the driver runs inside a Ray job. That Ray
+listens on the loopback address only, asks for a token, and keeps its files in the user's own directory.
 On a cluster the graph's directory travels as Ray's `working_dir`, and every machine needs flowrl.
 """
 
@@ -8,18 +9,27 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.channel.address import socket_root
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine
+from flowrl.runtime.processes import children
 
 PLACEMENT_TIMEOUT_S = 120.0
 ANSWER_WITHIN_S = 5.0
+HEAD_AWAY_S = 20.0
+"""For how long a run goes on without the head of its cluster; Ray's library gives up after 60 s."""
+ESSENTIAL = ("gcs_server", "raylet")
 EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+"""Variables by which gloo, NCCL and vLLM listen on this machine only."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +44,11 @@ class Slot:
     """Index into the cluster's machines."""
 
 
-def environment(slot: Slot) -> dict[str, str]:
-    """Threads of every library follow the cores of the host, before anything is imported."""
+def environment(slot: Slot, *, alone: bool = False) -> dict[str, str]:
+    """Threads of every library follow the cores of the host, before anything is imported.
+
+    `alone`: all hosts are on one machine, so that no library has to be reached from another.
+    """
     threads = str(max(1, len(slot.cores)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
     return {
@@ -43,6 +56,7 @@ def environment(slot: Slot) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "PYTHONUNBUFFERED": "1",
+        **({name: os.environ.get(name, value) for name, value in LOOPBACK.items()} if alone else {}),
     }
 
 
@@ -56,12 +70,17 @@ class RayCluster:
         self.owned = False
         """flowrl started this Ray, and ends it."""
         self.started = False
+        self._alone = False
+        self.lost = ""
+        """The process of Ray that has ended before its time."""
 
     def start(self, *, graph_dir: Path, num_cpus: int, num_gpus: int) -> None:
         """Join the cluster of RAY_ADDRESS, or start a local Ray."""
         address = os.environ.get("RAY_ADDRESS")
         if address:
             check_address(address)
+        else:
+            _keep_to_this_machine()
         import ray
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -78,6 +97,7 @@ class RayCluster:
                     num_gpus=num_gpus,
                     include_dashboard=False,
                     object_store_memory=100 * 2**20,
+                    _temp_dir=str(ray_directory()),
                     **quiet,
                 )
             except Exception as error:  # Ray has no class for this: it raises plain ones
@@ -120,6 +140,7 @@ class RayCluster:
         import ray
         from ray.util.placement_group import placement_group
 
+        self._alone = len({slot.machine for slot in slots}) == 1
         bundles = [self._bundle(slot) for slot in slots]
         self._placement = placement_group(bundles, strategy="PACK")
         done, _ = ray.wait([self._placement.ready()], timeout=PLACEMENT_TIMEOUT_S)
@@ -147,18 +168,40 @@ class RayCluster:
             num_gpus=slot.gpus,
             max_restarts=0,
             max_concurrency=64,
-            runtime_env={"env_vars": environment(slot)},
+            runtime_env={"env_vars": environment(slot, alone=self._alone)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index),
         )
         self._actors[slot.host] = remote.remote(*args)
         return self._actors[slot.host]
+
+    def head(self) -> tuple[str, int] | None:
+        """Where the head of a joined cluster listens; None for a Ray of one's own, whose processes are known."""
+        if self.owned:
+            return None
+        import ray
+
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def processes(self) -> dict[str, int]:
+        """Name -> pid of the processes without which the run's own Ray does not go on."""
+        return children(*ESSENTIAL) if self.owned else {}
+
+    def has_lost(self, name: str) -> FlowrlError:
+        """The process `name` of Ray has ended: nothing is asked of Ray any more. What there is to tell the user."""
+        self.lost = name
+        logs = f"its logs are in {ray_directory() / 'session_latest' / 'logs'}; " if self.owned else ""
+        return FlowrlError(
+            f"Ray's {name} has ended (killed, out of memory, or crashed), and the run with it; {logs}go on with "
+            "--resume from the newest checkpoint"
+        )
 
     def kill(self, host: str) -> None:
         """End one host's process at once."""
         import ray
 
         actor = self._actors.pop(host, None)
-        if actor is not None:
+        if actor is not None and not self.lost:
             ray.kill(actor, no_restart=True)
 
     def stop(self) -> None:
@@ -170,7 +213,10 @@ class RayCluster:
 
         for host in list(self._actors):
             self.kill(host)
-        if self._placement is not None and not self.owned:
+        if self.lost:
+            for pid in self.processes().values():
+                os.kill(pid, signal.SIGKILL)  # a child that nobody has waited for: the number is its own
+        if self._placement is not None and not self.owned and not self.lost:
             remove_placement_group(self._placement)
         ray.shutdown()
 
@@ -195,11 +241,32 @@ def _nobody(address: str, error: Exception) -> ConfigError:
     )
 
 
-def meeting_place() -> str:
-    """ "host:port" on this machine, free right now, at which the ranks of a gang can meet."""
+def _keep_to_this_machine() -> None:
+    """For a Ray of one's own: loopback only, and a token that nobody else knows.
+
+    Ray has no option for the first. It does so where it supports no clusters, which this variable says of any
+    system: processes that are started read it, this one may have imported Ray already.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def ray_directory() -> Path:
+    """Where a Ray of one's own keeps its sockets and logs: RAY_TMPDIR, or a directory of the user's alone."""
+    return Path(os.environ.get("RAY_TMPDIR") or socket_root() / "ray")
+
+
+def meeting_place(*, alone: bool) -> str:
+    """ "host:port" on this machine, free right now, at which the ranks of a gang can meet.
+
+    `alone`: they are all on this machine.
+    """
     import ray
 
-    address = ray.util.get_node_ip_address()
+    address = "127.0.0.1" if alone else ray.util.get_node_ip_address()
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind((address, 0))
         return f"{address}:{probe.getsockname()[1]}"

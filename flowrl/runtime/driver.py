@@ -40,7 +40,7 @@ from flowrl.runtime.rundir import writing
 from flowrl.runtime.sinks import open_sinks
 from flowrl.runtime.stall import Topology
 from flowrl.runtime.statistics import Statistics
-from flowrl.runtime.trace import TraceWriter
+from flowrl.runtime.trace_file import open_trace
 from flowrl.runtime.view import View
 
 STOP_AT_ONCE_S = 1.0
@@ -98,7 +98,7 @@ class Driver:
         self._config = config
         self._begun = False
         """The records are open."""
-        self._trace = TraceWriter(job.run_dir / "trace.json")
+        self._trace = open_trace(job.options.trace, job.run_dir / "trace.json", self._tell_trace_level)
         self._interrupted = False
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lookout = Lookout(self.hosts, endpoint, Topology.of(job.plan), view.warning)
@@ -167,7 +167,7 @@ class Driver:
 
     async def _work(self) -> dict[str, dict[str, float]]:
         """Everything between the first process and the last record; ended by what fails first."""
-        await self._start_hosts()
+        await _first_failure(self._start_hosts(), self._broken)
         watch, lines = asyncio.create_task(self.lookout.watch(LOOK_EVERY_S)), asyncio.create_task(self._write_lines())
         try:
             evaluations: dict[str, dict[str, float]] = await _first_failure(self._lead(), watch, lines, self._broken)
@@ -235,6 +235,7 @@ class Driver:
             self._endpoint.on(kind, handler)
         self.view.progress("driver", f"starting {len(self.job.slots)} processes")
         await self.hosts.start(self.job.slots, self.job.specs)
+        self._tell_trace_level(self._trace.level)
 
     async def _lead(self) -> dict[str, dict[str, float]]:
         with self.lookout.doing("the set-up of the nodes"):
@@ -285,6 +286,10 @@ class Driver:
         self.view.statistics(self.statistics, self.tickets.why_waiting())
         with writing(self.job.run_dir):
             self._trace.write(body["trace"])
+
+    def _tell_trace_level(self, level: int) -> None:
+        for host in self.hosts:
+            self._endpoint.notify(host, "trace level", level)
 
     # Watching
 

@@ -19,6 +19,7 @@ from typing import Any
 from flowrl.channel.control import Answer
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.channel.stored import dump, dump_value, load_value
+from flowrl.channel.sweep import sweep
 from flowrl.errors import FlowrlError, WireError
 from flowrl.graph.load import rebuild
 from flowrl.runtime.checkpoint import pages, unpage
@@ -27,6 +28,7 @@ from flowrl.runtime.context import DRIVER, Place
 from flowrl.runtime.ending import as_failure, ended_by_itself, is_cancelled
 from flowrl.runtime.failures import NodeError, attributed, failure_of, leaves_of, report_of
 from flowrl.runtime.lease import Lease
+from flowrl.runtime.processes import pid_space
 from flowrl.runtime.replica import Replica
 from flowrl.runtime.trace import TraceBuffer
 from flowrl.runtime.wiring import join
@@ -86,6 +88,8 @@ class HostEngine:
 
     async def open(self) -> dict[str, Any]:
         """Bind. The answer goes to every other host through the driver."""
+        if self.spec.tcp:
+            sweep()  # the driver does on its own machine
         address: Address = await self.endpoint.open(tcp=self.spec.tcp)
         handlers: dict[str, Answer] = {
             "freeze": self._freeze,
@@ -101,10 +105,12 @@ class HostEngine:
             "send again": self._send_again,
             "node": self._node,
             "report": self._report_now,
+            "trace level": self._set_trace_level,
         }
         for kind, handler in handlers.items():
             self.endpoint.on(kind, handler)
-        return {"pid": os.getpid(), "address": address, "meeting": meeting_place()}
+        meeting = meeting_place(alone=not self.spec.tcp)
+        return {"pid": os.getpid(), "pids": pid_space(), "address": address, "meeting": meeting}
 
     async def wire(self, addresses: Mapping[str, Address], gangs: Mapping[str, str]) -> None:
         """Build the graph again, one for each replica index, and join this host's nodes to their lanes."""
@@ -341,6 +347,9 @@ class HostEngine:
     async def _report_now(self, host: str, body: Any) -> None:
         """The report is on its way before the answer, and so arrives before it."""
         self._send_report()
+
+    def _set_trace_level(self, host: str, level: int) -> None:
+        self.trace.level = level
 
     def _send_report(self) -> None:
         self.endpoint.notify(

@@ -14,33 +14,39 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flowrl.channel.endpoint import Address, Endpoint
-from flowrl.errors import NodeFailed
+from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.runtime.actor import HostActor
-from flowrl.runtime.cluster import RayCluster, Slot
+from flowrl.runtime.cluster import HEAD_AWAY_S, RayCluster, Slot
 from flowrl.runtime.engine import HostSpec
+from flowrl.runtime.lifeline import outlive
+from flowrl.runtime.processes import Processes, pid_space
 
 STOP_WITHIN_S = 6.0
 ANSWER_WITHIN_S = 1.5
 """A process that answers at all does it sooner, also while a node holds its event loop."""
+KILLED_WITHIN_S = 2.0
+"""Ray kills a host at once, if Ray is alive."""
 
 
 class Hosts:
     """All hosts of one run, by name."""
 
     def __init__(
-        self, cluster: RayCluster, endpoint: Endpoint, on_death: Callable[[NodeFailed], None] = lambda _: None
+        self, cluster: RayCluster, endpoint: Endpoint, on_death: Callable[[FlowrlError], None] = lambda _: None
     ) -> None:
         self._cluster = cluster
         self._on_death = on_death
-        self._watched: dict[str, int] = {}
-        """Host on this machine -> a descriptor of its process that is readable when it has ended."""
+        self._processes = Processes()
+        """Those of the hosts on this machine."""
+        self._rays = Processes()
+        self._head: asyncio.Task[None] | None = None
         self._endpoint = endpoint
         self._actors: dict[str, Any] = {}
         self._specs: dict[str, HostSpec] = {}
         self._late: dict[str, tuple[float, asyncio.Future[list[dict[str, Any]]]]] = {}
         """Host that has not answered in time -> (asked at, its answer)."""
         self.pids: dict[str, int] = {}
-        self.death: NodeFailed | None = None
+        self.death: FlowrlError | None = None
         """The first death of a process; what else fails in the meantime is its consequence."""
 
     def __iter__(self) -> Any:
@@ -49,6 +55,7 @@ class Hosts:
     async def start(self, slots: Sequence[Slot], specs: Mapping[str, HostSpec]) -> None:
         """Processes up, sockets bound, everybody connected to everybody, nodes built."""
         self._specs = dict(specs)
+        self._follow_ray()
         for index, slot in enumerate(slots):
             self._actors[slot.host] = self._cluster.spawn(HostActor, index, slot, specs[slot.host])
         opened = await self.ask("open")
@@ -58,30 +65,32 @@ class Hosts:
         for host, address in addresses.items():
             if host != self._endpoint.host:
                 self._endpoint.connect(host, address)
-        for host, address in addresses.items():
-            if host != self._endpoint.host and address.machine == self._endpoint.address.machine:
-                self._follow(host)
+        for host, answer in opened.items():
+            if answer["pids"] == pid_space() and answer["pid"] != os.getpid():
+                self._processes.follow(host, answer["pid"], self._has_ended)
         meeting = {host: answer["meeting"] for host, answer in opened.items()}
         await self.ask("wire", addresses, self._gang_addresses(meeting))
 
-    def _follow(self, host: str) -> None:
-        """Hear of the end of a process on this machine at once."""
-        try:
-            handle = os.pidfd_open(self.pids[host])
-        except OSError:  # it has ended already, or lives in another pid namespace: Ray will tell
-            return
-        self._watched[host] = handle
-        asyncio.get_running_loop().add_reader(handle, self._has_ended, host)
+    def _follow_ray(self) -> None:
+        for name, pid in self._cluster.processes().items():
+            self._rays.follow(name, pid, self._ray_has_ended)
+        if (head := self._cluster.head()) is not None:
+            self._head = asyncio.create_task(outlive(*head, patience_s=HEAD_AWAY_S))
+            self._head.add_done_callback(self._head_has_ended)
 
     def _has_ended(self, host: str) -> None:
-        self._unfollow(host)
+        self._rays.look()  # a host does not outlive Ray: that is the cause
         self._on_death(self._dead(host, ""))
 
-    def _unfollow(self, host: str) -> None:
-        handle = self._watched.pop(host, None)
-        if handle is not None:
-            asyncio.get_running_loop().remove_reader(handle)
-            os.close(handle)
+    def _head_has_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._ray_has_ended("head")
+
+    def _ray_has_ended(self, name: str) -> None:
+        """Ray's library would end this process a minute later."""
+        error = self._cluster.has_lost(name)
+        self.death = self.death or error
+        self._on_death(error)
 
     def _dead(self, host: str, why: str) -> NodeFailed:
         """The process of `host` is no more: what waits for it fails."""
@@ -154,8 +163,8 @@ class Hosts:
 
     async def stop(self, *, within_s: float = STOP_WITHIN_S) -> list[NodeFailed]:
         """Orderly if the hosts still answer, by force after `within_s` seconds. Returns what went wrong with it."""
-        for host in list(self._watched):
-            self._unfollow(host)
+        self._processes.expect_ends()
+        self._rays.expect_ends()
         for _, answer in self._late.values():
             answer.cancel()
         tasks = {host: asyncio.ensure_future(self.ask_one(host, "stop")) for host in self._actors}
@@ -166,6 +175,10 @@ class Hosts:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         for host in self._actors:
             self._cluster.kill(host)
+        await self._processes.end(within_s=0.0 if self._cluster.lost else KILLED_WITHIN_S)
+        self._rays.close()
+        if self._head is not None:
+            self._head.cancel()
         return [failed for host, task in tasks.items() for failed in self._ill_closed(host, task, within_s)]
 
     def _ill_closed(self, host: str, task: asyncio.Future[Any], within_s: float) -> list[NodeFailed]:

@@ -26,7 +26,7 @@ from flowrl.graph.plan import HostPlan, Plan, make_plan
 from flowrl.graph.routes import routes_of
 from flowrl.runtime import resume
 from flowrl.runtime.options import RunOptions
-from flowrl.runtime.rundir import RunDir, provenance, writing
+from flowrl.runtime.rundir import RunDir, private, provenance, writing
 
 if TYPE_CHECKING:
     from flowrl.channel.endpoint import CurveKeys
@@ -103,17 +103,18 @@ class Launch:
             assert resume_from is not None
             view.warning(f"checkpoint {problem}; going on from {resume_from.name}, and it is put aside")
         try:
-            if resume_from is None:
-                self.describe(directory, plan)
-            if not cluster.started:
-                view.progress("driver", "starting Ray")
-                num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
-                cluster.start(graph_dir=self.graph_file.parent, num_cpus=num_cpus, num_gpus=machines.num_gpus)
-            job = _Prepared(self, directory, plan, version, resume_from, versions)
-            try:
-                outcome = asyncio.run(job.drive(cluster, view))
-            except asyncio.CancelledError:  # a second interrupt
-                raise KeyboardInterrupt from None
+            with private():
+                if resume_from is None:
+                    self.describe(directory, plan)
+                if not cluster.started:
+                    view.progress("driver", "starting Ray")
+                    num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
+                    cluster.start(graph_dir=self.graph_file.parent, num_cpus=num_cpus, num_gpus=machines.num_gpus)
+                job = _Prepared(self, directory, plan, version, resume_from, versions)
+                try:
+                    outcome = asyncio.run(job.drive(cluster, view))
+                except asyncio.CancelledError:  # a second interrupt
+                    raise KeyboardInterrupt from None
         finally:
             view.close()
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
@@ -236,7 +237,7 @@ class _Prepared:
                 return await driver.run()
         finally:
             await endpoint.close()
-            remove_run(run_id, os.getpid())
+            remove_run(run_id)
 
     def _rewind(self) -> None:
         """Make the run's files those of the checkpoint that it goes on from; nothing to do for a fresh run."""

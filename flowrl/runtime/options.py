@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from flowrl.errors import ConfigError
 from flowrl.runtime.alarms import Limits
 from flowrl.runtime.sinks import check_sinks
+
+Trace = Literal["off", "sampled", "full"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ class RunOptions:
     """Plain lines instead of the live view."""
     track: tuple[str, ...] = ()
     """Further sinks of the metrics: tensorboard, wandb, trackio."""
+    trace: Trace = "sampled"
+    """sampled: `trace.json` has at most 16 MiB, and of a long run every nth group from prompt to gradient; full:
+    everything, however large; off: no trace."""
     alarms: Limits = field(default_factory=Limits)
     """Limits of the alarms in view and metrics."""
 

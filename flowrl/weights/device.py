@@ -11,6 +11,7 @@ Read in vLLM 0.32 and written to it; not yet run on a GPU.
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import socket
 import time
@@ -135,11 +136,11 @@ class Nccl(_DeviceTransport):
     def _meeting(self) -> str:
         if not self._port:
             self._port = _free_port()
-        return f"nccl:{local_ip()}/{self._port}"
+        return f"nccl:{_address()}/{self._port}"
 
     def _open(self, source: ZeroSource) -> Any:
         info = NCCLTrainerInitInfo(
-            master_address=local_ip(), master_port=self._port, world_size=world_size(self._routes), rank=self._rank
+            master_address=_address(), master_port=self._port, world_size=world_size(self._routes), rank=self._rank
         )
         return WeightTransferTrainerFactory.trainer_init(info, client=_Announced(), source=source)
 
@@ -173,7 +174,12 @@ def _row(meta: ParamMeta) -> tuple[str, str, tuple[int, ...], int, int]:
     return meta.name, dtype, tuple(meta.shape), 0, torch.Size(meta.shape).numel() * meta.dtype.itemsize
 
 
+def _address() -> str:
+    """Where trainer and generators meet: the loopback address where all are on one machine."""
+    return os.environ.get("VLLM_HOST_IP") or local_ip()
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind((_address(), 0))
         return int(probe.getsockname()[1])

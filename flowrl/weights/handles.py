@@ -15,12 +15,14 @@ from typing import Any
 import zmq
 
 from flowrl.channel.address import run_prefix, socket_root
+from flowrl.channel.presence import Presence
 
 
 class HandleServer:
     """The trainer's end. One thread at a time."""
 
     def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
         self._path = socket_root() / f"{run_prefix(run_id, os.getpid())}-handles"
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -28,9 +30,11 @@ class HandleServer:
     def open(self) -> str:
         """The address for readers."""
         if self._socket is None:
+            self._presence = Presence(self._run_id)
             self._context = zmq.Context()
             self._socket = self._context.socket(zmq.ROUTER)
             self._socket.bind(f"ipc://{self._path}")
+            self._path.chmod(0o600)
         return str(self._path)
 
     def hand_out(self, version: int, update: Mapping[str, Any], num_readers: int) -> None:
@@ -52,6 +56,7 @@ class HandleServer:
             self._context.term()
             self._socket = None
             self._path.unlink(missing_ok=True)
+            self._presence.close()
 
 
 class HandleReader:

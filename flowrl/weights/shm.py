@@ -21,8 +21,12 @@ import mmap
 import os
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flowrl.errors import FlowrlError
+
+if TYPE_CHECKING:
+    from flowrl.channel.presence import Presence
 
 SHM = Path("/dev/shm")
 DATA_OFFSET = 4096
@@ -94,12 +98,14 @@ class Segment:
 class SegmentPool:
     """The writer's segments of one policy, reused so that their pages stay warm.
 
-    Their names tell the writer's pid, so that `flowrl.channel.sweep` removes what a killed writer left.
+    Their names tell the run: its driver removes what a killed writer left, or else the next start's sweep.
     """
 
     def __init__(self, run_id: str, policy: str) -> None:
         from flowrl.channel.address import run_prefix
 
+        self._run_id = run_id
+        self._presence: Presence | None = None
         safe = "".join(c if c.isalnum() else "_" for c in policy)[-40:]
         self._stem = f"flowrl-{run_prefix(run_id, os.getpid())}-weights-{safe}-"
         self._segments: list[Segment] = []
@@ -114,6 +120,10 @@ class SegmentPool:
             if segment is not self._newest and segment.lock(exclusive=True):
                 segment.begin()
                 return segment
+        if self._presence is None:
+            from flowrl.channel.presence import Presence
+
+            self._presence = Presence(self._run_id)
         segment = Segment(f"{self._stem}{next(_serial)}", create=True)
         assert segment.lock(exclusive=True)
         segment.begin()
@@ -133,6 +143,9 @@ class SegmentPool:
             segment.close()
         self._segments.clear()
         self._newest = None
+        if self._presence is not None:
+            self._presence.close()
+            self._presence = None
 
 
 def open_version(name: str, version: int) -> Segment:

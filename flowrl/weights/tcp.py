@@ -66,7 +66,7 @@ class ChunkServer:
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._public = public
         self._host = address or local_ip()
-        self._port = self._socket.bind_to_random_port("tcp://*")
+        self._port = self._socket.bind_to_random_port(f"tcp://{self._host}")
         self._thread = threading.Thread(target=self._serve, name="flowrl-weights-tcp", daemon=True)
         self._thread.start()
 

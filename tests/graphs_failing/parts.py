@@ -12,6 +12,7 @@ from flowrl import Batch, In, Node, Out, Sample
 from flowrl.errors import SampleFailed
 from flowrl.graph.facts import Facts
 from flowrl.runtime.ledger_client import Use
+from flowrl.weights.shm import SegmentPool
 
 __all__ = ["Collect", "Faulty", "Generator", "Numbers", "Ranks", "Trainer"]
 
@@ -30,10 +31,22 @@ class Generator(SleepingGenerator):
 
 
 class Trainer(SleepingTrainer):
+    """Its first rank has weights in shared memory, as a real one has."""
+
     cpus = 0
+    pool: SegmentPool | None = None
 
     async def setup(self) -> None:
         leave_word(self)
+        if self.context.replica == 0:
+            self.pool = SegmentPool(self.context.run_id, self.name)
+            segment = self.pool.writable()
+            self.pool.publish(segment, 0, 0)
+            leave_word(self, segment.name)
+
+    async def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
 
 
 class Ranks(Trainer):

@@ -1,0 +1,45 @@
+"""A connection that is kept only to hear of the other side's end: that of the head of a Ray cluster.
+
+Ray's library ends a driver that has not reached the head for a minute, whatever it is doing. A head may come back
+before that, where the cluster keeps its state, so a lost connection is made again for some seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+RETRY_S = 1.0
+PROBES = ((socket.SO_KEEPALIVE, 1), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""So that a machine that was switched off is a connection that breaks."""
+
+
+async def outlive(host: str, port: int, *, patience_s: float) -> None:
+    """Returns when nobody has listened at the address for `patience_s` seconds."""
+    loop = asyncio.get_running_loop()
+    last_s = loop.time()
+    while loop.time() - last_s < patience_s:
+        try:
+            async with asyncio.timeout(patience_s):
+                reader, writer = await asyncio.open_connection(host, port)
+        except OSError:  # a timeout is one
+            await asyncio.sleep(RETRY_S)
+            continue
+        await _until_it_breaks(reader, writer)
+        last_s = loop.time()
+        await asyncio.sleep(RETRY_S)  # a server closes what does not speak its protocol, now and then
+
+
+async def _until_it_breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    (keep, on), *details = PROBES
+    link: socket.socket = writer.get_extra_info("socket")
+    link.setsockopt(socket.SOL_SOCKET, keep, on)
+    for option, value in details:
+        link.setsockopt(socket.IPPROTO_TCP, option, value)
+    try:
+        while await reader.read(4096):  # what a server says first
+            pass
+    except OSError:
+        pass
+    finally:
+        writer.close()

@@ -1,0 +1,103 @@
+"""The Ray of a run: where it listens, who may read what it leaves, and what its death does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import HEAD, free_ports
+from tests.run_process import GRAPHS, ROOT, Run, audit, is_loopback, listening, pids_of, states
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FAULTS = GRAPHS / "faults.py"
+OPTIONS = ["--processes", "--ranks", "2", "--save-every", "1"]
+OWN_DIES_WITHIN_S = 40
+"""Ray's library would wait for 60 s."""
+
+
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+def test_a_run_whose_ray_dies_says_so_and_can_be_resumed(tmp_path: Path, ray: dict[str, str], victim: str) -> None:
+    before = os.umask(0)  # the loosest that a user can have
+    run = Run(FAULTS, tmp_path / "run", *OPTIONS, "--steps", "100000", timeout_s=200)
+    os.umask(before)
+    run.until("checkpoint step_000004")
+    by_address = listening(pids_of(run.mark))
+    assert {"gcs_server", "raylet"} <= set().union(*by_address.values())
+    assert {address: names for address, names in by_address.items() if not is_loopback(address)} == {}
+    assert open_to_others(tmp_path / "run") == []
+
+    start_s = time.monotonic()
+    os.kill(run.pid_of(victim), signal.SIGKILL)
+    assert run.wait() == 2, run.stdout
+    assert time.monotonic() - start_s < OWN_DIES_WITHIN_S
+    assert run.stderr.startswith(f"flowrl: Ray's {victim} has ended"), run.stderr
+    assert run.stderr.count("\n") == 1 and "--resume" in run.stderr
+    assert "audit: ok" in audit(tmp_path / "run")
+    assert not run.socket_dirs
+    assert open_to_others(tmp_path / "run") == []
+
+    again = Run(FAULTS, tmp_path / "run", *OPTIONS, "--steps", "8", "--resume", env=ray)
+    assert again.wait() == 0, again.stderr
+    assert states(tmp_path / "run") == {("trained", None): 8 * 4}
+
+
+def open_to_others(directory: Path) -> list[tuple[str, str]]:
+    """(file, mode) of what other users may read, write or list."""
+    return [
+        (str(path), oct(path.stat().st_mode))
+        for path in [directory, *directory.rglob("*")]
+        if path.stat().st_mode & 0o077
+    ]
+
+
+@pytest.fixture
+def head() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """(process, address) of the head of a cluster that may be killed."""
+    port, client, agent, grpc = free_ports(4)
+    ports = [f"--port={port}", f"--ray-client-server-port={client}"]
+    agents = [f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={grpc}"]
+    quiet = ["--include-dashboard=false", "--disable-usage-stats"]
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--num-cpus=8", *ports, *agents, *quiet],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **HEAD, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "Ray runtime started" in line:
+            break
+    yield process, f"127.0.0.1:{port}"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.stdout.read()
+    process.wait()
+
+
+def test_a_run_ends_in_order_before_ray_gives_up_the_head_of_its_cluster(
+    tmp_path: Path, head: tuple[subprocess.Popen[str], str], ray: dict[str, str]
+) -> None:
+    cluster, address = head
+    joined = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
+    run = Run(FAULTS, tmp_path / "run", *OPTIONS, "--steps", "100000", env=joined, timeout_s=200)
+    run.until("checkpoint step_000004")
+    start_s = time.monotonic()
+    os.kill(child_of(cluster.pid, "gcs_server"), signal.SIGKILL)
+    assert run.wait() == 2, run.stdout
+    assert time.monotonic() - start_s < 60
+    assert run.stderr.startswith("flowrl: Ray's head has ended"), run.stderr
+    assert "audit: ok" in audit(tmp_path / "run")
+
+
+def child_of(parent: int, name: str) -> int:
+    found = subprocess.run(["pgrep", "-P", str(parent), name], capture_output=True, text=True, check=True)
+    return int(found.stdout)
