@@ -190,8 +190,8 @@ def run(
 ) -> Ran:
     """Check and run the graph of `file`. Raises GraphError for one that the check refuses.
 
-    `prepare` sees the driver before it starts; `go` runs a coroutine on a loop; `options` are RunOptions. A run that takes longer than `within_s`
-    ends with TimeoutError as its error.
+    `prepare` sees the driver before it starts; `go` runs a coroutine on a loop; `options` are RunOptions. A run
+    that takes longer than `within_s` ends with TimeoutError as its error.
     """
     loaded = load_file(file)
     cfg = loaded.config_type(**(config or {}))

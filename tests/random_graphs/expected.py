@@ -1,8 +1,8 @@
 """What has to become of every sample, worked out from the graph's shape and the fates that its nodes deal out.
 
-For each port it is worked out what can come to it of a sample: the sample itself (ITEM), the word that it is lost (as
-"state: reason"), or nothing (AWAY: it went another way). Usually there is one possibility; a sample that is sent and then
-failed has two.
+For each port it is worked out what can come to it of a sample: the sample itself (ITEM), the word that it is lost
+(as "state: reason"), or nothing (AWAY: it went another way). Usually there is one possibility; a sample that is sent
+and then failed has two.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A run of a random graph from its first life to its last, in virtual time.
 
-A life that crashes leaves its directory as it was on the disk at that moment: it is copied, and the next life goes on in
-the copy. What the dead one does afterwards (its sockets are closed, its tasks cancelled) is of no account.
+A life that crashes leaves its directory as it was on the disk at that moment: it is copied, and the next life goes on
+in the copy. What the dead one does afterwards (its sockets are closed, its tasks cancelled) is of no account.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from unittest import mock
 
+from flowrl.graph import node
 from flowrl.runtime import launch
 from flowrl.runtime.driver import Driver
 from tests import in_process
@@ -83,7 +85,7 @@ def _live(config: Config, shape: Shape, life: Life, here: Path) -> Ending:
         mine.load(kept)
     end = _End(life, here, mine)
     try:
-        with mock.patch.object(launch, "provenance", lambda file: {}):
+        with _spared():
             ran = in_process.run(
                 FILE,
                 here,
@@ -102,6 +104,19 @@ def _live(config: Config, shape: Shape, life: Life, here: Path) -> Ending:
     opened = end.left_open() if ran.outcome is not None else {}
     began_at = 0 if kept is None else int(kept.name.removeprefix("step_"))
     return Ending(life, ran, mine, opened, began_at)
+
+
+@contextmanager
+def _spared() -> Iterator[None]:
+    """What takes most of the time of a short run, and is the same in all of them."""
+    with (
+        mock.patch.object(launch, "provenance", lambda file: {}),
+        mock.patch.object(node, "get_type_hints", _hints),
+    ):
+        yield
+
+
+_hints = functools.cache(get_type_hints)
 
 
 def _newest(here: Path) -> Path | None:

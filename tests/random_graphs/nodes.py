@@ -107,12 +107,16 @@ class Source(Played):
         while not self.shape.total or self.number < self.shape.total:
             group_id = f"g{self.number}"
             await self.take_time(group_id)
-            held = {trainer: self.record.floor(trainer) for trainer in self.shape.trainers}
             if not await self.prompts.admit([self.prompt(group_id, member) for member in range(self.shape.group_size)]):
                 return
             self.record.admitted.append(group_id)
-            self.record.held.setdefault(group_id, held)
+            self.record.held.setdefault(group_id, self.held())
             self.number += 1
+
+    def held(self) -> dict[str, int]:
+        """The version of each trainer that all of its readers hold now."""
+        readers = self.shape.parts["generator"].replicas
+        return {trainer: self.record.floor(trainer, readers) for trainer in self.shape.trainers}
 
     def prompt(self, group_id: str, member: int) -> Prompt:
         ids = np.zeros(PROMPT_TOKENS, np.int32)

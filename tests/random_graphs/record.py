@@ -34,9 +34,11 @@ class Record:
     admitted: list[str] = field(default_factory=list)
     """Groups, in order."""
     held: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Group -> trainer -> the version of it that every reader held when its admission was asked for."""
+    """Group -> trainer -> the version of it that every reader held when it was admitted."""
     holders: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     """Trainer -> reader -> version. Not in a checkpoint: readers load anew."""
+    began_with: dict[str, int] = field(default_factory=dict)
+    """Trainer -> its version when this life began."""
     trained: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     """Trainer -> its batches: version (that was updated), groups, samples {id: [tokens, oldest version]}."""
     seen: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -53,11 +55,13 @@ class Record:
         content = json.loads((directory / FILE).read_text())
         self.admitted, self.held = content["admitted"], content["held"]
         self.trained.update(content["trained"])
+        self.began_with = {trainer: len(batches) for trainer, batches in self.trained.items()}
         self.seen.update({name: Counter(counts) for name, counts in content["seen"].items()})
 
-    def floor(self, trainer: str) -> int:
-        """The oldest version that a reader holds."""
-        return min(self.holders[trainer].values(), default=0)
+    def floor(self, trainer: str, num_readers: int) -> int:
+        """The oldest version that a reader holds. One that has loaded none yet serves none before the start's."""
+        held = self.holders[trainer].values()
+        return min(held) if len(held) == num_readers else self.began_with.get(trainer, 0)
 
     def train(self, trainer: str, version: int, num_groups: int, samples: dict[str, Any]) -> None:
         """A batch that updated `version`: {sample: [tokens, oldest version]}."""

@@ -7,6 +7,7 @@ that are joined. Taps leave the chain anywhere and reach no trainer.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from tests.random_graphs.dice import Dice
@@ -149,8 +150,9 @@ def _of_link(link: Link) -> str:
     return f"{link.out} -> {link.into} ({rule}{capacity})"
 
 
+@functools.lru_cache(maxsize=16)
 def draw(seed: int, without: tuple[str, ...] = ()) -> Shape:
-    """The graph of a seed, but for the features of these names."""
+    """The graph of a seed, but for the features of these names. Every host asks for it."""
     if unknown := set(without) - set(FEATURES):
         raise ValueError(f"no such features: {', '.join(sorted(unknown))}; there are {', '.join(FEATURES)}")
     drawing = Drawing(seed, without)
