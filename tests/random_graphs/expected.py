@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.random_graphs.nodes import KINDS, STATES, Passing, fate, goes_left
+from tests.random_graphs.nodes import KINDS, STATES, Passing, fate, goes_left, response_length
 from tests.random_graphs.shape import Part, Shape
 
 ITEM, AWAY = "item", "away"
@@ -52,6 +52,11 @@ class Expected:
         """Once if a member of it comes. Of a node that groups joined ports: that comes to all of them."""
         ways = [self._into(node, sample_id) for sample_id in self.members(group_id)]
         return int(any(way == {ITEM} for way in ways)), int(any(ITEM in way for way in ways))
+
+    def tokens(self, sample_id: str) -> int:
+        """What the generator makes of it."""
+        lost = fate(self.shape.seed, self.shape.parts["generator"], sample_id) in ("drop", "filter", "fail")
+        return 0 if lost else response_length(self.shape.seed, sample_id)
 
     def members(self, group_id: str) -> list[str]:
         return [f"{group_id}:{member}" for member in range(self.shape.group_size)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from unittest import mock
 
+from flowrl.channel import sweep
 from flowrl.graph import node
 from flowrl.runtime import launch
 from flowrl.runtime.driver import Driver
@@ -108,9 +109,10 @@ def _live(config: Config, shape: Shape, life: Life, here: Path) -> Ending:
 
 @contextmanager
 def _spared() -> Iterator[None]:
-    """What takes most of the time of a short run, and is the same in all of them."""
+    """What takes much of the time of a short run, and is the same in all of them; and the sweeping up after others."""
     with (
         mock.patch.object(launch, "provenance", lambda file: {}),
+        mock.patch.object(sweep, "sweep", lambda: None),
         mock.patch.object(node, "get_type_hints", _hints),
     ):
         yield

@@ -65,6 +65,10 @@ def goes_left(seed: int, part: Part, key: str) -> bool:
     return lot(seed, part.name, key, "way") < 0.5
 
 
+def response_length(seed: int, sample_id: str) -> int:
+    return 1 + int(lot(seed, sample_id, "length") * LONGEST_RESPONSE)
+
+
 def key_of(item: Message) -> str:
     """What names an item: its sample, or its group."""
     if isinstance(item, Wrapped):
@@ -99,6 +103,8 @@ class Played(Node):
 class Source(Played):
     prompts: Out[Prompt]
     number = 0
+    first = 0
+    """Number of the group that this life begins with."""
 
     def facts(self) -> Facts:
         return Facts(group_size=self.shape.group_size, longest_prompt=PROMPT_TOKENS)
@@ -107,10 +113,13 @@ class Source(Played):
         while not self.shape.total or self.number < self.shape.total:
             group_id = f"g{self.number}"
             await self.take_time(group_id)
+            asked = self.held()
             if not await self.prompts.admit([self.prompt(group_id, member) for member in range(self.shape.group_size)]):
                 return
             self.record.admitted.append(group_id)
-            self.record.held.setdefault(group_id, self.held())
+            if self.number != self.first or not self.first:
+                got = self.held()
+                self.record.held[group_id] = {trainer: (asked[trainer], got[trainer]) for trainer in got}
             self.number += 1
 
     def held(self) -> dict[str, int]:
@@ -131,7 +140,7 @@ class Source(Played):
         return {"number": self.number}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.number = int(state["number"])
+        self.number = self.first = int(state["number"])
 
 
 class Generator(Played):
@@ -188,7 +197,7 @@ class Generator(Played):
             raise SampleFailed(f"{self.name}_late")
 
     async def sampled(self, prompt: Prompt) -> Sample:
-        length = 1 + int(lot(self.shape.seed, prompt.sample_id, "length") * LONGEST_RESPONSE)
+        length = response_length(self.shape.seed, prompt.sample_id)
         versions = [-1] * PROMPT_TOKENS
         for position in range(length):
             if position in (0, length // 2):
@@ -402,7 +411,7 @@ class GroupMaking(Played):
         if kept:
             group = Group(group_id, tuple(map(trainable, kept)), self.shape.group_size)
             await self.groups.send(group, made_from=kept)
-        self.record.seen[self.name][group_id] += 1
+        self.record.see(self.name, group_id)
 
 
 class Grouping(GroupMaking):
@@ -435,7 +444,7 @@ class Sink(Played):
         name = f"{self.name}/{self.context.replica}" if everything else self.name
         async for item in self.items:
             await self.take_time(key_of(item))
-            self.record.seen[name][key_of(item)] += 1
+            self.record.see(name, key_of(item))
 
 
 class SampleSink(Sink):

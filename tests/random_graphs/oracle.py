@@ -46,6 +46,8 @@ class _Judge:
         self.record = self.last.record
         self.main = shape.trainers[0]
         self.interrupted = any(ending.ran.outcome and ending.ran.outcome.interrupted for ending in endings)
+        self.may_be_left = shape.steps is not None
+        """Finished groups that no batch takes any more; without `--steps` every group is trained."""
         self.groups = self.record.admitted
         self.samples = [sample for group in self.groups for sample in self.expected.members(group)]
 
@@ -102,7 +104,8 @@ class _Judge:
 
     def _held(self, trainer: str, sample_id: str) -> int | None:
         counted = any(link.out == f"{trainer}.weights" for link in self.shape.links)
-        return self.record.held[sample_id.split(":")[0]].get(trainer) if counted else None
+        held = self.record.held.get(sample_id.split(":")[0])
+        return held[trainer][1] if counted and held is not None else None
 
     def twice(self) -> Iterator[str]:
         if repeated := [group for group, times in Counter(self.groups).items() if times > 1]:
@@ -120,6 +123,8 @@ class _Judge:
                 ways = self.expected.trained(trainer, sample_id)
                 if sample_id in used and ITEM not in ways:
                     yield f"{trainer} trained {sample_id}, which had to be {_said(ways)}"
+                if sample_id not in used and ways == {ITEM} and not self.may_be_left:
+                    yield f"{trainer} did not train {sample_id}, although nothing was to be left over"
             if strange := set(used) - set(self.samples):
                 yield f"{trainer} trained {sorted(strange)}, which were not admitted"
 
@@ -137,6 +142,8 @@ class _Judge:
         rows = {row[0]: row[1:] for row in self.last.ran.rows("SELECT sample_id, state, reason, step FROM samples")}
         yield from self._compare("samples admitted", set(rows), set(self.samples))
         yield from self._compare("uses", self._uses_in_ledger(), self._uses())
+        yield from self._compare("tokens", *self._tokens())
+        yield from self._born()
         for sample_id, (state, reason, step) in rows.items():
             if sample_id in self.samples:
                 yield from self._state(sample_id, f"{state}: {reason}" if reason else state, step)
@@ -148,6 +155,18 @@ class _Judge:
             yield f"{what}: the ledger lacks {sorted(missing)[:SHOWN]}"
         if strange := booked - true:
             yield f"{what}: only the ledger has {sorted(strange)[:SHOWN]}"
+
+    def _tokens(self) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
+        """(sample, tokens generated): booked, true."""
+        booked = self.last.ran.rows("SELECT sample_id, response_tokens FROM samples")
+        return set(booked), {(sample_id, self.expected.tokens(sample_id)) for sample_id in self.samples}
+
+    def _born(self) -> Iterator[str]:
+        """What was held at admission: booked, and what the source saw before and after."""
+        for group_id, born in self.last.ran.rows("SELECT DISTINCT group_id, born_version FROM samples"):
+            held = self.record.held.get(group_id)
+            if held is not None and not held[self.main][0] <= born <= held[self.main][1]:
+                yield f"{group_id} is booked as born at {born}, but {held[self.main]} were held around its admission"
 
     def _uses_in_ledger(self) -> set[tuple[str, str, int, int, int]]:
         return set(self.last.ran.rows("SELECT trainer, sample_id, version, step, tokens FROM uses"))
@@ -175,8 +194,7 @@ class _Judge:
         if stale:
             return frozenset({STALE})
         found = frozenset().union(*(self.expected.trained(name, sample_id) for name in self.shape.trainers))
-        left_over = self.shape.steps is not None or self.interrupted
-        return (found - {ITEM}) | (frozenset({RUN_END}) if left_over and ITEM in found else frozenset())
+        return (found - {ITEM}) | (frozenset({RUN_END}) if self.may_be_left and ITEM in found else frozenset())
 
     # Nodes that take note of what they see
 

@@ -33,8 +33,9 @@ class Record:
 
     admitted: list[str] = field(default_factory=list)
     """Groups, in order."""
-    held: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Group -> trainer -> the version of it that every reader held when it was admitted."""
+    held: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    """Group -> trainer -> the version of it that every reader held, before and after the wait for its ticket. Without
+    the group that a life begins with: it may have had its ticket in the life before."""
     holders: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     """Trainer -> reader -> version. Not in a checkpoint: readers load anew."""
     began_with: dict[str, int] = field(default_factory=dict)
@@ -62,6 +63,10 @@ class Record:
         """The oldest version that a reader holds. One that has loaded none yet serves none before the start's."""
         held = self.holders[trainer].values()
         return min(held) if len(held) == num_readers else self.began_with.get(trainer, 0)
+
+    def see(self, node: str, key: str) -> None:
+        """A group or sample has come to a node."""
+        self.seen[node][key] += 1
 
     def train(self, trainer: str, version: int, num_groups: int, samples: dict[str, Any]) -> None:
         """A batch that updated `version`: {sample: [tokens, oldest version]}."""

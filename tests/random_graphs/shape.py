@@ -125,9 +125,11 @@ class Shape:
         """One line about the run, one a node, one an edge that has something to say."""
         limit = "mask" if self.on_limit == "mask" else f"wait, look_ahead {self.look_ahead}"
         lives = ", ".join(f"{life.end} {life.delay_s:.3f} s after {life.version}" for life in self.lives if life.end)
+        lag = ", weights load late" if self.lag else ""
         lines = [
             f"seed {self.seed}: K {self.group_size}, P {self.groups_per_step}, S {self.staleness} ({limit}), "
-            f"{self.total or 'endless'} groups, steps {self.steps}, save_every {self.save_every}; {lives or 'one life'}"
+            f"{self.total or 'endless'} groups, steps {self.steps}, save_every {self.save_every}{lag}; "
+            f"{lives or 'one life'}"
         ]
         lines += [f"  {part}" for part in map(_of_part, self.parts.values())]
         lines += [f"  {_of_link(link)}" for link in self.links]
@@ -169,6 +171,8 @@ class Drawing:
         self.dice = Dice(seed)
         self.shape = Shape(seed)
         self._without = without
+        self._ways: list[str] = []
+        """Names of the chains that some members of a group do not come by."""
 
     def has(self, feature: str, probability: float, *name: object) -> bool:
         return feature not in self._without and self.dice.chance(probability, feature, *name)
@@ -307,6 +311,7 @@ class Drawing:
     def ways(self, out: str, name: str, level: str, depth: int) -> str:
         """Two ways that meet again in one In port."""
         outs = self.route(out, name, level)
+        self._ways += [f"{name}_{index}" for index in range(2) if level == "sample"]
         parting = depth == 0 and self.has("parted", 0.2, name)
         ends = [self.chain(out, f"{name}_{index}", level, depth + 1) for index, out in enumerate(outs)]
         if parting:
@@ -325,10 +330,13 @@ class Drawing:
 
     def tap(self, out: str, name: str, level: str) -> None:
         out = self.chain(out, name, level, DEEPEST - 1)
-        if level == "sample" and self.dice.chance(0.5, name, "groups"):
+        if level == "sample" and self._gets_groups(name) and self.dice.chance(0.5, name, "groups"):
             out, level = self.group(out, name), "group"
             out = self.chain(out, f"{name}_after", level, DEEPEST)
         self.sink(out, name, level)
+
+    def _gets_groups(self, name: str) -> bool:
+        return "parted" not in self._without or not name.startswith(tuple(self._ways))
 
     def sink(self, out: str, name: str, level: str) -> None:
         self.part(f"{name}_sink", f"{level}_sink")
