@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tests.random_graphs.nodes import KINDS, STATES, Passing, fate, goes_left, response_length
 from tests.random_graphs.shape import Part, Shape
 
-ITEM, AWAY = "item", "away"
+ITEM, AWAY = "item", "dropped: not_routed"
 Ways = frozenset[str]
 """What can come of a sample."""
 SERVED = "_server"
@@ -27,7 +27,8 @@ class Expected:
 
     def trained(self, trainer: str, sample_id: str) -> Ways:
         """What can come to the batcher of `trainer`."""
-        return self.at(f"{trainer}_batcher.groups", sample_id)
+        (batches,) = (link.out for link in self.shape.into(trainer) if link.kind == "queue")
+        return self.at(f"{batches.split('.')[0]}.groups", sample_id)
 
     def at(self, port: str, sample_id: str) -> Ways:
         """What can come to an In port."""

@@ -171,6 +171,9 @@ class Drawing:
         self.dice = Dice(seed)
         self.shape = Shape(seed)
         self._without = without
+        self.split = ""
+        self.most_unpublished = 1
+        """Versions of one trainer without a publication, the published one included."""
         self._ways: list[str] = []
         """Names of the chains that some members of a group do not come by."""
 
@@ -178,12 +181,25 @@ class Drawing:
         return feature not in self._without and self.dice.chance(probability, feature, *name)
 
     def numbers(self) -> None:
+        """Trainers that train different batches have their versions each, so none is masked by the other's."""
         shape, dice = self.shape, self.dice
         shape.group_size, shape.groups_per_step = dice.number(1, 4, "K"), dice.number(1, 4, "P")
-        shape.staleness = dice.number(0, 4, "S")
-        shape.on_limit = "mask" if self.has("mask", 0.25) else "wait"
+        self.split = self._split()
+        own_clock = self.split not in ("", "batches")
+        shape.staleness = dice.number(int(own_clock), 4, "S")
+        shape.on_limit = "mask" if self.has("mask", 0.25) and not own_clock else "wait"
         if shape.on_limit == "wait" and self.has("look_ahead", 0.4):
-            shape.look_ahead = dice.number(1, min(shape.staleness * shape.groups_per_step + 1, 8), "W")
+            most = (shape.staleness - own_clock) * shape.groups_per_step + 1
+            shape.look_ahead = dice.number(1, min(most, 8), "W")
+        self.most_unpublished = (shape.ahead + 1) // 2 if own_clock else shape.ahead + 1
+
+    def _split(self) -> str:
+        """What both trainers get a copy of, "parted" what goes to one of them; "" where there is one."""
+        if not self.has("second", 0.35):
+            return ""
+        weights = {"samples": 2, "groups": 2, "batches": 2, "parted": 1, "parted_groups": 1}
+        split = self.dice.weighed(weights, "split")
+        return "groups" if split.startswith("parted") and "parted" in self._without else split
 
     def schedule(self) -> None:
         shape, dice = self.shape, self.dice
@@ -210,35 +226,33 @@ class Drawing:
         self.part("generator", "generator", losses=0.3)
         self.link("prompts.prompts", "generator.prompts")
         out = self.chain("generator.samples", "head", "sample")
-        second = self.has("second", 0.35)
-        split = self.dice.weighed({"samples": 2, "groups": 2, "parted": 1, "parted_groups": 1}, "split")
-        if second and split == "samples":
-            ways = [("actor", self.grouped(out, "actor")), ("critic", self.grouped(out, "critic"))]
-        elif second and split == "parted" and "parted" not in self._without:
-            left, right = self.route(out, "parting", "sample")
-            ways = [("actor", self.grouped(left, "actor")), ("critic", self.grouped(right, "critic"))]
+        if self.split in ("samples", "parted"):
+            left, right = self.route(out, "parting", "sample") if self.split == "parted" else (out, out)
+            ways = {"actor": self.grouped(left, "actor"), "critic": self.grouped(right, "critic")}
         else:
             out = self.grouped(out, "actor")
-            if second and split == "parted_groups" and "parted" not in self._without:
-                left, right = self.route(out, "parting", "group")
-                ways = [("actor", left), ("critic", self.chain(right, "critic_groups", "group"))]
-            else:
-                ways = [("actor", out)]
-                ways += [("critic", self.chain(out, "critic_groups", "group"))] if second else []
-        for name, out in ways:
-            self.trained(out, name)
+            left, right = self.route(out, "parting", "group") if self.split == "parted_groups" else (out, out)
+            ways = {"actor": left}
+            if self.split in ("groups", "parted_groups"):
+                ways["critic"] = self.chain(right, "critic_groups", "group")
+        for name, way in ways.items():
+            self.batched(way, name)
+            self.trained(f"{name}_batcher.batches", name)
+        if self.split == "batches":
+            self.trained("actor_batcher.batches", "critic")
 
-    def trained(self, out: str, name: str) -> None:
-        """The batcher and the trainer at the end of a way."""
+    def batched(self, out: str, name: str) -> None:
+        self.part(f"{name}_batcher", "batcher", most=1)
+        self.link(out, f"{name}_batcher.groups")
+
+    def trained(self, batches: str, name: str) -> None:
         shape = self.shape
         ranks = min(shape.group_size * shape.groups_per_step, 3)
         counted = name == "actor" or self.has("until", 0.6)
-        every = self.dice.number(1, shape.ahead + 1, name, "every") if self.has("publish_every", 0.3, name) else 1
-        self.part(f"{name}_batcher", "batcher", most=1)
+        every = self.dice.number(1, self.most_unpublished, name, "every") if self.has("publish_every", 0.3, name) else 1
         self.part(name, "trainer", most=ranks, publish_every=every)
         shape.trainers.append(name)
-        self.link(out, f"{name}_batcher.groups")
-        self.link(f"{name}_batcher.batches", f"{name}.batches", dispatch="gang")
+        self.link(batches, f"{name}.batches", dispatch="gang")
         if counted:
             port = "generator.weights" if name == "actor" else "generator.values"
             shape.links.append(Link(f"{name}.weights", port, "latest"))
