@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from flowrl.runtime.hostloop import in_node
+
 
 class Stuck(Exception):
     """A run that will never end, found by the loop: it has nothing to do, or has been busy for too long."""
@@ -41,7 +43,10 @@ class Jumping(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """See the module. `wall_s`: real seconds after which it counts as stuck."""
+    """See the module. `wall_s`: real seconds after which it counts as stuck.
+
+    Tasks and timers are listed by node, as `HostLoop` does it: of them alone the nodes here have any.
+    """
 
     def __init__(self, wall_s: float) -> None:
         self._jumping = Jumping(wall_s)
@@ -49,6 +54,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now_s
+
+    def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> asyncio.Task[Any]:
+        task = super().create_task(coro, name=name, context=context)
+        owner = in_node.get() if context is None else context.get(in_node)
+        if owner is not None:
+            owner.adopt(task)
+        return task
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        timer = super().call_at(when, callback, *args, context=context)
+        if (owner := in_node.get()) is not None:
+            owner.timers.add(timer)
+        return timer
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         done = self.create_future()

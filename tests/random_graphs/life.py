@@ -18,7 +18,7 @@ from unittest import mock
 
 from flowrl.channel import sweep
 from flowrl.graph import node
-from flowrl.runtime import launch
+from flowrl.runtime import engine, launch
 from flowrl.runtime.driver import Driver
 from tests import in_process
 from tests.in_process import Ran
@@ -32,6 +32,7 @@ FILE = Path(__file__).with_name("graph.py")
 WITHIN_S = 2000.0
 """Of virtual time: far more than any of these runs takes."""
 WALL_S = 60.0
+REPORT_EVERY_S = 10.0
 LAST = Life("", 0, 0.0)
 
 
@@ -113,6 +114,7 @@ def _spared() -> Iterator[None]:
     with (
         mock.patch.object(launch, "provenance", lambda file: {}),
         mock.patch.object(sweep, "sweep", lambda: None),
+        mock.patch.object(engine, "REPORT_EVERY_S", REPORT_EVERY_S),
         mock.patch.object(node, "get_type_hints", _hints),
     ):
         yield
