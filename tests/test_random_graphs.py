@@ -1,6 +1,6 @@
 """Random graphs hold what flowrl promises; and what watches over them can tell when they do not.
 
-FLOWRL_RANDOM_SEED and FLOWRL_RANDOM_GRAPHS give other seeds and more of them. The long form:
+FLOWRL_RANDOM_SEED and FLOWRL_RANDOM_GRAPHS give other seeds and more of them; the long form is
 `python -m tests.random_graphs --graphs 2000`.
 """
 
@@ -27,18 +27,24 @@ from tests.random_graphs.run import judge, smaller
 from tests.random_graphs.shape import FEATURES, draw
 
 FIRST = int(os.environ.get("FLOWRL_RANDOM_SEED", "0"))
-GRAPHS = int(os.environ.get("FLOWRL_RANDOM_GRAPHS", "120"))
-AT_ONCE = 10
+GRAPHS = int(os.environ.get("FLOWRL_RANDOM_GRAPHS", "100"))
+FAST, AT_ONCE = 10, 5
 PLAIN = "taps,routers,parted,second,late,later,wraps"
 """Left out where any graph will do."""
 
 
-@pytest.mark.parametrize("first", range(FIRST, FIRST + GRAPHS, AT_ONCE))
+STRETCHES = [
+    pytest.param(first, marks=[pytest.mark.slow] if first >= FIRST + FAST else [])
+    for first in range(FIRST, FIRST + GRAPHS, AT_ONCE)
+]
+"""First seeds: the fast tests have the first of them."""
+
+
+@pytest.mark.parametrize("first", STRETCHES)
 def test_random_graphs_hold_what_is_promised(first: int) -> None:
     verdicts = [judge(seed) for seed in range(first, first + AT_ONCE)]
-    told = "\n".join(smaller(verdict).told() for verdict in verdicts if verdict.outcome == "failed")
+    told = "\n".join(verdict.told() for verdict in verdicts if verdict.outcome == "failed")
     assert not told, f"seeds {first} to {first + AT_ONCE - 1}:\n{told}"
-    assert sum(verdict.outcome == "held" for verdict in verdicts) > AT_ONCE // 2
 
 
 # What watches over them
@@ -106,17 +112,17 @@ def _begin_with_the_first_prompt() -> Any:
 )
 def test_a_fault_is_found(fault: Callable[[], AbstractContextManager[Any]], kind: str) -> None:
     with fault():
-        verdicts = [judge(seed, PLAIN) for seed in range(12)]
+        verdicts = [judge(seed, PLAIN) for seed in range(8)]
     assert kind in {violation.kind for verdict in verdicts for violation in verdict.violations}
 
 
 def test_a_failure_is_told_with_its_graph_and_the_features_it_needs() -> None:
-    with _tell_of_fewer_uses():
-        verdict = smaller(judge(1))
-    assert {"crash", "taps", "routers"} <= set(verdict.without.split(","))
+    with _tell_of_no_rollout():
+        verdict = smaller(judge(1, PLAIN))
+    assert {"crash", "taps", "hosts"} <= set(verdict.without.split(","))
     told = verdict.told()
-    assert "prompts: source x1" in told and "uses: the ledger lacks" in told
-    assert f"python -m tests.random_graphs --only 1 --without {verdict.without}" in told
+    assert "prompts: source x1" in told and "tokens: the ledger lacks" in told
+    assert f"again: python -m tests.random_graphs --only 1 --without {verdict.without}" in told
 
 
 def test_a_seed_is_one_graph_and_a_feature_left_out_changes_nothing_else() -> None:
@@ -135,10 +141,10 @@ def test_every_kind_of_node_and_every_feature_is_drawn() -> None:
         assert any(draw(seed, (feature,)).describe() != draw(seed).describe() for seed in range(GRAPHS)), feature
 
 
-def test_most_graphs_are_legal() -> None:
+def test_graphs_are_legal() -> None:
     cluster = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30),))
-    legal = [check(graph(Config(seed)), cluster).ok for seed in range(60)]
-    assert sum(legal) > 50
+    refused = [check(graph(Config(seed)), cluster).problems for seed in range(30)]
+    assert refused == [()] * 30
 
 
 def test_virtual_time_jumps_to_the_next_timer_and_finds_what_can_never_go_on() -> None:
