@@ -6,7 +6,7 @@ export RAY_DEDUP_LOGS := 0
 # Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants test-nvme
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants random-graphs test-nvme
 
 setup:
 	@.ci/setup
@@ -54,6 +54,10 @@ test-nvme: setup
 # Faults put in one at a time, each to be caught by the test that it names.
 mutants: setup
 	$(PY) -m tests.mutants.run
+
+# Thousands of random graphs with failures, crashes and resumes; a quarter of an hour on a core.
+random-graphs: setup
+	$(PY) -m tests.random_graphs --graphs 2000 --jobs 2
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

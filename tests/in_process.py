@@ -176,6 +176,11 @@ class Ran:
         return self
 
 
+def on_a_host_loop(main: Coroutine[Any, Any, Any]) -> Any:
+    with asyncio.Runner(loop_factory=HostLoop) as runner:
+        return runner.run(main)
+
+
 def run(
     file: Path,
     directory: Path,
@@ -187,12 +192,13 @@ def run(
     look_every_s: float = 1.0,
     link: Literal["objects", "ipc"] = "objects",
     prepare: Callable[[Driver], None] | None = None,
+    go: Callable[[Coroutine[Any, Any, Any]], Any] = on_a_host_loop,
     **options: Any,
 ) -> Ran:
     """Check and run the graph of `file`. Raises GraphError for one that the check refuses.
 
-    `prepare` sees the driver before it starts; `options` are RunOptions. A run that takes longer than `within_s`
-    ends with TimeoutError as its error.
+    `prepare` sees the driver before it starts; `go` runs a coroutine on a loop; `options` are RunOptions. A run
+    that takes longer than `within_s` ends with TimeoutError as its error.
     """
     loaded = load_file(file)
     cfg = loaded.config_type(**(config or {}))
@@ -219,8 +225,7 @@ def run(
 
         with _stand_ins(look_every_s, link, prepare):
             try:
-                with asyncio.Runner(loop_factory=HostLoop) as runner:
-                    return Ran(directory, runner.run(drive()), None, screen)
+                return Ran(directory, go(drive()), None, screen)
             except Exception as error:  # what a run raises is what tests look at
                 return Ran(directory, None, error, screen)
     finally:

@@ -1,0 +1,189 @@
+"""A run of a random graph from its first life to its last, in virtual time.
+
+A life that crashes leaves its directory as it was on the disk at that moment: it is copied, and the next life goes on
+in the copy. What the dead one does afterwards (its sockets are closed, its tasks cancelled) is of no account.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+from unittest import mock
+
+from flowrl.channel import sweep
+from flowrl.graph import node
+from flowrl.runtime import engine, launch
+from flowrl.runtime.driver import Driver
+from tests import in_process
+from tests.in_process import Ran
+from tests.random_graphs import record
+from tests.random_graphs.clock import run_virtually
+from tests.random_graphs.graph import Config
+from tests.random_graphs.record import Record
+from tests.random_graphs.shape import Life, Shape
+
+FILE = Path(__file__).with_name("graph.py")
+WITHIN_S = 2000.0
+"""Of virtual time: far more than any of these runs takes."""
+WALL_S = 60.0
+REPORT_EVERY_S = 10.0
+LAST = Life("", 0, 0.0)
+
+
+@dataclass
+class Ending:
+    """How one life ended, and what it left."""
+
+    life: Life
+    ran: Ran
+    record: Record
+    open: dict[str, str] = field(default_factory=dict)
+    """Replicas that were left with something open at an orderly end."""
+    began_at: int = 0
+    """The version it went on from."""
+
+    @property
+    def crashed(self) -> bool:
+        return isinstance(self.ran.error, Crashed)
+
+
+class Crashed(Exception):
+    """The process is no more."""
+
+
+def live(config: Config, directory: Path) -> list[Ending]:
+    """All lives of the graph of `config`, below `directory`. A life that fails is the last."""
+    shape = config.shape
+    endings: list[Ending] = []
+    here = directory / "life0"
+    for number, life in enumerate([*shape.lives, LAST]):
+        ending = _live(config, shape, life, here)
+        endings.append(ending)
+        there = directory / f"life{number + 1}"
+        if ending.ran.error is not None and not ending.crashed:
+            break
+        if ending.ran.outcome is not None and not ending.ran.outcome.interrupted:
+            break
+        if shape.steps is not None and ending.ran.outcome is not None and ending.ran.outcome.steps >= shape.steps:
+            break
+        if not ending.crashed:
+            shutil.copytree(here, there)
+        here = there
+    return endings
+
+
+def _live(config: Config, shape: Shape, life: Life, here: Path) -> Ending:
+    kept = _newest(here)
+    if here.exists() and kept is None:
+        shutil.rmtree(here)  # it crashed before its first checkpoint: nothing to go on from
+    mine = record.begin(here)
+    if kept is not None:
+        mine.load(kept)
+    end = _End(life, here, mine)
+    try:
+        with _spared():
+            ran = in_process.run(
+                FILE,
+                here,
+                asdict(config),
+                steps=shape.steps,
+                resume=kept is not None,
+                within_s=WITHIN_S,
+                prepare=end.prepare,
+                go=functools.partial(end.go, wall_s=WALL_S),
+                save_every=shape.save_every,
+                keep=0,
+                plain=True,
+            )
+    finally:
+        record.forget(here)
+    opened = end.left_open() if ran.outcome is not None else {}
+    began_at = 0 if kept is None else int(kept.name.removeprefix("step_"))
+    return Ending(life, ran, mine, opened, began_at)
+
+
+@contextmanager
+def _spared() -> Iterator[None]:
+    """What takes much of the time of a short run, and is the same in all of them; and the sweeping up after others."""
+    with (
+        mock.patch.object(launch, "provenance", lambda file: {}),
+        mock.patch.object(sweep, "sweep", lambda: None),
+        mock.patch.object(engine, "REPORT_EVERY_S", REPORT_EVERY_S),
+        mock.patch.object(node, "get_type_hints", _hints),
+    ):
+        yield
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def _newest(here: Path) -> Path | None:
+    """The checkpoint that a resume would take."""
+    steps = sorted((here / "checkpoints").glob("step_*")) if here.exists() else []
+    return steps[-1] if steps else None
+
+
+class _End:
+    """Ends a life as its schedule says."""
+
+    def __init__(self, life: Life, here: Path, mine: Record) -> None:
+        self._life, self._here, self._record = life, here, mine
+        self._driver: Driver
+        self._main: asyncio.Task[Any] | None = None
+        self._crashed = False
+
+    def prepare(self, driver: Driver) -> None:
+        self._driver, self._main = driver, asyncio.current_task()
+        if self._life.end and self._life.version == 0:
+            self._later()
+        self._record.on_version = self._made
+
+    def _made(self, trainer: str, version: int) -> None:
+        if trainer == self._driver.job.plan.consumers[0][1] and version == self._life.version and self._life.end:
+            self._later()
+
+    def _later(self) -> None:
+        asyncio.get_running_loop().call_later(self._life.delay_s, self._end)
+
+    def _end(self) -> None:
+        if self._life.end == "interrupt":
+            self._driver.interrupt()
+            return
+        assert self._main is not None
+        if self._main.done() or self._main.cancelling():
+            return
+        number = int(self._here.name.removeprefix("life"))
+        shutil.copytree(self._here, self._here.with_name(f"life{number + 1}"))
+        self._crashed = True
+        self._main.cancel()
+
+    def go(self, main: Any, *, wall_s: float) -> Any:
+        try:
+            return run_virtually(main, wall_s=wall_s)
+        except asyncio.CancelledError:
+            raise Crashed from None
+
+    def left_open(self) -> dict[str, str]:
+        """What the hosts still have in hand after an orderly end, by node replica."""
+        found = {}
+        for actor in self._driver.hosts._cluster.actors.values():  # type: ignore[attr-defined]
+            for track, replica in actor.engine.replicas.items():
+                if text := _left_open(replica):
+                    found[track] = text
+        return found
+
+
+def _left_open(replica: Any) -> str:
+    counts = {
+        "items": len(replica.desk),
+        "unacked": len(replica.desk._by_place),
+        "groups": sum(len(port._groups) for port in replica.inbound.values()),
+        "messages on the way": sum(len(out.unacked()) for out in replica.outbound.values()),
+    }
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)

@@ -1,0 +1,552 @@
+"""The nodes that random graphs are built of. They do nothing but take time, lose items and keep a record.
+
+What a node does with an item follows from seed, node and item alone, so it does the same again after a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from flowrl import Batch, Call, Group, In, Join, Message, Node, Out, Prompt, Sample, Serve, Trainable, Weights, join
+from flowrl.errors import SampleFailed
+from flowrl.graph.facts import Facts
+from flowrl.messages import Bool
+from flowrl.nodes.batch import TokenBatch
+from flowrl.runtime.ledger_client import Use
+from flowrl.training.packing import loss_masks
+from tests.random_graphs.dice import lot
+from tests.random_graphs.record import Meeting, Record, record_of
+from tests.random_graphs.shape import Part, Shape
+
+PROMPT_TOKENS, LONGEST_RESPONSE = 2, 6
+STRAGGLERS = 0.05
+SLOWER = 20
+
+
+@dataclass(frozen=True)
+class Wrapped(Message):
+    """A sample in a message of the user's own."""
+
+    sample: Sample
+    note: str
+
+
+@dataclass(frozen=True)
+class Question(Message):
+    """What `Asking` asks about a sample."""
+
+    sample_id: str
+
+
+@dataclass(frozen=True)
+class Verdict(Message):
+    """The answer."""
+
+    good: bool
+
+
+def fate(seed: int, part: Part, key: str) -> str:
+    """What the node of `part` does with the item `key`: pass, drop, filter, fail, or late."""
+    drawn = lot(seed, part.name, key)
+    for how, share in part.losses:
+        if drawn < share:
+            return how
+        drawn -= share
+    return "pass"
+
+
+def goes_left(seed: int, part: Part, key: str) -> bool:
+    return lot(seed, part.name, key, "way") < 0.5
+
+
+def response_length(seed: int, sample_id: str) -> int:
+    return 1 + int(lot(seed, sample_id, "length") * LONGEST_RESPONSE)
+
+
+def key_of(item: Message) -> str:
+    """What names an item: its sample, or its group."""
+    if isinstance(item, Wrapped):
+        return item.sample.sample_id
+    return item.group_id if isinstance(item, Group) else cast(Sample, item).sample_id
+
+
+class Played(Node):
+    """What all of them have."""
+
+    def __init__(self, part: Part, shape: Shape) -> None:
+        self.part = part
+        self.shape = shape
+
+    @property
+    def record(self) -> Record:
+        return record_of(self.context.run_dir)
+
+    def fate(self, key: str) -> str:
+        return fate(self.shape.seed, self.part, key)
+
+    async def take_time(self, key: str) -> None:
+        """In half of the nodes some turns of the loop, in the others a time that only stragglers have much of."""
+        drawn = lot(self.shape.seed, self.part.name, key, "time")
+        if not self.part.delay_s:
+            for _ in range(int(drawn * 4)):
+                await asyncio.sleep(0)
+        else:
+            await asyncio.sleep(self.part.delay_s * drawn * (SLOWER if drawn > 1 - STRAGGLERS else 1))
+
+
+class Source(Played):
+    prompts: Out[Prompt]
+    number = 0
+    first = 0
+    """Number of the group that this life begins with."""
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.shape.group_size, longest_prompt=PROMPT_TOKENS)
+
+    async def run(self) -> None:
+        while not self.shape.total or self.number < self.shape.total:
+            group_id = f"g{self.number}"
+            await self.take_time(group_id)
+            asked = self.held()
+            if not await self.prompts.admit([self.prompt(group_id, member) for member in range(self.shape.group_size)]):
+                return
+            self.record.admitted.append(group_id)
+            if self.number != self.first or not self.first:
+                got = self.held()
+                self.record.held[group_id] = {trainer: (asked[trainer], got[trainer]) for trainer in got}
+            self.number += 1
+
+    def held(self) -> dict[str, int]:
+        """The version of each trainer that all of its readers hold now."""
+        readers = self.shape.parts["generator"].replicas
+        return {trainer: self.record.floor(trainer, readers) for trainer in self.shape.trainers}
+
+    def prompt(self, group_id: str, member: int) -> Prompt:
+        ids = np.zeros(PROMPT_TOKENS, np.int32)
+        return Prompt(
+            f"{group_id}:{member}", group_id, group_id, 0, member, self.shape.group_size, self.number, "", ids
+        )
+
+    async def checkpoint(self, path: str) -> None:
+        self.record.save(Path(path))
+
+    def state(self) -> Mapping[str, Any]:
+        return {"number": self.number}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.number = self.first = int(state["number"])
+
+
+class Generator(Played):
+    """Samples with the newest weights it has; they may change in the middle of a sample."""
+
+    prompts: In[Prompt]
+    samples: Out[Sample]
+    weights: In[Weights]
+    values: In[Weights]
+
+    def __init__(self, part: Part, shape: Shape) -> None:
+        super().__init__(part, shape)
+        self.versions: dict[str, int] = {}
+        self.changed = asyncio.Event()
+
+    def facts(self) -> Facts:
+        concurrency = self.part.concurrency
+        return Facts(longest_response=LONGEST_RESPONSE, concurrency=concurrency, drops=True, optional=("values",))
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            readers = [port for port in (self.weights, self.values) if port.connected]
+            for port in readers:
+                tasks.create_task(self.follow(port))
+            while len(self.versions) < len(readers):
+                self.changed.clear()
+                await self.changed.wait()
+            await self.prompts.each(self.generate, concurrency=self.part.concurrency)
+            self.samples.close()
+
+    async def follow(self, port: In[Weights]) -> None:
+        me = f"{self.name}/{self.context.replica}"
+        async for weights in port:
+            if self.shape.lag:
+                await asyncio.sleep(self.part.delay_s * lot(self.shape.seed, me, weights.policy, weights.version))
+            self.versions[weights.policy] = weights.version
+            self.changed.set()
+            self.record.holders[weights.policy][me] = weights.version
+            self.context.ledger.holds(me, weights.policy, weights.version)
+
+    async def generate(self, prompt: Prompt) -> None:
+        if self.samples.was_sent():
+            return
+        how = self.fate(prompt.sample_id)
+        if how == "fail":
+            raise SampleFailed(f"{self.name}_fail")
+        if how in ("drop", "filter"):
+            self.prompts.drop(prompt, f"{self.name}_{how}", state=STATES[how])
+            return
+        sample = await self.sampled(prompt)
+        self.context.ledger.generated(sample)
+        await self.samples.send(sample)
+        if how == "late":
+            raise SampleFailed(f"{self.name}_late")
+
+    async def sampled(self, prompt: Prompt) -> Sample:
+        length = response_length(self.shape.seed, prompt.sample_id)
+        versions = [-1] * PROMPT_TOKENS
+        for position in range(length):
+            if position in (0, length // 2):
+                await self.take_time(f"{prompt.sample_id}:{position}")
+            versions.append(self.versions[self.shape.trainers[0]])
+        return Sample(
+            sample_id=prompt.sample_id,
+            group_id=prompt.group_id,
+            prompt_id=prompt.prompt_id,
+            epoch=prompt.epoch,
+            member=prompt.member,
+            group_size=prompt.group_size,
+            prompt_text="",
+            response_text="",
+            token_ids=np.zeros(len(versions), np.int32),
+            policy_mask=np.arange(len(versions)) >= PROMPT_TOKENS,
+            behavior_logprobs=np.zeros(len(versions), np.float32),
+            versions=np.array(versions, np.int32),
+            prompt_tokens=PROMPT_TOKENS,
+            truncated=False,
+            generator=f"{self.name}/{self.context.replica}",
+        )
+
+
+STATES = {"drop": "dropped", "filter": "filtered", "fail": "failed", "late": "failed"}
+
+
+class Passing(Played):
+    """Works on each item and passes it on, made into something else or as it is, or loses it."""
+
+    items: Any
+    done: Any
+
+    def facts(self) -> Facts:
+        return Facts(drops=bool(self.part.losses))
+
+    def made(self, item: Any) -> Any:
+        return item
+
+    async def run(self) -> None:
+        if self.part.style == "each":
+            await self.items.each(self.one, concurrency=self.part.concurrency)
+        elif self.part.style == "later":
+            await self.hand_over()
+        else:
+            async for item in self.items:
+                await self.one(item)
+
+    async def one(self, item: Any) -> None:
+        await self.take_time(key_of(item))
+        how = self.fate(key_of(item))
+        if how == "fail" and self.part.style == "each":
+            raise SampleFailed(f"{self.name}_fail")
+        if how in ("drop", "filter", "fail"):
+            self.items.drop(item, f"{self.name}_{how}", state=STATES[how])
+            return
+        await self.pass_on(item)
+        if how == "late" and self.part.style == "each":
+            raise SampleFailed(f"{self.name}_late")
+
+    async def pass_on(self, item: Any) -> None:
+        await self.done.send(self.made(item), made_from=[item] if self.part.style == "later" else None)
+
+    async def hand_over(self) -> None:
+        """Each item is put on hold, and a task of the node's own ends it."""
+        async with asyncio.TaskGroup() as tasks:
+            async for item in self.items:
+                self.items.hold(item)
+                tasks.create_task(self.one(item))
+
+
+class Work(Passing):
+    items: In[Sample]
+    done: Out[Sample]
+
+    def made(self, item: Sample) -> Sample:
+        """A new message from one half of them, the same from the other."""
+        return replace(item, metrics={"worked": 1.0}) if lot(self.part.name, item.sample_id, "new") < 0.5 else item
+
+
+class GroupWork(Passing):
+    items: In[Group]
+    done: Out[Group]
+
+
+class Wrap(Passing):
+    items: In[Sample]
+    done: Out[Wrapped]
+
+    def made(self, item: Sample) -> Wrapped:
+        return Wrapped(item, self.part.name)
+
+
+class WrappedWork(Passing):
+    items: In[Wrapped]
+    done: Out[Wrapped]
+
+
+class Unwrap(Passing):
+    items: In[Wrapped]
+    done: Out[Sample]
+
+    def made(self, item: Wrapped) -> Sample:
+        return item.sample
+
+
+class Asking(Passing):
+    """Asks a server about each sample."""
+
+    items: In[Sample]
+    done: Out[Sample]
+    ask: Call[Question, Verdict]
+
+    def facts(self) -> Facts:
+        return Facts(drops=True)
+
+    async def pass_on(self, item: Any) -> None:
+        try:
+            await self.ask(Question(item.sample_id), session=item.group_id)
+        except SampleFailed as failure:
+            self.items.drop(item, str(failure), state="failed")
+            return
+        await super().pass_on(item)
+
+
+class Server(Played):
+    asked: Serve[Question, Verdict]
+
+    async def run(self) -> None:
+        await self.asked.each(self.answer, concurrency=self.part.concurrency)
+
+    async def answer(self, question: Question) -> Verdict:
+        await self.take_time(question.sample_id)
+        if self.fate(question.sample_id) != "pass":
+            raise SampleFailed(f"{self.name}_fail")
+        return Verdict(True)
+
+
+class Router(Passing):
+    """Sends each sample one of two ways."""
+
+    items: In[Sample]
+    left: Out[Sample]
+    right: Out[Sample]
+
+    async def pass_on(self, item: Any) -> None:
+        port = self.left if goes_left(self.shape.seed, self.part, key_of(item)) else self.right
+        await port.send(item, made_from=[item] if self.part.style == "later" else None)
+
+
+class GroupRouter(Router):
+    items: In[Group]
+    left: Out[Group]
+    right: Out[Group]
+
+
+class Joining(Played):
+    """Matches two branches by sample."""
+
+    keyed_state = True
+
+    first: In[Sample]
+    second: In[Sample]
+    done: Out[Sample]
+
+    def facts(self) -> Facts:
+        return Facts(drops=bool(self.part.losses), joins=tuple(name for name in PORTS if name in self.ports))
+
+    def joined(self) -> Join[Any]:
+        return join(self.first, self.second)
+
+    async def run(self) -> None:
+        async for samples in self.joined():
+            sample = samples[0]
+            await self.take_time(sample.sample_id)
+            how = self.fate(sample.sample_id)
+            if how in ("drop", "filter", "fail"):
+                self.first.drop(sample, f"{self.name}_{how}", state=STATES[how])
+            else:
+                await self.done.send(sample)
+
+
+class Joining3(Joining):
+    third: In[Sample]
+
+    def joined(self) -> Join[Any]:
+        return join(self.first, self.second, self.third)
+
+
+PORTS = ("first", "second", "third")
+
+
+class GroupMaking(Played):
+    """Collects groups, and loses some of their members or all of them."""
+
+    keyed_state = True
+
+    groups: Out[Group]
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.shape.group_size, drops=bool(self.part.losses), keeps_lineage=False)
+
+    async def one(self, group_id: str, samples: Sequence[Sample], lose: Callable[..., None]) -> None:
+        await self.take_time(group_id)
+        fates = {sample.sample_id: self.fate(sample.sample_id) for sample in samples}
+        kept = [sample for sample in samples if fates[sample.sample_id] in ("pass", "late")]
+        for sample in samples:
+            how = fates[sample.sample_id]
+            if how not in ("pass", "late"):
+                lose(sample, f"{self.name}_{how}", state=STATES[how])
+        if kept:
+            group = Group(group_id, tuple(map(trainable, kept)), self.shape.group_size)
+            await self.groups.send(group, made_from=kept)
+        self.record.see(self.name, group_id)
+
+
+class Grouping(GroupMaking):
+    samples: In[Sample]
+
+    async def run(self) -> None:
+        async for members in self.samples.groups(self.shape.group_size):
+            await self.one(members.group_id, members.items, self.samples.drop)
+
+
+class JoinedGrouping(GroupMaking):
+    first: In[Sample]
+    second: In[Sample]
+
+    def facts(self) -> Facts:
+        return replace(super().facts(), joins=("first", "second"))
+
+    async def run(self) -> None:
+        async for members in join(self.first, self.second).groups(self.shape.group_size):
+            await self.one(members.group_id, [first for first, _ in members.items], self.first.drop)
+
+
+class Sink(Played):
+    """Takes in what comes, and that is all."""
+
+    items: Any
+
+    async def run(self) -> None:
+        everything = any(link.dispatch == "broadcast" for link in self.shape.into(self.name))
+        name = f"{self.name}/{self.context.replica}" if everything else self.name
+        async for item in self.items:
+            await self.take_time(key_of(item))
+            self.record.see(name, key_of(item))
+
+
+class SampleSink(Sink):
+    items: In[Sample]
+
+
+class GroupSink(Sink):
+    items: In[Group]
+
+
+class FakeTrainer(Played):
+    """Takes its time for a batch and makes a version; the ranks meet at the end of each."""
+
+    gang = True
+
+    batches: In[Batch]
+    weights: Out[Weights]
+    version = -1
+
+    def facts(self) -> Facts:
+        return Facts(publish_every=self.part.publish_every)
+
+    async def run(self) -> None:
+        self.version = max(self.version, 0)
+        await self.publish()
+        async for batch in self.batches:
+            await self.take_time(f"{self.version}")
+            await self.train(batch)
+            self.version += 1
+            if self.version % self.part.publish_every == 0:
+                await self.publish()
+            self.batches.finish(batch)
+            await self.context.step_done(self.version)
+        if self.version % self.part.publish_every:
+            await self.publish()
+
+    async def train(self, batch: Batch) -> None:
+        """Every rank brings its part, and the first books the whole."""
+        meeting = self.record.meetings.setdefault((self.name, self.version), Meeting())
+        masks = loss_masks(batch.samples, batch.mask_staleness, self.version)
+        meeting.parts += zip(batch.samples, masks, strict=True)
+        meeting.ranks += 1
+        if meeting.ranks == self.context.num_replicas:
+            meeting.complete.set()
+        await meeting.complete.wait()
+        if self.context.replica == 0:
+            self.book(meeting.parts, batch.num_groups)
+
+    def book(self, parts: Sequence[tuple[Trainable, Bool]], num_groups: int) -> None:
+        uses = [Use.of(sample, mask) for sample, mask in parts]
+        ages = [self.version - use.oldest_version for use in uses if use.oldest_version is not None]
+        samples = {use.sample_id: [use.tokens, use.oldest_version] for use in uses}
+        self.record.train(self.name, self.version, num_groups, samples)
+        step = {
+            "step": self.version + 1,
+            "num_groups": num_groups,
+            "tokens_trained": sum(use.tokens for use in uses),
+            "staleness_max": max(ages, default=None),
+        }
+        self.context.ledger.step(step, uses, policy=self.name)
+
+    async def publish(self) -> None:
+        if self.context.replica == 0:
+            await self.weights.send(Weights(self.name, self.version, self.version - 1, "unchanged", "none", 0, 0))
+
+    def state(self) -> Mapping[str, Any]:
+        return {"version": self.version}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.version = int(state["version"])
+
+
+def trainable(sample: Sample) -> Trainable:
+    values = {field.name: getattr(sample, field.name) for field in fields(Sample)}
+    return Trainable(**values, advantages=np.zeros(len(sample.token_ids), np.float32))
+
+
+class Batcher(TokenBatch):
+    """flowrl's own."""
+
+    def __init__(self, part: Part, shape: Shape) -> None:
+        super().__init__(shape.groups_per_step, token_budget=4096)
+
+
+KINDS: dict[str, type[Node]] = {
+    "source": Source,
+    "generator": Generator,
+    "work": Work,
+    "group_work": GroupWork,
+    "wrap": Wrap,
+    "wrapped_work": WrappedWork,
+    "unwrap": Unwrap,
+    "ask": Asking,
+    "server": Server,
+    "router": Router,
+    "group_router": GroupRouter,
+    "join2": Joining,
+    "join3": Joining3,
+    "group": Grouping,
+    "join_groups": JoinedGrouping,
+    "batcher": Batcher,
+    "trainer": FakeTrainer,
+    "sample_sink": SampleSink,
+    "group_sink": GroupSink,
+}

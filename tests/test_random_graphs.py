@@ -1,0 +1,170 @@
+"""Random graphs hold what flowrl promises; and what watches over them can tell when they do not.
+
+FLOWRL_RANDOM_SEED and FLOWRL_RANDOM_GRAPHS give other seeds and more of them; the long form is
+`python -m tests.random_graphs --graphs 2000`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from flowrl import Cluster, Machine, check
+from flowrl.channel.tickets import Tickets
+from flowrl.runtime.ledger_client import LedgerClient
+from tests.random_graphs.clock import Stuck, run_virtually
+from tests.random_graphs.graph import Config, graph
+from tests.random_graphs.nodes import KINDS, Passing, Source
+from tests.random_graphs.record import Record
+from tests.random_graphs.run import judge, smaller
+from tests.random_graphs.shape import FEATURES, draw
+
+FIRST = int(os.environ.get("FLOWRL_RANDOM_SEED", "0"))
+GRAPHS = int(os.environ.get("FLOWRL_RANDOM_GRAPHS", "100"))
+FAST, AT_ONCE = 10, 5
+PLAIN = "taps,routers,parted,second,late,later,wraps"
+"""Left out where any graph will do."""
+
+
+STRETCHES = [
+    pytest.param(first, marks=[pytest.mark.slow] if first >= FIRST + FAST else [])
+    for first in range(FIRST, FIRST + GRAPHS, AT_ONCE)
+]
+"""First seeds: the fast tests have the first of them."""
+
+
+@pytest.mark.parametrize("first", STRETCHES)
+def test_random_graphs_hold_what_is_promised(first: int) -> None:
+    verdicts = [judge(seed) for seed in range(first, first + AT_ONCE)]
+    told = "\n".join(verdict.told() for verdict in verdicts if verdict.outcome == "failed")
+    assert not told, f"seeds {first} to {first + AT_ONCE - 1}:\n{told}"
+
+
+# What watches over them
+
+
+def _more_tickets() -> Any:
+    begin = Tickets.__init__
+
+    def init(tickets: Tickets, per_batch: int, ahead: int, *args: Any, **others: Any) -> None:
+        begin(tickets, per_batch, ahead + 2, *args, **others)
+
+    return mock.patch.object(Tickets, "__init__", init)
+
+
+def _never_return_tickets() -> Any:
+    return mock.patch.object(Tickets, "holds", lambda *_: None)
+
+
+def _one_step_more() -> Any:
+    begin = Tickets.__init__
+
+    def init(tickets: Tickets, per_batch: int, *args: Any, max_groups: int | None = None, **others: Any) -> None:
+        more = None if max_groups is None else max_groups + per_batch
+        begin(tickets, per_batch, *args, max_groups=more, **others)
+
+    return mock.patch.object(Tickets, "__init__", init)
+
+
+def _tell_of_fewer_uses() -> Any:
+    step = LedgerClient.step
+    return mock.patch.object(
+        LedgerClient, "step", lambda self, record, uses, **rest: step(self, record, uses[1:], **rest)
+    )
+
+
+def _lose_nothing() -> Any:
+    return mock.patch.object(Passing, "fate", lambda *_: "pass")
+
+
+def _see_twice() -> Any:
+    see = Record.see
+    return mock.patch.object(Record, "see", lambda self, *what: (see(self, *what), see(self, *what)))
+
+
+def _tell_of_no_rollout() -> Any:
+    return mock.patch.object(LedgerClient, "generated", lambda *_: None)
+
+
+def _begin_with_the_first_prompt() -> Any:
+    return mock.patch.object(Source, "load_state", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (_more_tickets, "bound"),
+        (_never_return_tickets, "end"),
+        (_one_step_more, "steps"),
+        (_tell_of_fewer_uses, "ledger"),
+        (_tell_of_no_rollout, "ledger"),
+        (_lose_nothing, "fate"),
+        (_see_twice, "seen"),
+        (_begin_with_the_first_prompt, "end"),
+    ],
+)
+def test_a_fault_is_found(fault: Callable[[], AbstractContextManager[Any]], kind: str) -> None:
+    with fault():
+        verdicts = [judge(seed, PLAIN) for seed in range(8)]
+    assert kind in {violation.kind for verdict in verdicts for violation in verdict.violations}
+
+
+def test_a_failure_is_told_with_its_graph_and_the_features_it_needs() -> None:
+    with _tell_of_no_rollout():
+        verdict = smaller(judge(1, PLAIN))
+    assert {"crash", "taps", "hosts"} <= set(verdict.without.split(","))
+    told = verdict.told()
+    assert "prompts: source x1" in told and "tokens: the ledger lacks" in told
+    assert f"again: python -m tests.random_graphs --only 1 --without {verdict.without}" in told
+
+
+def test_a_seed_is_one_graph_and_a_feature_left_out_changes_nothing_else() -> None:
+    assert draw(5).describe() == draw.__wrapped__(5).describe()
+    whole, less = draw(5), draw(5, ("crash", "interrupt"))
+    assert (less.parts, less.links) == (whole.parts, whole.links)
+    assert not any(life.end for life in less.lives)
+    with pytest.raises(ValueError, match="no such features: tap; there are taps"):
+        draw(5, ("tap",))
+
+
+def test_every_kind_of_node_and_every_feature_is_drawn() -> None:
+    shapes = [draw(seed) for seed in range(GRAPHS)]
+    assert {part.kind for shape in shapes for part in shape.parts.values()} == set(KINDS)
+    for feature in FEATURES:
+        assert any(draw(seed, (feature,)).describe() != draw(seed).describe() for seed in range(GRAPHS)), feature
+
+
+def test_graphs_are_legal() -> None:
+    cluster = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30),))
+    refused = [check(graph(Config(seed)), cluster).problems for seed in range(30)]
+    assert refused == [()] * 30
+
+
+def test_virtual_time_jumps_to_the_next_timer_and_finds_what_can_never_go_on() -> None:
+    order: list[str] = []
+
+    async def sleep(name: str, for_s: float) -> None:
+        await asyncio.sleep(for_s)
+        order.append(name)
+
+    async def long() -> float:
+        await asyncio.gather(sleep("late", 5000.0), sleep("early", 3000.0), asyncio.to_thread(order.append, "thread"))
+        return asyncio.get_running_loop().time()
+
+    began_s = time.monotonic()
+    assert run_virtually(long()) == pytest.approx(5000.0)
+    assert order == ["thread", "early", "late"]
+    assert time.monotonic() - began_s < 60
+
+    async def never() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(Stuck, match="nothing is left that could happen, at 0"):
+        run_virtually(never())
