@@ -261,3 +261,5 @@ class Tombstone(Message):
     sample_ids: tuple[str, ...] = ()
     group_size: int = 0
     response_tokens: int = 0
+    whole_group: bool = False
+    """With this sample its whole group was given up."""

@@ -210,3 +210,16 @@ def test_trainers_of_different_batches_are_saved_and_resumed_each_at_its_own_ver
         steps = [step for (step,) in again.rows("SELECT DISTINCT step FROM uses WHERE trainer = ? ORDER BY 1", trainer)]
         assert steps == list(range(1, len(steps) + 1))
     assert again.rows("SELECT MAX(version - oldest_version) FROM uses")[0][0] <= 1
+
+
+def test_a_group_that_is_given_up_ends_its_members_wherever_they_are(tmp_path: Path) -> None:
+    ran = ways(tmp_path, "gives_up", size=3, num_groups=9)
+    assert seen() == ["group1", "group4", "group7"], "the generator works on them until they are cancelled"
+    assert ran.states() == {"trained": 18, "filtered: hopeless": 9}
+    assert ran.audit().ok, str(ran.audit())
+
+
+def test_a_group_that_another_branch_may_want_is_not_given_up(tmp_path: Path) -> None:
+    config = {"kind": "gives_up", "size": 3, "beside": True}
+    ran = run(WAYS, tmp_path / "run", config, steps=3, within_s=40)
+    assert "which can still come to trainer by branches that do not pass here" in str(ran.error)

@@ -51,7 +51,7 @@ class LiveIn(Protocol):
     def groups(self, size: int) -> AsyncIterator[Members[Any]]: ...
     def ordered(self) -> AsyncIterator[Any]: ...
     def hold(self, item: Message) -> None: ...
-    def drop(self, item: Message, reason: str, state: str) -> None: ...
+    def drop(self, item: Message, reason: str, state: str, *, group: bool = False) -> None: ...
     def finish(self, item: Message) -> None: ...
     def newest(self) -> Any: ...
     def ticket(self, item: Message) -> int: ...
@@ -125,12 +125,13 @@ class In(Port, Generic[T]):
         """Keep `item` unfinished past the end of its turn. Raises ValueError if it is not open."""
         self.live.hold(item)
 
-    def drop(self, item: T, reason: str, *, state: str = "dropped") -> None:
-        """End `item` without a send; `state` is "dropped" or "filtered" in the books.
+    def drop(self, item: T, reason: str, *, state: str = "dropped", group: bool = False) -> None:
+        """End `item` without a send; `state` is "dropped" or "filtered" in the ledger.
 
-        `reason` is one word (a_word_like_this): it is counted under that name.
+        `reason` is one word (a_word_like_this): it is counted under that name. With `group` the item's whole group is
+        given up: members that are under way in other nodes are cancelled, in vLLM too, and end by the same reason.
         """
-        self.live.drop(item, reason, state)
+        self.live.drop(item, reason, state, group=group)
 
     def finish(self, item: T) -> None:
         """End `item` here and now, whether or not anything was made from it.

@@ -227,6 +227,7 @@ class Driver:
             ("progress", lambda host, body: self.view.progress(body["node"], body["text"])),
             ("warning", lambda host, body: self.view.warning(f"{body['node']}: {body['text']}")),
             ("statistics", self._absorb),
+            ("give up", self._tell_all),
             ("turn", turns.take),
             ("turn_over", turns.over),
             ("step_done", batch_end.arrive),
@@ -358,6 +359,11 @@ class Driver:
             name = await self.cutter.write(version, best)
         self.best = best or self.best
         self.view.progress("driver", f"checkpoint {name} in {time.monotonic() - start_s:.1f} s")
+
+    def _tell_all(self, host: str, body: dict[str, Any]) -> None:
+        """A node has dropped a whole group: every host ends what it has of it."""
+        for other in self.hosts:
+            self._endpoint.notify(other, "give up", body)
 
     async def ask_hosts(self, kind: str, body: Any = lambda host: {}) -> list[Any]:
         """The answers of all hosts to `kind`; `body(host)` goes with it."""

@@ -96,6 +96,7 @@ class HostEngine:
             "thaw": self._thaw,
             "gate": self._gate,
             "reach": self._reach,
+            "give up": self._give_up,
             "settle": self._settle,
             "ping": self._ping,
             "flush": self._flush,
@@ -261,6 +262,11 @@ class HostEngine:
         replica = self.replicas[body["track"]]
         replica.gate(body["by"], open_=body["open"])
         return {name: port.num_taken for name, port in replica.inbound.items()}
+
+    def _give_up(self, host: str, body: dict[str, str]) -> None:
+        """A node has dropped a whole group."""
+        for replica in self.replicas.values():
+            replica.desk.given_up.add(body["group_id"], body["state"], body["reason"])
 
     async def _reach(self, host: str, body: dict[str, Any]) -> None:
         """Let a node take so many items by each port, whatever its gates say."""

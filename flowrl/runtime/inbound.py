@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from flowrl.channel.dispatch import Delivery, EndOfStream, Inbox
@@ -41,6 +41,9 @@ class Losses(Protocol):
 
     async def leave(self, items: Sequence[Item]) -> None:
         """The work on `items` is over: tell of them where they were not sent."""
+
+    def give_up(self, item: Item, state: str, reason: str) -> None:
+        """The whole group of `item` is lost: end its other members wherever they are."""
 
     def flow(self, item: Item, *, begins: bool) -> None:
         """An invocation began or ended: for the trace."""
@@ -141,6 +144,8 @@ class Inbound:
         """The next item, tombstones included; None at end of stream."""
         while (delivery := await self._delivery()) is not None:
             item = self._desk.take(delivery, self.port)
+            if isinstance(lost := item.body, Tombstone) and lost.whole_group:
+                self._desk.given_up.add(lost.group_id, lost.state, lost.reason)
             if self._merge is None:
                 return item
             going, over = self._merge.add(item)
@@ -171,9 +176,12 @@ class Inbound:
     async def _next(self) -> Item | None:
         """The next item that is for user code; tombstones go on by themselves."""
         while (item := await self.take()) is not None:
-            if not isinstance(item.body, Tombstone):
+            if isinstance(item.body, Tombstone):
+                self.forward(item)
+            elif (why := self._desk.given_up.why(item.envelope.group_id)) is not None:
+                self._drop(item, *why)
+            else:
                 return item
-            self.forward(item)
         return None
 
     def forward(self, item: Item) -> None:
@@ -223,16 +231,26 @@ class Inbound:
         await work.begin()
         work.enter()
         with self._desk.noting_failure():
-            try:
-                await each.body(item.body)
-            except SampleFailed as failed:
-                self.drop(item.body, str(failed), "failed")
-            except BaseException as error:
-                failure = as_failure(error, cancelled=each.cancelled)
-                raise failure from failure.__cause__
+            await self._run(each, item)
             work.leave()
             await work.finish()
         each.slots.release()
+
+    async def _run(self, each: _Each, item: Item) -> None:
+        given_up, group_id = self._desk.given_up, item.envelope.group_id
+        given_up.begin(group_id)
+        try:
+            await each.body(item.body)
+        except SampleFailed as failed:
+            self._drop(item, "failed", str(failed))
+        except BaseException as error:
+            why = given_up.why(group_id)
+            if why is None or each.cancelled or not isinstance(error, asyncio.CancelledError):
+                failure = as_failure(error, cancelled=each.cancelled)
+                raise failure from failure.__cause__
+            self._drop(item, *why)
+        finally:
+            given_up.end(group_id)
 
     def groups(self, size: int) -> AsyncIterator[Members[Any]]:
         return self.grouped(self.take, size)
@@ -248,10 +266,14 @@ class Inbound:
         async def pull() -> Invocation | None:
             while (item := await take()) is not None:
                 group = self._join(item, size)
-                if group.complete and group.items:
+                if not group.complete:
+                    continue
+                why = self._desk.given_up.why(group.group_id)
+                if group.items and why is None:
                     return self._invocation(self._members(group), list(group.items.values()))
-                if group.complete:
-                    self._lose_group(group, next(iter(group.lost.values())).body)
+                last: Any = next(iter(group.lost.values())).body if group.lost else None
+                state, reason = why or (last.state, last.reason)
+                self._lose_group(group, state, reason)
             return None
 
         return Invocations(pull, close)
@@ -289,12 +311,11 @@ class Inbound:
             tuple(group.lost[m].body for m in sorted(group.lost)),  # type: ignore[misc]
         )
 
-    def _lose_group(self, group: OpenGroup, last: Message) -> None:
+    def _lose_group(self, group: OpenGroup, state: str, reason: str) -> None:
         """Nothing of the group is left: one marker for the whole group travels on, at its ticket."""
-        assert isinstance(last, Tombstone)
         items = [part for item in (*group.items.values(), *group.lost.values()) for part in item.whole]
         ids = dict.fromkeys(i for item in items for i in tombstone(item, self._desk.node, "", "").sample_ids)
-        marker = Tombstone(group.group_id, -1, last.state, last.reason, self._desk.node, tuple(ids), group.size)
+        marker = Tombstone(group.group_id, -1, state, reason, self._desk.node, tuple(ids), group.size)
         self._losses.forward(items, marker)
 
     def ordered(self) -> AsyncIterator[tuple[int, Any]]:
@@ -315,11 +336,18 @@ class Inbound:
         for part in self._desk.of(item).whole:
             part.held = part.accounted = True
 
-    def drop(self, item: Message, reason: str, state: str) -> None:
+    def drop(self, item: Message, reason: str, state: str, *, group: bool = False) -> None:
         dropped = self._desk.of(item)
+        if group:
+            self._losses.give_up(dropped, state, reason)
+        self._drop(dropped, state, reason, whole_group=group)
+
+    def _drop(self, dropped: Item, state: str, reason: str, *, whole_group: bool = False) -> None:
         for part in dropped.whole:
             part.accounted = True
         marker = tombstone(dropped, self._desk.node, reason, state)
+        if whole_group:
+            marker = replace(marker, whole_group=True)
         for part in dropped.whole:
             part.lost = marker
         group = dropped.group
@@ -332,7 +360,7 @@ class Inbound:
             return
         group.dropped.append(dropped)
         if len(group.dropped) == len(group.items):
-            self._lose_group(group, marker)
+            self._lose_group(group, state, reason)
 
     def finish(self, item: Message) -> None:
         finished = self._desk.of(item)

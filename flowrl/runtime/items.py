@@ -24,6 +24,7 @@ from flowrl.channel.dispatch import Delivery
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import FlowrlError
 from flowrl.messages import Message, Prompt, Sample, Tombstone
+from flowrl.runtime.given_up import GivenUp
 
 NOT_ROUTED = "not_routed"
 """Reason of a tombstone for a sample that its node sent on other ports only."""
@@ -117,6 +118,7 @@ class Desk:
         """Of items by their place, and of what is made from them by its id."""
         self._open: dict[int, Item] = {}
         self._by_place: dict[Hashable, Item] = {}
+        self.given_up = GivenUp()
         self.failed_ticket: int | None = None
         """What the node worked on when its first exception was raised, None if that was on no ticket."""
 

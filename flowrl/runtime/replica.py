@@ -9,10 +9,11 @@ from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope
+from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
 from flowrl.messages import Prompt, Tombstone
 from flowrl.runtime.activity import Activity, in_turn
-from flowrl.runtime.context import NodeContext, Place
+from flowrl.runtime.context import DRIVER, NodeContext, Place
 from flowrl.runtime.ending import as_failure
 from flowrl.runtime.inbound import Inbound
 from flowrl.runtime.items import NOT_ROUTED, Desk, Item, samples_of
@@ -41,6 +42,8 @@ class Replica:
         self.lease = lease
         self.trainers: frozenset[str] = frozenset()
         """Those that what comes in here can come to, this node among them."""
+        self.every_trainer: frozenset[str] = frozenset()
+        """Those that an admitted group can come to by any branch."""
         self._trace = trace
         self._tasks = asyncio.TaskGroup()
         self._restored: list[tuple[Outbound, Kept]] = []
@@ -87,6 +90,21 @@ class Replica:
         lost_at = self.trainers.difference(*(out.trainers for out in self._sent(items)))
         if lost_at:
             self.context.ledger.lost(marker, sorted(lost_at))
+
+    def give_up(self, item: Item, state: str, reason: str) -> None:
+        """See `inbound.Losses`. Raises FlowrlError where a branch that does not pass here may still want the group."""
+        group_id = item.envelope.group_id
+        if not group_id:
+            raise FlowrlError(f"it dropped the group of a {type(item.body).__name__} that is of no group")
+        if others := self.every_trainer - self.trainers:
+            raise FlowrlError(
+                f"it dropped a whole group, which can still come to {', '.join(sorted(others))} by branches that do "
+                "not pass here; drop the sample alone"
+            )
+        marker = Tombstone(group_id, -1, state, reason, self.place.track)
+        self.context.ledger.lost(marker, sorted(self.trainers))
+        body = {"group_id": group_id, "state": state, "reason": reason}
+        self.context.endpoint.notify(DRIVER, "give up", body)
 
     def _sent(self, items: Sequence[Item]) -> list[Outbound]:
         """The out ports on which something was made from `items`."""

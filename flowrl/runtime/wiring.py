@@ -24,6 +24,8 @@ def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None
     """Give every port of `replica` its live side. Ignored ports get one without lanes, unused calls none."""
     node = graph.nodes[replica.place.node]
     ways = by_name(plan.ports)
+    admitted = [ways[plan.admission["out"]]] if plan.admission is not None else plan.ports
+    replica.every_trainer = frozenset(trainer for way in admitted for trainer in _ends(plan, way))
     rules: dict[str, Rule] = {edge.name: cast(Rule, edge.dispatch) for edge in plan.edges if edge.kind != "call"}
     ends = {end for edge in plan.edges for end in (edge.out, edge.into)}
     sink = not any(isinstance(port, Out) for port in node.ports.values())

@@ -32,6 +32,8 @@ class Ways:
     """The second trainer has the branch that leaves nothing out."""
     slow_s: float = 0.0
     on_limit: str = "wait"
+    beside: bool = False
+    """Groups are given up on a branch that leads to no trainer."""
     ranks: int = 1
     """Of each trainer."""
 
@@ -323,6 +325,31 @@ class Meet(Node):
             await self.out.send(sample)
 
 
+class GivesUp(Pass):
+    """Gives every third group up with its first member, of which it has the verdict before others are generated."""
+
+    async def run(self) -> None:
+        await self.samples.each(self.one, concurrency=8)
+
+    async def one(self, sample: Sample) -> None:
+        if sample.member == 0 and int(sample.group_id.removeprefix("group")) % 3 == 1:
+            self.samples.drop(sample, "hopeless", state="filtered", group=True)
+        else:
+            await self.out.send(sample)
+
+
+class Slow(Generator):
+    """Works on the second member of some groups until it is cancelled."""
+
+    async def generate(self, prompt: Prompt) -> None:
+        if prompt.member == 1 and prompt.seed % 3 == 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                SEEN.append(prompt.group_id)
+        await super().generate(prompt)
+
+
 class Unsure(Pass):
     """Loses the first member of every third group."""
 
@@ -337,7 +364,7 @@ class Unsure(Pass):
 def graph(cfg: Ways) -> Graph:
     g = Graph("ways")
     source = g.add("prompts", (Twins if cfg.kind == "twins" else Source)(cfg))
-    generator = g.add("generator", (Judged if cfg.kind in TWO else Generator)(cfg))
+    generator = g.add("generator", GENERATORS.get(cfg.kind, Generator)(cfg))
     collect = g.add("collect", COLLECTS.get(cfg.kind, Collect)(cfg.size))
     batcher = g.add("batcher", TokenBatch(cfg.per_batch, token_budget=4096))
     trainer = g.add("trainer", Trainer(0.002), replicas=cfg.ranks)
@@ -352,12 +379,24 @@ def graph(cfg: Ways) -> Graph:
 
 
 TWO = ("two", "routed_groups")
+GENERATORS: dict[str, type[Generator]] = {**dict.fromkeys(TWO, Judged), "gives_up": Slow}
 COLLECTS: dict[str, type[Collect]] = {"masked": KeepsMasks, "best_two": BestTwo}
-PASSES: dict[str, type[Pass]] = {"after_send": FailsAfterSend, "masked": Mask, "impatient": Impatient, "unsure": Unsure}
+PASSES: dict[str, type[Pass]] = {
+    "after_send": FailsAfterSend,
+    "masked": Mask,
+    "impatient": Impatient,
+    "unsure": Unsure,
+    "gives_up": GivesUp,
+}
 
 
 def between(g: Graph, cfg: Ways, generator: Generator) -> Out[Sample]:
     """What leads from the generator to the groups; the port whose edge is still to be drawn."""
+    if cfg.beside:
+        tap, log = g.add("beside", GivesUp()), g.add("log", Log())
+        g.connect(generator.samples, tap.samples)
+        g.connect(tap.out, log.samples)
+        return generator.samples
     if cfg.kind in PASSES:
         one = g.add("pass", PASSES[cfg.kind]())
         g.connect(generator.samples, one.samples)
