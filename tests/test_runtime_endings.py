@@ -89,7 +89,7 @@ def test_what_ends_a_program_in_a_task_leaves_the_hosts_loop_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SystemExit passes through the loop whatever awaits the task; here on the loop and thread of a real host."""
-    monkeypatch.setattr(engines, "meeting_place", lambda: "")
+    monkeypatch.setattr(engines, "meeting_place", lambda *, alone: "")
     for what in ("exit", "interrupt"):
         failed = asyncio.run(_host_runs(tmp_path, {"where": "task", "what": what, "groups": 12}))
         assert failed["node"] == "odd" and NAMES[what] in failed["reason"], failed
