@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.training.settings import ZeroSettings
 from flowrl.training.zero import TAG, ZeroEngine
 
 
 def load(path: Path, *, ranks: int, nvme_path: str) -> None:
     engine: Any = SimpleNamespace(
-        settings=ZeroSettings(nvme_path=nvme_path), gang=SimpleNamespace(size=ranks), _stage=3
+        settings=SimpleNamespace(nvme_path=nvme_path), gang=SimpleNamespace(size=ranks), _stage=3
     )
     ZeroEngine.load(engine, path)
 
