@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.training.zero import TAG, ZeroEngine
+from flowrl.training.requirements import TAG
+from flowrl.training.settings import ZeroSettings
+from flowrl.training.zero import ZeroEngine
 
 
 def load(path: Path, *, ranks: int, nvme_path: str) -> None:
-    engine: Any = SimpleNamespace(
-        settings=SimpleNamespace(nvme_path=nvme_path), gang=SimpleNamespace(size=ranks), _stage=3
-    )
+    settings = ZeroSettings(offload="all", nvme_path=nvme_path) if nvme_path else ZeroSettings()
+    engine: Any = SimpleNamespace(settings=settings, gang=SimpleNamespace(size=ranks))
     ZeroEngine.load(engine, path)
 
 
