@@ -92,7 +92,15 @@ class SmallRun:
     wire: Wire = field(default_factory=Wire)
 
     def __post_init__(self) -> None:
-        numbers = {"tickets": (self.ahead + 1) * 2, "window": 1, "max_staleness": self.ahead}
+        numbers = {
+            "tickets": (self.ahead + 1) * 2,
+            "window": 1,
+            "max_staleness": self.ahead,
+            "groups_per_batch": 2,
+            "group_size": MEMBERS,
+            "trainers": [POLICY],
+            "own_clock": [],
+        }
         (self.directory / "graph.json").write_text(json.dumps(numbers))
         tickets = Tickets(
             2,
@@ -101,13 +109,16 @@ class SmallRun:
             start_version=self.start_version,
             max_groups=None if self.steps is None else (self.steps - self.start_version) * 2,
         )
-        self.metrics = Metrics(self.directory, Statistics(), roles={})
-        self.books = Books(self.directory, tickets, on_step=self.metrics.line, resume=self.resume)
+        self.books = Books(self.directory, tickets, on_step=self.on_step, resume=self.resume)
+        self.metrics = Metrics(self.directory, Statistics(), roles={}, book=self.books.line)
         self.books.serve(self.wire)
         self.client = LedgerClient(self.wire, "generator/0")
         self.rng = random.Random(self.seed)
         self.version = self.start_version
         self.group = 0
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        self.metrics.line(record | {"ledger_head": self.books.ledger.head})
 
     async def admit(self, group: int | str) -> int | None:
         return await self.client.admit("prompts/0", prompts(group))
@@ -174,4 +185,56 @@ async def whole_run(directory: Path, seed: int = 0) -> None:
     run.evaluate("before", 0)
     await run.train()
     run.evaluate("after", run.version)
+    run.close()
+
+
+class TwoTrainers:
+    """An actor and a critic on two branches, each of which leaves samples out; old tokens are masked."""
+
+    def __init__(self, directory: Path) -> None:
+        numbers = {"tickets": 4, "window": 0, "max_staleness": 1, "groups_per_batch": 2, "group_size": MEMBERS}
+        trainers = {"trainers": ["actor", "critic"], "own_clock": ["critic"]}
+        (directory / "graph.json").write_text(json.dumps(numbers | trainers))
+        consumers = [("generator/0", "actor"), ("critic/0", "critic")]
+        tickets = Tickets(2, 1, consumers=consumers, trainers=["actor", "critic"])
+        self.books = Books(directory, tickets, on_step=self.on_step, bound=1, own_clock=["critic"])
+        self.metrics = Metrics(directory, Statistics(), roles={}, book=self.books.line)
+        wire = Wire()
+        self.books.serve(wire)
+        self.client = LedgerClient(wire, "generator/0")
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        self.metrics.line(record | {"ledger_head": self.books.ledger.head})
+
+    async def step(self, version: int) -> None:
+        """Admit two groups and train them: the first member of each fails, the critic does without the second."""
+        groups = [version * 2, version * 2 + 1]
+        for group in groups:
+            await self.client.admit("prompts/0", prompts(group))
+        samples = [sample(prompt, [version] * 4) for group in groups for prompt in prompts(group)]
+        for one in samples:
+            self.client.generated(one)
+            self.client.scored(one)
+            if one.member == 0:
+                self.client.lost(lost(one, "failed", "timeout"))
+            if one.member == 1:
+                self.client.lost(lost(one, "filtered", "for_the_critic"), ["critic"])
+        half = np.arange(len(samples[0].policy_mask)) % 2 == 0
+        for trainer, least in (("critic", 2), ("actor", 1)):
+            uses = [Use.of(one, half if one.member == 2 else None) for one in samples if one.member >= least]
+            record = {"step": version + 1, "tokens_trained": sum(use.tokens for use in uses), "staleness_max": 0}
+            self.client.step(record, uses, policy=trainer)
+            self.client.holds("generator/0" if trainer == "actor" else "critic/0", trainer, version + 1)
+
+    def close(self) -> None:
+        self.client.flush()
+        self.books.close(orderly=True)
+        self.metrics.close()
+
+
+async def two_trainers(directory: Path, steps: int = 3) -> None:
+    run = TwoTrainers(directory)
+    for version in range(steps):
+        await run.step(version)
+    run.client.evaluation([EvaluationRow("after", steps, f"q{i}", 0, 0.5, False, 4, steps, steps) for i in range(3)])
     run.close()

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.audit import ROW_CHECKS, audit
+from flowrl.runtime.audit import CHECKS, audit
 from flowrl.runtime.metrics import read
-from tests.small_run import whole_run
+from tests.audit_damages import DAMAGES, DAMAGES_OF_TWO
+from tests.small_run import two_trainers, whole_run
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sound")
     asyncio.run(whole_run(directory))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with an actor and a critic."""
+    directory = tmp_path_factory.mktemp("two")
+    asyncio.run(two_trainers(directory))
     return directory
 
 
@@ -55,111 +66,6 @@ def test_sound_books_pass(run_dir: Path) -> None:
     assert figures["max staleness"] is not None and figures["max staleness"] <= 1 == figures["bound"]
 
 
-# Each damage with what the audit has to say of it: (kind, part of its text). Samples g0/0 and g0/1 are
-# trained at step 1; all of group 4 is filtered or failed.
-A = "UPDATE samples SET {} WHERE sample_id = 'g0/0'"
-USE = "UPDATE uses SET {} WHERE sample_id = 'g0/0'"
-DAMAGES = {
-    "unknown state": ([A.format("state = 'lost'")], "state", "state 'lost', which there is not"),
-    "no reason": (
-        ["UPDATE samples SET reason = NULL WHERE sample_id = 'g4/0'"],
-        "state",
-        "sample g4/0 is filtered without a reason",
-    ),
-    "filtered and trained": (
-        ["UPDATE samples SET step = 2, trained_version = 1 WHERE sample_id = 'g4/0'"],
-        "state",
-        "sample g4/0 is filtered, and yet it stands as trained at step 2",
-    ),
-    "trained at no step": ([A.format("step = NULL")], "state", "sample g0/0 is trained, but at no step"),
-    "trained and never generated": (
-        [A.format("generated_s = NULL")],
-        "state",
-        "g0/0 is trained, but was never generated",
-    ),
-    "a token more than generated": (
-        [A.format("trained_tokens = trained_tokens + 1"), USE.format("tokens = tokens + 1")],
-        "tokens",
-        "sample g0/0: ",
-    ),
-    "tokens of a filtered sample": (
-        ["UPDATE samples SET trained_tokens = 1 WHERE sample_id = 'g4/0'"],
-        "tokens",
-        "sample g4/0 is filtered, but 1 of its tokens count as trained",
-    ),
-    "stale in part": (
-        ["UPDATE samples SET reason = 'stale', state = 'dropped', stale_tokens = 0 WHERE sample_id = 'g4/0'"],
-        "tokens",
-        "sample g4/0 is dropped as stale, but 0 of its ",
-    ),
-    "the sum does not add up": (
-        [A.format("trained_tokens = trained_tokens - 1"), USE.format("tokens = tokens - 1")],
-        "tokens",
-        "policy tokens generated, but ",
-    ),
-    "trained twice": (
-        ["INSERT INTO uses SELECT sample_id, trainer, 1, 2, tokens, 0, 0, 0 FROM uses WHERE sample_id = 'g0/0'"],
-        "uses",
-        "sample g0/0 was used 2 times by trainer",
-    ),
-    "a stranger": (
-        ["INSERT INTO uses VALUES ('x/0', 'trainer', 0, 1, 3, 0, 0, 0)"],
-        "uses",
-        "trainer used sample x/0, which was never admitted",
-    ),
-    "used though filtered": (
-        ["INSERT INTO uses VALUES ('g4/0', 'trainer', 1, 2, 3, 0, 0, 1)"],
-        "uses",
-        "trainer used sample g4/0 at step 2, but the sample is filtered",
-    ),
-    "no use": (["DELETE FROM uses WHERE sample_id = 'g0/0'"], "uses", "sample g0/0 is trained at step 1 with "),
-    "another count of tokens": ([USE.format("tokens = tokens - 1")], "uses", "but no trainer's use says so"),
-    "another version updated": ([A.format("trained_version = 3")], "versions", "g0/0: step 1 updates version 3"),
-    "another version used": ([USE.format("version = 3")], "versions", "g0/0: step 1 updates version 3"),
-    "tokens older than admission": (
-        ["UPDATE samples SET born_version = 1 WHERE sample_id = 'g0/0'"],
-        "versions",
-        "sample g0/0 was admitted when version 1 was held everywhere, but has tokens of version 0",
-    ),
-    "tokens of the future": (
-        [A.format("newest_version = 5")],
-        "versions",
-        "sample g0/0: versions out of order: tokens of 0 to 5, trained ones from 0, updating 0",
-    ),
-    "tokens of no version": ([A.format("oldest_trained_version = NULL")], "versions", "trained tokens of no version"),
-    "a group without a ticket": (
-        ["DELETE FROM tickets WHERE group_id = 'g0'"],
-        "tickets",
-        "group g0 has samples, but never took a ticket",
-    ),
-    "a ticket without a group": (
-        ["INSERT INTO tickets VALUES (99, 'x', 'dropped', NULL, '{}')"],
-        "tickets",
-        "ticket 99 was taken for group x, which has no samples",
-    ),
-    "a dropped group that trained": (
-        ["UPDATE tickets SET state = 'dropped' WHERE group_id = 'g0'"],
-        "tickets",
-        "ticket 0 is dropped, but sample g0/0 of its group is trained",
-    ),
-    "a ticket that never came back": (
-        ["UPDATE tickets SET state = 'open' WHERE group_id = 'g4'"],
-        "tickets",
-        "is open, but nothing of its group g4 is in flight",
-    ),
-    "a ticket of another step": (
-        ["UPDATE tickets SET step = 4 WHERE group_id = 'g0'"],
-        "tickets",
-        "ticket 0 came back with step 4, but sample g0/0 of its group was trained at step 1",
-    ),
-    "two versions in one evaluation": (
-        ["UPDATE evaluations SET newest_version = 1 WHERE phase = 'before' AND prompt_id = 'q3'"],
-        "evaluations",
-        "the evaluation before training at step 0 ran on versions 0 to 1",
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", DAMAGES)
 def test_each_damage_is_named(run_dir: Path, name: str) -> None:
     statements, kind, text = DAMAGES[name]
@@ -167,35 +73,37 @@ def test_each_damage_is_named(run_dir: Path, name: str) -> None:
     assert any(k == kind and text in t for k, t in found(run_dir)), found(run_dir)
 
 
-def test_every_check_is_set_off_by_some_damage(sound: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", DAMAGES_OF_TWO)
+def test_each_damage_with_two_trainers_is_named(two: Path, tmp_path: Path, name: str) -> None:
+    statements, kind, text = DAMAGES_OF_TWO[name]
+    copy = Path(shutil.copytree(two, tmp_path / "run"))
+    assert audit(copy).ok, str(audit(copy))
+    damage(copy, *statements)
+    assert any(k == kind and text in t for k, t in found(copy)), found(copy)
+
+
+def test_every_check_is_set_off_by_some_damage(sound: Path, two: Path, tmp_path: Path) -> None:
     """One that nothing sets off would be one that cannot fail."""
-    set_off = set()
-    for name, (statements, _, _) in DAMAGES.items():
-        copy = Path(shutil.copytree(sound, tmp_path / name))
-        damage(copy, *statements)
-        with closing(sqlite3.connect(copy / "ledger.sqlite")) as db:
-            set_off |= {query for _, _, query in ROW_CHECKS if db.execute(query).fetchone()}
-    assert set_off == {query for _, _, query in ROW_CHECKS}
+    texts = set()
+    for base, damages in ((sound, DAMAGES), (two, DAMAGES_OF_TWO)):
+        for name, (statements, _, _) in damages.items():
+            copy = Path(shutil.copytree(base, tmp_path / f"{base.name} {name}"))
+            damage(copy, *statements)
+            texts |= {text for _, text in found(copy)}
+    patterns = {check: re.compile(re.sub(r"\\{\d(!r)?\\}", ".*", re.escape(check.text))) for check in CHECKS}
+    silent = [check.text for check, pattern in patterns.items() if not any(map(pattern.fullmatch, texts))]
+    assert silent == []
 
 
 def test_data_have_no_version_but_rollouts_do(run_dir: Path) -> None:
-    damage(run_dir, "UPDATE samples SET oldest_trained_version = NULL, generator = 'pairs/0' WHERE sample_id = 'g0/0'")
-    graph = json.loads((run_dir / "graph.json").read_text())
+    damage(
+        run_dir,
+        "UPDATE samples SET oldest_trained_version = NULL, generator = 'pairs/0' WHERE sample_id = 'g0/0'",
+        "UPDATE uses SET oldest_version = NULL WHERE sample_id = 'g0/0'",
+    )
     for holder, wanted in (("generator", []), ("pairs", ["sample g0/0 has 7 trained tokens of no version"])):
-        edges = [{"kind": "latest", "into": f"{holder}.weights"}, {"kind": "queue", "into": "reward.rollouts"}]
-        (run_dir / "graph.json").write_text(json.dumps(graph | {"edges": edges}))
+        damage(run_dir, f"""UPDATE incarnations SET holders = '["{holder}"]'""")
         assert [text for kind, text in found(run_dir) if kind == "versions"] == wanted
-
-
-def test_a_token_older_than_the_bound_is_named(run_dir: Path) -> None:
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite", isolation_level=None)) as db:
-        sample_id, updated = db.execute("SELECT sample_id, trained_version FROM samples WHERE step = 5").fetchone()
-        db.execute(
-            "UPDATE samples SET oldest_version = 1, oldest_trained_version = 1, born_version = 1 WHERE sample_id = ?",
-            (sample_id,),
-        )
-    text = f"sample {sample_id}: a token of version 1 trained version {updated} (staleness 3), the bound is 1"
-    assert ("bound", text) in found(run_dir)
 
 
 def test_more_groups_in_flight_than_tickets_are_named(run_dir: Path) -> None:
@@ -215,25 +123,73 @@ def edit_line(run_dir: Path, step: int, **values: object) -> None:
 def test_lines_that_disagree_with_the_ledger_are_named(run_dir: Path) -> None:
     edit_line(run_dir, 2, tokens_trained=1)
     edit_line(run_dir, 3, staleness_max=7)
+    edit_line(run_dir, 4, loss=0.25)
     texts = [text for kind, text in found(run_dir) if kind == "metrics"]
-    assert len(texts) == 2
+    assert [text.partition(":")[0] for text in texts] == [
+        "step 2",
+        "the line of step 2 is not the one that was written",
+        "step 3",
+        "the line of step 3 is not the one that was written",
+        "the line of step 4 is not the one that was written",
+    ]
     assert texts[0].startswith("step 2: the line says tokens_trained 1, the ledger ")
-    assert texts[1].startswith("step 3: the line says staleness_max 7, the ledger ")
+    assert texts[2].startswith("step 3: the line says staleness_max 7, the ledger ")
 
 
-def test_a_missing_line_is_named(run_dir: Path) -> None:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run_dir / "metrics.jsonl").write_text("".join(lines[:2] + lines[3:]))
-    assert found(run_dir) == [
-        ("metrics", "the line of step 2 is followed by that of step 4"),
-        ("metrics", "step 3 trained, but it has no line"),
+def lines_of(run_dir: Path) -> list[str]:
+    return (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+
+
+GONE = "the line of step {} was written, and has gone: removed by something other than the run"
+
+
+@pytest.mark.parametrize(
+    ("kept", "texts"),
+    [
+        ([0, 1, 3, 4, 5], ["the line of step 2 is followed by that of step 4", GONE.format(3)]),
+        ([0, 1, 2, 3], [GONE.format(5), GONE.format(6)]),
+        ([1, 2, 3, 4, 5], ["the first line is that of step 2", GONE.format(1)]),
+        ([0, 1, 2, 3, 4, 5, 5], ["the line of step 6 is followed by that of step 6"]),
+        ([], [GONE.format(step) for step in range(1, 7)]),
+    ],
+)
+def test_lines_that_have_gone_or_stand_twice_are_named(run_dir: Path, kept: list[int], texts: list[str]) -> None:
+    lines = lines_of(run_dir)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[index] for index in kept))
+    assert found(run_dir) == [("metrics", text) for text in texts]
+
+
+def test_metrics_that_have_gone_are_named(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").unlink()
+    assert found(run_dir) == [("metrics", GONE.format(step)) for step in range(1, 7)]
+
+
+def test_a_line_that_is_cut_or_no_json_is_named(run_dir: Path) -> None:
+    lines = lines_of(run_dir)
+    (run_dir / "metrics.jsonl").write_text("".join([lines[0], "{\n", *lines[2:5], lines[5][:-40]]))
+    assert [text for _, text in found(run_dir)] == [
+        "metrics.jsonl:2 is damaged: no JSON (Expecting property name enclosed in double quotes)",
+        "the line of step 1 is followed by that of step 3",
+        GONE.format(2),
+        GONE.format(6),
     ]
 
 
-def test_the_last_line_may_be_missing_or_half_written(run_dir: Path) -> None:
-    text = (run_dir / "metrics.jsonl").read_text()
-    (run_dir / "metrics.jsonl").write_text(text[:-40])
-    assert found(run_dir) == []
+def test_the_ledger_of_another_run_is_named(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    asyncio.run(whole_run(tmp_path / "other"))  # the same seed: but for times, the rows are the same
+    shutil.copy(tmp_path / "other" / "ledger.sqlite", run_dir / "ledger.sqlite")
+    texts = [text for kind, text in found(run_dir) if kind == "metrics"]
+    assert sum("which the ledger does not have: it has lost commits, or" in text for text in texts) == 6
+
+
+def test_an_empty_ledger_is_named(run_dir: Path) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite", isolation_level=None)) as db:
+        for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            db.execute(f"DELETE FROM {table}")
+    texts = [text for _, text in found(run_dir)]
+    assert any(text.startswith("the ledger has no commit, so all that it held was removed") for text in texts)
+    assert sum(text.startswith("there is a line of step ") for text in texts) == 6
 
 
 def test_a_report_shows_the_first_of_each_kind(run_dir: Path) -> None:
@@ -253,21 +209,57 @@ def test_a_run_that_still_goes_on_can_be_audited(run_dir: Path) -> None:
         assert audit(run_dir).ok
 
 
+OLD = "is a ledger of format 0, and this flowrl reads format 2; audit and resume that run with the flowrl that wrote it"
+
+
+def make_old(path: Path) -> None:
+    """As it was before there were commits."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        for table in ("commits", "contents", "incarnations", "steps", "losses"):
+            db.execute(f"DROP TABLE {table}")
+        db.execute("PRAGMA user_version = 0")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20_000])
+
+
+def drop_table(path: Path) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("DROP TABLE evaluations")
+
+
+def remove_all(path: Path) -> None:
+    for file in path.parent.iterdir():
+        file.unlink()
+
+
+def only_graph(path: Path) -> None:
+    path.unlink()
+    (path.parent / "metrics.jsonl").unlink()
+
+
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
+    ("mistreat", "message"),
     [
-        ("graph.json", None, "holds no run (no graph.json there)"),
-        ("graph.json", "{", "graph.json is no JSON"),
-        ("graph.json", '{"tickets": 4}', "does not give max_staleness"),
-        ("ledger.sqlite", None, "holds no ledger.sqlite"),
-        ("ledger.sqlite", "not a database, certainly not one", "is no ledger of flowrl"),
+        (remove_all, "holds no run; name a directory in which `flowrl run` has run"),
+        (only_graph, "holds no ledger.sqlite: the run there ended before it could admit anything; start it again"),
+        (Path.unlink, "has lost its ledger.sqlite, so nothing can be proven; "),
+        (
+            lambda path: path.write_text("not a database, certainly not one"),
+            "is no ledger of flowrl: file is not",
+        ),
+        (
+            lambda path: path.write_bytes(b""),
+            "is no ledger of flowrl: it has no table commits, ",
+        ),
+        (cut, "ledger.sqlite is damaged (database disk image is malformed), so nothing can be proven; "),
+        (drop_table, "is no ledger of flowrl: it has no table evaluations"),
+        (make_old, OLD),
     ],
 )
-def test_a_directory_that_is_no_run_is_refused(run_dir: Path, file: str, content: str | None, message: str) -> None:
-    path = run_dir / file
-    path.unlink()
-    if content is not None:
-        path.write_text(content)
+def test_what_cannot_be_audited_is_refused(run_dir: Path, mistreat: Callable[[Path], object], message: str) -> None:
+    mistreat(run_dir / "ledger.sqlite")
     with pytest.raises(ConfigError) as error:
         audit(run_dir)
     assert message in str(error.value)

@@ -21,11 +21,11 @@ from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError
 from flowrl.messages import Tombstone
 from flowrl.runtime import books as books_module
-from flowrl.runtime import ledger, ledger_client
+from flowrl.runtime import ledger, ledger_client, ledger_file
 from flowrl.runtime.audit import audit
 from flowrl.runtime.books import Books, LedgerClient, Use
 from flowrl.runtime.metrics import read
-from tests.small_run import POLICY, SmallRun, lost, prompts, sample, whole_run
+from tests.small_run import POLICY, SmallRun, Wire, lost, prompts, sample, whole_run
 
 
 def rows(directory: Path, query: str) -> list[tuple[Any, ...]]:
@@ -439,10 +439,11 @@ def test_a_step_of_a_node_that_the_graph_does_not_know_as_a_trainer_is_refused(t
 def test_a_step_without_a_weights_edge_is_recorded(tmp_path: Path) -> None:
     async def body() -> None:
         records: list[dict[str, Any]] = []
-        small = SmallRun(tmp_path)
+        (tmp_path / "graph.json").write_text('{"tickets": null, "max_staleness": null}')
         books = Books(tmp_path, Tickets(1, None, consumers=(), trainers=["sft"]), on_step=records.append)
-        books.serve(small.wire)
-        client = LedgerClient(small.wire, "sft/0")
+        wire = Wire()
+        books.serve(wire)
+        client = LedgerClient(wire, "sft/0")
         await client.admit("rows/0", prompts(0, 1))
         row = sample(prompts(0, 1)[0], [-1, -1, -1])
         client.generated(row)
@@ -450,7 +451,6 @@ def test_a_step_without_a_weights_edge_is_recorded(tmp_path: Path) -> None:
         assert records == [{"step": 1, "loss": 2.0}]
         query = "SELECT state, trained_tokens, oldest_version, oldest_trained_version, step FROM samples"
         assert rows(tmp_path, query) == [("trained", 3, None, None, 1)]
-        (tmp_path / "graph.json").write_text('{"tickets": null, "max_staleness": null}')
         assert audit(tmp_path).ok
 
     run(body())
@@ -621,7 +621,7 @@ def test_a_resumed_run_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
         small.close(orderly=False)
 
     async def after() -> None:
-        ledger.restore(tmp_path / "checkpoint" / "ledger.sqlite", tmp_path / "ledger.sqlite")
+        ledger_file.restore(tmp_path / "checkpoint" / "ledger.sqlite", tmp_path / "ledger.sqlite")
         small = SmallRun(tmp_path, resume=True, start_version=1)
         assert small.books.in_flight() == {"g2": 2, "g3": 3}
         assert small.books.tickets.untrained() == [2, 3]

@@ -140,9 +140,8 @@ def test_a_failure_at_any_point_leaves_books_that_add_up(tmp_path: Path, seed: i
         await life.run(life.rng.randint(1, GROUPS))
         life.hosts.deliver(0.5)
         life.books.close(orderly=False)
-        for violation in audit(tmp_path).violations:
-            # The last words of a generator that died may be lost, but no state, ticket or version.
-            assert "never generated" in violation.text or violation.kind == "tokens", violation
+        report = audit(tmp_path)  # though the last words of a generator that died may be lost
+        assert report.ok, str(report)
         in_flight = {sample_id for sample_id, state in states(tmp_path).items() if state == "in_flight"}
         reopened = Books(tmp_path, life.tickets, on_step=lambda record: None, resume=True)
         assert {f"{group}/{m}" for group in reopened.in_flight() for m in range(3)} >= in_flight

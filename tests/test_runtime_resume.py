@@ -17,6 +17,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime import checkpoint, manifest, resume
 from flowrl.runtime.driver import Driver
 from flowrl.runtime.rundir import RunDir
+from flowrl.runtime.terms import Terms
 from tests.in_process import Ran, run
 
 STAGES = Path(__file__).parent / "graphs_resumed" / "stages.py"
@@ -194,7 +195,7 @@ def test_wherever_the_way_back_is_killed_the_run_can_go_on(begun: Callable[..., 
         assert version == 3
         try:
             with killed_at(number) as asked:
-                resume.rewind(directory, path, version)
+                resume.rewind(directory, path, version, Terms.read(directory))
         except Killed:
             with pytest.raises(ConfigError, match="continue it with --resume"):
                 RunDir(directory).claim(resume=False)

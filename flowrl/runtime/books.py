@@ -30,11 +30,12 @@ from flowrl.errors import FlowrlError
 from flowrl.runtime.fates import LEFT_AT_END, Fates, used_after_all
 from flowrl.runtime.ledger import Fate, Frozen, Ledger
 from flowrl.runtime.ledger_client import LedgerClient, Use
+from flowrl.runtime.ledger_file import LEDGER
+from flowrl.runtime.terms import Terms
 
 __all__ = ["LEDGER", "Books", "LedgerClient", "Use"]
 
 COMMIT_WITHIN_S = 0.5
-LEDGER = "ledger.sqlite"
 
 Row = Sequence[Any]
 
@@ -65,7 +66,7 @@ class Books:
         resume: bool = False,
     ) -> None:
         self.tickets = tickets
-        self.ledger = Ledger(run_dir / LEDGER)
+        self.ledger = Ledger(run_dir / LEDGER, Terms.read(run_dir))
         self._main = tickets.trainers[0]
         self._bound = bound
         self._own_clock = frozenset(own_clock)
@@ -268,6 +269,7 @@ class Books:
                 "its facts()"
             )
         step = int(record["step"])
+        self.ledger.add("step", trainer, step, time.time())
         for sample_id, _, tokens, stale_tokens, masked_tokens, oldest in uses:
             self._use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
         self.tickets.made(trainer, step)
@@ -283,6 +285,8 @@ class Books:
         group = self._fates.group_of(sample_id)
         if group is None and self.ledger.group_of(sample_id) is not None:
             raise used_after_all(trainer, step, sample_id)
+        # Its generator tells of it in its own time; until then, and if that never comes, this is what there was.
+        self.ledger.add("partial", tokens + stale + masked, sample_id)
         if trainer in self._own_clock:
             oldest = None if group is None else group.held.get(trainer)
         if not tokens and (stale or masked):
@@ -335,6 +339,11 @@ class Books:
 
     def _holds(self, replica: str, policy: str, version: int) -> None:
         self.tickets.holds(replica, policy, version)
+
+    def line(self, step: int, line: str) -> None:
+        """The metrics line of that step is written; `line` is its hash."""
+        self.ledger.add("line", line, self._main, step)
+        self._commit_later()
 
     def _evaluation(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -397,5 +406,6 @@ class Books:
         if orderly:
             for sample_id, trainer in self._fates.still_open():
                 self._settle(sample_id, trainer, LEFT_AT_END)
+            self.ledger.add("ended in order", time.time())
         self.commit()
         self.ledger.close()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowrl.runtime import checkpoint, resume
 from flowrl.runtime.best import Best
-from flowrl.runtime.books import LEDGER
+from flowrl.runtime.ledger_file import LEDGER
 
 if TYPE_CHECKING:
     from flowrl.runtime.driver import Driver
@@ -41,7 +41,7 @@ class Cutter:
         named = best or self._driver.best
 
         def publish(stop: threading.Event) -> None:
-            checkpoint.publish(temporary, final, {"step": version}, stop)
+            checkpoint.publish(temporary, final, {"step": version, "ledger_head": head}, stop)
             if best is not None:
                 best.write(job.run_dir)
             checkpoint.prune(final.parent, job.options.keep, spared=() if named is None else (named.step,))
@@ -49,16 +49,16 @@ class Cutter:
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir()
-            await self.take(resume.facts(version, job.plan, job.options.seed), temporary)
+            head = await self.take(resume.facts(version, job.plan, job.options.seed), temporary)
             await to_its_end(publish)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final.name
 
-    async def take(self, facts: Mapping[str, Any], directory: Path) -> None:
+    async def take(self, facts: Mapping[str, Any], directory: Path) -> str:
         """Freeze the graph, let it go on, and write all that it was, with `facts`, below `directory`.
 
-        What nodes write themselves they write while everything stands.
+        What nodes write themselves they write while everything stands. Returns the head of the ledger there.
         """
         driver, cut = self._driver, checkpoint.Cut()
         generators = self._with_method("snapshot")
@@ -71,6 +71,7 @@ class Cutter:
             *(driver.on_node(track, "checkpoint", path=str(directory)) for track in self._with_method("checkpoint"))
         )
         frozen, versions = driver.books.frozen(), driver.tickets.versions
+        head = driver.books.ledger.head
         await driver.ask_hosts("thaw")
         await asyncio.gather(*(driver.on_node(track, "resume") for track in generators))
 
@@ -79,6 +80,7 @@ class Cutter:
             checkpoint.write_state(directory, cut, {**facts, "versions": versions})
 
         await to_its_end(write)
+        return head
 
     async def _take_from(self, host: str, cut: checkpoint.Cut) -> None:
         part = await self._driver.ask(host, "snapshot")

@@ -136,6 +136,7 @@ class Driver:
             roles=roles(job.graph),
             sinks=open_sinks(job.options.track, job.run_dir, self._config),
             limits=job.options.alarms,
+            book=self.books.line,
         )
         self.books.serve(self._endpoint)
         self._begun = True
@@ -176,6 +177,7 @@ class Driver:
         finally:
             watch.cancel()
             lines.cancel()
+            await asyncio.gather(watch, lines, return_exceptions=True)  # a line that waits is written before the next
         return evaluations
 
     def fail(self, error: BaseException) -> None:
@@ -267,15 +269,18 @@ class Driver:
     # Records
 
     def on_step(self, record: dict[str, Any]) -> None:
-        """A batch is finished: whatever follows from its number, and its line."""
+        """A batch is finished and booked: whatever follows from its number, and its line."""
         self.version = int(record["step"])
-        self._records.put_nowait(record)
+        self._records.put_nowait(record | {"ledger_head": self.books.ledger.head})
 
     async def _write_lines(self) -> None:
         """One line a batch, in order, each with what every host has counted until now. Ended by `_stop`."""
         while (record := await self._records.get()) is not None:
-            await self.ask_hosts("report")
-            self._write_line(record)
+            try:
+                await self.ask_hosts("report")
+            finally:  # of a step that is booked there is a line, whatever ends the run
+                self._write_line(record)
+            self._records.task_done()
 
     def _write_line(self, record: dict[str, Any]) -> None:
         with writing(self.job.run_dir):
@@ -353,7 +358,11 @@ class Driver:
             self.books.resume_admission("checkpoint")
 
     async def write_checkpoint(self, version: int, *, best: Best | None = None) -> None:
-        """One consistent cut through the graph, made the newest checkpoint."""
+        """One consistent cut through the graph, made the newest checkpoint.
+
+        The lines of all steps until then are written first: a run that goes on from here never writes them.
+        """
+        await self._records.join()
         start_s = time.monotonic()
         with self.lookout.doing(f"the checkpoint of step {version}"), writing(self.job.run_dir):
             name = await self.cutter.write(version, best)

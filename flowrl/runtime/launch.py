@@ -27,6 +27,7 @@ from flowrl.graph.routes import routes_of
 from flowrl.runtime import resume
 from flowrl.runtime.options import RunOptions
 from flowrl.runtime.rundir import RunDir, private, provenance, writing
+from flowrl.runtime.terms import Terms
 
 if TYPE_CHECKING:
     from flowrl.channel.endpoint import CurveKeys
@@ -242,7 +243,8 @@ class _Prepared:
     def _rewind(self) -> None:
         """Make the run's files those of the checkpoint that it goes on from; nothing to do for a fresh run."""
         if self.resume_from is not None:
-            resume.rewind(self.directory.path, self.resume_from, self.version)
+            terms = Terms.of(self.plan.to_json())
+            resume.rewind(self.directory.path, self.resume_from, self.version, terms)
             self.launch.describe(self.directory, self.plan)
 
     def _claim(self, host: HostPlan) -> tuple[float, float]:

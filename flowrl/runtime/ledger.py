@@ -1,92 +1,24 @@
 """The ledger file: what became of every admitted sample and of every policy token.
 
-Storage only; `Books` decides. Rows are buffered and written in one transaction by `commit`. WAL mode
-with synchronous=NORMAL: what is committed survives the death of any process, and a reader (`flowrl
-audit`, the sqlite3 shell) never blocks the run.
-
-All `*_s` columns are seconds since the Unix epoch.
+Storage only; `Books` decides. Rows are buffered and written in one transaction by `commit`, together with the link
+that binds what all tables then hold (flowrl.runtime.chain). The file and its tables: flowrl.runtime.ledger_file.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import FlowrlError
-
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS samples (
-    sample_id TEXT PRIMARY KEY,
-    group_id TEXT NOT NULL,
-    prompt_id TEXT NOT NULL,
-    epoch INTEGER NOT NULL,
-    member INTEGER NOT NULL,
-    state TEXT NOT NULL,                -- in_flight, trained, filtered, failed, dropped
-    reason TEXT,                        -- why it was filtered, failed or dropped
-    prompt_tokens INTEGER NOT NULL,
-    response_tokens INTEGER NOT NULL,   -- policy tokens
-    trained_tokens INTEGER NOT NULL,
-    stale_tokens INTEGER NOT NULL,      -- masked out of the loss for their age
-    redone_tokens INTEGER NOT NULL,     -- generated again after a crash, not in response_tokens
-    reward REAL,
-    born_version INTEGER NOT NULL,      -- smallest version held by any generator at admission
-    oldest_version INTEGER,             -- of its policy tokens
-    newest_version INTEGER,
-    oldest_trained_version INTEGER,
-    trained_version INTEGER,            -- the version being updated: step - 1
-    step INTEGER,
-    generator TEXT,
-    admitted_s REAL NOT NULL,
-    generated_s REAL,
-    scored_s REAL,
-    trained_s REAL,
-    masked_tokens INTEGER NOT NULL      -- kept out of the loss by a node's loss_mask
-);
-CREATE INDEX IF NOT EXISTS samples_by_group ON samples (group_id);
-CREATE TABLE IF NOT EXISTS uses (
-    sample_id TEXT NOT NULL,
-    trainer TEXT NOT NULL,
-    version INTEGER NOT NULL,
-    step INTEGER NOT NULL,
-    tokens INTEGER NOT NULL,
-    stale_tokens INTEGER NOT NULL,
-    masked_tokens INTEGER NOT NULL,
-    oldest_version INTEGER              -- what its age is counted from, in versions of the trainer
-);
-CREATE INDEX IF NOT EXISTS uses_by_sample ON uses (sample_id);
-CREATE TABLE IF NOT EXISTS losses (     -- of graphs with several trainers: who will not use it
-    sample_id TEXT NOT NULL,
-    trainer TEXT NOT NULL,
-    state TEXT NOT NULL,                -- filtered, failed, dropped
-    reason TEXT NOT NULL
-);
-CREATE INDEX IF NOT EXISTS losses_by_sample ON losses (sample_id);
-CREATE TABLE IF NOT EXISTS tickets (
-    ticket INTEGER PRIMARY KEY,
-    group_id TEXT NOT NULL UNIQUE,
-    state TEXT NOT NULL,                -- open, trained, dropped
-    step INTEGER,
-    held TEXT NOT NULL                  -- JSON, trainer: version of its weights held everywhere at admission
-);
-CREATE TABLE IF NOT EXISTS evaluations (
-    phase TEXT NOT NULL,                -- before, during, after
-    step INTEGER NOT NULL,
-    prompt_id TEXT NOT NULL,
-    member INTEGER NOT NULL,
-    score REAL NOT NULL,
-    correct INTEGER NOT NULL,
-    response_tokens INTEGER NOT NULL,
-    oldest_version INTEGER,             -- of its tokens
-    newest_version INTEGER,
-    task TEXT NOT NULL,
-    evaluated_s REAL NOT NULL
-);
-"""
+from flowrl.runtime import ledger_file
+from flowrl.runtime.chain import Chain
+from flowrl.runtime.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -135,6 +67,9 @@ STATEMENTS = {
     "unused": "UPDATE samples SET state = ?, reason = ?, stale_tokens = ?, masked_tokens = ? WHERE sample_id = ?",
     "used": "INSERT INTO uses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
     "left_out": "INSERT INTO losses VALUES (?, ?, ?, ?)",
+    "step": "INSERT INTO steps VALUES (?, ?, (SELECT MAX(number) FROM incarnations), ?, NULL)",
+    "line": "UPDATE steps SET line = ? WHERE trainer = ? AND step = ?",
+    "ended in order": "UPDATE incarnations SET ended_s = ? WHERE number = (SELECT MAX(number) FROM incarnations)",
     "settled": "UPDATE tickets SET state = ?, step = ? WHERE ticket = ? AND state = 'open'",
     "evaluated": "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
 }
@@ -152,14 +87,17 @@ class OpenSample:
 
 
 class Ledger:
-    """Buffered writes to one ledger file, and the few reads that the books need."""
+    """Buffered writes to one ledger file, and the few reads that the books need.
 
-    def __init__(self, path: Path) -> None:
+    A file that is not there is made, with `terms` for its first incarnation.
+    """
+
+    def __init__(self, path: Path, terms: Terms | None = None) -> None:
         self.path = path
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.executescript(SCHEMA)
+        if not path.exists():
+            ledger_file.create(path, terms or Terms())
+        self._db = ledger_file.open_to_write(path)
+        self._chain = Chain(self._db, ledger_file.TABLES)
         self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in STATEMENTS}
 
     def add(self, statement: str, *row: Any) -> None:
@@ -171,16 +109,24 @@ class Ledger:
         """Something is buffered."""
         return any(self._rows.values())
 
+    @property
+    def head(self) -> str:
+        """Of the last commit: it binds all that is committed."""
+        return self._chain.head
+
     def commit(self) -> None:
         """Write all that is buffered, in one transaction.
 
         Raises FlowrlError where that fails; then nothing of it is written, and everything is still buffered.
         """
+        linked = None
         try:
             with self._db:  # ends in COMMIT, or in ROLLBACK
                 self._db.execute("BEGIN")
                 for name, rows in self._rows.items():
                     self._db.executemany(STATEMENTS[name], rows)
+                state = self._chain.extend(time.time())
+            linked = state
         except (sqlite3.Error, OverflowError) as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the primary one
             mend = "make room there" if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) else "mend that"
@@ -188,6 +134,8 @@ class Ledger:
                 f"the ledger {self.path} cannot be written ({error}); the run cannot go on unbooked, {mend} and go on "
                 "with --resume"
             ) from error
+        finally:
+            self._chain.settle(linked)
         for rows in self._rows.values():
             rows.clear()
 
@@ -261,18 +209,3 @@ class Frozen:
         """Write all of it to a new file at `path`."""
         with closing(self._db), closing(sqlite3.connect(path)) as copy:
             self._db.backup(copy)
-
-
-def restore(backup: Path, path: Path) -> None:
-    """Rewind the ledger at `path` to `backup`. No process may have it open.
-
-    A WAL left by a killed run belongs to the file that is replaced, so it goes too.
-    """
-    source = sqlite3.connect(backup)
-    fresh: Sequence[Path] = [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
-    for file in fresh:
-        file.unlink(missing_ok=True)
-    target = sqlite3.connect(path)
-    source.backup(target)
-    target.close()
-    source.close()

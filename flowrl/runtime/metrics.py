@@ -6,10 +6,11 @@ NAMES that nothing reported stands there as null.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ NAMES = (
     "generator_busy_s",
     "trainer_busy_s",
     "weight_update_pause_s",
+    "ledger_head",
 )
 
 
@@ -47,7 +49,8 @@ class Metrics:
     """Writes the lines. `roles` maps a node's name to the one under which its busy time stands.
 
     A graph may call its generator "actor": `generator_busy_s` is still that node's. `time_s` counts
-    from the start of the run and goes on where the file ends when a run is resumed.
+    from the start of the run and goes on where the file ends when a run is resumed. `book` gets the step and
+    the hash of each line that is written, for the ledger.
     """
 
     def __init__(
@@ -58,10 +61,12 @@ class Metrics:
         roles: Mapping[str, str],
         sinks: Sequence[Sink] = (),
         limits: Limits | None = None,
+        book: Callable[[int, str], None] | None = None,
     ) -> None:
         self._statistics = statistics
         self._roles = dict(roles)
         self._sinks = tuple(sinks)
+        self._book = book
         self._step = 0
         before = read(run_dir / METRICS)
         self._alarms = Alarms(limits or Limits(), before)
@@ -77,9 +82,12 @@ class Metrics:
         full.update({name: value for name, value in record.items() if value is not None})
         full = _finite(full)
         full["alarms"] = self._alarms.look(full)
-        self._file.write(json.dumps(full) + "\n")
+        text = json.dumps(full)
+        self._file.write(text + "\n")
         self._file.flush()
         self._step = full["step"]
+        if self._book is not None:
+            self._book(self._step, line_hash(text))
         scalars = {name: value for name, value in flat(full).items() if name != "step"}
         scalars |= {f"alarm/{name}": float(name in full["alarms"]) for name in ALARMS}
         for sink in self._sinks:
@@ -105,34 +113,47 @@ class Metrics:
         return f"{self._roles.get(node, node)}_busy_s" if node != name else name
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file, [] if there is none. A half-written last line is left out.
+def line_hash(text: str) -> str:
+    """What the ledger keeps of a line, its end left out."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    Raises ConfigError for any other line that is no JSON.
-    """
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a metrics file as they stand there, [] if there is none; a half-written last one is left out."""
     if not path.exists():
         return []
     whole, _, _ = path.read_text().rpartition("\n")
-    return [_parse(path, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
+    return whole.split("\n") if whole else []
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file, parsed. Raises ConfigError for one that is no JSON."""
+    return [_parse(path, number, line) for number, line in enumerate(whole_lines(path), start=1)]
 
 
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
+        return parse(line)
+    except ValueError as problem:
+        raise ConfigError(f"{path}:{number} is damaged: {problem}; remove that line, or the file") from None
+
+
+def parse(line: str) -> dict[str, Any]:
+    """One line's record. Raises ValueError, with what is wrong, for what is none."""
+    try:
         record = json.loads(line)
     except json.JSONDecodeError as problem:
-        raise ConfigError(
-            f"{path}:{number} is damaged: no JSON ({problem.msg}); remove that line, or the file"
-        ) from None
-    if not isinstance(record, dict) or "step" not in record:
-        raise ConfigError(f"{path}:{number} is damaged: it has no step; remove that line, or the file")
+        raise ValueError(f"no JSON ({problem.msg})") from None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError("it has no step")
     return record
 
 
 def rewind(path: Path, step: int) -> None:
-    """Keep the lines up to `step`, as a resumed run goes on from the checkpoint of that step."""
-    kept = [line for line in read(path) if line["step"] <= step]
+    """Keep the lines up to `step`, as they stand, as a resumed run goes on from the checkpoint of that step."""
+    lines = zip(whole_lines(path), read(path), strict=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    temporary.write_text("".join(line + "\n" for line, record in lines if record["step"] <= step))
     temporary.replace(path)
 
 

@@ -28,11 +28,12 @@ from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Saved
 from flowrl.graph.plan import Plan
-from flowrl.runtime import checkpoint, ledger
+from flowrl.runtime import checkpoint, ledger_file
 from flowrl.runtime.best import BEST, read_best
-from flowrl.runtime.books import LEDGER
+from flowrl.runtime.ledger_file import LEDGER
 from flowrl.runtime.metrics import METRICS
 from flowrl.runtime.metrics import rewind as rewind_metrics
+from flowrl.runtime.terms import Terms
 
 DAMAGED = ".damaged"
 Described = Mapping[str, Any]
@@ -155,8 +156,10 @@ def _nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, bytes]
         yield from (f"node {name!r}: {text}" for text in node.check_resume(saved))
 
 
-def rewind(run_dir: Path, directory: Path, version: int) -> None:
+def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
     """Take the records of a run back to the checkpoint in `directory`; no process has them open.
+
+    What the run is held to from here on are `terms`; they stand in the ledger from its first commit on.
 
     Later checkpoints, all of them damaged, are put aside, and a `best.json` that names one of them goes: this run makes
     others with their names.
@@ -166,8 +169,8 @@ def rewind(run_dir: Path, directory: Path, version: int) -> None:
             _put_aside(path)
     if (run_dir / BEST).is_file() and read_best(run_dir, newest_step=version) is None:
         (run_dir / BEST).unlink()
-    rewind_metrics(run_dir / METRICS, version)  # first: a ledger may be ahead of its lines, never behind them
-    ledger.restore(directory / LEDGER, run_dir / LEDGER)
+    ledger_file.restore(directory / LEDGER, run_dir / LEDGER, terms)  # first: it says that the lines are to follow
+    rewind_metrics(run_dir / METRICS, version)
 
 
 def _put_aside(path: Path) -> None:

@@ -1,0 +1,183 @@
+"""The hash chain of a ledger: one link a commit, which binds every row of every table as that commit left it.
+
+Rows change in place, so a link binds contents, not writes. Each table has the number of its rows and the sum of
+their hashes modulo 2^256: what a commit changes is subtracted as it was and added as it is, and a reader recomputes
+the sums in one pass, in any order. Triggers of the writing connection report the changes, whatever statement makes
+them. A commit's digest is the hash of all numbers and sums; its head hashes the head before it, its own number, time
+and digest. What changes nothing makes no link.
+
+`contents` and `commits` are written in the commit's own transaction: a crash leaves them as they were before it, and
+a ledger rewound to a checkpoint has that checkpoint's chain. There is no key: the chain shows what anything but
+flowrl has changed, not what somebody has changed who then computed the chain anew. Against that, keep a head
+elsewhere: it stands in every metrics line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import msgpack
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS contents (
+    name TEXT PRIMARY KEY,              -- of a table
+    num_rows INTEGER NOT NULL,
+    row_hashes TEXT NOT NULL            -- their sum modulo 2^256, in hex
+);
+CREATE TABLE IF NOT EXISTS commits (
+    number INTEGER PRIMARY KEY,         -- from 0
+    committed_s REAL NOT NULL,
+    digest TEXT NOT NULL,               -- of `contents` after this commit
+    head TEXT NOT NULL                  -- of the head before it, number, committed_s and digest
+);
+"""
+
+TABLES = ("contents", "commits")
+MODULUS = 1 << 256
+HEAD_BYTES = 16
+
+Row = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What a table holds."""
+
+    num_rows: int = 0
+    row_hashes: int = 0
+
+    def changed(self, was: Row | None, now: Row | None) -> Sum:
+        """With the row `now` in the place of `was`; None is no row."""
+        num_rows = self.num_rows + (now is not None) - (was is not None)
+        change = (0 if now is None else row_hash(now)) - (0 if was is None else row_hash(was))
+        return Sum(num_rows, (self.row_hashes + change) % MODULUS)
+
+    def row(self, table: str) -> Row:
+        """The row of `contents`."""
+        return table, self.num_rows, f"{self.row_hashes:064x}"
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Sum:
+        """Of a whole table, row by row."""
+        num_rows, row_hashes = 0, 0
+        for row in rows:
+            num_rows += 1
+            row_hashes += row_hash(row)
+        return cls(num_rows, row_hashes % MODULUS)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One link."""
+
+    number: int
+    committed_s: float
+    digest: str
+    head: str
+
+    @classmethod
+    def after(cls, before: Commit | None, committed_s: float, digest: str) -> Commit:
+        """The one that follows `before`, None for the first."""
+        number, head = (0, "") if before is None else (before.number + 1, before.head)
+        return cls(number, committed_s, digest, _hash((head, number, committed_s, digest)))
+
+
+@dataclass(frozen=True)
+class State:
+    """Where the chain stands: what the tables hold, and the commit that left it."""
+
+    sums: Mapping[str, Sum] = field(default_factory=dict)
+    newest: Commit | None = None
+
+
+def row_hash(row: Row) -> int:
+    """Of the values as SQLite gives them: 1, 1.0, "1" and b"1" are four values."""
+    return int.from_bytes(hashlib.blake2b(msgpack.packb(row), digest_size=32).digest())
+
+
+def digest_of(contents: Iterable[Row]) -> str:
+    """One hash of the rows of `contents`, in order of their names."""
+    return _hash(list(contents))
+
+
+def _hash(content: Any) -> str:
+    return hashlib.blake2b(msgpack.packb(content), digest_size=HEAD_BYTES).hexdigest()
+
+
+def read_contents(db: sqlite3.Connection) -> list[Row]:
+    """What the newest commit says that the tables hold."""
+    return db.execute("SELECT name, num_rows, row_hashes FROM contents ORDER BY name").fetchall()
+
+
+def read_commits(db: sqlite3.Connection) -> Iterator[Commit]:
+    """All links in order of their numbers."""
+    return (Commit(*row) for row in db.execute("SELECT number, committed_s, digest, head FROM commits ORDER BY number"))
+
+
+def newest(db: sqlite3.Connection) -> Commit | None:
+    """The last link, None before the first commit."""
+    row = db.execute("SELECT number, committed_s, digest, head FROM commits ORDER BY number DESC LIMIT 1").fetchone()
+    return None if row is None else Commit(*row)
+
+
+class Chain:
+    """Links the commits of one connection, the only one that writes the ledger.
+
+    Inside of each transaction, last, `extend`; after its end `settle`.
+    """
+
+    def __init__(self, db: sqlite3.Connection, tables: Sequence[str]) -> None:
+        self._db = db
+        self._changes: dict[tuple[str, int], list[Row | None]] = {}
+        """(table, rowid) -> its row before this transaction, and now."""
+        known = {name: Sum(num_rows, int(row_hashes, 16)) for name, num_rows, row_hashes in read_contents(db)}
+        self.state = State(dict.fromkeys(tables, Sum()) | known, newest(db))
+        db.create_function("row_was", -1, self._was)
+        db.create_function("row_is", -1, self._is)
+        for table in tables:
+            _report_changes(db, table)
+
+    @property
+    def head(self) -> str:
+        """Of the last commit, "" before the first."""
+        return self.state.newest.head if self.state.newest else ""
+
+    def _was(self, table: str, rowid: int, *row: Any) -> None:
+        self._changes.setdefault((table, rowid), [row, None])[1] = None
+
+    def _is(self, table: str, rowid: int, *row: Any) -> None:
+        self._changes.setdefault((table, rowid), [None, None])[1] = row
+
+    def extend(self, committed_s: float) -> State:
+        """Write the link of this transaction; returns the state for `settle`."""
+        before, sums = self.state, dict(self.state.sums)
+        for (table, _), (was, now) in self._changes.items():
+            sums[table] = sums[table].changed(was, now)
+        first = before.newest is None
+        if sums == before.sums and not first:
+            return before
+        contents = [sums[name].row(name) for name in sorted(sums)]
+        commit = Commit.after(before.newest, committed_s, digest_of(contents))
+        self._db.executemany("INSERT OR REPLACE INTO contents VALUES (?, ?, ?)", contents)
+        self._db.execute("INSERT INTO commits VALUES (?, ?, ?, ?)", astuple(commit))
+        return State(sums, commit)
+
+    def settle(self, state: State | None) -> None:
+        """The transaction is over: committed with what `extend` returned, or rolled back (None)."""
+        self._changes.clear()
+        self.state = state or self.state
+
+
+def _report_changes(db: sqlite3.Connection, table: str) -> None:
+    """Triggers that this connection alone has: whatever it writes to the table is reported to its chain."""
+    columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
+    was, now = (
+        f"SELECT {function}('{table}', {row}.rowid, {', '.join(f'{row}.{name}' for name in columns)});"
+        for function, row in (("row_was", "OLD"), ("row_is", "NEW"))
+    )
+    for event, report in (("INSERT", now), ("UPDATE", f"{was} {now}"), ("DELETE", was)):
+        db.execute(f"CREATE TEMP TRIGGER {table}_{event.lower()} AFTER {event} ON main.{table} BEGIN {report} END")
