@@ -18,7 +18,7 @@ from tests.run_process import GRAPHS, ROOT, Run, audit, is_loopback, listening, 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FAULTS = GRAPHS / "faults.py"
-OPTIONS = ["--processes", "--ranks", "2", "--save-every", "1"]
+OPTIONS = ["--processes", "--generators", "2", "--save-every", "1"]
 OWN_DIES_WITHIN_S = 40
 """Ray's library would wait for 60 s."""
 
@@ -26,7 +26,7 @@ OWN_DIES_WITHIN_S = 40
 @pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
 def test_a_run_whose_ray_dies_says_so_and_can_be_resumed(tmp_path: Path, ray: dict[str, str], victim: str) -> None:
     before = os.umask(0)  # the loosest that a user can have
-    run = Run(FAULTS, tmp_path / "run", *OPTIONS, "--steps", "100000", timeout_s=200)
+    run = Run(FAULTS, tmp_path / "run", *OPTIONS, "--steps", "100000", timeout_s=280)
     os.umask(before)
     run.until("checkpoint step_000004")
     by_address = listening(pids_of(run.mark))
@@ -88,7 +88,7 @@ def test_a_run_ends_in_order_before_ray_gives_up_the_head_of_its_cluster(
 ) -> None:
     cluster, address = head
     joined = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
-    run = Run(FAULTS, tmp_path / "run", *OPTIONS, "--steps", "100000", env=joined, timeout_s=200)
+    run = Run(FAULTS, tmp_path / "run", *OPTIONS, "--steps", "100000", env=joined, timeout_s=280)
     run.until("checkpoint step_000004")
     start_s = time.monotonic()
     os.kill(child_of(cluster.pid, "gcs_server"), signal.SIGKILL)

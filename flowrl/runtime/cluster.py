@@ -71,6 +71,7 @@ class RayCluster:
         """flowrl started this Ray, and ends it."""
         self.started = False
         self._alone = False
+        self._head: tuple[str, int] | None = None
         self.lost = ""
         """The process of Ray that has ended before its time."""
 
@@ -112,6 +113,8 @@ class RayCluster:
         except ray.exceptions.AuthenticationError as error:
             why = " ".join(error.message.split())
             raise ConfigError(f"RAY_ADDRESS={address} asks for a token ({why}); set RAY_AUTH_TOKEN to it") from None
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        self._head = host.strip("[]"), int(port)
 
     @staticmethod
     def _runtime_env(graph_dir: Path) -> dict[str, Any]:
@@ -176,12 +179,17 @@ class RayCluster:
 
     def head(self) -> tuple[str, int] | None:
         """Where the head of a joined cluster listens; None for a Ray of one's own, whose processes are known."""
-        if self.owned:
-            return None
-        import ray
+        return self._head
 
-        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-        return host.strip("[]"), int(port)
+    def _head_answers(self) -> bool:
+        """Ray's library waits for a minute for one that does not, and ends this process."""
+        if self._head is None:
+            return True
+        try:
+            socket.create_connection(self._head, timeout=ANSWER_WITHIN_S).close()
+        except OSError:
+            return False
+        return True
 
     def processes(self) -> dict[str, int]:
         """Name -> pid of the processes without which the run's own Ray does not go on."""
@@ -211,6 +219,8 @@ class RayCluster:
         import ray
         from ray.util.placement_group import remove_placement_group
 
+        if not self.lost and not self._head_answers():
+            self.lost = "head"
         for host in list(self._actors):
             self.kill(host)
         if self.lost:

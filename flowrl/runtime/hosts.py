@@ -18,7 +18,7 @@ from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.runtime.actor import HostActor
 from flowrl.runtime.cluster import HEAD_AWAY_S, RayCluster, Slot
 from flowrl.runtime.engine import HostSpec
-from flowrl.runtime.lifeline import outlive
+from flowrl.runtime.lifeline import Lifeline
 from flowrl.runtime.processes import Processes, pid_space
 
 STOP_WITHIN_S = 6.0
@@ -39,6 +39,7 @@ class Hosts:
         self._processes = Processes()
         """Those of the hosts on this machine."""
         self._rays = Processes()
+        self._lifeline: Lifeline | None = None
         self._head: asyncio.Task[None] | None = None
         self._endpoint = endpoint
         self._actors: dict[str, Any] = {}
@@ -75,11 +76,14 @@ class Hosts:
         for name, pid in self._cluster.processes().items():
             self._rays.follow(name, pid, self._ray_has_ended)
         if (head := self._cluster.head()) is not None:
-            self._head = asyncio.create_task(outlive(*head, patience_s=HEAD_AWAY_S))
+            self._lifeline = Lifeline(*head)
+            self._head = asyncio.create_task(self._lifeline.outlive(patience_s=HEAD_AWAY_S))
             self._head.add_done_callback(self._head_has_ended)
 
     def _has_ended(self, host: str) -> None:
         self._rays.look()  # a host does not outlive Ray: that is the cause
+        if self._lifeline is not None and self._lifeline.away:
+            self._ray_has_ended("head")
         self._on_death(self._dead(host, ""))
 
     def _head_has_ended(self, task: asyncio.Task[None]) -> None:

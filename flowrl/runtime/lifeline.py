@@ -14,20 +14,30 @@ PROBES = ((socket.SO_KEEPALIVE, 1), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPIN
 """So that a machine that was switched off is a connection that breaks."""
 
 
-async def outlive(host: str, port: int, *, patience_s: float) -> None:
-    """Returns when nobody has listened at the address for `patience_s` seconds."""
-    loop = asyncio.get_running_loop()
-    last_s = loop.time()
-    while loop.time() - last_s < patience_s:
-        try:
-            async with asyncio.timeout(patience_s):
-                reader, writer = await asyncio.open_connection(host, port)
-        except OSError:  # a timeout is one
-            await asyncio.sleep(RETRY_S)
-            continue
-        await _until_it_breaks(reader, writer)
+class Lifeline:
+    """The connection to one address."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = (host, port)
+        self.away = False
+        """Nobody listened there when it was last tried."""
+
+    async def outlive(self, *, patience_s: float) -> None:
+        """Returns when nobody has listened at the address for `patience_s` seconds."""
+        loop = asyncio.get_running_loop()
         last_s = loop.time()
-        await asyncio.sleep(RETRY_S)  # a server closes what does not speak its protocol, now and then
+        while loop.time() - last_s < patience_s:
+            try:
+                async with asyncio.timeout(patience_s):
+                    reader, writer = await asyncio.open_connection(*self._address)
+            except OSError:  # a timeout is one
+                self.away = True
+                await asyncio.sleep(RETRY_S)
+                continue
+            self.away = False
+            await _until_it_breaks(reader, writer)
+            last_s = loop.time()
+            await asyncio.sleep(RETRY_S)  # a server closes what does not speak its protocol, now and then
 
 
 async def _until_it_breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
