@@ -39,7 +39,7 @@ FEATURES = {
     "interrupt": "lives that are interrupted",
 }
 CAPACITIES = (None, None, 1, 1, 2, 3, 8, 64)
-DELAYS_S = (0.0, 0.0, 0.0, 0.001, 0.01, 0.05, 0.2)
+DELAYS_S = (0.0, 0.0, 0.0, 0.001, 0.005, 0.02, 0.05)
 LONGEST_CHAIN = 2
 DEEPEST = 2
 
@@ -215,7 +215,7 @@ class Drawing:
 
     def _life(self, index: int, length: int) -> Life:
         end = self.dice.weighed({"crash": 3, "interrupt": 1}, "end", index)
-        delay_s = self.dice.one_of((0.0, 0.01, 0.1, 0.5), "scale", index) * self.dice.share("delay", index)
+        delay_s = self.dice.one_of((0.0, 0.01, 0.1, 0.3), "scale", index) * self.dice.share("delay", index)
         version = self.dice.number(0, length, "version", index)
         return Life("" if end in self._without else end, version, delay_s)
 
