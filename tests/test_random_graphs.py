@@ -20,11 +20,13 @@ from flowrl import Cluster, Machine, check
 from flowrl.channel.tickets import Tickets
 from flowrl.runtime.ledger_client import LedgerClient
 from tests.random_graphs.clock import Stuck, run_virtually
+from tests.random_graphs.drawing import draw
 from tests.random_graphs.graph import Config, graph
-from tests.random_graphs.nodes import KINDS, Passing, Source
+from tests.random_graphs.kinds import KINDS
+from tests.random_graphs.nodes import Passing, Source
 from tests.random_graphs.record import Record
 from tests.random_graphs.run import judge, smaller
-from tests.random_graphs.shape import FEATURES, draw
+from tests.random_graphs.shape import FEATURES
 
 FIRST = int(os.environ.get("FLOWRL_RANDOM_SEED", "0"))
 GRAPHS = int(os.environ.get("FLOWRL_RANDOM_GRAPHS", "100"))

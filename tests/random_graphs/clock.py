@@ -24,17 +24,17 @@ class Stuck(Exception):
 class Jumping(selectors.DefaultSelector):
     """Instead of waiting, it lets time pass."""
 
-    def __init__(self, wall_s: float) -> None:
+    def __init__(self, busy_s: float) -> None:
         super().__init__()
         self.now_s = 0.0
-        self._until = time.monotonic() + wall_s
-        self._wall_s = wall_s
+        self._until = time.process_time() + busy_s
+        self._busy_s = busy_s
 
     def select(self, timeout: float | None = None) -> Any:
         events = super().select(0)
-        if time.monotonic() > self._until:
-            self._until += self._wall_s  # what is cancelled now needs time to end
-            raise Stuck(f"busy for more than {self._wall_s} s of real time, {self.now_s:.3f} s of its own")
+        if time.process_time() > self._until:
+            self._until += self._busy_s  # what is cancelled now needs time to end
+            raise Stuck(f"busy for more than {self._busy_s} s, at {self.now_s:.3f} s of its own time")
         if not events and timeout is None:
             raise Stuck(f"nothing is left that could happen, at {self.now_s:.3f} s of its own time")
         if not events and timeout:
@@ -43,13 +43,13 @@ class Jumping(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """See the module. `wall_s`: real seconds after which it counts as stuck.
+    """See the module. `busy_s`: seconds of this process's work after which it counts as stuck.
 
     Tasks and timers are listed by node, as `HostLoop` does it: of them alone the nodes here have any.
     """
 
-    def __init__(self, wall_s: float) -> None:
-        self._jumping = Jumping(wall_s)
+    def __init__(self, busy_s: float) -> None:
+        self._jumping = Jumping(busy_s)
         super().__init__(self._jumping)
 
     def time(self) -> float:
@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return done
 
 
-def run_virtually(main: Coroutine[Any, Any, Any], *, wall_s: float = 60.0) -> Any:
+def run_virtually(main: Coroutine[Any, Any, Any], *, busy_s: float = 60.0) -> Any:
     """The result of `main` on a loop of its own. Raises Stuck."""
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(wall_s)) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(busy_s)) as runner:
         return runner.run(main)

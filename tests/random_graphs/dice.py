@@ -6,8 +6,8 @@ decides alike.
 
 from __future__ import annotations
 
+import hashlib
 import random
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -42,4 +42,4 @@ class Dice:
 
 def lot(*key: object) -> float:
     """From [0, 1), the same for the same key in every process."""
-    return zlib.crc32(repr(key).encode()) / 2**32
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "big") / 2**32

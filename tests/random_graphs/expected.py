@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.random_graphs.nodes import KINDS, STATES, Passing, fate, goes_left, response_length
+from tests.random_graphs.kinds import KINDS
+from tests.random_graphs.nodes import STATES, Passing, fate, goes_left, response_length
 from tests.random_graphs.shape import Part, Shape
 
 ITEM, AWAY = "item", "dropped: not_routed"

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from flowrl import Graph, Node
 from flowrl.graph.ports import Port
-from tests.random_graphs.nodes import KINDS
-from tests.random_graphs.shape import Shape, draw
+from tests.random_graphs.drawing import draw
+from tests.random_graphs.kinds import KINDS
+from tests.random_graphs.shape import Shape
 
 OWN_CPUS = 0.1
 

@@ -6,22 +6,18 @@ What a node does with an item follows from seed, node and item alone, so it does
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from flowrl import Batch, Call, Group, In, Join, Message, Node, Out, Prompt, Sample, Serve, Trainable, Weights, join
+from flowrl import Call, Group, In, Join, Message, Node, Out, Prompt, Sample, Serve, Weights, join
 from flowrl.errors import SampleFailed
 from flowrl.graph.facts import Facts
-from flowrl.messages import Bool
-from flowrl.nodes.batch import TokenBatch
-from flowrl.runtime.ledger_client import Use
-from flowrl.training.packing import loss_masks
 from tests.random_graphs.dice import lot
-from tests.random_graphs.record import Meeting, Record, record_of
+from tests.random_graphs.record import Record, record_of
 from tests.random_graphs.shape import Part, Shape
 
 PROMPT_TOKENS, LONGEST_RESPONSE = 2, 6
@@ -388,165 +384,3 @@ class Joining3(Joining):
 
 
 PORTS = ("first", "second", "third")
-
-
-class GroupMaking(Played):
-    """Collects groups, and loses some of their members or all of them."""
-
-    keyed_state = True
-
-    groups: Out[Group]
-
-    def facts(self) -> Facts:
-        return Facts(group_size=self.shape.group_size, drops=bool(self.part.losses), keeps_lineage=False)
-
-    async def one(self, group_id: str, samples: Sequence[Sample], lose: Callable[..., None]) -> None:
-        await self.take_time(group_id)
-        fates = {sample.sample_id: self.fate(sample.sample_id) for sample in samples}
-        kept = [sample for sample in samples if fates[sample.sample_id] in ("pass", "late")]
-        for sample in samples:
-            how = fates[sample.sample_id]
-            if how not in ("pass", "late"):
-                lose(sample, f"{self.name}_{how}", state=STATES[how])
-        if kept:
-            group = Group(group_id, tuple(map(trainable, kept)), self.shape.group_size)
-            await self.groups.send(group, made_from=kept)
-        self.record.see(self.name, group_id)
-
-
-class Grouping(GroupMaking):
-    samples: In[Sample]
-
-    async def run(self) -> None:
-        async for members in self.samples.groups(self.shape.group_size):
-            await self.one(members.group_id, members.items, self.samples.drop)
-
-
-class JoinedGrouping(GroupMaking):
-    first: In[Sample]
-    second: In[Sample]
-
-    def facts(self) -> Facts:
-        return replace(super().facts(), joins=("first", "second"))
-
-    async def run(self) -> None:
-        async for members in join(self.first, self.second).groups(self.shape.group_size):
-            await self.one(members.group_id, [first for first, _ in members.items], self.first.drop)
-
-
-class Sink(Played):
-    """Takes in what comes, and that is all."""
-
-    items: Any
-
-    async def run(self) -> None:
-        everything = any(link.dispatch == "broadcast" for link in self.shape.into(self.name))
-        name = f"{self.name}/{self.context.replica}" if everything else self.name
-        async for item in self.items:
-            await self.take_time(key_of(item))
-            self.record.see(name, key_of(item))
-
-
-class SampleSink(Sink):
-    items: In[Sample]
-
-
-class GroupSink(Sink):
-    items: In[Group]
-
-
-class FakeTrainer(Played):
-    """Takes its time for a batch and makes a version; the ranks meet at the end of each."""
-
-    gang = True
-
-    batches: In[Batch]
-    weights: Out[Weights]
-    version = -1
-
-    def facts(self) -> Facts:
-        return Facts(publish_every=self.part.publish_every)
-
-    async def run(self) -> None:
-        self.version = max(self.version, 0)
-        await self.publish()
-        async for batch in self.batches:
-            await self.take_time(f"{self.version}")
-            await self.train(batch)
-            self.version += 1
-            if self.version % self.part.publish_every == 0:
-                await self.publish()
-            self.batches.finish(batch)
-            await self.context.step_done(self.version)
-        if self.version % self.part.publish_every:
-            await self.publish()
-
-    async def train(self, batch: Batch) -> None:
-        """Every rank brings its part, and the first books the whole."""
-        meeting = self.record.meetings.setdefault((self.name, self.version), Meeting())
-        masks = loss_masks(batch.samples, batch.mask_staleness, self.version)
-        meeting.parts += zip(batch.samples, masks, strict=True)
-        meeting.ranks += 1
-        if meeting.ranks == self.context.num_replicas:
-            meeting.complete.set()
-        await meeting.complete.wait()
-        if self.context.replica == 0:
-            self.book(meeting.parts, batch.num_groups)
-
-    def book(self, parts: Sequence[tuple[Trainable, Bool]], num_groups: int) -> None:
-        uses = [Use.of(sample, mask) for sample, mask in parts]
-        ages = [self.version - use.oldest_version for use in uses if use.oldest_version is not None]
-        samples = {use.sample_id: [use.tokens, use.oldest_version] for use in uses}
-        self.record.train(self.name, self.version, num_groups, samples)
-        step = {
-            "step": self.version + 1,
-            "num_groups": num_groups,
-            "tokens_trained": sum(use.tokens for use in uses),
-            "staleness_max": max(ages, default=None),
-        }
-        self.context.ledger.step(step, uses, policy=self.name)
-
-    async def publish(self) -> None:
-        if self.context.replica == 0:
-            await self.weights.send(Weights(self.name, self.version, self.version - 1, "unchanged", "none", 0, 0))
-
-    def state(self) -> Mapping[str, Any]:
-        return {"version": self.version}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.version = int(state["version"])
-
-
-def trainable(sample: Sample) -> Trainable:
-    values = {field.name: getattr(sample, field.name) for field in fields(Sample)}
-    return Trainable(**values, advantages=np.zeros(len(sample.token_ids), np.float32))
-
-
-class Batcher(TokenBatch):
-    """flowrl's own."""
-
-    def __init__(self, part: Part, shape: Shape) -> None:
-        super().__init__(shape.groups_per_step, token_budget=4096)
-
-
-KINDS: dict[str, type[Node]] = {
-    "source": Source,
-    "generator": Generator,
-    "work": Work,
-    "group_work": GroupWork,
-    "wrap": Wrap,
-    "wrapped_work": WrappedWork,
-    "unwrap": Unwrap,
-    "ask": Asking,
-    "server": Server,
-    "router": Router,
-    "group_router": GroupRouter,
-    "join2": Joining,
-    "join3": Joining3,
-    "group": Grouping,
-    "join_groups": JoinedGrouping,
-    "batcher": Batcher,
-    "trainer": FakeTrainer,
-    "sample_sink": SampleSink,
-    "group_sink": GroupSink,
-}

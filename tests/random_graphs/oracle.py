@@ -5,16 +5,17 @@ Nothing is taken on trust from flowrl: its ledger is compared with the record, a
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.random_graphs.expected import ITEM, Expected
 from tests.random_graphs.life import Ending
 from tests.random_graphs.shape import Shape
 
-RUN_END, STALE = "dropped: run_end", "dropped: stale"
+RUN_END, STALE, MASKED = "dropped: run_end", "dropped: stale", "filtered: masked"
 SHOWN = 6
 
 
@@ -35,6 +36,24 @@ def violations(shape: Shape, endings: Sequence[Ending]) -> list[Violation]:
     return [Violation(kind, text) for kind, text in found.all()]
 
 
+class Use(NamedTuple):
+    """What a trainer did with a sample, by its own record."""
+
+    version: int
+    tokens: int
+    stale: int
+    masked: int
+    oldest: int | None
+    """Of the tokens that it trained."""
+
+
+def _uses(batches: Sequence[dict[str, Any]]) -> dict[str, Use]:
+    """By sample."""
+    return {
+        sample_id: Use(batch["version"], *counts) for batch in batches for sample_id, counts in batch["samples"].items()
+    }
+
+
 class _Judge:
     """Looks at the last life: its record goes back to the first."""
 
@@ -45,6 +64,8 @@ class _Judge:
         self.last = endings[-1]
         self.record = self.last.record
         self.main = shape.trainers[0]
+        self.own_clock = [] if shape.shares_batches else shape.trainers[1:]
+        self.used = {trainer: _uses(self.record.trained[trainer]) for trainer in shape.trainers}
         self.interrupted = any(ending.ran.outcome and ending.ran.outcome.interrupted for ending in endings)
         self.may_be_left = shape.steps is not None
         """Finished groups that no batch takes any more; without `--steps` every group is trained."""
@@ -90,22 +111,24 @@ class _Judge:
                 yield f"version {batch['version'] + 1} of {self.main} was made of {batch['num_groups']} groups"
 
     def bound(self) -> Iterator[str]:
-        """Of the policy by its tokens, of another trainer by what it was when the group was admitted."""
-        for trainer, batches in self.record.trained.items():
-            for batch in batches:
-                for sample_id, (tokens, oldest) in batch["samples"].items():
-                    if trainer != self.main:
-                        oldest = self._held(trainer, sample_id)
-                    if tokens and oldest is not None and batch["version"] - oldest > self.shape.bound:
-                        yield (
-                            f"{trainer} updated version {batch['version']} with {sample_id}, which is of {oldest}; the "
-                            f"bound is {self.shape.bound}"
-                        )
+        """By the tokens, but of a trainer with versions of its own by the one held when the group was admitted."""
+        for trainer in self.shape.trainers:
+            for sample_id, use in self.used[trainer].items():
+                oldest = self._held(trainer, sample_id) if trainer in self.own_clock else use.oldest
+                if use.tokens and oldest is not None and use.version - oldest > self.shape.bound:
+                    yield (
+                        f"{trainer} updated version {use.version} with {sample_id}, which is of {oldest}; the bound is "
+                        f"{self.shape.bound}"
+                    )
 
     def _held(self, trainer: str, sample_id: str) -> int | None:
-        counted = any(link.out == f"{trainer}.weights" for link in self.shape.links)
+        """The version of `trainer` that was held everywhere when the sample's group was admitted, if that is known."""
         held = self.record.held.get(sample_id.split(":")[0])
-        return held[trainer][1] if counted and held is not None else None
+        return held[trainer][1] if held is not None and self._is_counted(trainer) else None
+
+    def _is_counted(self, trainer: str) -> bool:
+        """Whether anybody loads its weights."""
+        return any(link.out == f"{trainer}.weights" for link in self.shape.links)
 
     def twice(self) -> Iterator[str]:
         if repeated := [group for group, times in Counter(self.groups).items() if times > 1]:
@@ -118,7 +141,7 @@ class _Judge:
     def fates(self) -> Iterator[str]:
         """Who trained what."""
         for trainer in self.shape.trainers:
-            used = self._used(trainer)
+            used = self.used[trainer]
             for sample_id in self.samples:
                 ways = self.expected.trained(trainer, sample_id)
                 if sample_id in used and ITEM not in ways:
@@ -128,14 +151,6 @@ class _Judge:
             if strange := set(used) - set(self.samples):
                 yield f"{trainer} trained {sorted(strange)}, which were not admitted"
 
-    def _used(self, trainer: str) -> dict[str, tuple[int, int, int | None]]:
-        """Sample -> version, tokens, oldest version."""
-        return {
-            sample_id: (batch["version"], tokens, oldest)
-            for batch in self.record.trained[trainer]
-            for sample_id, (tokens, oldest) in batch["samples"].items()
-        }
-
     # The ledger
 
     def ledger(self) -> Iterator[str]:
@@ -143,7 +158,8 @@ class _Judge:
         yield from self._compare("samples admitted", set(rows), set(self.samples))
         yield from self._compare("uses", self._uses_in_ledger(), self._uses())
         yield from self._compare("tokens", *self._tokens())
-        yield from self._born()
+        yield from self._admissions()
+        yield from self._losses_by_trainer()
         for sample_id, (state, reason, step) in rows.items():
             if sample_id in self.samples:
                 yield from self._state(sample_id, f"{state}: {reason}" if reason else state, step)
@@ -152,48 +168,78 @@ class _Judge:
 
     def _compare(self, what: str, booked: set[Any], true: set[Any]) -> Iterator[str]:
         if missing := true - booked:
-            yield f"{what}: the ledger lacks {sorted(missing)[:SHOWN]}"
+            yield f"{what}: the ledger lacks {sorted(missing, key=str)[:SHOWN]}"
         if strange := booked - true:
-            yield f"{what}: only the ledger has {sorted(strange)[:SHOWN]}"
+            yield f"{what}: only the ledger has {sorted(strange, key=str)[:SHOWN]}"
 
     def _tokens(self) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
         """(sample, tokens generated): booked, true."""
         booked = self.last.ran.rows("SELECT sample_id, response_tokens FROM samples")
         return set(booked), {(sample_id, self.expected.tokens(sample_id)) for sample_id in self.samples}
 
-    def _born(self) -> Iterator[str]:
+    def _admissions(self) -> Iterator[str]:
         """What was held at admission: booked, and what the source saw before and after."""
-        for group_id, born in self.last.ran.rows("SELECT DISTINCT group_id, born_version FROM samples"):
-            held = self.record.held.get(group_id)
-            if held is not None and not held[self.main][0] <= born <= held[self.main][1]:
-                yield f"{group_id} is booked as born at {born}, but {held[self.main]} were held around its admission"
+        born = dict(self.last.ran.rows("SELECT DISTINCT group_id, born_version FROM samples"))
+        for group_id, held in self.last.ran.rows("SELECT group_id, held FROM tickets"):
+            versions = json.loads(held)
+            yield from self._around(group_id, self.main, born.get(group_id, -1), "is booked as born at")
+            for trainer in filter(self._is_counted, versions):
+                yield from self._around(group_id, trainer, versions[trainer], f"is booked with {trainer} at")
 
-    def _uses_in_ledger(self) -> set[tuple[str, str, int, int, int]]:
-        return set(self.last.ran.rows("SELECT trainer, sample_id, version, step, tokens FROM uses"))
+    def _around(self, group_id: str, trainer: str, booked: int, said: str) -> Iterator[str]:
+        held = self.record.held.get(group_id)
+        if held is not None and not held[trainer][0] <= booked <= held[trainer][1]:
+            yield f"{group_id} {said} {booked}, but {held[trainer]} were held around its admission"
 
-    def _uses(self) -> set[tuple[str, str, int, int, int]]:
+    def _uses_in_ledger(self) -> set[tuple[Any, ...]]:
+        columns = "trainer, sample_id, version, step, tokens, stale_tokens, masked_tokens, oldest_version"
+        return {
+            (trainer, *row, None if trainer in self.own_clock else oldest)
+            for trainer, *row, oldest in self.last.ran.rows(f"SELECT {columns} FROM uses")
+        }
+
+    def _uses(self) -> set[tuple[Any, ...]]:
         """Of samples of which tokens were trained."""
         return {
-            (trainer, sample_id, version, version + 1, tokens)
+            (trainer, sample_id, use.version, use.version + 1, use.tokens, use.stale, use.masked, oldest)
             for trainer in self.shape.trainers
-            for sample_id, (version, tokens, _) in self._used(trainer).items()
-            if tokens
+            for sample_id, use in self.used[trainer].items()
+            for oldest in [None if trainer in self.own_clock else use.oldest]
+            if use.tokens
         }
+
+    def _losses_by_trainer(self) -> Iterator[str]:
+        """With several trainers each sample has a loss at each that did not use it."""
+        if len(self.shape.trainers) == 1:
+            return
+        booked: dict[tuple[str, str], list[str]] = {}
+        for sample_id, trainer, state, reason in self.last.ran.rows("SELECT * FROM losses"):
+            booked.setdefault((sample_id, trainer), []).append(f"{state}: {reason}")
+        for trainer in self.shape.trainers:
+            used = self.used[trainer]
+            for sample_id in self.samples:
+                use, told = used.get(sample_id), booked.get((sample_id, trainer), [])
+                if use is not None and use.tokens:
+                    if told:
+                        yield f"{trainer} trained {sample_id}, and yet it stands as {told}"
+                elif len(told) != 1 or told[0] not in (ways := self._losses(sample_id, [trainer])):
+                    yield f"{sample_id} is {told} at {trainer}, but had to be {_said(ways)}"
 
     def _state(self, sample_id: str, state: str, step: int | None) -> Iterator[str]:
         """Trained if any trainer used it, by the first that did; else lost, as one of the nodes lost it."""
-        uses = [self._used(trainer).get(sample_id) for trainer in self.shape.trainers]
-        steps = [version + 1 for version, tokens, _ in filter(None, uses) if tokens]
+        uses = [self.used[trainer].get(sample_id) for trainer in self.shape.trainers]
+        steps = [use.version + 1 for use in uses if use is not None and use.tokens]
         if steps and (state, step) != ("trained", steps[0]):
             yield f"{sample_id} is {state} (step {step}), but was trained at step {steps[0]}"
-        elif not steps and state not in self._losses(sample_id, stale=any(uses)):
-            yield f"{sample_id} is {state}, but had to be {_said(self._losses(sample_id, stale=any(uses)))}"
+        elif not steps and state not in self._losses(sample_id, self.shape.trainers):
+            yield f"{sample_id} is {state}, but had to be {_said(self._losses(sample_id, self.shape.trainers))}"
 
-    def _losses(self, sample_id: str, *, stale: bool) -> frozenset[str]:
-        """What the ledger may say of a sample that no trainer used."""
-        if stale:
-            return frozenset({STALE})
-        found = frozenset().union(*(self.expected.trained(name, sample_id) for name in self.shape.trainers))
+    def _losses(self, sample_id: str, trainers: Sequence[str]) -> frozenset[str]:
+        """What the ledger may say of a sample that none of these trainers used."""
+        uses = [use for trainer in trainers if (use := self.used[trainer].get(sample_id)) is not None]
+        if uses:
+            return frozenset({STALE if uses[0].stale else MASKED})
+        found = frozenset().union(*(self.expected.trained(name, sample_id) for name in trainers))
         return (found - {ITEM}) | (frozenset({RUN_END}) if self.may_be_left and ITEM in found else frozenset())
 
     # Nodes that take note of what they see
@@ -224,15 +270,15 @@ class _Judge:
         report = self.last.ran.audit()
         for violation in report.violations:
             yield f"{violation.kind}: {violation.text}"
-        trained = sum(tokens for _, tokens, _ in self._first_uses())
+        trained = sum(use.tokens for use in self._first_uses())
         if report.figures["  trained"] != trained:
             yield f"{report.figures['  trained']} tokens trained by the audit, {trained} by count"
 
-    def _first_uses(self) -> list[tuple[int, int, int | None]]:
-        found = {}
+    def _first_uses(self) -> Iterable[Use]:
+        found: dict[str, Use] = {}
         for trainer in reversed(self.shape.trainers):
-            found.update({sample: use for sample, use in self._used(trainer).items() if use[1]})
-        return list(found.values())
+            found |= {sample_id: use for sample_id, use in self.used[trainer].items() if use.tokens}
+        return found.values()
 
 
 def _said(ways: frozenset[str]) -> str:

@@ -41,7 +41,8 @@ class Record:
     began_with: dict[str, int] = field(default_factory=dict)
     """Trainer -> its version when this life began."""
     trained: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
-    """Trainer -> its batches: version (that was updated), groups, samples {id: [tokens, oldest version]}."""
+    """Trainer -> its batches: version (that was updated), groups, samples
+    {id: [tokens trained, too old, masked, oldest version trained]}."""
     seen: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Node, or replica of a node that gets everything -> how often each group or sample has come to it."""
     meetings: dict[tuple[str, int], Meeting] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Record:
         self.seen[node][key] += 1
 
     def train(self, trainer: str, version: int, num_groups: int, samples: dict[str, Any]) -> None:
-        """A batch that updated `version`: {sample: [tokens, oldest version]}."""
+        """A batch that updated `version`; `samples` as in `trained`."""
         self.trained[trainer].append({"version": version, "num_groups": num_groups, "samples": samples})
         self.on_version(trainer, version + 1)
 

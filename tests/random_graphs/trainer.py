@@ -1,0 +1,91 @@
+"""The trainer of random graphs, which trains nothing, and flowrl's own batcher before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrl import Batch, In, Out, Trainable, Weights
+from flowrl.graph.facts import Facts
+from flowrl.messages import Bool
+from flowrl.nodes.batch import TokenBatch
+from flowrl.runtime.ledger_client import Use
+from flowrl.training.packing import loss_masks
+from tests.random_graphs.nodes import Played
+from tests.random_graphs.record import Meeting
+from tests.random_graphs.shape import Part, Shape
+
+
+class FakeTrainer(Played):
+    """Takes its time for a batch and makes a version; the ranks meet at the end of each."""
+
+    gang = True
+
+    batches: In[Batch]
+    weights: Out[Weights]
+    version = -1
+
+    def facts(self) -> Facts:
+        return Facts(publish_every=self.part.publish_every)
+
+    async def run(self) -> None:
+        self.version = max(self.version, 0)
+        await self.publish()
+        async for batch in self.batches:
+            await self.take_time(f"{self.version}")
+            await self.train(batch)
+            self.version += 1
+            if self.version % self.part.publish_every == 0:
+                await self.publish()
+            self.batches.finish(batch)
+            await self.context.step_done(self.version)
+        if self.version % self.part.publish_every:
+            await self.publish()
+
+    async def train(self, batch: Batch) -> None:
+        """Every rank brings its part, and the first books the whole."""
+        meeting = self.record.meetings.setdefault((self.name, self.version), Meeting())
+        masks = loss_masks(batch.samples, batch.mask_staleness, self.version)
+        meeting.parts += zip(batch.samples, masks, strict=True)
+        meeting.ranks += 1
+        if meeting.ranks == self.context.num_replicas:
+            meeting.complete.set()
+        await meeting.complete.wait()
+        if self.context.replica == 0:
+            self.book(meeting.parts, batch.num_groups)
+
+    def book(self, parts: Sequence[tuple[Trainable, Bool]], num_groups: int) -> None:
+        uses = [Use.of(sample, mask) for sample, mask in parts]
+        ages = [self.version - use.oldest_version for use in uses if use.oldest_version is not None]
+        self.record.train(self.name, self.version, num_groups, dict(self.counted(*part) for part in parts))
+        step = {
+            "step": self.version + 1,
+            "num_groups": num_groups,
+            "tokens_trained": sum(use.tokens for use in uses),
+            "staleness_max": max(ages, default=None),
+        }
+        self.context.ledger.step(step, uses, policy=self.name)
+
+    def counted(self, sample: Trainable, mask: Bool) -> tuple[str, list[int | None]]:
+        """The record's own count: sample, and its tokens trained, too old, and masked; the oldest version trained."""
+        masked = 0 if sample.loss_mask is None else int((sample.policy_mask & ~sample.loss_mask).sum())
+        versions = sample.versions[mask & sample.policy_mask]
+        stale = sample.response_tokens - masked - len(versions)
+        return sample.sample_id, [len(versions), stale, masked, int(versions.min()) if len(versions) else None]
+
+    async def publish(self) -> None:
+        if self.context.replica == 0:
+            await self.weights.send(Weights(self.name, self.version, self.version - 1, "unchanged", "none", 0, 0))
+
+    def state(self) -> Mapping[str, Any]:
+        return {"version": self.version}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.version = int(state["version"])
+
+
+class Batcher(TokenBatch):
+    """flowrl's own."""
+
+    def __init__(self, part: Part, shape: Shape) -> None:
+        super().__init__(shape.groups_per_step, token_budget=4096)
