@@ -39,7 +39,7 @@ class Terms:
         latest = [edge for edge in graph.get("edges", ()) if edge["kind"] == "latest"]
         holders = sorted({edge["into"].partition(".")[0] for edge in latest}) if "edges" in graph else None
         lists = {"trainers": graph.get("trainers"), "own_clock": graph.get("own_clock"), "holders": holders}
-        nodes = {name: None if found is None else tuple(found) for name, found in lists.items()}
+        nodes: dict[str, Any] = {name: None if found is None else tuple(found) for name, found in lists.items()}
         return cls(**nodes, **{name: graph.get(name) for name in NUMBERS})
 
     @classmethod
@@ -51,7 +51,8 @@ class Terms:
     @classmethod
     def of_row(cls, row: tuple[Any, ...]) -> Terms:
         """From the columns COLUMNS of the table `incarnations`. Raises ValueError for what this class did not write."""
-        return cls(*map(_nodes, row[: len(LISTS)]), *row[len(LISTS) :])
+        columns: list[Any] = [*map(_nodes, row[: len(LISTS)]), *row[len(LISTS) :]]
+        return cls(*columns)
 
     def row(self) -> tuple[Any, ...]:
         """The columns COLUMNS of the table `incarnations`."""
