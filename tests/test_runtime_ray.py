@@ -84,7 +84,7 @@ def head() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_a_run_ends_in_order_before_ray_gives_up_the_head_of_its_cluster(
-    tmp_path: Path, head: tuple[subprocess.Popen[str], str], ray: dict[str, str]
+    tmp_path: Path, head: tuple[subprocess.Popen[str], str]
 ) -> None:
     cluster, address = head
     joined = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}

@@ -35,9 +35,11 @@ class Lifeline:
                 await asyncio.sleep(RETRY_S)
                 continue
             self.away = False
+            start_s = loop.time()
             await _until_it_breaks(reader, writer)
             last_s = loop.time()
-            await asyncio.sleep(RETRY_S)  # a server closes what does not speak its protocol, now and then
+            if last_s - start_s < RETRY_S:  # a server may close at once what does not speak its protocol
+                await asyncio.sleep(RETRY_S)
 
 
 async def _until_it_breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
