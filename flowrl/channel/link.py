@@ -20,8 +20,8 @@ import zmq
 from zmq.utils import z85
 
 from flowrl.channel.address import CurveKeys
-from flowrl.channel.codec import Buffer, Place, freeze
-from flowrl.channel.wire import DATA, Frame, MessageEncoder, followed
+from flowrl.channel.codec import Buffer, Place, freeze, freeze_inside
+from flowrl.channel.wire import DATA, NOTIFY, REPLY, REQUEST, Frame, MessageEncoder, followed
 from flowrl.errors import ConfigError
 
 COPY_BELOW_BYTES = 1 << 18
@@ -67,6 +67,8 @@ class LocalLink:
             if frame[0] == DATA:
                 for envelope in frame[4]:
                     freeze(envelope.body)
+            elif frame[0] in (REQUEST, REPLY, NOTIFY):
+                freeze_inside(frame[4])
             self._frames.append(frame)
         return len(self._frames)
 
@@ -114,10 +116,10 @@ class SocketLink:
 
     def flush(self) -> None:
         if self._encoder.pending:
-            *parts, last = self._encoder.take()
-            for part in parts:
-                self._send(part, NOBLOCK | SNDMORE)
-            self._send(last, NOBLOCK)
+            for *parts, last in self._encoder.multiparts():
+                for part in parts:
+                    self._send(part, NOBLOCK | SNDMORE)
+                self._send(last, NOBLOCK)
 
     def _send(self, part: Buffer, flags: int) -> None:
         self._socket.send(part, flags, copy=len(part) < COPY_BELOW_BYTES, track=False)
