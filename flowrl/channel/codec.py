@@ -259,11 +259,11 @@ class Decoder:
             return self._unpack(data)
         before = allowance.left
         try:
-            if len(data) <= SMALL_BYTES:
+            if len(data) <= SMALL_BYTES and not allowance.careful:
                 try:
                     return self._counted(data, allowance)
                 except (Costly, ValueError):  # too much, or a container that is too long to be counted in time
-                    allowance.left = before
+                    allowance.left, allowance.careful = before, True
             return self._weighed(data, allowance)
         except Costly:
             raise too_costly() from None

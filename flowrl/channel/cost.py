@@ -2,7 +2,7 @@
 
 A byte of msgpack can make a mapping of 88 bytes, and five bytes an array of 32 GB. So whoever decodes has an
 allowance for what it makes: PER_BYTE for each byte that came and FLOOR_BYTES for a multipart, and never more
-than MOST_BYTES, which take some 60 ms to make. The sender counts likewise: what would pass the allowance
+than MOST_BYTES, which take some 40 ms to make. The sender counts likewise: what would pass the allowance
 leaves in several multiparts, and what cannot is refused there.
 
 Two ways to count. While it decodes, an `Allowance` counts containers by msgpack's hooks, as if all in them
@@ -20,16 +20,16 @@ from flowrl.errors import WireError
 
 PER_BYTE = 16
 FLOOR_BYTES = 1 << 20
-MOST_BYTES = 32 << 20
+MOST_BYTES = 24 << 20
 """Beside the bytes of texts and of bytes themselves, which are copied fast."""
 MOST_VALUES = 150_000
-"""In one body, outside of arrays: reading and decoding them takes some 60 ms."""
-MOST_TEXT_BYTES = 32 << 20
-"""Of text in one body: it is decoded at a third of the speed at which bytes are copied."""
+"""In the bodies of a multipart that are weighed: reading and decoding them takes some 40 ms."""
+MOST_TEXT_BYTES = 8 << 20
+"""Of text in one body that is weighed: where characters are of different widths it takes five bytes a byte."""
 SHORT = 256
 """Longest container that is decoded without being weighed first."""
-SMALL_BYTES = 1 << 20
-"""Longest body that is decoded without being weighed first: so much may be decoded in vain."""
+SMALL_BYTES = 1 << 18
+"""Longest body that is decoded without being weighed first: so much may be decoded in vain, once in a multipart."""
 
 ENVELOPE, FRAME, EXTENSION = 512, 300, 1024
 """A message, another frame, and an array or message in a body."""
@@ -51,7 +51,7 @@ class Costly(Exception):
 class Allowance:
     """What may still be spent on the multipart at hand. `array` and `mapping` are msgpack's hooks."""
 
-    __slots__ = ("_bulk", "_values", "left")
+    __slots__ = ("_bulk", "_values", "careful", "left")
 
     def __init__(self, num_bytes: int) -> None:
         """For a multipart of so many bytes."""
@@ -59,6 +59,8 @@ class Allowance:
         self.left = min(most, MOST_BYTES)
         self._bulk = most - self.left
         self._values = MOST_VALUES
+        self.careful = False
+        """A body was decoded in vain: the others are weighed first."""
 
     def pay(self, num_bytes: int) -> None:
         """Raises Costly if this is more than is left."""
@@ -67,8 +69,10 @@ class Allowance:
             raise Costly
 
     def weigh(self, data: bytes | memoryview, *, deep: bool = False) -> None:
-        """Pay for what decoding `data` takes. Raises Costly, and WireError as `weigh` does."""
+        """Pay for what decoding `data` takes. Raises Costly, and WireError as `weigh` does: then nothing is left."""
+        left, self.left = self.left, -1
         weight = weigh(data, self._values, deep=deep)
+        self.left = left
         self._values -= weight.num_values
         free = min(weight.bulk_bytes, self._bulk)
         self._bulk -= free
@@ -125,6 +129,14 @@ def weigh(data: bytes | memoryview, most_values: int = MOST_VALUES, *, deep: boo
         size, weight = flat[mark]
         if size:
             at += size
+        elif mark == _BIN_8:
+            size = data[at + 1]
+            cost += 48 + size
+            at += 2 + size
+        elif mark < _AFTER_SHORT_TEXT:
+            size = mark - _SHORT_TEXT
+            cost += 64 + size if bytes(data[at + 1 : at + 1 + size]).isascii() else 80 + 4 * size
+            at += 1 + size
         else:
             at, weight = sized[mark](scale, at)
         cost += weight
@@ -163,8 +175,6 @@ class _Scale:
         if length > _BULK_BYTES:
             self.bulk_bytes += 4 * length
             return end, 0
-        if length < 2:  # there already
-            return end, 0
         # One character outside of ASCII can make every other take four bytes.
         return end, 64 + length if bytes(self._data[start:end]).isascii() else 80 + 4 * length
 
@@ -172,13 +182,13 @@ class _Scale:
         if length > _BULK_BYTES:
             self.bulk_bytes += length
             return start + length, 48
-        return start + length, 48 + length if length > 1 else 0
+        return start + length, 48 + length
 
     def array(self, start: int, length: int) -> tuple[int, int]:
-        return start, 64 + 8 * length if length else 0
+        return start, _tuple_bytes(length)
 
     def mapping(self, start: int, length: int) -> tuple[int, int]:
-        return start, 250 + 56 * length if length else 80
+        return start, _dict_bytes(length)
 
     def extension(self, start: int, length: int) -> tuple[int, int]:
         self.bulk_bytes += length
@@ -199,9 +209,17 @@ def _sized(what: Callable[[_Scale, int, int], tuple[int, int]], num_bytes: int) 
     return lambda scale, at: what(scale, at + 1 + num_bytes, scale.length(at, num_bytes))
 
 
-def _fixed(what: Callable[[_Scale, int, int], tuple[int, int]], length: int) -> _Sized:
-    """A value whose length its mark tells."""
-    return lambda scale, at: what(scale, at + 1, length)
+def _fixed(num_bytes: int) -> _Sized:
+    """An extension of a length that its mark tells."""
+    return lambda scale, at: scale.extension(at + 1, num_bytes)
+
+
+def _tuple_bytes(length: int) -> int:
+    return 64 + 8 * length if length else 0
+
+
+def _dict_bytes(length: int) -> int:
+    return 250 + 56 * length if length else 80
 
 
 def _flat(mark: int) -> tuple[int, int]:
@@ -213,17 +231,21 @@ def _flat(mark: int) -> tuple[int, int]:
     sizes = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
     if mark in sizes:
         return sizes[mark], 0 if mark == 0xCC else 48 if mark in (0xCF, 0xD3) else 32
+    if 0x80 <= mark <= 0x8F:
+        return 1, _dict_bytes(mark & 0x0F)
+    if 0x90 <= mark <= 0x9F:
+        return 1, _tuple_bytes(mark & 0x0F)
+    if 0xA0 <= mark <= 0xA3:  # a text of one character exists already
+        return mark - 0x9F, 0 if mark <= 0xA1 else 80
     return 0, 0
 
 
+_SHORT_TEXT, _AFTER_SHORT_TEXT, _BIN_8 = 0xA0, 0xC0, 0xC4
 _FLAT = tuple(_flat(mark) for mark in range(256))
 _SIZED: dict[int, _Sized] = {
-    **{0x80 | n: _fixed(_Scale.mapping, n) for n in range(16)},
-    **{0x90 | n: _fixed(_Scale.array, n) for n in range(16)},
-    **{0xA0 | n: _fixed(_Scale.text, n) for n in range(32)},
-    **{0xC4 + k: _sized(_Scale.binary, 1 << k) for k in range(3)},
+    **{0xC4 + k: _sized(_Scale.binary, 1 << k) for k in (1, 2)},
     **{0xC7 + k: _sized(_Scale.extension, 1 << k) for k in range(3)},
-    **{0xD4 + k: _fixed(_Scale.extension, 1 << k) for k in range(5)},
+    **{0xD4 + k: _fixed(1 << k) for k in range(5)},
     **{0xD9 + k: _sized(_Scale.text, 1 << k) for k in range(3)},
     **{0xDC + k: _sized(_Scale.array, 2 << k) for k in range(2)},
     **{0xDE + k: _sized(_Scale.mapping, 2 << k) for k in range(2)},

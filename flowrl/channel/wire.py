@@ -31,6 +31,7 @@ from flowrl.channel.cost import (
     MOST_BYTES,
     PER_BYTE,
     SHORT,
+    SMALL_BYTES,
     Allowance,
     Costly,
     of_short,
@@ -49,7 +50,7 @@ MAGIC = b"flow"
 WIRE_VERSION = 5
 MAX_BODY_BYTES = 72 << 20
 """Of one message or other frame, without the arrays beside it: copied in some 50 ms."""
-RECORD_BYTES = 1 << 20
+RECORD_BYTES = SMALL_BYTES
 """The bodies of messages that share a record take no more than this together."""
 MAX_FRAMES = 1024
 """Messages and other frames in one multipart."""
