@@ -156,9 +156,7 @@ def test_what_a_row_may_hold_can_be_sent(tmp_path: Path) -> None:
     freeze(Prompt("s", "g", row.prompt_id, 0, 0, 1, 1, row.prompt, np.zeros(1, np.int32), row.columns))
 
 
-def test_rows_of_parquet_and_preferences_are_looked_at_too(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "rows.parquet", [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}])
-    assert set(everything(load_rows(Task(str(path))))) == {"a", "b"}
+def test_the_columns_of_preferences_are_looked_at_too(tmp_path: Path) -> None:
     pairs = [{"prompt": f"q{n}", "chosen": "a", "rejected": "b", "n": 1 if n else 2**64} for n in range(20)]
     path = jsonl(tmp_path / "pairs.jsonl", pairs)
     with pytest.raises(ConfigError, match=r"pairs.jsonl:1: the column 'n' holds the integer 18446744073709551616"):
