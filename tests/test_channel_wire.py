@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from flowrl import messages
-from flowrl.channel import codec, schema, wire
+from flowrl.channel import codec, multiparts, schema
 from flowrl.channel import values as rule
 from flowrl.channel.codec import freeze, payload_bytes
 from flowrl.channel.compiled import DTYPES, INLINE_LIMIT_BYTES
@@ -466,7 +466,7 @@ def test_a_wrong_number_of_messages_is_told_as_that() -> None:
 
 
 def test_the_sender_hears_of_a_body_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_BODY_BYTES", RECORD_BYTES)
+    monkeypatch.setattr(multiparts, "MAX_BODY_BYTES", RECORD_BYTES)
     encoder, text = MessageEncoder("h", 0), "x" * RECORD_BYTES
     for frame in ((DATA, 2, 0, 0, [Envelope(bytes(16), body=Parcel(text=text))]), (REQUEST, 0, 0, 1, ("kind", text))):
         with pytest.raises(WireError, match=f"at most {RECORD_BYTES} can be"):

@@ -205,7 +205,7 @@ class Inlet:
             first = recv(NOBLOCK)
 
     def _add_parts(self, inlet: zmq.Socket[Any], parts: list[Any]) -> None:
-        """The parts that follow the first of a multipart. Of too many one more is kept than may be: so it is refused."""
+        """The parts that follow the first of a multipart. Of too many one more is kept than may be, which tells."""
         while inlet.getsockopt(RCVMORE):
             if len(parts) > MAX_PARTS + 1:
                 self._overlong.add(inlet)

@@ -23,7 +23,7 @@ from typing import Any
 
 from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.link import Link
-from flowrl.channel.once import Incoming, Outgoing
+from flowrl.channel.once import NUMBERED, Incoming, Outgoing
 from flowrl.channel.peer import Control, Peer
 from flowrl.channel.spec import LaneSpec, session_number
 from flowrl.channel.wire import (
@@ -37,6 +37,7 @@ from flowrl.channel.wire import (
     ERROR,
     HELLO,
     REFUSE,
+    REPLY,
     REQUEST,
     RESEND,
     SYNC,
@@ -297,7 +298,7 @@ class Router:
         number = -1
         for frame in frames:
             if isinstance(frame, Refused):
-                self._refused(host, frame)
+                self._refused(peer, frame)
             elif frame[0] in TO_RECEIVER:
                 if frame[1] != number:
                     number = frame[1]
@@ -382,10 +383,15 @@ class Router:
             cut_off = [lane for lane in self.lanes(peer.host) if not lane.machine.closed]
             self.fail(peer.host, "it closed its endpoint before the end of the stream", cut_off)
 
-    def _refused(self, host: str, frame: Refused) -> None:
+    def _refused(self, peer: Peer, frame: Refused) -> None:
         lane = self.receivers.get(frame.lane)
-        if lane is None:
-            self._failed(WireError(f"host {host!r} sent {frame.reason}"))
+        if frame.kind in NUMBERED and not peer.incoming.lets_in((frame.kind, frame.lane, frame.session, 0, None)):
+            return
+        if frame.kind == REQUEST:
+            error = {"type": "WireError", "text": f"host {self.host!r} was sent {frame.reason}"}
+            self.post(peer.host, (REPLY, 0, 0, frame.seq, (False, error)))
+        elif lane is None or frame.kind in NUMBERED:
+            self._failed(WireError(f"host {peer.host!r} sent {frame.reason}"))
         elif frame.session == lane.machine.session:
             lane.fail(f"refused a message: {frame.reason}")
             self._tell(lane)
