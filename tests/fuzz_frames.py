@@ -42,7 +42,7 @@ from flowrl.channel.wire import (
 )
 from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.messages import Tombstone
-from tests.channel_rig import Thing, lane, opened
+from tests.channel_rig import Thing, closing, lane, opened
 
 LONG = np.arange(5000, dtype=np.int32)
 
@@ -105,9 +105,11 @@ async def fuzz(count: int, seed: int) -> Counter[str]:
     target.connect("A", peer.address)
     there, back = lane(), replace(lane(to="c"), producer_host="B", consumer_host="A")
     frames = originals(there.number, back.number)
+    waiting: list[asyncio.Task[Any]] = []
     for at in range(count):
         if at % 50 == 0:  # lanes that have failed are of no use
             await target.close()
+            await asyncio.gather(*waiting, return_exceptions=True)
             target = await opened("B", "ipc", errors=errors)
             target.connect("A", peer.address)
             waiting = await begin(target, there, back)
@@ -130,6 +132,7 @@ async def fuzz(count: int, seed: int) -> Counter[str]:
     await target.close()
     await asyncio.gather(*waiting, return_exceptions=True)
     await peer.close()
+    closing.clear()
     return outcomes
 
 

@@ -37,13 +37,13 @@ from flowrl.channel.wire import (
     ERROR,
     HELLO,
     REFUSE,
-    REPLY,
     REQUEST,
     RESEND,
     SYNC,
     TO_RECEIVER,
     Frame,
     Refused,
+    refused_request,
 )
 from flowrl.errors import ConfigError, LaneFailed, WireError
 
@@ -388,8 +388,7 @@ class Router:
         if frame.kind in NUMBERED and not peer.incoming.lets_in((frame.kind, frame.lane, frame.session, 0, None)):
             return
         if frame.kind == REQUEST:
-            error = {"type": "WireError", "text": f"host {self.host!r} was sent {frame.reason}"}
-            self.post(peer.host, (REPLY, 0, 0, frame.seq, (False, error)))
+            self.post(peer.host, refused_request(frame, self.host))
         elif lane is None or frame.kind in NUMBERED:
             self._failed(WireError(f"host {peer.host!r} sent {frame.reason}"))
         elif frame.session == lane.machine.session:

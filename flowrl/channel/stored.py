@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from flowrl.channel.codec import Decoder, Encoder
 from flowrl.channel.schema import UNSENDABLE, schema_of, unsendable
 from flowrl.channel.values import (
@@ -29,6 +32,8 @@ from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Message, message_type, type_name
 
 FORMAT = 1
+Stored = bytes | npt.NDArray[np.uint8]
+"""What `dump` made, or an array of it."""
 
 
 def dump(message: Message) -> bytes:
@@ -36,7 +41,7 @@ def dump(message: Message) -> bytes:
     return dump_value(message)
 
 
-def load(data: bytes) -> Message:
+def load(data: Stored) -> Message:
     """The message that `dump` stored. Raises SchemaError if its class has changed incompatibly."""
     message = load_value(data)
     if not isinstance(message, Message):
@@ -56,10 +61,10 @@ def dump_value(value: Any) -> bytes:
         raise unsendable(error, "cannot be stored", message=value if isinstance(value, Message) else None) from error
 
 
-def load_value(data: bytes) -> Any:
+def load_value(data: Stored) -> Any:
     """What `dump_value` stored. Raises SchemaError as `load` does."""
     try:
-        content = Decoder().unpack(data)
+        content = Decoder().unpack(data if isinstance(data, bytes) else memoryview(data.data))
     except WireError as error:
         raise SchemaError(f"no stored value: {error}") from error
     if not isinstance(content, tuple) or len(content) != 2 or content[0] != FORMAT:

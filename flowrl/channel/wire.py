@@ -104,6 +104,7 @@ __all__ = [
     "dump",
     "lane_number",
     "load",
+    "refused_request",
 ]
 
 
@@ -222,6 +223,15 @@ class Refused:
         self.reason = reason
 
 
+def refused_request(frame: Refused, host: str) -> Frame:
+    """The answer of `host` to a request that was refused."""
+    return REPLY, 0, 0, frame.seq, _failure(f"host {host!r} was sent {frame.reason}")
+
+
+def _failure(text: str) -> tuple[bool, dict[str, str]]:
+    return False, {"type": "WireError", "text": text}
+
+
 def _too_many(num_parts: int) -> WireError:
     return WireError(
         f"one of more than {MAX_FRAMES} frames, or beside {num_parts} arrays, in one multipart; at most {MAX_FRAMES} "
@@ -234,5 +244,5 @@ def _instead(kind: int, lane: int, session: int, seq: int, reason: str) -> Frame
     if kind in TO_SENDER:
         return REFUSE, lane, session, 0, f"the consumer's process sent {reason}"
     if kind == REPLY:
-        return REPLY, lane, session, seq, (False, {"type": "WireError", "text": f"the answer is {reason}"})
+        return REPLY, lane, session, seq, _failure(f"the answer is {reason}")
     return Refused(kind, lane, session, seq, reason)
