@@ -367,10 +367,7 @@ def test_a_senders_name_that_is_none() -> None:
         (CLOSE, 1),
         (CANCEL, ("id",)),
         (ERROR, None),
-        (REQUEST, "kind"),
-        (NOTIFY, (["kind"], None)),
         (RELEASE, ((1, 2, 3),)),
-        (ABORT, 1),
         (BYE, ()),
     ],
 )
@@ -379,6 +376,16 @@ def test_what_no_frame_of_its_kind_holds_is_refused(kind: int, payload: Any) -> 
     assert isinstance(refused, Refused) and f"kind {kind} " in refused.reason
     assert (refused.lane, refused.session) == (5, 6)
     assert after == (CREDIT, 1, 0, 5, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "stands"),
+    [(REQUEST, "kind", REQUEST), (NOTIFY, (["kind"], None), NOTIFY), (ABORT, 1, NOTIFY)],
+)
+def test_of_the_control_link_something_with_the_same_number_stands_for_it(kind: int, payload: Any, stands: int) -> None:
+    (frame,) = MessageDecoder().decode(parts_of((kind, 5, 6, 7, payload)))
+    assert not isinstance(frame, Refused)
+    assert frame[:4] == (stands, 5, 6, 7) and f"kind {kind} " in frame[4][0] and frame[4][1] is None
 
 
 @pytest.mark.parametrize(

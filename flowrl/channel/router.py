@@ -23,7 +23,7 @@ from typing import Any
 
 from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.link import Link
-from flowrl.channel.once import NUMBERED, Incoming, Outgoing
+from flowrl.channel.once import Incoming, Outgoing
 from flowrl.channel.peer import Control, Peer
 from flowrl.channel.spec import LaneSpec, session_number
 from flowrl.channel.wire import (
@@ -43,7 +43,6 @@ from flowrl.channel.wire import (
     TO_RECEIVER,
     Frame,
     Refused,
-    refused_request,
 )
 from flowrl.errors import ConfigError, LaneFailed, WireError
 
@@ -298,7 +297,7 @@ class Router:
         number = -1
         for frame in frames:
             if isinstance(frame, Refused):
-                self._refused(peer, frame)
+                self._refused(host, frame)
             elif frame[0] in TO_RECEIVER:
                 if frame[1] != number:
                     number = frame[1]
@@ -383,14 +382,10 @@ class Router:
             cut_off = [lane for lane in self.lanes(peer.host) if not lane.machine.closed]
             self.fail(peer.host, "it closed its endpoint before the end of the stream", cut_off)
 
-    def _refused(self, peer: Peer, frame: Refused) -> None:
+    def _refused(self, host: str, frame: Refused) -> None:
         lane = self.receivers.get(frame.lane)
-        if frame.kind in NUMBERED and not peer.incoming.lets_in((frame.kind, frame.lane, frame.session, 0, None)):
-            return
-        if frame.kind == REQUEST:
-            self.post(peer.host, refused_request(frame, self.host))
-        elif lane is None or frame.kind in NUMBERED:
-            self._failed(WireError(f"host {peer.host!r} sent {frame.reason}"))
+        if lane is None:
+            self._failed(WireError(f"host {host!r} sent {frame.reason}"))
         elif frame.session == lane.machine.session:
             lane.fail(f"refused a message: {frame.reason}")
             self._tell(lane)

@@ -104,7 +104,6 @@ __all__ = [
     "dump",
     "lane_number",
     "load",
-    "refused_request",
 ]
 
 
@@ -211,25 +210,14 @@ def _sender(preamble: bytes) -> tuple[str, int]:
 
 
 class Refused:
-    """A frame that was not taken, and why. Fails its lane, or the request it makes."""
+    """A frame that was not taken, and why. Fails its lane."""
 
-    __slots__ = ("kind", "lane", "reason", "seq", "session")
+    __slots__ = ("lane", "reason", "session")
 
-    def __init__(self, kind: int, lane: int, session: int, seq: int, reason: str) -> None:
-        self.kind = kind
+    def __init__(self, lane: int, session: int, reason: str) -> None:
         self.lane = lane
         self.session = session
-        self.seq = seq
         self.reason = reason
-
-
-def refused_request(frame: Refused, host: str) -> Frame:
-    """The answer of `host` to a request that was refused."""
-    return REPLY, 0, 0, frame.seq, _failure(f"host {host!r} was sent {frame.reason}")
-
-
-def _failure(text: str) -> tuple[bool, dict[str, str]]:
-    return False, {"type": "WireError", "text": text}
 
 
 def _too_many(num_parts: int) -> WireError:
@@ -240,9 +228,15 @@ def _too_many(num_parts: int) -> WireError:
 
 
 def _instead(kind: int, lane: int, session: int, seq: int, reason: str) -> Frame | Refused:
-    """What stands for a refused frame: what ends the wait of whoever it was for."""
+    """What stands for a refused frame: what ends the wait of whoever it was for.
+
+    Of the control link, whose frames are counted, a frame with the same number: an answer that is an error, or a
+    request or note of a kind that nobody answers.
+    """
     if kind in TO_SENDER:
         return REFUSE, lane, session, 0, f"the consumer's process sent {reason}"
     if kind == REPLY:
-        return REPLY, lane, session, seq, _failure(f"the answer is {reason}")
-    return Refused(kind, lane, session, seq, reason)
+        return REPLY, lane, session, seq, (False, {"type": "WireError", "text": f"the answer is {reason}"})
+    if kind in (REQUEST, NOTIFY, ABORT):
+        return REQUEST if kind == REQUEST else NOTIFY, lane, session, seq, (reason, None)
+    return Refused(lane, session, reason)
