@@ -1,8 +1,11 @@
 """The messages that travel along edges.
 
-A message is a frozen dataclass, subclass of `Message`, of scalars, str, bytes, tuples, mappings,
-messages and numpy arrays. Arrays are read-only on arrival and valid until the item is finished;
-copy what has to live longer. torch tensors are refused. A message is frozen after `send`.
+A message is a frozen dataclass, subclass of `Message`, of scalars, str, bytes, tuples, lists, dicts (or
+`MappingProxyType`), messages and numpy arrays and numbers. Everything in it keeps its type, whichever way it
+goes: within a process, between two, or into a checkpoint. What cannot (a named tuple, an enum, an OrderedDict,
+a masked array, a torch tensor, an integer beyond 64 bits, text with lone surrogates) is refused by `send`.
+Arrays are read-only on arrival and valid until the item is finished; copy what has to live longer. A message
+is frozen after `send`: lists and dicts in it are not to be changed either.
 
 Array axes: T tokens of one sample, prompt included.
 """
@@ -11,8 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
 import numpy as np
@@ -25,24 +30,65 @@ Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 
 _registry: dict[str, type[Message]] = {}
+"""Every message class of this process, by `type_name`; of classes of one name the newest."""
+_modules: dict[str, str] = {}
+"""Names of modules that are not the same in every process -> what stands for them in names of types."""
+INT64 = range(-(1 << 63), 1 << 64)
+"""The integers that can travel: 64 bits, signed or not."""
 
 
 class Message:
-    """Base of every message. Subclasses are `@dataclass(frozen=True)` and register by class name."""
+    """Base of every message. Subclasses are `@dataclass(frozen=True)` and register by `type_name`."""
 
     schema_hash: ClassVar[int] = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _registry[cls.__name__] = cls
+        name = type_name(cls)
+        _registry.pop(name, None)
+        _registry[name] = cls
+
+
+def type_name(cls: type) -> str:
+    """What a message class is called in lanes and in storage: the same in every process and on every machine.
+
+    flowrl's own go by their bare names, a user's by module and name: it may be called what one of flowrl's is.
+    """
+    module = cls.__module__
+    if module.partition(".")[0] == "flowrl":
+        return cls.__name__
+    if module in ("__main__", "__mp_main__") and module not in _modules:
+        _modules[module] = _name_of_program(module)
+    return f"{_modules.get(module, module)}.{cls.__qualname__}"
+
+
+def _name_of_program(module: str) -> str:
+    """The name by which a process that imports this one's program knows it."""
+    program = sys.modules[module]
+    spec, file = getattr(program, "__spec__", None), getattr(program, "__file__", None)
+    return str(spec.name) if spec is not None else Path(file).stem if file else "__main__"
+
+
+def name_module(name: str, stable: str) -> None:
+    """Types of the module `name`, which is called so in this process alone, go by `stable` everywhere."""
+    _modules[name] = stable
 
 
 def message_type(name: str) -> type[Message]:
-    """The message class registered under `name`. Raises SchemaError if there is none."""
-    try:
+    """The message class called `name`. Raises SchemaError if there is none, or are several.
+
+    A bare name, or that of a class which has moved to another module since it was stored, finds the one class
+    of a user's that ends so.
+    """
+    if name in _registry:
         return _registry[name]
-    except KeyError:
-        raise SchemaError(f"no message type {name!r} is known here; import the module that defines it") from None
+    bare = name.rpartition(".")[2]
+    found = [known for known in _registry if known.rpartition(".")[2] == bare and known != bare]
+    if len(found) == 1:
+        return _registry[found[0]]
+    if found:
+        raise SchemaError(f"message type {name!r} may be {' or '.join(found)}; give the classes different names")
+    raise SchemaError(f"no message type {name!r} is known here; import the module that defines it")
 
 
 def known_types() -> tuple[type[Message], ...]:
@@ -51,12 +97,39 @@ def known_types() -> tuple[type[Message], ...]:
 
 
 def schema_hash(cls: type[Message]) -> int:
-    """32 bits over the class name and its fields' names and types, in order; cached on the class."""
+    """32 bits over the class's name and its fields' names and types, in order; cached on the class."""
     if "schema_hash" not in cls.__dict__:
         hints = get_type_hints(cls)
-        text = cls.__name__ + "".join(f";{f.name}:{hints[f.name]}" for f in dataclasses.fields(cls))  # type: ignore[arg-type]
+        text = type_name(cls) + "".join(f";{f.name}:{_spelt(hints[f.name])}" for f in dataclasses.fields(cls))  # type: ignore[arg-type]
         cls.schema_hash = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
     return cls.schema_hash
+
+
+def _spelt(hint: Any) -> str:
+    """A type as text that is the same in every process."""
+    text = str(hint)
+    for name, stable in _modules.items():
+        text = text.replace(f"{name}.", f"{stable}.")
+    return text
+
+
+def scalar_problem(value: str | int) -> str:
+    """Why a text or an integer cannot travel or be stored, "" if it can."""
+    if isinstance(value, int):
+        return "" if value in INT64 else f"the integer {_digits(value)}, beyond 64 bits; write it as text"
+    if value.isascii():
+        return ""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        found = value[error.start]
+        return f"text with {found!r} at {error.start}, half of a surrogate pair and no character; remove it"
+    return ""
+
+
+def _digits(value: int) -> str:
+    """An integer for an error; Python refuses to write out thousands of digits."""
+    return str(value) if value.bit_length() < 128 else f"of {value.bit_length()} bits"
 
 
 @dataclass(frozen=True)

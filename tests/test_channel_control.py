@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from flowrl.channel.control import Control
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.wire import ABORT, REPLY, REQUEST, Frame
+from flowrl.channel.wire import ABORT, CREDIT, REPLY, REQUEST, Frame, MessageDecoder, MessageEncoder, Refused
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from tests.channel_rig import (
     Thing,
@@ -305,3 +306,95 @@ def test_what_waits_for_a_connection_and_cannot_travel_fails_at_who_said_it() ->
         assert [type(error) for error in errors] == [WireError]
 
     play(main())
+
+
+ERROR = {"type": "FlowrlError", "text": "x"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (False, {"type": 1, "text": "x"}),
+        (False, {"type": "FlowrlError"}),
+        (False, {**ERROR, "traceback": None}),
+        (False, {**ERROR, "node": 5}),
+        (False, {**ERROR, "node": ("n", 0, "why", "tb")}),
+        (False, {**ERROR, "node": ("n", "0", "why", "tb", None)}),
+        (False, {**ERROR, "node": ("n", 0, "why", "tb", "4")}),
+        (False, "text"),
+        (2, None),
+    ],
+)
+def test_a_malformed_answer_fails_the_request_it_is_to(answer: Any) -> None:
+    frames = MessageDecoder().decode(encoded((REPLY, 0, 9, 7, answer), (CREDIT, 1, 0, 5, None)))
+    assert [frame[:4] for frame in frames if not isinstance(frame, Refused)] == [(REPLY, 0, 9, 7), (CREDIT, 1, 0, 5)]
+
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        b.on("forever", forever)
+        request = asyncio.ensure_future(a.request("B", "forever"))
+        await asyncio.sleep(0)
+        a._arrived(encoded((REPLY, 0, 0, 1, answer), host="B"))
+        with pytest.raises(WireError, match="the answer is a frame of kind 21 with what none of its kind holds"):
+            await request
+
+    run(body)
+
+
+@pytest.mark.parametrize("kind", ["NodeFailed", "GraphError", "FlowrlError", "Sequence", "nothing of ours"])
+def test_an_error_of_any_name_is_one_of_flowrls(kind: str) -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        b.on("forever", forever)
+        request = asyncio.ensure_future(a.request("B", "forever"))
+        await asyncio.sleep(0)
+        a._arrived(encoded((REPLY, 0, 0, 1, (False, {"type": kind, "text": "what was said"})), host="B"))
+        with pytest.raises(FlowrlError, match=r"^what was said$"):
+            await request
+
+    run(body)
+
+
+def test_a_request_that_is_refused_fails_where_it_was_made_and_what_follows_comes_in() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        b.on("echo", lambda host, body: body)
+        peer = a._router.peer("B")
+        assert peer.link is not None
+        request = asyncio.ensure_future(a.request("B", "echo", 1))
+        await asyncio.sleep(0)  # its number is 1
+        peer.link.add([peer.outgoing.numbered((REQUEST, 0, 0, 1, "no kind and body"))])
+        peer.outgoing.keep((REQUEST, 0, 0, 1, None))
+        peer.link.flush()
+        with contextlib.suppress(WireError):
+            assert await request == 1
+        assert await a.request("B", "echo", 2) == 2
+
+    run(body, "tcp")
+
+
+def test_a_refused_request_is_answered() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        b.on("forever", forever)
+        request = asyncio.ensure_future(a.request("B", "forever"))
+        await asyncio.sleep(0)
+        b._arrived(encoded((REQUEST, 0, 0, 1, "no kind and body"), host="A"))
+        with pytest.raises(WireError, match=r"host 'A' sent .a frame of kind 20 with what none.*which nobody answers"):
+            await request
+
+    run(body)
+
+
+def test_messages_in_requests_are_frozen_within_a_process_too() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        a.on("echo", lambda host, body: body)
+        values = np.arange(3, dtype=np.int32)
+        await a.request("A", "echo", {"request": Thing(1, values)})
+        assert not values.flags.writeable
+        with pytest.raises(WireError, match=r"Thing.index: the integer 18446744073709551616"):
+            await a.request("A", "echo", {"request": Thing(2**64)})
+
+    run(body)
+
+
+def encoded(*frames: Frame, host: str = "A") -> list[bytes]:
+    encoder = MessageEncoder(host, 0)
+    encoder.add(frames)
+    return [bytes(part) for part in encoder.take()]

@@ -73,8 +73,9 @@ def test_a_turn_that_had_sent_sends_only_the_rest_however_often_it_is_cut(
     assert sorted(SEEN) == sorted(f"{part}{name}" for name in ALL for part in "abc")
 
 
-def test_a_large_cut_travels_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PAGE_BYTES", 1)
+@pytest.mark.parametrize("limit", ["PAGE_BYTES", "PAGE_MESSAGES"])
+def test_a_large_cut_travels_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(checkpoint, limit, 1)
     run_with_cuts("line", tmp_path, 0.1, kind="plain")
     assert len(checkpoint.read_state(tmp_path / "cut0")["messages"]) > 5
     assert sorted(SEEN) == sorted(f"r0{name}" for name in ALL)

@@ -8,12 +8,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from flowrl.channel.codec import freeze
 from flowrl.errors import ConfigError
+from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource, Reward
-from flowrl.tasks import Rows, Task, load_rows
+from flowrl.tasks import Rows, Task, load_preferences, load_rows
 from flowrl.tasks.mixture import mixed_order, score
 from flowrl.tasks.rows import OF_TASK
 from tests.node_rig import InMemoryOut, attach
@@ -102,6 +105,17 @@ MALFORMED = {
     '{"prompt": [{"role": "assistant", "content": "x"}]}': "ends with the assistant's turn",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "messages holds an answer alone",
     '{"messages": []}': "the messages is '[]'",
+    r'{"prompt": "smile \ud83d please"}': r"the prompt holds text with '\ud83d' at 6, half of a surrogate pair",
+    r'{"prompt": "x", "answer": "\ud83d"}': r"the column 'answer' holds text with '\ud83d' at 0",
+    r'{"prompt": "x", "note": {"a": ["\udc00"]}}': r"the column 'note' holds text with '\udc00' at 0",
+    r'{"prompt": "x", "\udc00": 1}': r"the column '\udc00' holds text with '\udc00' at 0",
+    r'{"prompt": "x", "note": {"\udc00": 1}}': r"the column 'note' holds text with '\udc00' at 0",
+    '{"prompt": "x", "n": 15511210043330985984000000}': "the column 'n' holds the integer 15511210043330985984000000, "
+    "beyond 64 bits; write it as text",
+    f'{{"prompt": "x", "n": [{-(2**63) - 1}]}}': "the column 'n' holds the integer -9223372036854775809",
+    f'{{"prompt": "x", "n": {"9" * 5000}}}': "Exceeds the limit (4300 digits) for integer string conversion",
+    f'{{"prompt": "x", "n": {"[" * 40 + "]" * 40}}}': "the column 'n' holds values nested deeper than 32",
+    f'{{"prompt": "x", "n": {"[" * 5000 + "]" * 5000}}}': "values nested too deep",
 }
 
 
@@ -131,6 +145,24 @@ def test_rows_of_parquet_are_named_by_number(tmp_path: Path) -> None:
     (tmp_path / "none.parquet").write_text("nothing of the kind")
     with pytest.raises(ConfigError, match="is no Parquet file"):
         load_rows(Task(f"{tmp_path}/none.parquet"))
+
+
+def test_what_a_row_may_hold_can_be_sent(tmp_path: Path) -> None:
+    deepest: Any = 0
+    for _ in range(31):
+        deepest = [deepest]
+    record = {"prompt": "\U0001f600", "answer": str(2**64), "most": 2**64 - 1, "least": -(2**63), "deep": deepest}
+    row = one(tmp_path, {**record, "nested": {"a": [1.5, None, True, {"b": [[]]}]}})
+    freeze(Prompt("s", "g", row.prompt_id, 0, 0, 1, 1, row.prompt, np.zeros(1, np.int32), row.columns))
+
+
+def test_the_columns_of_preferences_are_looked_at_too(tmp_path: Path) -> None:
+    pairs = [{"prompt": f"q{n}", "chosen": "a", "rejected": "b", "n": 1 if n else 2**64} for n in range(20)]
+    path = jsonl(tmp_path / "pairs.jsonl", pairs)
+    with pytest.raises(ConfigError, match=r"pairs.jsonl:1: the column 'n' holds the integer 18446744073709551616"):
+        load_preferences(Task(str(path)), "pairs")
+    rows = load_preferences(Task(f"{path}:malformed=skip"), "labelled")
+    assert len(rows.train) + len(rows.held_out) == 38 and len(rows.skipped) == 1
 
 
 def test_the_run_is_told_of_skipped_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ long, on the sending and on the receiving side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,18 +26,48 @@ that their data are aligned."""
 
 Head = tuple[bytes, int, int]
 """What the wire says of a message beside its body: id, ticket, member."""
-TakeApart = Callable[[str, Any], tuple[Any, ...]]
+Freeze = Callable[[Any, int], None]
+TakeApart = Callable[[str | None, Any, Callable[[Any], Any]], tuple[Any, ...]]
 PutTogether = Callable[[Iterable[Head], Iterable[Sequence[Any]]], list[Envelope]]
+Build = Callable[[Sequence[Any]], Message]
+
+_FROZEN = {
+    int: "type(v) is not int or not -9223372036854775808 <= v <= 18446744073709551615",
+    str: "type(v) is not str or not v.isascii()",
+}
+"""By a field's type: when its value `v` needs a closer look."""
+_SENT = {int: "type(v{at}) is not int", str: "type(v{at}) is not str"}
+"""The same where the value is packed, which looks at each integer and text itself."""
 
 
-def taking_apart(names: Sequence[str], arrays: Sequence[int]) -> TakeApart:
-    """(group id, message) -> the values of its body: group id, the arrays' codes (None without), the fields.
+def freezing(hints: Mapping[str, Any], arrays: Sequence[int], check: Callable[[Any, int], None]) -> Freeze:
+    """(message, number of messages around it): makes its arrays read-only. `check` does so for any value, and
+    raises WireError for what cannot travel."""
+    lines = ["def freeze(message, depth):", " pass"]
+    for at, (name, hint) in enumerate(hints.items()):
+        lines.append(f" v = message.{name}")
+        if at in arrays:
+            lines += [" if type(v) is ndarray and v.dtype in codes and v.ndim < 3:", "  v.setflags(False)"]
+            lines.append(" elif v is not None: check(v, depth)")
+        else:
+            lines.append(f" if {_FROZEN.get(hint, 'type(v) not in free')}: check(v, depth)")
+    free = frozenset((type(None), bool, float, bytes))
+    return _made(lines, "freeze", ndarray=np.ndarray, codes=DTYPE_CODES, check=check, free=free)  # type: ignore[no-any-return]
+
+
+def taking_apart(hints: Mapping[str, Any], arrays: Sequence[int], scalars: frozenset[type]) -> TakeApart:
+    """(group id, message, carried) -> the values of its body: group id, the arrays' codes (None without), the
+    fields. `carried` makes what stands for a value that msgpack does not have itself, or contains others.
 
     `arrays` are the positions of the fields that may hold plain arrays. They are made read-only here.
     """
-    values = [f"v{at}" for at in range(len(names))]
-    lines = ["def take_apart(group_id, message):", *(f" v{at} = message.{name}" for at, name in enumerate(names))]
-    for at in arrays:
+    lines = ["def take_apart(group_id, message, carried):"]
+    for at, (name, hint) in enumerate(hints.items()):
+        lines.append(f" v{at} = message.{name}")
+        if at not in arrays:
+            odd = _SENT.get(hint, "type(v{at}) not in scalars").format(at=at)
+            lines.append(f" if {odd}: v{at} = carried(v{at})")
+            continue
         lines += [
             f" c{at} = {NOT_PLAIN}",
             f" if type(v{at}) is ndarray and v{at}.ndim == 1 and v{at}.nbytes <= {INLINE_LIMIT_BYTES}:",
@@ -45,10 +75,12 @@ def taking_apart(names: Sequence[str], arrays: Sequence[int]) -> TakeApart:
             f"  if c{at} != {NOT_PLAIN}:",
             f"   v{at}.setflags(False)",
             f"   v{at} = v{at}.tobytes()",
+            f" elif v{at} is not None: v{at} = carried(v{at})",
         ]
     codes = f"bytes(({', '.join(f'c{at}' for at in arrays)},))" if arrays else "None"
+    values = [f"v{at}" for at in range(len(hints))]
     lines.append(f" return ({', '.join(['group_id', codes, *values])})")
-    return _made(lines, "take_apart", ndarray=np.ndarray, code=DTYPE_CODES.get)  # type: ignore[no-any-return]
+    return _made(lines, "take_apart", ndarray=np.ndarray, code=DTYPE_CODES.get, scalars=scalars)  # type: ignore[no-any-return]
 
 
 def putting_together(cls: type[Message], names: Sequence[str], arrays: Sequence[int], *, slotted: bool) -> PutTogether:
@@ -56,25 +88,49 @@ def putting_together(cls: type[Message], names: Sequence[str], arrays: Sequence[
 
     Bypasses `__init__`: the sender constructed the message, and a frozen dataclass pays for every field there.
     """
-    values = [f"v{at}" for at in range(len(names))]
     lines = [
         "def put_together(heads, bodies):",
         " made = []",
-        f" for (id, ticket, member), ({', '.join(['group_id', 'codes', *values])}) in zip(heads, bodies, strict=True):",
+        f" for (id, ticket, member), ({_body('group_id', names)}) in zip(heads, bodies, strict=True):",
         "  if type(group_id) is not str: raise TypeError('a group id that is no text')",
+        *(f"  {line}" for line in _message(names, arrays, slotted)),
+        "  made.append(envelope(id, ticket, group_id, member, message))",
+        " return made",
     ]
+    return _made(lines, "put_together", **_scope(cls), envelope=Envelope)  # type: ignore[no-any-return]
+
+
+def building(cls: type[Message], names: Sequence[str], arrays: Sequence[int], *, slotted: bool) -> Build:
+    """The values of one body -> the message."""
+    lines = [
+        "def build(body):",
+        f" ({_body('_', names)}) = body",
+        *(f" {line}" for line in _message(names, arrays, slotted)),
+        " return message",
+    ]
+    return _made(lines, "build", **_scope(cls))  # type: ignore[no-any-return]
+
+
+def _body(first: str, names: Sequence[str]) -> str:
+    """What the values of a body are called."""
+    return ", ".join([first, "codes", *(f"v{at}" for at in range(len(names)))])
+
+
+def _message(names: Sequence[str], arrays: Sequence[int], slotted: bool) -> Iterator[str]:
+    """Lines that make `message` from the values of a body."""
     if arrays:
-        lines.append(f"  [{', '.join(f'c{at}' for at in arrays)}] = codes")
-    lines += [f"  if c{at} != {NOT_PLAIN}: v{at} = frombuffer(v{at}, dtypes[c{at}])" for at in arrays]
-    lines.append("  message = new(cls)")
-    if slotted:
-        lines += [f"  put(message, {name!r}, v{at})" for at, name in enumerate(names)]
-    else:
-        lines.append("  fields = message.__dict__")
-        lines += [f"  fields[{name!r}] = v{at}" for at, name in enumerate(names)]
-    lines += ["  made.append(envelope(id, ticket, group_id, member, message))", " return made"]
-    scope = {"cls": cls, "new": object.__new__, "put": object.__setattr__, "envelope": Envelope}
-    return _made(lines, "put_together", **scope, frombuffer=np.frombuffer, dtypes=DTYPES)  # type: ignore[no-any-return]
+        yield f"[{', '.join(f'c{at}' for at in arrays)}] = codes"
+    for at in arrays:
+        yield f"if c{at} != {NOT_PLAIN}: v{at} = frombuffer(v{at}, dtypes[c{at}])"
+    yield "message = new(cls)"
+    if not slotted:
+        yield "fields = message.__dict__"
+    for at, name in enumerate(names):
+        yield f"put(message, {name!r}, v{at})" if slotted else f"fields[{name!r}] = v{at}"
+
+
+def _scope(cls: type[Message]) -> dict[str, Any]:
+    return {"cls": cls, "new": object.__new__, "put": object.__setattr__, "frombuffer": np.frombuffer, "dtypes": DTYPES}
 
 
 def _made(lines: Sequence[str], name: str, **scope: Any) -> Any:

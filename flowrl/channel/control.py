@@ -217,6 +217,7 @@ def _as_data(error: BaseException) -> Mapping[str, Any]:
 
 
 def _as_error(host: str, kind: str, data: Mapping[str, Any]) -> FlowrlError:
+    """The error that `_as_data` took apart; the codec has seen that `data` holds one."""
     if "node" in data:
         node, replica, reason, remote, ticket = data["node"]
         return NodeFailed(node, replica, reason, remote_traceback=remote, ticket=ticket)
@@ -224,6 +225,12 @@ def _as_error(host: str, kind: str, data: Mapping[str, Any]) -> FlowrlError:
         return FlowrlError(
             f"host {host!r} failed to answer {kind!r}: {data['type']}: {data['text']}\n{data['traceback']}"
         )
-    cls = getattr(errors, data["type"], FlowrlError)
-    plain = isinstance(cls, type) and issubclass(cls, FlowrlError) and cls is not errors.GraphError
-    return cls(data["text"]) if plain else FlowrlError(data["text"])
+    return _OF_TEXT.get(data["type"], FlowrlError)(data["text"])
+
+
+_OF_TEXT: Mapping[str, type[FlowrlError]] = {
+    cls.__name__: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, FlowrlError) and cls.__init__ is FlowrlError.__init__
+}
+"""flowrl's errors that are made of their text alone."""

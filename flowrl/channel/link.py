@@ -20,8 +20,8 @@ import zmq
 from zmq.utils import z85
 
 from flowrl.channel.address import CurveKeys
-from flowrl.channel.codec import Buffer, Place, freeze
-from flowrl.channel.wire import DATA, Frame, MessageEncoder, followed
+from flowrl.channel.codec import Buffer, Place, freeze, freeze_inside
+from flowrl.channel.wire import DATA, MAX_PARTS, NOTIFY, REPLY, REQUEST, Frame, MessageEncoder, followed
 from flowrl.errors import ConfigError
 
 COPY_BELOW_BYTES = 1 << 18
@@ -67,6 +67,8 @@ class LocalLink:
             if frame[0] == DATA:
                 for envelope in frame[4]:
                     freeze(envelope.body)
+            elif frame[0] in (REQUEST, REPLY, NOTIFY):
+                freeze_inside(frame[4])
             self._frames.append(frame)
         return len(self._frames)
 
@@ -114,10 +116,10 @@ class SocketLink:
 
     def flush(self) -> None:
         if self._encoder.pending:
-            *parts, last = self._encoder.take()
-            for part in parts:
-                self._send(part, NOBLOCK | SNDMORE)
-            self._send(last, NOBLOCK)
+            for *parts, last in self._encoder.multiparts():
+                for part in parts:
+                    self._send(part, NOBLOCK | SNDMORE)
+                self._send(last, NOBLOCK)
 
     def _send(self, part: Buffer, flags: int) -> None:
         self._socket.send(part, flags, copy=len(part) < COPY_BELOW_BYTES, track=False)
@@ -160,6 +162,8 @@ class Inlet:
         self._context = context
         self._receive = receive
         self._sockets: list[zmq.Socket[Any]] = []
+        self._overlong: set[zmq.Socket[Any]] = set()
+        """Those with the rest of a multipart of too many parts."""
 
     def bind(self, url: str, curve: CurveKeys | None = None) -> str:
         """Listen at `url`; returns the url that was bound. tcp only with keys."""
@@ -178,7 +182,7 @@ class Inlet:
         return str(inlet.last_endpoint.rstrip(b"\0").decode())
 
     def _drain(self, inlet: zmq.Socket[Any]) -> None:
-        if inlet.closed:
+        if inlet.closed or (inlet in self._overlong and not self._skipped(inlet)):
             return
         recv, get, receive = inlet.recv, inlet.getsockopt, self._receive
         try:
@@ -187,16 +191,36 @@ class Inlet:
             return
         while True:
             parts: list[Any] = [first]
-            while followed(first) and get(RCVMORE):
-                parts.append(recv(NOBLOCK, copy=False).buffer)
+            if followed(first):
+                self._add_parts(inlet, parts)
             try:
                 receive(parts)
             except BaseException:  # goes to the loop's handler; what waits behind is still read
                 asyncio.get_running_loop().call_soon(self._drain, inlet)
                 raise
+            if self._overlong and not self._skipped(inlet):
+                return
             if not get(EVENTS) & POLLIN:  # type: ignore[operator]
                 return
             first = recv(NOBLOCK)
+
+    def _add_parts(self, inlet: zmq.Socket[Any], parts: list[Any]) -> None:
+        """The parts that follow the first of a multipart. Of too many one more is kept than may be, which tells."""
+        while inlet.getsockopt(RCVMORE):
+            if len(parts) > MAX_PARTS + 1:
+                self._overlong.add(inlet)
+                return
+            parts.append(inlet.recv(NOBLOCK, copy=False).buffer)
+
+    def _skipped(self, inlet: zmq.Socket[Any]) -> bool:
+        """Whether the rest of a multipart that was too long is dropped; a turn of the loop drops some of it."""
+        for _ in range(MAX_PARTS):
+            if not inlet.getsockopt(RCVMORE):
+                self._overlong.discard(inlet)
+                return True
+            inlet.recv(NOBLOCK)
+        asyncio.get_running_loop().call_soon(self._drain, inlet)
+        return False
 
     def drain(self) -> None:
         """Receive what has arrived."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from flowrl.channel.codec import schema_of
+from flowrl.channel.schema import schema_of
 from flowrl.channel.wire import lane_number
 from flowrl.messages import message_type
 

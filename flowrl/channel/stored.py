@@ -7,14 +7,33 @@ anything else that does not fit is refused by name. `__post_init__` does not run
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from flowrl.channel.codec import UNSENDABLE, Decoder, Encoder, check_depth, schema_of, unsendable
+import numpy as np
+import numpy.typing as npt
+
+from flowrl.channel.codec import Decoder, Encoder
+from flowrl.channel.schema import UNSENDABLE, schema_of, unsendable
+from flowrl.channel.values import (
+    DICT,
+    LIST,
+    MESSAGE,
+    NUMBER,
+    PROXY,
+    TUPLE,
+    check_depth,
+    check_keys,
+    check_nested,
+    kind_of,
+)
 from flowrl.errors import SchemaError, WireError
-from flowrl.messages import Message, message_type
+from flowrl.messages import Message, message_type, type_name
 
 FORMAT = 1
+Stored = bytes | npt.NDArray[np.uint8]
+"""What `dump` made, or an array of it."""
 
 
 def dump(message: Message) -> bytes:
@@ -22,7 +41,7 @@ def dump(message: Message) -> bytes:
     return dump_value(message)
 
 
-def load(data: bytes) -> Message:
+def load(data: Stored) -> Message:
     """The message that `dump` stored. Raises SchemaError if its class has changed incompatibly."""
     message = load_value(data)
     if not isinstance(message, Message):
@@ -36,15 +55,16 @@ def dump_value(value: Any) -> bytes:
     Raises WireError for what a message cannot hold.
     """
     try:
-        return Encoder(beside=False).pack((FORMAT, _named(value, 0)))
+        encoder = Encoder(beside=False)
+        return encoder.pack((FORMAT, _Naming(encoder).named(value, 0)))
     except UNSENDABLE as error:
-        raise unsendable(error, "cannot be stored") from error
+        raise unsendable(error, "cannot be stored", message=value if isinstance(value, Message) else None) from error
 
 
-def load_value(data: bytes) -> Any:
+def load_value(data: Stored) -> Any:
     """What `dump_value` stored. Raises SchemaError as `load` does."""
     try:
-        content = Decoder().unpack(data)
+        content = Decoder().unpack(data if isinstance(data, bytes) else memoryview(data.data))
     except WireError as error:
         raise SchemaError(f"no stored value: {error}") from error
     if not isinstance(content, tuple) or len(content) != 2 or content[0] != FORMAT:
@@ -56,22 +76,44 @@ def load_value(data: bytes) -> Any:
 
 
 _TYPE = "\0type"
-"""The key that makes a mapping a message: names its class. None for a mapping that has this key itself."""
+"""The key that makes a mapping something else: a message, by the name of its class; or what stands under _ITEMS,
+which is a mapping that has this key itself (None), a list (LISTED) or a read-only mapping (READ_ONLY)."""
 _ITEMS = "items"
+_LISTED, _READ_ONLY = 1, 2
 
 
-def _named(value: Any, depth: int) -> Any:
-    """`value` with mappings for its messages. `depth` is the number of messages around it."""
-    if isinstance(value, Message):
+class _Naming:
+    """Puts mappings in the places of messages, lists and read-only mappings."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+
+    def named(self, value: Any, depth: int, nested: int = 0) -> Any:
+        """`depth` is the number of messages around `value`, `nested` that of tuples and dicts since the last."""
+        kind = kind_of(value)
+        if kind == TUPLE:
+            return self._tuple(value, depth, nested + 1)
+        if kind == DICT:
+            items = self._dict(value, depth, nested + 1)
+            return {_TYPE: None, _ITEMS: items} if _TYPE in items else items
+        if kind not in (MESSAGE, LIST, PROXY):
+            return self._encoder.carried(value) if kind == NUMBER else value
         check_depth(depth)
-        fields = {name: _named(item, depth + 1) for name, item in zip(*_taken_apart(value), strict=True)}
-        return {_TYPE: type(value).__name__, **fields}
-    if isinstance(value, tuple | list):
-        return tuple(_named(item, depth) for item in value)
-    if isinstance(value, Mapping):
-        items = {key: _named(item, depth) for key, item in value.items()}
-        return {_TYPE: None, _ITEMS: items} if _TYPE in items else items
-    return value
+        if kind == LIST:
+            return {_TYPE: _LISTED, _ITEMS: self._tuple(value, depth + 1, 0)}
+        if kind == PROXY:
+            return {_TYPE: _READ_ONLY, _ITEMS: self._dict(value, depth + 1, 0)}
+        fields = {name: self.named(item, depth + 1) for name, item in zip(*_taken_apart(value), strict=True)}
+        return {_TYPE: type_name(type(value)), **fields}
+
+    def _tuple(self, value: Iterable[Any], depth: int, nested: int) -> tuple[Any, ...]:
+        check_nested(nested)
+        return tuple([self.named(item, depth, nested) for item in value])
+
+    def _dict(self, value: Mapping[Any, Any], depth: int, nested: int) -> dict[Any, Any]:
+        check_nested(nested)
+        check_keys(value)
+        return {self.named(key, depth): self.named(item, depth, nested) for key, item in value.items()}
 
 
 def _taken_apart(message: Message) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -84,11 +126,20 @@ def _built(value: Any, depth: int) -> Any:
         return tuple(_built(item, depth) for item in value)
     if not isinstance(value, dict):
         return value
-    if value.get(_TYPE, "") is None and isinstance(value.get(_ITEMS), dict):
-        return {key: _built(item, depth) for key, item in value[_ITEMS].items()}
-    if _TYPE in value:
-        check_depth(depth)
-        return _message({key: _built(item, depth + 1) for key, item in value.items()})
+    mark = value.get(_TYPE, "")
+    if mark is None and isinstance(value.get(_ITEMS), dict):
+        return _built_items(value[_ITEMS], depth)
+    if _TYPE not in value:
+        return _built_items(value, depth)
+    check_depth(depth)
+    if mark == _LISTED and isinstance(value.get(_ITEMS), tuple):
+        return [_built(item, depth + 1) for item in value[_ITEMS]]
+    if mark == _READ_ONLY and isinstance(value.get(_ITEMS), dict):
+        return MappingProxyType(_built_items(value[_ITEMS], depth + 1))
+    return _message(_built_items(value, depth + 1))
+
+
+def _built_items(value: Mapping[Any, Any], depth: int) -> dict[Any, Any]:
     return {key: _built(item, depth) for key, item in value.items()}
 
 
@@ -99,7 +150,7 @@ def _message(found: dict[str, Any]) -> Message:
     cls = message_type(name)
     schema = schema_of(cls)
     _check_fields(cls, schema.fields, found)
-    return schema.build([found[name] if name in found else _default(field) for name, field in schema.fields.items()])
+    return schema.restore([found[name] if name in found else _default(field) for name, field in schema.fields.items()])
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -10,175 +10,106 @@ A record is a header (kind, lane, session, seq, schema, number of messages, body
 one their headers and parsing would cost more than they do: before its body, an array of their bodies, stand
 the id, ticket and member of each. `seq` is the first one's.
 
-Whatever does not parse, or holds what no frame of its kind holds, is refused with WireError, a record at a
-time; nothing is ever unpickled.
+Whatever does not parse, holds what no frame of its kind holds, or costs more than its bytes allow (`cost`) is
+refused with WireError, a record at a time; nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
-from struct import Struct
+from collections.abc import Callable, Sequence
 from struct import error as StructError
 from typing import Any
 
-from flowrl.channel.codec import (
-    UNSENDABLE,
-    Buffer,
-    Decoder,
-    Encoder,
-    Place,
-    Schema,
-    schema_named,
-    schema_of,
-    unsendable,
+from flowrl.channel.codec import Decoder
+from flowrl.channel.cost import ENVELOPE, FRAME, Allowance, Costly, too_costly
+from flowrl.channel.frames import (
+    ABORT,
+    ACK,
+    ARRAY,
+    BARE,
+    BYE,
+    CANCEL,
+    CLOSE,
+    CONFIRM,
+    CREDIT,
+    DATA,
+    ERROR,
+    FOLLOWED,
+    HEAD,
+    HEADER,
+    HELLO,
+    KINDS,
+    MAGIC,
+    MAX_BODY_BYTES,
+    MAX_FRAMES,
+    MAX_PARTS,
+    MESSAGES,
+    NOTIFY,
+    PREAMBLE,
+    RECORD_BYTES,
+    REFUSE,
+    RELEASE,
+    REPLY,
+    REQUEST,
+    RESEND,
+    SYNC,
+    TO_RECEIVER,
+    TO_SENDER,
+    TOMBSTONE,
+    WIRE_VERSION,
+    Frame,
+    fits,
+    lane_number,
 )
-from flowrl.channel.envelope import Envelope
+from flowrl.channel.multiparts import MessageEncoder
+from flowrl.channel.schema import schema_named
 from flowrl.channel.stored import dump, load
 from flowrl.errors import WireError
-from flowrl.messages import Tombstone
 
-__all__ = ["Frame", "MessageDecoder", "MessageEncoder", "Refused", "dump", "lane_number", "load"]
-
-MAGIC = b"flow"
-WIRE_VERSION = 4
-MAX_BODY_BYTES = 1 << 30
-"""Of one message or other frame, without the arrays beside it."""
-RECORD_BYTES = 1 << 20
-"""The bodies of messages that share a record take no more than this together."""
-
-# Kinds of frames. A lane's own, to its receiver (hello, data, cancel, tombstone, close, error) and to its
-# sender (credit, ack, resend, sync, refuse); and those of a pair of processes, from REQUEST on.
-HELLO, CREDIT, DATA, ACK, CANCEL, TOMBSTONE, CLOSE, ERROR, RESEND, SYNC, REFUSE = range(1, 12)
-TO_RECEIVER = frozenset((HELLO, DATA, CANCEL, TOMBSTONE, CLOSE, ERROR))
-MESSAGES = frozenset((DATA, TOMBSTONE))
-TO_SENDER = frozenset((CREDIT, ACK, RESEND, SYNC, REFUSE))
-REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE, CONFIRM = range(20, 27)
-KINDS = frozenset((*TO_RECEIVER, *TO_SENDER, REQUEST, REPLY, ABORT, NOTIFY, RELEASE, BYE, CONFIRM))
-BARE = frozenset((CLOSE, CREDIT, RESEND, SYNC, ABORT, BYE, CONFIRM))
-"""Kinds without a body."""
-
-Frame = tuple[int, int, int, int, Any]
-"""(kind, lane, session, seq, payload): payload is a list of Envelopes for DATA, numbered from `seq`, else a
-msgpack-able value."""
-
-_preamble = Struct("<4sHHIH")
-_FOLLOWED = 6  # offset of "whether parts follow"
-_header = Struct("<BIIQIII")
-_head = Struct("<16sqi")
-_array = Struct(">BI")
-_ARRAY_32 = 0xDD  # msgpack's mark of an array with 32 bits of length
-
-
-def lane_number(name: str) -> int:
-    """32 bits that stand for a lane's name on the wire."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big")
-
-
-class _Record:
-    """Messages on their way into one record."""
-
-    __slots__ = ("bodies", "first", "heads", "key", "next", "num_bytes")
-
-    def __init__(self, key: tuple[int, int, Schema], seq: int) -> None:
-        self.key = key
-        """(lane, session, schema), the same for all."""
-        self.first = self.next = seq
-        self.heads: list[bytes] = []
-        self.bodies: list[bytes] = []
-        self.num_bytes = 0
-
-
-class MessageEncoder:
-    """Collects frames for one peer into a multipart. `place` puts large arrays into shared memory."""
-
-    def __init__(self, host: str, epoch: int, place: Place | None = None) -> None:
-        name = host.encode()
-        self._starts = tuple(
-            _preamble.pack(MAGIC, WIRE_VERSION, followed, epoch, len(name)) + name for followed in (0, 1)
-        )
-        self._encoder = Encoder(place)
-        self._records: list[bytes] = [b""]
-        self._open: _Record | None = None
-        """Takes what follows on its lane; the last of the multipart so far."""
-        self.pending = 0
-        """Number of messages and other frames added since `take`."""
-
-    def add(self, frames: Iterable[Frame]) -> int:
-        """Encode `frames` behind those before. Returns `pending`.
-
-        Raises WireError for a value that cannot travel; what came before it does.
-        """
-        message = self._message
-        try:
-            for kind, lane, session, seq, payload in frames:
-                if kind == DATA:
-                    for envelope in payload:
-                        message(lane, session, seq, envelope)
-                        seq += 1
-                else:
-                    self._frame(kind, lane, session, seq, payload)
-        except UNSENDABLE as error:
-            self._encoder.undo()
-            raise unsendable(error) from error
-        return self.pending
-
-    def _message(self, lane: int, session: int, seq: int, envelope: Envelope) -> None:
-        encoder, message = self._encoder, envelope.body
-        schema = schema_of(type(message))
-        head = _head.pack(envelope.id, envelope.ticket, envelope.member)
-        body = encoder.pack(schema.take_apart(envelope.group_id, message))
-        num_bytes = len(body)
-        record, key = self._open, (lane, session, schema)
-        if not record or seq != record.next or key != record.key or record.num_bytes + num_bytes > RECORD_BYTES:
-            _check_body(num_bytes)
-            record = self._begin(_Record(key, seq))
-        record.heads.append(head)
-        record.bodies.append(body)
-        record.num_bytes += num_bytes
-        record.next = seq + 1
-        self.pending += 1
-        if encoder.steps:
-            encoder.keep()
-
-    def _frame(self, kind: int, lane: int, session: int, seq: int, payload: Any) -> None:
-        self._close()
-        body = b"" if payload is None else self._encoder.pack(payload)
-        _check_body(len(body))
-        self._records += (_header.pack(kind, lane, session, seq, 0, 0, len(body)), body)
-        self.pending += 1
-        self._encoder.keep()
-
-    def _begin(self, record: _Record) -> _Record:
-        self._close()
-        self._open = record
-        return record
-
-    def _close(self) -> None:
-        """Nothing more goes into the open record."""
-        record, self._open = self._open, None
-        if record is not None:
-            lane, session, schema = record.key
-            kind = TOMBSTONE if schema.cls is Tombstone else DATA
-            count, length = len(record.bodies), _array.size + record.num_bytes
-            self._records.append(_header.pack(kind, lane, session, record.first, schema.hash, count, length))
-            self._records += record.heads
-            self._records.append(_array.pack(_ARRAY_32, count))
-            self._records += record.bodies
-
-    def take(self) -> list[Buffer]:
-        """The multipart of everything added since the last call."""
-        self._close()
-        records, arrays = self._records, self._encoder.frames
-        self._records, self._encoder.frames, self.pending = [b""], [], 0
-        records[0] = self._starts[bool(arrays)]
-        return [b"".join(records), *arrays]
+__all__ = [
+    "ABORT",
+    "ACK",
+    "BARE",
+    "BYE",
+    "CANCEL",
+    "CLOSE",
+    "CONFIRM",
+    "CREDIT",
+    "DATA",
+    "ERROR",
+    "HELLO",
+    "KINDS",
+    "MAGIC",
+    "MAX_BODY_BYTES",
+    "MAX_FRAMES",
+    "MAX_PARTS",
+    "MESSAGES",
+    "NOTIFY",
+    "RECORD_BYTES",
+    "REFUSE",
+    "RELEASE",
+    "REPLY",
+    "REQUEST",
+    "RESEND",
+    "SYNC",
+    "TOMBSTONE",
+    "TO_RECEIVER",
+    "TO_SENDER",
+    "WIRE_VERSION",
+    "Frame",
+    "MessageDecoder",
+    "MessageEncoder",
+    "Refused",
+    "dump",
+    "lane_number",
+    "load",
+]
 
 
 def followed(first: bytes) -> bool:
     """Whether parts follow this first part of a multipart."""
-    return len(first) > _FOLLOWED and first[_FOLLOWED] != 0
+    return len(first) > FOLLOWED and first[FOLLOWED] != 0
 
 
 class MessageDecoder:
@@ -193,9 +124,9 @@ class MessageDecoder:
 
     def sender(self, first: bytes) -> tuple[str, int]:
         """Host and epoch of the process that sent the multipart starting with `first`."""
-        if len(first) < _preamble.size:
+        if len(first) < PREAMBLE.size:
             raise WireError(f"a frame of {len(first)} bytes: too short for any")
-        end = _preamble.size + _preamble.unpack_from(first)[4]
+        end = PREAMBLE.size + PREAMBLE.unpack_from(first)[4]
         known = self._senders.get(first[:end])
         if known is None:
             known = self._senders[first[:end]] = _sender(first[:end])
@@ -209,27 +140,36 @@ class MessageDecoder:
         """
         first: bytes = parts[0]
         view = memoryview(first)
-        self._decoder.frames = parts[1:]
-        at, end = _preamble.size + _preamble.unpack_from(first)[4], len(first)
+        decoder = self._decoder
+        decoder.frames = parts[1:]
+        decoder.allowance = allowance = Allowance(len(first) + sum(map(len, decoder.frames)))
+        at, end = PREAMBLE.size + PREAMBLE.unpack_from(first)[4], len(first)
         frames: list[Frame | Refused] = []
+        room = MAX_FRAMES if len(parts) <= MAX_PARTS + 1 else -1
         while at < end:
             try:
-                kind, lane, session, seq, schema, count, length = _header.unpack_from(first, at)
+                kind, lane, session, seq, schema, count, length = HEADER.unpack_from(first, at)
             except StructError as error:
                 raise WireError(f"a truncated header ({error})") from error
-            heads = at + _header.size
-            start = heads + count * _head.size
+            heads = at + HEADER.size
+            start = heads + count * HEAD.size
             at = start + length
+            room -= count or 1
             try:
                 self._check(count, length, end - start)
+                allowance.pay(FRAME + ENVELOPE * count)
+                if room < 0:
+                    raise _too_many(len(parts) - 1)
                 if kind in MESSAGES:
-                    marks = [*_head.iter_unpack(view[heads:start])]
-                    envelopes = self._decoder.bodies(schema_named(schema), marks, view[start:at])
+                    marks = [*HEAD.iter_unpack(view[heads:start])]
+                    envelopes = decoder.bodies(schema_named(schema), marks, view[start:at])
                     frames.append((DATA, lane, session, seq, envelopes))
                 else:
                     frames.append((kind, lane, session, seq, self._payload(kind, view[start:at])))
-            except WireError as error:
-                frames.append(_instead(kind, lane, session, str(error)))
+            except (WireError, Costly) as error:
+                frames.append(_instead(kind, lane, session, seq, str(error) or str(too_costly())))
+                if len(frames) > 2 * MAX_FRAMES:
+                    raise _too_many(len(parts) - 1) from error
         return frames
 
     def _check(self, count: int, length: int, there: int) -> None:
@@ -240,7 +180,7 @@ class MessageDecoder:
         if there < 0:
             raise WireError(f"a record of {count} messages that ends within their ids")
         most = self._max_body_bytes if count < 2 else max(RECORD_BYTES, self._max_body_bytes)
-        if length > most + _array.size:
+        if length > most + ARRAY.size:
             raise WireError(f"a body of {length} bytes; at most {most} can be")
         if length > there:
             raise WireError(f"a body of {length} bytes of which {there} are here")
@@ -249,18 +189,18 @@ class MessageDecoder:
         if kind not in KINDS:
             raise WireError(f"a frame of unknown kind {kind}")
         payload = self._decoder.unpack(body) if body else None
-        if not _fits(kind, payload):
+        if not fits(kind, payload):
             raise WireError(f"a frame of kind {kind} with what none of its kind holds: {reprlib.repr(payload)}")
         return payload
 
 
 def _sender(preamble: bytes) -> tuple[str, int]:
-    magic, version, _, epoch, length = _preamble.unpack_from(preamble)
+    magic, version, _, epoch, length = PREAMBLE.unpack_from(preamble)
     if magic != MAGIC:
         raise WireError(f"a frame that starts with {magic!r}, not {MAGIC!r}: the peer is no flowrl process")
     if version != WIRE_VERSION:
         raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}; run one flowrl everywhere")
-    name = preamble[_preamble.size :]
+    name = preamble[PREAMBLE.size :]
     if len(name) < length:
         raise WireError(f"a frame whose sender's name has {length} bytes, of which {len(name)} are here")
     try:
@@ -280,43 +220,23 @@ class Refused:
         self.reason = reason
 
 
-def _instead(kind: int, lane: int, session: int, reason: str) -> Frame | Refused:
+def _too_many(num_parts: int) -> WireError:
+    return WireError(
+        f"one of more than {MAX_FRAMES} frames, or beside {num_parts} arrays, in one multipart; at most {MAX_FRAMES} "
+        f"and {MAX_PARTS} can be"
+    )
+
+
+def _instead(kind: int, lane: int, session: int, seq: int, reason: str) -> Frame | Refused:
+    """What stands for a refused frame: what ends the wait of whoever it was for.
+
+    Of the control link, whose frames are counted, a frame with the same number: an answer that is an error, or a
+    request or note of a kind that nobody answers.
+    """
     if kind in TO_SENDER:
         return REFUSE, lane, session, 0, f"the consumer's process sent {reason}"
+    if kind == REPLY:
+        return REPLY, lane, session, seq, (False, {"type": "WireError", "text": f"the answer is {reason}"})
+    if kind in (REQUEST, NOTIFY, ABORT):
+        return REQUEST if kind == REQUEST else NOTIFY, lane, session, seq, (reason, None)
     return Refused(lane, session, reason)
-
-
-def _fits(kind: int, payload: Any) -> bool:
-    """Whether frames of this kind hold such a payload. Whoever takes them in relies on it."""
-    match payload:
-        case None:
-            return kind in BARE
-        case str():
-            return kind in (ERROR, REFUSE) and payload != ""
-        case (tuple() as schemas, tuple() as kept) if kind == HELLO:
-            return all(_pair(schema, str, int) for schema in schemas) and {*map(type, kept)} <= {int}
-        case (str(), _) if kind in (REQUEST, NOTIFY):
-            return True
-        case (True, _) if kind == REPLY:
-            return True
-        case (False, {"type": str(), "text": str()}) if kind == REPLY:
-            return True
-        case tuple() if kind == RELEASE:
-            return all(_pair(block, int, int) for block in payload)
-        case tuple() if kind == CANCEL:
-            return {*map(type, payload)} <= {bytes}
-        case tuple() if kind == ACK:
-            return {*map(type, payload)} <= {int}
-    return False
-
-
-def _pair(value: Any, first: type, second: type) -> bool:
-    return type(value) is tuple and [*map(type, value)] == [first, second]
-
-
-def _check_body(num_bytes: int) -> None:
-    if num_bytes > MAX_BODY_BYTES:
-        raise WireError(
-            f"a body of {num_bytes} bytes; at most {MAX_BODY_BYTES} can be. "
-            "Keep large data in arrays: they do not count"
-        )

@@ -26,6 +26,7 @@ from typing import Any, get_type_hints
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.graph import Graph
 from flowrl.graph.options import parse_options
+from flowrl.messages import name_module
 
 EXAMPLE = "def graph(cfg: MyConfig) -> Graph, with MyConfig a frozen dataclass"
 
@@ -173,6 +174,7 @@ def _module(path: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    name_module(name, Path(path).stem)
     if (folder := str(Path(path).parent)) not in sys.path:
         sys.path.insert(0, folder)
     spec.loader.exec_module(module)

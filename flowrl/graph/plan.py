@@ -13,7 +13,7 @@ from flowrl.graph.graph import Edge, EdgeKind, Graph, carried, owner, port_name
 from flowrl.graph.machine import Cluster
 from flowrl.graph.numbers import Numbers, capacity, derive, in_flight, message_bytes
 from flowrl.graph.place import HostPlan, place
-from flowrl.messages import Weights
+from flowrl.messages import Weights, type_name
 
 __all__ = ["CallPlan", "EdgePlan", "HostPlan", "LanePlan", "Plan", "WeightPlan", "make_plan"]
 
@@ -217,7 +217,8 @@ def _calls(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan
 
 
 def _type_names(edge: Edge) -> tuple[str, ...]:
-    return tuple(getattr(kind, "__name__", str(kind)) for kind in edge.out.types)
+    """The message classes by the names that every process knows them by."""
+    return tuple(type_name(kind) if isinstance(kind, type) else str(kind) for kind in edge.out.types)
 
 
 def _transport(one: HostPlan, other: HostPlan) -> str:
@@ -239,7 +240,7 @@ def _edge(graph: Graph, edge: Edge, numbers: Numbers, ways: tuple[LanePlan | Cal
         dispatch="latest" if edge.kind == "latest" else edge.dispatch,
         capacity=depth,
         capacity_derived=edge.capacity is None and edge.kind != "latest",
-        types=_type_names(edge),
+        types=tuple(getattr(kind, "__name__", str(kind)) for kind in edge.out.types),
         message_bytes=size,
         retained_bytes=size * (bounded if bounded is not None else depth * len(mine)),
         transports=tuple(dict.fromkeys(way.transport for way in mine)),

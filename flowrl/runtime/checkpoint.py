@@ -35,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
+import numpy.typing as npt
 
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.stored import dump, load
@@ -48,7 +50,8 @@ STEP_DIR = re.compile(r"step_(\d{6,})")
 Saved = tuple[str, str, str, Envelope]
 """(producer node replica, edge name, for whom alone it is or "", message); a broadcast or a gang's part is for one"""
 PAGE_BYTES = 64 << 20
-"""Of messages, in one answer or request."""
+PAGE_MESSAGES = 4096
+"""In one answer or request."""
 ASIDE = ".old"
 RUBBISH = ".tmp"
 
@@ -84,7 +87,7 @@ class Cut:
         self.sent_before.update(part["sent_before"])
         self.left_out.update(part["left_out"])
         self.cursors.update(part["cursors"])
-        self.states.update(part["states"])
+        self.states.update({track: bytes(state) for track, state in part["states"].items()})
 
     def settled(self) -> list[Saved]:
         """The messages to send again at resume: unfinished ones, prefixes filled in."""
@@ -114,10 +117,10 @@ def pages(messages: Iterable[Saved]) -> Iterator[list[Any]]:
     page: list[Any] = []
     num_bytes = 0
     for *place, envelope in messages:
-        packed = pack(envelope)
-        page.append((*place, packed))
-        num_bytes += len(packed[-1])
-        if num_bytes >= PAGE_BYTES:
+        *head, body = pack(envelope)
+        page.append((*place, (*head, beside(body))))
+        num_bytes += len(body)
+        if num_bytes >= PAGE_BYTES or len(page) == PAGE_MESSAGES:
             yield page
             page, num_bytes = [], 0
     if page:
@@ -127,6 +130,11 @@ def pages(messages: Iterable[Saved]) -> Iterator[list[Any]]:
 def unpage(page: Iterable[Any]) -> list[Saved]:
     """The messages of a page."""
     return [(producer, edge, consumer, unpack(packed)) for producer, edge, consumer, packed in page]
+
+
+def beside(data: bytes) -> npt.NDArray[np.uint8]:
+    """`data` as an array: however long it is, it travels beside the body of an answer or request."""
+    return np.frombuffer(data, np.uint8)
 
 
 def pack(envelope: Envelope) -> tuple[bytes, int, str, int, bytes]:

@@ -111,7 +111,9 @@ class Cutter:
             index = int(replica) % len(driver.replicas(name))
             track = f"{name}/{index}"
             messages[driver.job.plan.host_of(track).name].append((track, edge, consumer, envelope))
-        await driver.ask_hosts("restore", lambda host: {name: state[name] for name in ("sent", "cursors", "states")})
+        states = {track: checkpoint.beside(data) for track, data in state["states"].items()}
+        told = {"sent": state["sent"], "cursors": state["cursors"], "states": states}
+        await driver.ask_hosts("restore", lambda host: told)
         await asyncio.gather(*(self._give(host, kept) for host, kept in messages.items()))
 
     async def _give(self, host: str, kept: list[checkpoint.Saved]) -> None:

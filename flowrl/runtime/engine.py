@@ -22,7 +22,7 @@ from flowrl.channel.stored import dump, dump_value, load_value
 from flowrl.channel.sweep import sweep
 from flowrl.errors import FlowrlError, WireError
 from flowrl.graph.load import rebuild
-from flowrl.runtime.checkpoint import pages, unpage
+from flowrl.runtime.checkpoint import beside, pages, unpage
 from flowrl.runtime.cluster import meeting_place
 from flowrl.runtime.context import DRIVER, Place
 from flowrl.runtime.ending import as_failure, ended_by_itself, is_cancelled
@@ -306,7 +306,7 @@ class HostEngine:
             "sent_before": list(set().union(*(out.sent_before for out in outs.values()))),
             "left_out": list(set().union(*(out.left_out for out in outs.values()))),
             "cursors": {name: out.cursor for name, out in outs.items()},
-            "states": {track: self._state(replica) for track, replica in self.replicas.items()},
+            "states": {track: beside(self._state(replica)) for track, replica in self.replicas.items()},
         }
 
     def _state(self, replica: Replica) -> bytes:

@@ -44,6 +44,21 @@ class Reading:
             self.skipped.append(str(problem))
             return None
 
+    def at(self, place: str, make: Callable[[], T]) -> T | None:
+        """`attempt` of what makes the rows of the record at `place`, whose values no message may carry."""
+
+        def named() -> T:
+            try:
+                return make()
+            except Malformed:
+                raise
+            except ConfigError as problem:
+                raise Malformed(f"{place}: {problem}") from None
+            except RecursionError:
+                raise Malformed(f"{place}: values nested too deep; flatten them, or write them as text") from None
+
+        return self.attempt(named)
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -86,7 +101,7 @@ def is_file_task(path: Path) -> bool:
 def rows(path: Path, keys: Keys, reading: Reading) -> Iterator[Row]:
     """The rows at `path`. Raises ConfigError for what cannot be read, Malformed as `reading` says."""
     for place, record in records(path, reading, split=keys.split):
-        row = reading.attempt(lambda place=place, record=record: _row(place, record, keys))  # type: ignore[misc]
+        row = reading.at(place, lambda place=place, record=record: _row(place, record, keys))  # type: ignore[misc]
         if row is not None and row.score >= keys.min_score:
             yield row
 
@@ -168,6 +183,10 @@ def _parse(place: str, line: str) -> Record:
         record = json.loads(line)
     except json.JSONDecodeError as problem:
         raise Malformed(f"{place}: no JSON ({problem.msg}); write one object a line") from None
+    except ValueError as problem:  # an integer of more digits than Python converts
+        raise Malformed(f"{place}: {str(problem).partition(';')[0]}; write it as text") from None
+    except RecursionError:
+        raise Malformed(f"{place}: values nested too deep; flatten them, or write them as text") from None
     if not isinstance(record, dict):
         raise Malformed(f"{place}: a {type(record).__name__} where an object was needed; write one object a line")
     return record

@@ -41,7 +41,7 @@ class Preference(Row):
 def rows(path: Path, keys: Keys, reading: Reading, kind: Kind) -> Iterator[Preference]:
     """The preferences at `path`. Raises ConfigError for what cannot be read, Malformed as `reading` says."""
     for place, record in records(path, reading, split=keys.split):
-        found = reading.attempt(lambda place=place, record=record: _preferences(place, record, keys, kind))  # type: ignore[misc]
+        found = reading.at(place, lambda place=place, record=record: _preferences(place, record, keys, kind))  # type: ignore[misc]
         yield from found or ()
 
 

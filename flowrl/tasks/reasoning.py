@@ -31,7 +31,10 @@ DEFAULT_SIZE = 5120
 def rows(task: Task) -> Iterator[Row]:
     """The entries of `task`, in the order of the package."""
     for index, entry in enumerate(_dataset(task.name)):
-        yield Row.ask(entry["question"], answer=entry["answer"], task=task.name, entry=index)
+        try:
+            yield Row.ask(entry["question"], answer=entry["answer"], task=task.name, entry=index)
+        except ConfigError as problem:
+            raise ConfigError(f"task {task.name!r}, entry {index}: {problem}") from None
 
 
 def score(

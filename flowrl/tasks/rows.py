@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from flowrl.errors import ConfigError
+from flowrl.messages import scalar_problem
+
 HELD_OUT_ONE_IN = 8
 OF_TASK = "of_task"
 """In a mixture: the column with the name of the row's own source."""
@@ -27,6 +30,14 @@ class Row:
     """All else that the row holds; `answer`, where there is one, is text."""
     score: float = 0.0
     """Of a scored answer: among several to one prompt the highest is taken."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what no message can carry: it would fail a lane in the middle of the run."""
+        for turn in self.turns:
+            _check_all("the prompt", turn.values())
+        for name, value in self.columns.items():
+            _check(f"the column {name!r}", name)
+            _check(f"the column {name!r}", value)
 
     @classmethod
     def ask(cls, question: str, /, **columns: Any) -> Row:
@@ -75,3 +86,25 @@ class Rows:
                 unique[row.prompt_id] = row
         ordered = list(unique.values())
         return cls(tuple(r for r in ordered if not r.held_out), tuple(r for r in ordered if r.held_out))
+
+
+MAX_NESTED = 32
+"""So deep may the values of a column lie within each other."""
+
+
+def _check(where: str, value: Any, nested: int = 0) -> None:
+    if isinstance(value, str | int):
+        if problem := scalar_problem(value):
+            raise ConfigError(f"{where} holds {problem}")
+    elif nested == MAX_NESTED:
+        raise ConfigError(f"{where} holds values nested deeper than {MAX_NESTED}; flatten them, or write them as text")
+    elif isinstance(value, Mapping):
+        _check_all(where, value, nested + 1)
+        _check_all(where, value.values(), nested + 1)
+    elif isinstance(value, tuple | list):
+        _check_all(where, value, nested + 1)
+
+
+def _check_all(where: str, values: Iterable[Any], nested: int = 0) -> None:
+    for value in values:
+        _check(where, value, nested)

@@ -1,0 +1,224 @@
+"""Multiparts: the frames for one peer, encoded and collected into what its allowance takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from flowrl.channel.codec import Buffer, Encoder, Place
+from flowrl.channel.cost import (
+    ENVELOPE,
+    FLOOR_BYTES,
+    FRAME,
+    MOST_BYTES,
+    PER_BYTE,
+    SHORT,
+    Allowance,
+    Costly,
+    of_short,
+    of_tuple,
+    too_costly,
+)
+from flowrl.channel.envelope import Envelope
+from flowrl.channel.frames import (
+    ARRAY,
+    ARRAY_32,
+    DATA,
+    HEAD,
+    HEADER,
+    MAGIC,
+    MAX_BODY_BYTES,
+    MAX_FRAMES,
+    MAX_PARTS,
+    PREAMBLE,
+    RECORD_BYTES,
+    TOMBSTONE,
+    WIRE_VERSION,
+    Frame,
+)
+from flowrl.channel.schema import UNSENDABLE, Schema, schema_of, unsendable
+from flowrl.errors import WireError
+from flowrl.messages import Tombstone
+
+_MESSAGE_COST = FRAME + ENVELOPE + of_tuple(1)
+"""Of a message beside its body, in a record of its own."""
+
+
+class _Record:
+    """Messages on their way into one record."""
+
+    __slots__ = ("bodies", "first", "heads", "key", "next", "num_bytes")
+
+    def __init__(self, key: tuple[int, int, Schema], seq: int) -> None:
+        self.key = key
+        """(lane, session, schema), the same for all."""
+        self.first = self.next = seq
+        self.heads: list[bytes] = []
+        self.bodies: list[bytes] = []
+        self.num_bytes = 0
+
+
+class MessageEncoder:
+    """Collects frames for one peer into multiparts. `place` puts large arrays into shared memory.
+
+    A multipart ends before what would pass its receiver's allowance.
+    """
+
+    def __init__(self, host: str, epoch: int, place: Place | None = None) -> None:
+        name = host.encode()
+        self._starts = tuple(
+            PREAMBLE.pack(MAGIC, WIRE_VERSION, followed, epoch, len(name)) + name for followed in (0, 1)
+        )
+        self._encoder = Encoder(place)
+        self._carried = self._encoder.carried
+        self.pending = 0
+        """Number of messages and other frames added since `multiparts`."""
+        self._full: list[list[Buffer]] = []
+        self._begin_multipart()
+
+    def _begin_multipart(self) -> None:
+        self._records: list[bytes] = [b""]
+        self._encoder.frames = []
+        self._open: _Record | None = None
+        """Takes what follows on its lane; the last of the multipart so far."""
+        self._frames = self._num_bytes = self._cost = 0
+
+    def add(self, frames: Iterable[Frame]) -> int:
+        """Encode `frames` behind those before. Returns `pending`.
+
+        Raises WireError for a value that cannot travel; what came before it does.
+        """
+        message, envelope = self._message, None
+        try:
+            for kind, lane, session, seq, payload in frames:
+                if kind == DATA:
+                    for envelope in payload:
+                        message(lane, session, seq, envelope)
+                        seq += 1
+                else:
+                    envelope = None
+                    self._frame(kind, lane, session, seq, payload)
+        except UNSENDABLE as error:
+            self._encoder.undo()
+            raise unsendable(error, message=envelope.body if envelope is not None else None) from error
+        return self.pending
+
+    def _message(self, lane: int, session: int, seq: int, envelope: Envelope) -> None:
+        encoder, message = self._encoder, envelope.body
+        schema = schema_of(type(message))
+        head = HEAD.pack(envelope.id, envelope.ticket, envelope.member)
+        encoder.cost = encoder.beside_bytes = 0
+        body = encoder.pack(schema.take_apart(envelope.group_id, message, self._carried))
+        num_bytes = len(body)
+        if not self._takes(schema.cost + encoder.cost + _MESSAGE_COST, num_bytes + HEAD.size):
+            if self._frames:
+                self._cut()
+                self._message(lane, session, seq, envelope)
+                return
+            self._check_alone(body, _MESSAGE_COST)
+        record, key = self._open, (lane, session, schema)
+        if (
+            not record
+            or seq != record.next
+            or key != record.key
+            or record.num_bytes + num_bytes > RECORD_BYTES
+            or seq - record.first == SHORT
+        ):
+            record = self._begin(_Record(key, seq))
+        record.heads.append(head)
+        record.bodies.append(body)
+        record.num_bytes += num_bytes
+        record.next = seq + 1
+        self._frames += 1
+        self.pending += 1
+        if encoder.steps:
+            encoder.keep()
+
+    def _frame(self, kind: int, lane: int, session: int, seq: int, payload: Any) -> None:
+        encoder = self._encoder
+        encoder.cost = encoder.beside_bytes = 0
+        body = b"" if payload is None else encoder.pack(payload)
+        short = of_short(body)
+        if short is None or not self._takes(short + FRAME, len(body)):
+            if self._frames:
+                self._cut()
+                self._frame(kind, lane, session, seq, payload)
+                return
+            self._check_alone(body, FRAME)
+        self._close()
+        self._records += (HEADER.pack(kind, lane, session, seq, 0, 0, len(body)), body)
+        self._frames += 1
+        self.pending += 1
+        encoder.keep()
+        if short is None:
+            self._cut()
+
+    def _takes(self, cost: int, num_bytes: int) -> bool:
+        """Whether the multipart at hand takes what costs so much; if so, it is counted."""
+        cost += self._cost
+        num_bytes += self._num_bytes
+        if (
+            cost > MOST_BYTES
+            or cost > FLOOR_BYTES + PER_BYTE * (num_bytes + self._encoder.beside_bytes)
+            or num_bytes > MAX_BODY_BYTES
+            or self._frames == MAX_FRAMES
+            or len(self._encoder.frames) > MAX_PARTS
+        ):
+            return False
+        self._cost, self._num_bytes = cost, num_bytes + self._encoder.beside_bytes
+        return True
+
+    def _check_alone(self, body: bytes, cost: int) -> None:
+        """Raises WireError unless `body` may have a multipart for itself; that is then full."""
+        if len(body) > MAX_BODY_BYTES:
+            raise WireError(
+                f"a body of {len(body)} bytes; at most {MAX_BODY_BYTES} can be. "
+                "Keep large data in arrays: they do not count"
+            )
+        if len(self._encoder.frames) > MAX_PARTS:
+            raise WireError(f"{len(self._encoder.frames)} large arrays; at most {MAX_PARTS} can be. Join some of them")
+        allowance = Allowance(len(body) + self._encoder.beside_bytes)
+        try:
+            allowance.pay(cost)
+            allowance.weigh(body, deep=True)
+        except Costly:
+            raise too_costly() from None
+        self._cost = MOST_BYTES
+
+    def _begin(self, record: _Record) -> _Record:
+        self._close()
+        self._open = record
+        return record
+
+    def _close(self) -> None:
+        """Nothing more goes into the open record."""
+        record, self._open = self._open, None
+        if record is not None:
+            lane, session, schema = record.key
+            kind = TOMBSTONE if schema.cls is Tombstone else DATA
+            count, length = len(record.bodies), ARRAY.size + record.num_bytes
+            self._records.append(HEADER.pack(kind, lane, session, record.first, schema.hash, count, length))
+            self._records += record.heads
+            self._records.append(ARRAY.pack(ARRAY_32, count))
+            self._records += record.bodies
+
+    def _cut(self) -> None:
+        """The multipart at hand is full: the value at hand, if there is one, is encoded again for the next."""
+        self._encoder.undo()
+        self._close()
+        records, arrays = self._records, self._encoder.frames
+        records[0] = self._starts[bool(arrays)]
+        self._full.append([b"".join(records), *arrays])
+        self._begin_multipart()
+
+    def multiparts(self) -> list[list[Buffer]]:
+        """Everything added since the last call, as few multiparts."""
+        if self._frames:
+            self._cut()
+        full, self._full, self.pending = self._full, [], 0
+        return full
+
+    def take(self) -> list[Buffer]:
+        """The one multipart of what was added since the last call, which is little."""
+        (multipart,) = self.multiparts()
+        return multipart

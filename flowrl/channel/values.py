@@ -1,0 +1,117 @@
+"""What a message may hold: one rule, whether it stays in its process, travels or is stored.
+
+A value keeps its type or is refused. So types are compared exactly: of a subclass (a named tuple, an enum, an
+OrderedDict, a masked array) the other end would make the plain type.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from flowrl.channel.compiled import DTYPE_CODES, DTYPES
+from flowrl.errors import WireError
+from flowrl.messages import Message, scalar_problem
+
+MAX_DEPTH = 32
+"""So many messages, lists and read-only mappings may lie around a message: each takes some 40 KiB of the
+receiver's stack."""
+MAX_NESTED = 64
+"""So many tuples and dicts may lie within each other in one of these."""
+MAX_AXES = 8
+
+FREE, TEXT, WHOLE, NUMBER, ARRAY, TUPLE, DICT, LIST, PROXY, MESSAGE = range(10)
+_numbers = [dtype.type for dtype in DTYPES if dtype.kind != "c"]
+_kinds: dict[type, int] = {
+    **dict.fromkeys((type(None), bool, float, bytes), FREE),
+    **dict.fromkeys(_numbers, NUMBER),
+    str: TEXT,
+    int: WHOLE,
+    np.ndarray: ARRAY,
+    tuple: TUPLE,
+    dict: DICT,
+    list: LIST,
+    MappingProxyType: PROXY,
+}
+SCALARS = frozenset((type(None), bool, float, bytes, str, int))
+"""Types that msgpack has itself."""
+_PLAIN: tuple[tuple[Any, str], ...] = (
+    (enum.Enum, "its `.value`"),
+    (Mapping, "a dict of it"),
+    (tuple, "a tuple of it"),
+    (list, "a list of it"),
+    (set | frozenset, "a sorted tuple of it"),
+    (np.ndarray, "an array by numpy.asarray, a mask as one of its own"),
+    (str, "a str of it"),
+    (bytes | bytearray | memoryview, "bytes of it"),
+    (int, "an int of it"),
+    (float, "a float of it"),
+)
+"""What to hold instead of a value that is refused, by what it is."""
+
+
+def kind_of(value: Any) -> int:
+    """Which of the above `value` is. Raises WireError for what a message cannot hold."""
+    kind = _kinds.get(type(value))
+    if kind is not None:
+        return kind
+    if isinstance(value, Message):
+        return MESSAGE
+    raise refusal(value)
+
+
+def refusal(value: Any) -> WireError:
+    """What says that `value` is of a type that cannot travel, and what to hold instead."""
+    cls = type(value)
+    if cls is int or cls is str:
+        return WireError(scalar_problem(value))
+    plain = next((f"; make it {what}" for kind, what in _PLAIN if isinstance(value, kind)), "")
+    return WireError(
+        f"a value of type {cls.__module__}.{cls.__qualname__} cannot travel{plain}. Messages hold scalars, str, "
+        "bytes, tuples, lists, dicts, messages, numpy arrays and numpy numbers"
+    )
+
+
+def check_scalar(value: Any) -> None:
+    """Raises WireError for a text or an integer that cannot travel."""
+    if problem := scalar_problem(value):
+        raise WireError(problem)
+
+
+def check_keys(keys: Iterable[Any]) -> None:
+    """Raises WireError unless all are scalars, or tuples of them."""
+    for key in keys:
+        kind = kind_of(key)
+        if kind == TUPLE:
+            check_keys(key)
+        elif kind in (TEXT, WHOLE):
+            check_scalar(key)
+        elif kind not in (FREE, NUMBER):
+            raise WireError(f"a {type(key).__name__} as a key cannot travel; keys are scalars, or tuples of them")
+
+
+def check_depth(depth: int) -> None:
+    """Raises WireError for a message, list or read-only mapping with so many around it."""
+    if depth > MAX_DEPTH:
+        raise WireError(
+            f"a value with more than {MAX_DEPTH} messages around it cannot travel (lists count as messages), nor can "
+            "values within themselves; hold a chain of messages as a tuple of them"
+        )
+
+
+def check_nested(nested: int) -> None:
+    """Raises WireError for a tuple or dict with so many around it."""
+    if nested > MAX_NESTED:
+        raise WireError(f"values nested too deep, or within themselves: more than {MAX_NESTED} tuples and dicts")
+
+
+def dtype_code(array: np.ndarray[Any, Any]) -> int:
+    """The code of the array's dtype. Raises WireError for an array that cannot travel."""
+    code = DTYPE_CODES.get(array.dtype)
+    if code is None or array.ndim > MAX_AXES:
+        raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot travel; convert it first")
+    return code
