@@ -321,23 +321,28 @@ def test_a_checkpoint_takes_unfinished_responses_and_they_go_on_undisturbed(live
 
 
 def test_a_checkpoint_knows_the_versions_of_what_is_unfinished(live: Live) -> None:
-    async def crossing() -> tuple[dict[str, Any], list[Sample]]:
-        before = len(live.out.sent)
+    """One is taken whenever a sample arrives, while an update comes in between."""
+
+    async def crossing() -> tuple[list[tuple[str, Any]], list[Sample]]:
+        before, kept = len(live.out.sent), []
         for number in range(900, 932):
             live.prompts.queue.put_nowait(make_prompt(number))
         await live.out.arrived(before + 1)
-        await live.held(live.train())
-        prefixes = await live.generator.snapshot()
-        await live.generator.resume()
-        return prefixes, (await live.out.arrived(before + 32))[before:]
+        live.train()
+        for count in range(2, 32):
+            await live.out.arrived(before + count)
+            kept += (await live.generator.snapshot()).items()
+            await live.generator.resume()
+        return kept, (await live.out.arrived(before + 32))[before:]
 
-    prefixes, samples = live.do(crossing())
+    kept, samples = live.do(crossing())
     whole = {sample.sample_id: sample for sample in samples}
-    crossed = 0
-    for key, (tokens, _, versions) in prefixes.items():
-        assert versions.tolist() == whole[key].versions[12 : 12 + len(tokens)].tolist()
-        crossed += len(set(versions.tolist())) > 1
-    assert crossed
+    for key, (tokens, logprobs, versions) in kept:
+        place = slice(12, 12 + len(tokens))
+        assert tokens.tolist() == whole[key].token_ids[place].tolist()
+        assert logprobs.tolist() == whole[key].behavior_logprobs[place].tolist()
+        assert versions.tolist() == whole[key].versions[place].tolist()
+    assert {len(set(versions.tolist())) for _, (_, _, versions) in kept} == {1, 2}, "some have tokens of both versions"
 
 
 def test_a_prefix_from_a_checkpoint_is_continued(live: Live) -> None:
