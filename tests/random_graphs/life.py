@@ -19,6 +19,8 @@ from unittest import mock
 from flowrl.channel import sweep
 from flowrl.graph import node
 from flowrl.runtime import engine, launch
+from flowrl.runtime.audit import AuditReport, audit
+from flowrl.runtime.books import LEDGER
 from flowrl.runtime.driver import Driver
 from tests import in_process
 from tests.in_process import Ran
@@ -45,8 +47,8 @@ class Ending:
     record: Record
     open: dict[str, str] = field(default_factory=dict)
     """Replicas that were left with something open at an orderly end."""
-    began_at: int = 0
-    """The version it went on from."""
+    audit: AuditReport | None = None
+    """Of what a crash left, where there was a ledger yet."""
 
     @property
     def crashed(self) -> bool:
@@ -62,10 +64,9 @@ def live(config: Config, directory: Path) -> list[Ending]:
     shape = config.shape
     endings: list[Ending] = []
     here = directory / "life0"
-    for number, life in enumerate([*shape.lives, LAST]):
+    for life in [*shape.lives, LAST]:
         ending = _live(config, shape, life, here)
         endings.append(ending)
-        there = directory / f"life{number + 1}"
         if ending.ran.error is not None and not ending.crashed:
             break
         if ending.ran.outcome is not None and not ending.ran.outcome.interrupted:
@@ -73,8 +74,8 @@ def live(config: Config, directory: Path) -> list[Ending]:
         if shape.steps is not None and ending.ran.outcome is not None and ending.ran.outcome.steps >= shape.steps:
             break
         if not ending.crashed:
-            shutil.copytree(here, there)
-        here = there
+            shutil.copytree(here, _next(here))
+        here = _next(here)
     return endings
 
 
@@ -105,8 +106,7 @@ def _live(config: Config, shape: Shape, life: Life, here: Path) -> Ending:
     finally:
         record.forget(here)
     opened = end.left_open() if ran.outcome is not None else {}
-    began_at = 0 if kept is None else int(kept.name.removeprefix("step_"))
-    return Ending(life, ran, mine, opened, began_at)
+    return Ending(life, ran, mine, opened, end.audit())
 
 
 @contextmanager
@@ -128,6 +128,11 @@ def _newest(here: Path) -> Path | None:
     """The checkpoint that a resume would take."""
     steps = sorted((here / "checkpoints").glob("step_*")) if here.exists() else []
     return steps[-1] if steps else None
+
+
+def _next(here: Path) -> Path:
+    """Where the life after the one in `here` goes on."""
+    return here.with_name(f"life{int(here.name.removeprefix('life')) + 1}")
 
 
 class _End:
@@ -159,8 +164,7 @@ class _End:
         assert self._main is not None
         if self._main.done() or self._main.cancelling():
             return
-        number = int(self._here.name.removeprefix("life"))
-        shutil.copytree(self._here, self._here.with_name(f"life{number + 1}"))
+        shutil.copytree(self._here, _next(self._here))
         self._crashed = True
         self._main.cancel()
 
@@ -169,6 +173,10 @@ class _End:
             return run_virtually(main, busy_s=busy_s)
         except asyncio.CancelledError:
             raise Crashed from None
+
+    def audit(self) -> AuditReport | None:
+        left = _next(self._here)
+        return audit(left) if self._crashed and (left / LEDGER).exists() else None
 
     def left_open(self) -> dict[str, str]:
         """What the hosts still have in hand after an orderly end, by node replica."""

@@ -28,12 +28,23 @@ class Violation:
 
 def violations(shape: Shape, endings: Sequence[Ending]) -> list[Violation]:
     """All that is wrong with the run of which these are the lives."""
+    found = [Violation("audit", f"life {number} crashed: {text}") for number, text in _of_crashes(endings)]
+    return found + _at_the_end(shape, endings)
+
+
+def _of_crashes(endings: Sequence[Ending]) -> Iterator[tuple[int, str]]:
+    """What the audit finds in what a crash left, before anybody goes on from it."""
+    for number, ending in enumerate(endings):
+        for violation in ending.audit.violations[:SHOWN] if ending.audit is not None else ():
+            yield number, f"{violation.kind}: {violation.text}"
+
+
+def _at_the_end(shape: Shape, endings: Sequence[Ending]) -> list[Violation]:
     last = endings[-1]
     if last.ran.error is not None:
         error = last.ran.error
         return [Violation("end", f"life {len(endings) - 1} ended with {type(error).__name__}: {error}")]
-    found = _Judge(shape, endings)
-    return [Violation(kind, text) for kind, text in found.all()]
+    return [Violation(kind, text) for kind, text in _Judge(shape, endings).all()]
 
 
 class Use(NamedTuple):
@@ -222,24 +233,23 @@ class _Judge:
                 if use is not None and use.tokens:
                     if told:
                         yield f"{trainer} trained {sample_id}, and yet it stands as {told}"
-                elif len(told) != 1 or told[0] not in (ways := self._losses(sample_id, [trainer])):
+                elif len(told) != 1 or told[0] not in (ways := self._losses(sample_id, trainer)):
                     yield f"{sample_id} is {told} at {trainer}, but had to be {_said(ways)}"
 
     def _state(self, sample_id: str, state: str, step: int | None) -> Iterator[str]:
-        """Trained if any trainer used it, by the first that did; else lost, as one of the nodes lost it."""
+        """Trained if any trainer used it, by the first that did; else lost, as it was to the first trainer."""
         uses = [self.used[trainer].get(sample_id) for trainer in self.shape.trainers]
         steps = [use.version + 1 for use in uses if use is not None and use.tokens]
         if steps and (state, step) != ("trained", steps[0]):
             yield f"{sample_id} is {state} (step {step}), but was trained at step {steps[0]}"
-        elif not steps and state not in self._losses(sample_id, self.shape.trainers):
-            yield f"{sample_id} is {state}, but had to be {_said(self._losses(sample_id, self.shape.trainers))}"
+        elif not steps and state not in (ways := self._losses(sample_id, self.main)):
+            yield f"{sample_id} is {state}, but had to be {_said(ways)}"
 
-    def _losses(self, sample_id: str, trainers: Sequence[str]) -> frozenset[str]:
-        """What the ledger may say of a sample that none of these trainers used."""
-        uses = [use for trainer in trainers if (use := self.used[trainer].get(sample_id)) is not None]
-        if uses:
-            return frozenset({STALE if uses[0].stale else MASKED})
-        found = frozenset().union(*(self.expected.trained(name, sample_id) for name in trainers))
+    def _losses(self, sample_id: str, trainer: str) -> frozenset[str]:
+        """What the ledger may say of a sample of which `trainer` trained no token."""
+        if (use := self.used[trainer].get(sample_id)) is not None:
+            return frozenset({STALE if use.stale else MASKED})
+        found = self.expected.trained(trainer, sample_id)
         return (found - {ITEM}) | (frozenset({RUN_END}) if self.may_be_left and ITEM in found else frozenset())
 
     # Nodes that take note of what they see
