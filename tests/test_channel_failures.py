@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -399,6 +401,28 @@ def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
         await b.close()
 
     play(main())
+
+
+LEFT_OPEN = """
+import asyncio, gc, os
+from flowrl.channel.endpoint import Endpoint
+
+async def main():
+    a, b = (Endpoint(host, run_id="left", driver_pid=os.getpid()) for host in "AB")
+    await a.open()
+    await b.open()
+    a.connect("B", b.address)
+
+asyncio.run(main())
+gc.collect()
+print("collected")
+"""
+
+
+def test_an_endpoint_that_nobody_closed_does_not_stop_the_process_when_it_is_garbage() -> None:
+    """In a process of its own: a collection that waits for ever holds everything."""
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "collected\n"
 
 
 def test_nothing_is_left_on_the_machine() -> None:

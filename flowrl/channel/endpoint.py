@@ -45,6 +45,9 @@ __all__ = ["Address", "CurveKeys", "EndOfStream", "Endpoint", "Wait"]
 
 _local: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictionary()
 """The open endpoints of this process, by their ipc path."""
+_contexts: set[zmq.Context[Any]] = set()
+"""Of endpoints that are not closed. A garbage collection that ends a context waits for ever for sockets which are
+garbage themselves, so an endpoint that nobody closed keeps its context until the process ends."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Endpoint:
         self._slab.open()
         self._loop = self._router.loop = asyncio.get_running_loop()
         self._context: zmq.Context[Any] = zmq.Context()
+        _contexts.add(self._context)
         self._inlet = Inlet(self._context, self._arrived)
         self._doorman = Doorman(self._context, self._curve) if tcp and self._curve is not None else None
         path = str(ipc_path(self._run_id, self._driver_pid, self.host, self.epoch))
@@ -170,6 +174,7 @@ class Endpoint:
             self._doorman.close()
         _local.pop(self.address.ipc, None)
         await self._loop.run_in_executor(None, self._context.term)
+        _contexts.discard(self._context)
         self._slab.close()
         self._attached.close()
         remove_socket(self.address.ipc)
