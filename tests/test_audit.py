@@ -175,6 +175,34 @@ def test_a_line_that_is_cut_or_no_json_is_named(run_dir: Path) -> None:
     ]
 
 
+def test_bytes_that_are_no_text_are_named_as_a_damaged_line(run_dir: Path) -> None:
+    lines = [line.encode() for line in lines_of(run_dir)]
+    (run_dir / "metrics.jsonl").write_bytes(b"".join([lines[0], b"\xa0\xff\r\n", *lines[2:5], lines[5][:-1] + b"\r\n"]))
+    assert [text for _, text in found(run_dir)] == [
+        "metrics.jsonl:2 is damaged: no JSON (Expecting value)",
+        "the line of step 1 is followed by that of step 3",
+        GONE.format(2),
+        "the line of step 6 is not the one that was written: changed by something other than the run",
+    ]
+
+
+def test_an_index_that_is_not_of_its_table_is_named(run_dir: Path) -> None:
+    """The rows are those that the run wrote: one of them, written anew where the index does not see it."""
+    path, index = run_dir / "ledger.sqlite", "name = 'uses_by_sample'"
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("PRAGMA writable_schema = ON")
+        entry = db.execute(f"SELECT * FROM sqlite_master WHERE {index}").fetchone()
+        db.execute(f"DELETE FROM sqlite_master WHERE {index}")
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        row = db.execute("SELECT * FROM uses WHERE rowid = 1").fetchone()
+        db.execute("DELETE FROM uses WHERE rowid = 1")
+        db.execute(f"INSERT INTO uses VALUES ({', '.join('?' * len(row))})", row)
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", entry)
+    with pytest.raises(ConfigError, match=r"is damaged \(row \d+ missing from index uses_by_sample\), so nothing"):
+        audit(run_dir)
+
+
 def test_the_ledger_of_another_run_is_named(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     asyncio.run(whole_run(tmp_path / "other"))  # the same seed: but for times, the rows are the same

@@ -120,7 +120,9 @@ def _look(run_dir: Path) -> AuditReport | None:
     with closing(open_to_read(run_dir / LEDGER)) as db:
         try:
             db.execute("BEGIN")
-            db.execute("SELECT 1 FROM commits LIMIT 1").fetchone()  # from here on it stands as it is
+            state = db.execute("PRAGMA integrity_check(1)").fetchone()[0]  # with the first read it stands as it is
+            if state != "ok":
+                raise sqlite3.DatabaseError(state)
             lines = whole_lines(run_dir / METRICS)
             if lines[: len(before)] != before:
                 return None

@@ -115,14 +115,14 @@ class Metrics:
 
 def line_hash(text: str) -> str:
     """What the ledger keeps of a line, its end left out."""
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines of a metrics file as they stand there, [] if there is none; a half-written last one is left out."""
+    """The lines of a metrics file, [] if there is none, to the byte; a half-written last one is left out."""
     if not path.exists():
         return []
-    whole, _, _ = path.read_text().rpartition("\n")
+    whole, _, _ = path.read_bytes().decode(errors="surrogateescape").rpartition("\n")
     return whole.split("\n") if whole else []
 
 
@@ -153,7 +153,8 @@ def rewind(path: Path, step: int) -> None:
     """Keep the lines up to `step`, as they stand, as a resumed run goes on from the checkpoint of that step."""
     lines = zip(whole_lines(path), read(path), strict=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(line + "\n" for line, record in lines if record["step"] <= step))
+    kept = "".join(line + "\n" for line, record in lines if record["step"] <= step)
+    temporary.write_bytes(kept.encode(errors="surrogateescape"))
     temporary.replace(path)
 
 
