@@ -64,7 +64,13 @@ class Driver:
     def replicas(self, node: str) -> list[str]:
         return [track for track in self._engine.replicas if track.startswith(f"{node}/")]
 
-    def frozen(self) -> Any:
+    head = ""
+
+    @property
+    def ledger(self) -> Driver:
+        return self
+
+    def frozen(self) -> Driver:
         return self
 
     def copy(self, path: Path) -> None:
