@@ -8,6 +8,7 @@ that are joined. Taps leave the chain anywhere and reach no trainer.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from tests.random_graphs.dice import Dice
 from tests.random_graphs.shape import FEATURES, Life, Link, Part, Shape
@@ -83,7 +84,8 @@ class Drawing:
         end = self.dice.weighed({"crash": 3, "interrupt": 1}, "end", index)
         delay_s = self.dice.one_of((0.0, 0.01, 0.1, 0.3), "scale", index) * self.dice.share("delay", index)
         version = self.dice.number(0, length, "version", index)
-        return Life("" if end in self._without else end, version, delay_s)
+        turns = self.dice.one_of((0, 10, 100, 400), "turns", index)
+        return Life("" if end in self._without else end, version, delay_s, self.dice.number(0, turns, "turn", index))
 
     # Nodes
 
@@ -106,6 +108,10 @@ class Drawing:
             self.trained(f"{name}_batcher.batches", name)
         if self.split == "batches":
             self.trained("actor_batcher.batches", "critic")
+        if self.has("sharing", 0.15):
+            self.shape.sharing = ("generator", "actor")
+            for name in self.shape.sharing:
+                self.shape.parts[name] = replace(self.shape.parts[name], own=True)
 
     def batched(self, out: str, name: str) -> None:
         self.part(f"{name}_batcher", "batcher", most=1)
@@ -228,14 +234,15 @@ class Drawing:
 
     def part(self, name: str, kind: str, *, most: int = 3, losses: float = 0.0, publish_every: int = 1) -> None:
         dice = self.dice
-        styles = {"each": 3, "loop": 1, "later": 1 if "later" not in self._without else 0}
+        styles = {"each": 6, "loop": 2, "later": 2, "impatient": 1}
+        style = dice.weighed(styles, name, "style")
         self.shape.parts[name] = Part(
             name,
             kind,
             replicas=dice.number(2, most, name, "replicas") if most > 1 and self.has("replicas", 0.3, name) else 1,
             own=self.has("hosts", 0.3, name),
             concurrency=dice.one_of((1, 2, 8, 64), name, "concurrency"),
-            style=dice.weighed(styles, name, "style"),
+            style="loop" if style in self._without else style,
             delay_s=dice.one_of(DELAYS_S, name, "delay") if "delays" not in self._without else 0.0,
             losses=self._losses(name) if self.has("losses", losses, name) else (),
             publish_every=publish_every,

@@ -46,6 +46,8 @@ def graph(cfg: Config) -> Graph:
             g.connect(port(link.out), port(link.into), capacity=link.capacity, dispatch=link.dispatch)  # type: ignore[arg-type]
     for name in shape.ignored:
         g.ignore(port(name))
+    if shape.sharing:
+        g.turns(*(nodes[name] for name in shape.sharing))
     until = tuple(port(name) for name in shape.until)
     g.admit(  # type: ignore[misc]
         port("prompts.prompts"),  # type: ignore[arg-type]

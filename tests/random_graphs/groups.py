@@ -1,4 +1,4 @@
-"""The nodes of random graphs that put samples into groups, and those that take note of what comes to a tap's end."""
+"""Nodes of random graphs that match samples, or group them, or take note of what comes to the end of a tap."""
 
 from __future__ import annotations
 
@@ -8,10 +8,46 @@ from typing import Any
 
 import numpy as np
 
-from flowrl import Group, In, Out, Sample, Trainable, join
+from flowrl import Group, In, Join, Out, Sample, Trainable, join
 from flowrl.graph.facts import Facts
 from tests.random_graphs.dice import lot
 from tests.random_graphs.nodes import STATES, Played, key_of
+
+
+class Joining(Played):
+    """Matches two branches by sample."""
+
+    keyed_state = True
+
+    first: In[Sample]
+    second: In[Sample]
+    done: Out[Sample]
+
+    def facts(self) -> Facts:
+        return Facts(drops=bool(self.part.losses), joins=tuple(name for name in PORTS if name in self.ports))
+
+    def joined(self) -> Join[Any]:
+        return join(self.first, self.second)
+
+    async def run(self) -> None:
+        async for samples in self.joined():
+            sample = samples[0]
+            await self.take_time(sample.sample_id)
+            how = self.fate(sample.sample_id)
+            if how in ("drop", "filter", "fail"):
+                self.first.drop(sample, f"{self.name}_{how}", state=STATES[how])
+            else:
+                await self.done.send(sample)
+
+
+class Joining3(Joining):
+    third: In[Sample]
+
+    def joined(self) -> Join[Any]:
+        return join(self.first, self.second, self.third)
+
+
+PORTS = ("first", "second", "third")
 
 
 class GroupMaking(Played):

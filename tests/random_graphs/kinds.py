@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from flowrl import Node
-from tests.random_graphs.groups import Grouping, GroupSink, JoinedGrouping, SampleSink
+from tests.random_graphs.groups import Grouping, GroupSink, JoinedGrouping, Joining, Joining3, SampleSink
 from tests.random_graphs.nodes import (
     Asking,
     Generator,
     GroupRouter,
     GroupWork,
-    Joining,
-    Joining3,
     Router,
     Server,
     Source,

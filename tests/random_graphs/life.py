@@ -155,7 +155,13 @@ class _End:
             self._later()
 
     def _later(self) -> None:
-        asyncio.get_running_loop().call_later(self._life.delay_s, self._end)
+        asyncio.get_running_loop().call_later(self._life.delay_s, self._turn, self._life.turns)
+
+    def _turn(self, turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._turn, turns - 1)
+        else:
+            self._end()
 
     def _end(self) -> None:
         if self._life.end == "interrupt":

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from flowrl import Call, Group, In, Join, Message, Node, Out, Prompt, Sample, Serve, Weights, join
+from flowrl import Call, Group, In, Message, Node, Out, Prompt, Sample, Serve, Weights
 from flowrl.errors import SampleFailed
 from flowrl.graph.facts import Facts
 from tests.random_graphs.dice import lot
@@ -23,6 +23,7 @@ from tests.random_graphs.shape import Part, Shape
 PROMPT_TOKENS, LONGEST_RESPONSE = 2, 6
 STRAGGLERS = 0.05
 SLOWER = 20
+PATIENCE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,8 @@ class Passing(Played):
             await self.items.each(self.one, concurrency=self.part.concurrency)
         elif self.part.style == "later":
             await self.hand_over()
+        elif self.part.style == "impatient":
+            await self.ask_again_and_again()
         else:
             async for item in self.items:
                 await self.one(item)
@@ -263,6 +266,19 @@ class Passing(Played):
             async for item in self.items:
                 self.items.hold(item)
                 tasks.create_task(self.one(item))
+
+    async def ask_again_and_again(self) -> None:
+        """Other work of the node has its turn when no item has come for some time."""
+        items = aiter(self.items)
+        while True:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    item = await anext(items)
+            except TimeoutError:
+                continue
+            except StopAsyncIteration:
+                return
+            await self.one(item)
 
 
 class Work(Passing):
@@ -348,39 +364,3 @@ class GroupRouter(Router):
     items: In[Group]
     left: Out[Group]
     right: Out[Group]
-
-
-class Joining(Played):
-    """Matches two branches by sample."""
-
-    keyed_state = True
-
-    first: In[Sample]
-    second: In[Sample]
-    done: Out[Sample]
-
-    def facts(self) -> Facts:
-        return Facts(drops=bool(self.part.losses), joins=tuple(name for name in PORTS if name in self.ports))
-
-    def joined(self) -> Join[Any]:
-        return join(self.first, self.second)
-
-    async def run(self) -> None:
-        async for samples in self.joined():
-            sample = samples[0]
-            await self.take_time(sample.sample_id)
-            how = self.fate(sample.sample_id)
-            if how in ("drop", "filter", "fail"):
-                self.first.drop(sample, f"{self.name}_{how}", state=STATES[how])
-            else:
-                await self.done.send(sample)
-
-
-class Joining3(Joining):
-    third: In[Sample]
-
-    def joined(self) -> Join[Any]:
-        return join(self.first, self.second, self.third)
-
-
-PORTS = ("first", "second", "third")

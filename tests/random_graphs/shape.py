@@ -19,8 +19,10 @@ FEATURES = {
     "until": "a second trainer whose weights end tickets",
     "replicas": "several replicas and ranks",
     "hosts": "processes of their own",
+    "sharing": "a generator and a trainer that work by turns, on the same devices",
     "broadcast": "sinks of which each replica gets everything",
     "capacities": "capacities from 1 to 64",
+    "impatient": "nodes that do not wait for an item for long, but ask again",
     "delays": "work that takes its time",
     "mask": 'on_limit="mask"',
     "look_ahead": "windows",
@@ -66,12 +68,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Life:
-    """How one process of the run ends, if nothing else ends it: after a version of the first trainer."""
+    """How one process of the run ends, if nothing else ends it."""
 
     end: str
     """crash, interrupt, or "" """
     version: int
+    """Of the first trainer: the end comes so long after it is made."""
     delay_s: float
+    turns: int = 0
+    """Turns of the event loop after that: a checkpoint takes no virtual time."""
 
 
 @dataclass
@@ -96,6 +101,8 @@ class Shape:
     until: list[str] = field(default_factory=list)
     trainers: list[str] = field(default_factory=list)
     """The first is the policy's."""
+    sharing: tuple[str, ...] = ()
+    """Nodes that share devices by turns."""
     lives: list[Life] = field(default_factory=list)
 
     @property
@@ -121,13 +128,18 @@ class Shape:
     def describe(self) -> str:
         """One line about the run, one a node, one an edge that has something to say."""
         limit = "mask" if self.on_limit == "mask" else f"wait, look_ahead {self.look_ahead}"
-        lives = ", ".join(f"{life.end} {life.delay_s:.3f} s after {life.version}" for life in self.lives if life.end)
+        lives = ", ".join(
+            f"{life.end} {life.delay_s:.3f} s, {life.turns} turns after {life.version}"
+            for life in self.lives
+            if life.end
+        )
         lag = ", weights load late" if self.lag else ""
         lines = [
             f"seed {self.seed}: K {self.group_size}, P {self.groups_per_step}, S {self.staleness} ({limit}), "
             f"{self.total or 'endless'} groups, steps {self.steps}, save_every {self.save_every}{lag}; "
             f"{lives or 'one life'}"
         ]
+        lines += [f"  {' and '.join(self.sharing)} share their devices"] if self.sharing else []
         lines += [f"  {part}" for part in map(_of_part, self.parts.values())]
         lines += [f"  {_of_link(link)}" for link in self.links]
         return "\n".join(lines)
