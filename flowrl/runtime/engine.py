@@ -24,6 +24,7 @@ from flowrl.errors import FlowrlError, WireError
 from flowrl.graph.load import rebuild
 from flowrl.runtime.checkpoint import pages, unpage
 from flowrl.runtime.cluster import meeting_place
+from flowrl.runtime.activity import OUTSIDE
 from flowrl.runtime.context import DRIVER, Place
 from flowrl.runtime.ending import as_failure, ended_by_itself, is_cancelled
 from flowrl.runtime.failures import NodeError, attributed, failure_of, leaves_of, report_of
@@ -140,7 +141,8 @@ class HostEngine:
 
     async def _set_up_nodes(self) -> None:
         for replica in self.replicas.values():
-            with replica.activity.pending.named():
+            activity = replica.activity
+            with activity.pending.named(), activity.waiting(OUTSIDE, "its set-up", inside=None):
                 await self._named(replica, replica.node.setup())
 
     async def run(self) -> None:
