@@ -22,9 +22,9 @@ from flowrl.channel.stored import dump, dump_value, load_value
 from flowrl.channel.sweep import sweep
 from flowrl.errors import FlowrlError, WireError
 from flowrl.graph.load import rebuild
+from flowrl.runtime.activity import OUTSIDE
 from flowrl.runtime.checkpoint import pages, unpage
 from flowrl.runtime.cluster import meeting_place
-from flowrl.runtime.activity import OUTSIDE
 from flowrl.runtime.context import DRIVER, Place
 from flowrl.runtime.ending import as_failure, ended_by_itself, is_cancelled
 from flowrl.runtime.failures import NodeError, attributed, failure_of, leaves_of, report_of
