@@ -162,12 +162,12 @@ def test_a_process_that_answers_nothing_is_named_and_the_others_are_heard(tmp_pa
         start_s = time.monotonic()
         os.kill(stopped.process.pid, signal.SIGUSR1)
         stopped.until("prompts/0 (waits|works): ")
-        stopped.until("generator/0 works: its process, host 'generator-0', has not answered for")
+        stopped.until("generator/0 works: its process, host 'generator/0', has not answered for")
         assert time.monotonic() - start_s < 6
-        stopped.until(r"host 'generator-0' \(generator/0\) has not answered for \d+ s: it is stopped")
+        stopped.until(r"host 'generator/0' \(generator/0\) has not answered for \d+ s: it is stopped")
     finally:
         os.kill(generator, signal.SIGCONT)
-    stopped.until("host 'generator-0' answers again")
+    stopped.until("host 'generator/0' answers again")
     stopped.signal(signal.SIGINT)
     assert stopped.wait() == 0, stopped.stderr
     assert "audit: ok" in stopped.stdout

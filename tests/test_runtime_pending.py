@@ -229,3 +229,12 @@ def test_a_node_without_a_task_has_not_begun() -> None:
         return reasons(Activity("node/0"), 0.0)
 
     assert asyncio.run(main()) == ["its code has not begun"]
+
+
+def test_a_node_in_its_set_up_says_so() -> None:
+    async def main() -> list[str]:
+        activity = Activity("node/0")
+        with activity.waiting("outside", "its set-up", inside=None):
+            return reasons(activity, 0.0)
+
+    assert asyncio.run(main()) == ["its set-up"]

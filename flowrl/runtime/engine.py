@@ -22,6 +22,7 @@ from flowrl.channel.stored import dump, dump_value, load_value
 from flowrl.channel.sweep import sweep
 from flowrl.errors import FlowrlError, WireError
 from flowrl.graph.load import rebuild
+from flowrl.runtime.activity import OUTSIDE
 from flowrl.runtime.checkpoint import beside, pages, unpage
 from flowrl.runtime.cluster import meeting_place
 from flowrl.runtime.context import DRIVER, Place
@@ -141,7 +142,8 @@ class HostEngine:
 
     async def _set_up_nodes(self) -> None:
         for replica in self.replicas.values():
-            with replica.activity.pending.named():
+            activity = replica.activity
+            with activity.pending.named(), activity.waiting(OUTSIDE, "its set-up", inside=None):
                 await self._named(replica, replica.node.setup())
 
     async def run(self) -> None:

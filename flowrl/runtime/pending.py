@@ -31,9 +31,9 @@ TOLD = 3
 def reasons(activity: Activity, now_s: float) -> list[str]:
     """What will move this node, in words; nothing if another node has to."""
     pending = activity.pending
-    if not pending.tasks:
-        return ["its code has not begun"]
     found = [wait.what for wait in activity.waits.values() if wait.kind == OUTSIDE]
+    if not (found or pending.tasks):
+        return ["its code has not begun"]
     found += _of_tasks(activity)
     if any(not timer.cancelled() and timer.when() >= now_s for timer in pending.timers):
         found.append("a timer")

@@ -103,7 +103,7 @@ class Faulty(Node):
                 case "hang":
                     time.sleep(3600)  # noqa: ASYNC251
                 case "gil":
-                    ctypes.PyDLL(None).sleep(20)  # no other thread of the process gets a turn
+                    ctypes.PyDLL(None).sleep(12)  # no other thread of the process gets a turn
                 case "fail" if sample.member == 0:
                     raise SampleFailed("no_answer")
         await self.passed.send(sample)
