@@ -42,8 +42,6 @@ class Driver:
         self.books: Any = self
         self.job: Any = self
         self.tickets: Any = self
-        self.ledger: Any = self
-        self.head = ""
         self.versions: dict[str, int] = {}
         self.graph, self.plan = graph, plan
         self._endpoint = endpoint

@@ -79,7 +79,7 @@ class InMemoryIn:
             except SampleFailed as failure:
                 self.drop(item, str(failure), "failed")
 
-    def drop(self, item: Any, reason: str, state: str) -> None:
+    def drop(self, item: Any, reason: str, state: str, *, group: bool = False) -> None:
         self.dropped.append((item, state, reason))
 
     def join(self, others: Sequence[Any]) -> InMemoryIn:

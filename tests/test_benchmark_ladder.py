@@ -16,7 +16,7 @@ from benchmarks.ladder_controls import checksum, scores
 from benchmarks.ladder_table import BEGIN, END, markdown, write_table
 from benchmarks.rungs import Result, Rung, RungFailed, checkpoint, flowrl, result_of
 from flowrl.graph.load import load_file
-from flowrl.runtime.ledger import SCHEMA
+from flowrl.runtime.ledger_file import SCHEMA
 
 ROOT = Path(__file__).parent.parent
 GOOD = Gain(prompts=256, before=0.3, after=0.5, error=0.02)

@@ -335,7 +335,7 @@ def test_a_run_directory_in_use(told: Told, tmp_path: Path) -> None:
 
 def test_a_run_directory_that_cannot_be_one(told: Told, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "cannot be written: Not a directory" in told("run", GRPO, "--run-dir", tmp_path / "file")
+    assert "cannot be written: " in told("run", GRPO, "--run-dir", tmp_path / "file")
     assert "cannot be written" in told("run", GRPO, "--run-dir", "/proc/run")
     (tmp_path / "ledger.sqlite").touch()
     assert "holds a finished or interrupted run; continue it with" in told("run", GRPO, "--run-dir", tmp_path)
@@ -376,9 +376,7 @@ def test_a_mistake_leaves_a_named_run_directory_as_it_was(told: Told, tmp_path: 
 
 def test_audits_of_what_is_no_run(told: Told, tmp_path: Path) -> None:
     assert "there is no run directory nowhere" in told("audit", "nowhere")
-    assert "holds no run (no graph.json there)" in told("audit", tmp_path)
-    (tmp_path / "graph.json").write_text("{")
-    assert "graph.json is no JSON" in told("audit", tmp_path)
+    assert "holds no run; name a directory in which `flowrl run` has run" in told("audit", tmp_path)
     (tmp_path / "graph.json").write_text('{"tickets": 4, "max_staleness": 1}')
     assert "holds no ledger.sqlite" in told("audit", tmp_path)
     (tmp_path / "ledger.sqlite").write_bytes(b"no database" * 1000)

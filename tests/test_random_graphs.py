@@ -106,7 +106,7 @@ def _begin_with_the_first_prompt() -> Any:
         (_never_return_tickets, "end"),
         (_one_step_more, "steps"),
         (_tell_of_fewer_uses, "ledger"),
-        (_tell_of_no_rollout, "ledger"),
+        (_tell_of_no_rollout, "audit"),
         (_lose_nothing, "fate"),
         (_see_twice, "seen"),
         (_begin_with_the_first_prompt, "end"),
@@ -123,7 +123,7 @@ def test_a_failure_is_told_with_its_graph_and_the_features_it_needs() -> None:
         verdict = smaller(judge(1, PLAIN))
     assert {"crash", "taps", "hosts"} <= set(verdict.without.split(","))
     told = verdict.told()
-    assert "prompts: source x1" in told and "tokens: the ledger lacks" in told
+    assert "prompts: source x1" in told and "audit" in told
     assert f"again: python -m tests.random_graphs --only 1 --without {verdict.without}" in told
 
 
