@@ -19,7 +19,7 @@ from flowrl.graph.ports import Members
 from flowrl.messages import Batch, Group, Scored, Values
 from flowrl.models import Policy
 from flowrl.nodes import AdaptiveKL, JoinedAdvantage, TokenBatch, Trainer
-from flowrl.runtime.driver import roles
+from flowrl.runtime.metrics import roles
 from flowrl.training.advantages import advantages
 from flowrl.training.estimate import Estimate
 from flowrl.training.recipes import Seen, Totals

@@ -33,7 +33,7 @@ from flowrl.runtime.engine import HostSpec
 from flowrl.runtime.halt import halted
 from flowrl.runtime.hosts import Hosts
 from flowrl.runtime.lookout import LOOK_EVERY_S, Lookout
-from flowrl.runtime.metrics import Metrics
+from flowrl.runtime.metrics import Metrics, roles
 from flowrl.runtime.options import RunOptions
 from flowrl.runtime.phases import Phases
 from flowrl.runtime.rundir import writing
@@ -381,19 +381,6 @@ class Driver:
     async def ask(self, host: str, kind: str, body: Any = None) -> Any:
         """The answer of one host to `kind`."""
         return await self._endpoint.request(host, kind, body if body is not None else {})
-
-
-def roles(graph: Graph) -> dict[str, str]:
-    """Node name -> role, so that `generator_busy_s` is a generator's whatever its name in the graph.
-
-    Of several nodes of one kind (actor and critic are trainers) the first one has the role.
-    """
-    found: dict[str, str] = {}
-    for name, node in graph.nodes.items():
-        for role in ("generator", "trainer"):
-            if type(node).__name__.lower().endswith(role):
-                found.setdefault(role, name)
-    return {name: role for role, name in found.items()}
 
 
 async def _first_failure(work: Awaitable[Any], *others: asyncio.Future[Any]) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.graph.graph import Graph
 from flowrl.runtime.alarms import NAMES as ALARMS
 from flowrl.runtime.alarms import Alarms, Limits
 from flowrl.runtime.sinks import Sink
@@ -176,3 +177,16 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def roles(graph: Graph) -> dict[str, str]:
+    """Node name -> role, so that `generator_busy_s` is a generator's whatever its name in the graph.
+
+    Of several nodes of one kind (actor and critic are trainers) the first one has the role.
+    """
+    found: dict[str, str] = {}
+    for name, node in graph.nodes.items():
+        for role in ("generator", "trainer"):
+            if type(node).__name__.lower().endswith(role):
+                found.setdefault(role, name)
+    return {name: role for role, name in found.items()}
