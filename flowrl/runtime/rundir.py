@@ -86,7 +86,8 @@ class RunDir:
         try:
             made = not self.path.exists()
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            if made:
+                self.path.mkdir(mode=0o700, exist_ok=True)
             self.checkpoints.mkdir(mode=0o700, exist_ok=True)
             self._lock = open(self.path / ".lock", "a+", opener=_private_file)  # noqa: SIM115
         except OSError as error:
