@@ -167,7 +167,7 @@ DAMAGES = {
     "a filtered group that trained": (
         ["UPDATE tickets SET state = 'trained', step = 2 WHERE group_id = 'g4'"],
         "tickets",
-        "is trained, but no sample of its group g4 came into a batch",
+        "is trained, but no sample of its group g4 is",
     ),
     "a ticket of no step": ([TICKET.format("step = NULL")], "tickets", "ticket 0 is trained, and came back with step"),
     "a ticket of no finished step": (

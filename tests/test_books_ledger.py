@@ -364,7 +364,7 @@ def test_stale_tokens_leave_the_sample_trained_or_drop_it(tmp_path: Path) -> Non
         for one in made:
             small.client.generated(one)
         fresh = made[0].versions >= 1
-        small.version = 1
+        small.step([])
         small.step(made, [None, fresh, np.zeros_like(fresh)])
         query = "SELECT member, state, reason, trained_tokens, stale_tokens, oldest_trained_version, step FROM samples"
         assert rows(tmp_path, query) == [
@@ -420,7 +420,8 @@ def test_tokens_beyond_the_bound_end_the_run(tmp_path: Path) -> None:
         small = SmallRun(tmp_path)
         small.books._bound = 1
         await small.admit(0)
-        small.version = 2
+        small.step([])
+        small.step([])
         with pytest.raises(FlowrlError, match=r"updates version 2 with tokens of 'g0/0'.* a staleness of 2 where"):
             small.step([sample(p, [0]) for p in prompts(0)])
 
@@ -432,6 +433,19 @@ def test_a_step_of_a_node_that_the_graph_does_not_know_as_a_trainer_is_refused(t
         small = SmallRun(tmp_path)
         with pytest.raises(FlowrlError, match=r"node 'other' booked a step.*declare trains=True"):
             small.client.step({"step": 1}, [], policy="other")
+
+    run(body())
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_steps_are_booked_once_and_in_order(tmp_path: Path, step: int) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        small.client.step({"step": 1}, [], policy=POLICY)
+        with pytest.raises(
+            FlowrlError, match=rf"trainer 'trainer' booked step {step} after step 1; it has to book each"
+        ):
+            small.client.step({"step": step}, [], policy=POLICY)
 
     run(body())
 

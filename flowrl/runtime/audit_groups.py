@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from flowrl.runtime.audit_check import AT_STEP, AT_TICKET, Check
 
-MASKED_WHOLE = "s.stale_tokens + s.masked_tokens > 0"
-"""Such a sample came into a batch, though nothing of it into the loss."""
-
 GROUPS = (
     Check(
         "groups",
@@ -74,10 +71,9 @@ TICKETS = (
     ),
     Check(
         "tickets",
-        "ticket {0} is trained, but no sample of its group {1} came into a batch",
+        "ticket {0} is trained, but no sample of its group {1} is",
         "SELECT ticket, group_id FROM tickets t WHERE state = 'trained' AND NOT EXISTS"
-        " (SELECT 1 FROM samples s WHERE s.group_id = t.group_id AND (s.state = 'trained' OR "
-        f"{MASKED_WHOLE}))",
+        " (SELECT 1 FROM samples s WHERE s.group_id = t.group_id AND s.state = 'trained')",
     ),
     Check(
         "tickets",
@@ -87,10 +83,8 @@ TICKETS = (
     Check(
         "tickets",
         "ticket {0} came back with step {1}, but its group was trained last at step {2}",
-        "SELECT * FROM (SELECT ticket, step, (SELECT MAX(s.step) FROM samples s WHERE s.group_id = t.group_id) AS last,"
-        f" EXISTS (SELECT 1 FROM samples s WHERE s.group_id = t.group_id AND {MASKED_WHOLE}) AS later"
-        " FROM tickets t WHERE state = 'trained' AND NOT :several)"
-        " WHERE step < last OR (step IS NOT last AND NOT later)",
+        "SELECT * FROM (SELECT ticket, step, (SELECT MAX(s.step) FROM samples s WHERE s.group_id = t.group_id) AS last"
+        " FROM tickets t WHERE state = 'trained' AND NOT :several) WHERE step IS NOT last",
     ),
     Check(
         "tickets",

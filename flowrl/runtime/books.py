@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError
-from flowrl.runtime.fates import LEFT_AT_END, Fates, used_after_all
+from flowrl.runtime.fates import LEFT_AT_END, Fates, require_next, used_after_all
 from flowrl.runtime.ledger import Fate, Frozen, Ledger
 from flowrl.runtime.ledger_client import LedgerClient, Use
 from flowrl.runtime.ledger_file import LEDGER
@@ -263,12 +263,8 @@ class Books:
 
     def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[Row]) -> None:
         """A batch is finished and made version `record["step"]` of `trainer`."""
-        if trainer not in self.tickets.trainers:
-            raise FlowrlError(
-                f"node {trainer!r} booked a step, but the graph does not know it as a trainer; declare trains=True in "
-                "its facts()"
-            )
         step = int(record["step"])
+        require_next(trainer, step, self.tickets.versions)
         self.ledger.add("step", trainer, step, time.time())
         for sample_id, _, tokens, stale_tokens, masked_tokens, oldest in uses:
             self._use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)

@@ -362,9 +362,9 @@ class Driver:
 
         The lines of all steps until then are written first: a run that goes on from here never writes them.
         """
-        await self._records.join()
         start_s = time.monotonic()
         with self.lookout.doing(f"the checkpoint of step {version}"), writing(self.job.run_dir):
+            await self._records.join()
             name = await self.cutter.write(version, best)
         self.best = best or self.best
         self.view.progress("driver", f"checkpoint {name} in {time.monotonic() - start_s:.1f} s")

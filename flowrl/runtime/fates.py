@@ -140,6 +140,21 @@ class Fates:
         yield from [(s, t) for group in groups for s, trainers in group.open.items() for t in sorted(trainers)]
 
 
+def require_next(trainer: str, step: int, versions: Mapping[str, int]) -> None:
+    """Raise FlowrlError unless `step` is the one that follows the newest of the trainer's `versions`."""
+    if trainer not in versions:
+        raise FlowrlError(
+            f"node {trainer!r} booked a step, but the graph does not know it as a trainer; declare trains=True in its "
+            "facts()"
+        )
+    if step != versions[trainer] + 1:
+        raise FlowrlError(
+            f"trainer {trainer!r} booked step {step} after step {versions[trainer]}; it has to book each batch once, "
+            "in order, with the version that it makes: context.start_version counts on after a resume, and of a gang "
+            "only one replica books"
+        )
+
+
 def used_after_all(trainer: str, step: int, sample_id: str) -> FlowrlError:
     """A use of a sample of which the last fate is known."""
     return FlowrlError(
