@@ -9,7 +9,6 @@ from flowrl.channel.codec import Buffer, Encoder, Place
 from flowrl.channel.cost import (
     FEW_BYTES,
     FLOOR_BYTES,
-    FRAME,
     MOST_BYTES,
     PER_BYTE,
     WORST,
@@ -38,9 +37,9 @@ from flowrl.channel.schema import UNSENDABLE, Schema, schema_of, unsendable
 from flowrl.errors import WireError
 from flowrl.messages import Tombstone
 
-_MESSAGE_COST = FLOOR_BYTES // MAX_FRAMES
-"""No less than an Allowance counts for a message beside its body, in a record of its own. What costs less than
-FLOOR_BYTES together is neither too much nor too many."""
+_FRAME_COST = FLOOR_BYTES // MAX_FRAMES
+"""No less than an Allowance counts for a message beside its body, in a record of its own, or for another frame.
+What costs less than FLOOR_BYTES together is neither too much nor too many."""
 
 
 class _Record:
@@ -113,7 +112,7 @@ class MessageEncoder:
         head = HEAD.pack(envelope.id, envelope.ticket, envelope.member)
         body = encoder.pack(schema.take_apart(envelope.group_id, message, self._carried))
         num_bytes = len(body)
-        cost = self._cost + schema.cost + encoder.cost + _MESSAGE_COST
+        cost = self._cost + schema.cost + encoder.cost + _FRAME_COST
         if cost <= FLOOR_BYTES and num_bytes <= RECORD_BYTES:  # nearly always
             self._cost = cost
             self._num_bytes += num_bytes
@@ -122,7 +121,7 @@ class MessageEncoder:
                 self._cut()
                 self._message(lane, session, seq, envelope)
                 return
-            self._check_alone(body, _MESSAGE_COST)
+            self._check_alone(body, _FRAME_COST)
         record, key = self._open, (lane, session, schema)
         if not record or seq != record.next or key != record.key or record.num_bytes + num_bytes > RECORD_BYTES:
             record = self._begin(_Record(key, seq))
@@ -138,17 +137,22 @@ class MessageEncoder:
         encoder = self._encoder
         body = b"" if payload is None else encoder.pack(payload)
         num_bytes = len(body)
-        cost = self._cost + FRAME + WORST * num_bytes
-        if num_bytes > FEW_BYTES or not self._takes(cost, num_bytes):
+        cost = self._cost + _FRAME_COST + WORST * num_bytes
+        if cost <= FLOOR_BYTES and num_bytes <= FEW_BYTES:
+            self._cost = cost
+            self._num_bytes += num_bytes
+        elif num_bytes > FEW_BYTES or not self._takes(cost, num_bytes):
             if self._frames:
                 self._cut()
                 self._frame(kind, lane, session, seq, payload)
                 return
-            self._check_alone(body, FRAME)
-        self._close()
+            self._check_alone(body, _FRAME_COST)
+        if self._open is not None:
+            self._close()
         self._records += (HEADER.pack(kind, lane, session, seq, 0, 0, len(body)), body)
         self._frames += 1
-        encoder.keep()
+        if encoder.cost:
+            encoder.keep()
         if num_bytes > FEW_BYTES:
             self._cut()
 
@@ -204,17 +208,24 @@ class MessageEncoder:
         """The multipart at hand is full: the value at hand, if there is one, is encoded again for the next."""
         self._encoder.undo()
         self._before += self._frames
-        self._close()
+        self._full.append(self._finished())
+
+    def _finished(self) -> list[Buffer]:
+        """The multipart at hand; the next one begins."""
+        if self._open is not None:
+            self._close()
         records, arrays = self._records, self._encoder.frames
-        records[0] = self._starts[bool(arrays)]
-        self._full.append([b"".join(records), *arrays])
+        records[0] = self._starts[1 if arrays else 0]
         self._begin_multipart()
+        return [b"".join(records), *arrays]
 
     def multiparts(self) -> list[list[Buffer]]:
         """Everything added since the last call, as few multiparts."""
+        full: list[list[Buffer]] = []
+        if self._before:
+            full, self._full, self._before = self._full, full, 0
         if self._frames:
-            self._cut()
-        full, self._full, self._before = self._full, [], 0
+            full.append(self._finished())
         return full
 
     def take(self) -> list[Buffer]:
