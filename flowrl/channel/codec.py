@@ -37,6 +37,7 @@ from flowrl.channel.cost import (
     EXTENSION,
     SHORT,
     SMALL_BYTES,
+    TINY_BYTES,
     WITHIN,
     Allowance,
     Costly,
@@ -118,9 +119,9 @@ class Encoder:
         self.steps: list[Callable[[], object]] = []
         """What takes back the arrays of the value at hand."""
         self.cost = 0
-        """What an Allowance counts for containers in messages, and for extensions, since the caller set it to 0."""
+        """What an Allowance counts for containers in the messages of the value at hand, and for its extensions."""
         self.beside_bytes = 0
-        """Of `frames`."""
+        """Of the value's arrays in `frames`."""
         self._place = place
         self._beside = beside
         self._packers = [msgpack.Packer(default=self._default)]
@@ -130,12 +131,14 @@ class Encoder:
     def keep(self) -> None:
         """The value at hand will travel."""
         self.steps.clear()
+        self.cost = self.beside_bytes = 0
 
     def undo(self) -> None:
         """The value at hand will not travel: take back the arrays it put elsewhere."""
         for step in self.steps:
             step()
         self.steps.clear()
+        self.cost = self.beside_bytes = 0
 
     def carried(self, value: Any, nested: int = 0) -> Any:
         """What a packer takes for `value`, which is in a message. Raises WireError for what cannot travel.
@@ -217,20 +220,41 @@ class Encoder:
 
 
 class Decoder:
-    """Unpacks what an Encoder packed. `frames` are the raw frames of the multipart at hand.
+    """Unpacks what an Encoder packed: what was stored, or, after `begin`, what a peer has sent.
 
-    With an `allowance` what would cost more is refused; without, for what comes from storage, nothing is.
+    Of that what would cost more than its bytes allow is refused.
     """
 
     def __init__(self, attach: Callable[[bytes, int], Any] | None = None) -> None:
-        self.frames: Sequence[Any] = ()
-        self.allowance: Allowance | None = None
+        self._frames: Sequence[Any] = ()
         self._attach = attach
+        self._allowance = allowance = Allowance()
+        self._num_bytes = 0
         self._attached: dict[bytes, Any] = {}
         """Of the body at hand, by address: an array that is dropped is taken for done with by its owner."""
         self._depth = 0
+        self._plain = partial(msgpack.unpackb, ext_hook=self._ext, use_list=False, strict_map_key=False)
+        self._short = partial(self._plain, max_array_len=SHORT, max_map_len=SHORT)
+        """Longer containers are refused."""
+        self._counted = partial(self._short, list_hook=allowance.array, object_hook=allowance.mapping)
         self._weighing = False
-        self._unpack = partial(msgpack.unpackb, ext_hook=self._ext, use_list=False, strict_map_key=False)
+        self._read = self._plain
+        """How bodies are unpacked now."""
+
+    def begin(self, num_bytes: int, frames: Sequence[Any]) -> None:
+        """A multipart of so many bytes is at hand, whose raw frames these are."""
+        self._frames, self._num_bytes = frames, num_bytes
+        if num_bytes <= TINY_BYTES:
+            self._read = self._short
+            self._allowance.careful = False
+        else:
+            self._read = self._counted
+            self._allowance.begin(num_bytes)
+
+    def pay(self, num_bytes: int) -> None:
+        """Count what is made beside bodies. Raises Costly."""
+        if self._read is self._counted:
+            self._allowance.pay(num_bytes)
 
     def unpack(self, data: bytes | memoryview) -> Any:
         """The value; arrays in it are read-only views. Raises WireError."""
@@ -254,39 +278,42 @@ class Decoder:
 
     def _parsed(self, data: bytes | memoryview) -> Any:
         """What `data` holds. Counts while it unpacks; what is too much, or long, is weighed before it is."""
-        allowance = self.allowance
-        if allowance is None:
-            return self._unpack(data)
-        before = allowance.left
+        if self._read is self._plain:
+            return self._plain(data)
         try:
-            if len(data) <= SMALL_BYTES and not allowance.careful:
-                try:
-                    return self._counted(data, allowance)
-                except (Costly, ValueError):  # too much, or a container that is too long to be counted in time
-                    allowance.left, allowance.careful = before, True
-            return self._weighed(data, allowance)
+            return self._allowed(data, self._allowance)
         except Costly:
             raise too_costly() from None
         finally:
-            self._attached.clear()
+            if self._attached:
+                self._attached.clear()
 
-    def _counted(self, data: bytes | memoryview, allowance: Allowance) -> Any:
-        return self._unpack(
-            data, list_hook=allowance.array, object_hook=allowance.mapping, max_array_len=SHORT, max_map_len=SHORT
-        )
+    def _allowed(self, data: bytes | memoryview, allowance: Allowance) -> Any:
+        before = allowance.left
+        if len(data) <= SMALL_BYTES and not allowance.careful:
+            try:
+                return self._read(data)
+            except (Costly, ValueError):  # too much, or a container that is too long to be counted in time
+                pass
+            if self._read is self._short:
+                self._read = self._counted
+                allowance.begin(self._num_bytes)
+            else:
+                allowance.left = before
+            allowance.careful = True
+        return self._weighed(data, allowance)
 
     def _weighed(self, data: bytes | memoryview, allowance: Allowance) -> Any:
         self._weighing, outer = True, self._weighing
         try:
             allowance.weigh(data)
-            return self._unpack(data)
+            return self._plain(data)
         finally:
             self._weighing = outer
 
     def _ext(self, code: int, data: bytes) -> Any:
-        allowance = self.allowance
-        if allowance is not None and not self._weighing:
-            allowance.pay(EXTENSION)
+        if self._read is self._counted and not self._weighing:
+            self._allowance.pay(EXTENSION)
         if code in WITHIN:
             return self._body(code, memoryview(data)[WITHIN[code] :], data)
         if code == NUMBER_CODE:
@@ -300,7 +327,7 @@ class Decoder:
         if code == INLINE_CODE:
             return np.ndarray(shape, dtype, data, start)
         if code == FRAME_CODE:
-            return _framed(shape, dtype, self.frames[_index.unpack_from(data, start)[0]])
+            return _framed(shape, dtype, self._frames[_index.unpack_from(data, start)[0]])
         return self._shared(data[start:], shape, dtype)
 
     def _body(self, code: int, body: memoryview, data: bytes) -> Any:
@@ -316,9 +343,7 @@ class Decoder:
         self._depth += 1
         try:
             check_depth(self._depth)
-            if self.allowance is None:
-                return self._unpack(data)
-            return self._weighed(data, self.allowance) if self._weighing else self._counted(data, self.allowance)
+            return self._weighed(data, self._allowance) if self._weighing else self._read(data)
         finally:
             self._depth -= 1
 

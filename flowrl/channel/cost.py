@@ -34,9 +34,11 @@ SMALL_BYTES = 1 << 18
 ENVELOPE, FRAME, EXTENSION = 512, 300, 1024
 """A message, another frame, and an array or message in a body."""
 _SLOT, _TUPLE, _DICT, _ITEM = 88, 128, 256, 200
-_WORST = 400
+WORST = 400
 """No byte of a body counts for more in an Allowance."""
-_FEW_BYTES = 1024
+TINY_BYTES = FLOOR_BYTES // WORST
+"""Longest multipart of which nothing needs to be counted."""
+FEW_BYTES = 1024
 """Control frames this short are taken for the costliest."""
 _BULK_BYTES = 4096
 """Longer text and bytes count by themselves."""
@@ -53,8 +55,11 @@ class Allowance:
 
     __slots__ = ("_bulk", "_values", "careful", "left")
 
-    def __init__(self, num_bytes: int) -> None:
-        """For a multipart of so many bytes."""
+    def __init__(self, num_bytes: int = 0) -> None:
+        self.begin(num_bytes)
+
+    def begin(self, num_bytes: int) -> None:
+        """A multipart of so many bytes is at hand."""
         most = FLOOR_BYTES + PER_BYTE * num_bytes
         self.left = min(most, MOST_BYTES)
         self._bulk = most - self.left
@@ -99,11 +104,6 @@ def of_tuple(length: int) -> int:
 def of_dict(length: int) -> int:
     """What an Allowance counts for a dict."""
     return _DICT + _ITEM * length
-
-
-def of_short(body: bytes) -> int | None:
-    """At least what an Allowance counts for this body of a control frame, None for one that is to be weighed."""
-    return _WORST * len(body) if len(body) <= _FEW_BYTES else None
 
 
 class Weight(NamedTuple):

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from struct import Struct
 from typing import Any
 
-from flowrl.channel.cost import SMALL_BYTES
+from flowrl.channel.cost import SHORT, SMALL_BYTES
 
 MAGIC = b"flow"
 WIRE_VERSION = 5
@@ -14,7 +14,7 @@ MAX_BODY_BYTES = 72 << 20
 """Of one message or other frame, without the arrays beside it: copied in some 50 ms."""
 RECORD_BYTES = SMALL_BYTES
 """The bodies of messages that share a record take no more than this together."""
-MAX_FRAMES = 1024
+MAX_FRAMES = SHORT
 """Messages and other frames in one multipart."""
 MAX_PARTS = 16384
 """Arrays beside the bodies of one multipart."""

@@ -7,16 +7,13 @@ from typing import Any
 
 from flowrl.channel.codec import Buffer, Encoder, Place
 from flowrl.channel.cost import (
-    ENVELOPE,
+    FEW_BYTES,
     FLOOR_BYTES,
-    FRAME,
     MOST_BYTES,
     PER_BYTE,
-    SHORT,
+    WORST,
     Allowance,
     Costly,
-    of_short,
-    of_tuple,
     too_costly,
 )
 from flowrl.channel.envelope import Envelope
@@ -40,8 +37,9 @@ from flowrl.channel.schema import UNSENDABLE, Schema, schema_of, unsendable
 from flowrl.errors import WireError
 from flowrl.messages import Tombstone
 
-_MESSAGE_COST = FRAME + ENVELOPE + of_tuple(1)
-"""Of a message beside its body, in a record of its own."""
+_FRAME_COST = FLOOR_BYTES // MAX_FRAMES
+"""No less than an Allowance counts for a message beside its body, in a record of its own, or for another frame.
+What costs less than FLOOR_BYTES together is neither too much nor too many."""
 
 
 class _Record:
@@ -71,8 +69,8 @@ class MessageEncoder:
         )
         self._encoder = Encoder(place)
         self._carried = self._encoder.carried
-        self.pending = 0
-        """Number of messages and other frames added since `multiparts`."""
+        self._before = 0
+        """Number of frames in the multiparts that are full."""
         self._full: list[list[Buffer]] = []
         self._begin_multipart()
 
@@ -82,6 +80,11 @@ class MessageEncoder:
         self._open: _Record | None = None
         """Takes what follows on its lane; the last of the multipart so far."""
         self._frames = self._num_bytes = self._cost = 0
+
+    @property
+    def pending(self) -> int:
+        """Number of messages and other frames added since `multiparts`."""
+        return self._before + self._frames
 
     def add(self, frames: Iterable[Frame]) -> int:
         """Encode `frames` behind those before. Returns `pending`.
@@ -101,71 +104,70 @@ class MessageEncoder:
         except UNSENDABLE as error:
             self._encoder.undo()
             raise unsendable(error, message=envelope.body if envelope is not None else None) from error
-        return self.pending
+        return self._before + self._frames
 
     def _message(self, lane: int, session: int, seq: int, envelope: Envelope) -> None:
         encoder, message = self._encoder, envelope.body
         schema = schema_of(type(message))
         head = HEAD.pack(envelope.id, envelope.ticket, envelope.member)
-        encoder.cost = encoder.beside_bytes = 0
         body = encoder.pack(schema.take_apart(envelope.group_id, message, self._carried))
         num_bytes = len(body)
-        if not self._takes(schema.cost + encoder.cost + _MESSAGE_COST, num_bytes + HEAD.size):
+        cost = self._cost + schema.cost + encoder.cost + _FRAME_COST
+        if cost <= FLOOR_BYTES and num_bytes <= RECORD_BYTES:  # nearly always
+            self._cost = cost
+            self._num_bytes += num_bytes
+        elif not self._takes(cost, num_bytes):
             if self._frames:
                 self._cut()
                 self._message(lane, session, seq, envelope)
                 return
-            self._check_alone(body, _MESSAGE_COST)
+            self._check_alone(body, _FRAME_COST)
         record, key = self._open, (lane, session, schema)
-        if (
-            not record
-            or seq != record.next
-            or key != record.key
-            or record.num_bytes + num_bytes > RECORD_BYTES
-            or seq - record.first == SHORT
-        ):
+        if not record or seq != record.next or key != record.key or record.num_bytes + num_bytes > RECORD_BYTES:
             record = self._begin(_Record(key, seq))
         record.heads.append(head)
         record.bodies.append(body)
         record.num_bytes += num_bytes
         record.next = seq + 1
         self._frames += 1
-        self.pending += 1
-        if encoder.steps:
+        if encoder.cost:
             encoder.keep()
 
     def _frame(self, kind: int, lane: int, session: int, seq: int, payload: Any) -> None:
         encoder = self._encoder
-        encoder.cost = encoder.beside_bytes = 0
         body = b"" if payload is None else encoder.pack(payload)
-        short = of_short(body)
-        if short is None or not self._takes(short + FRAME, len(body)):
+        num_bytes = len(body)
+        cost = self._cost + _FRAME_COST + WORST * num_bytes
+        if cost <= FLOOR_BYTES and num_bytes <= FEW_BYTES:
+            self._cost = cost
+            self._num_bytes += num_bytes
+        elif num_bytes > FEW_BYTES or not self._takes(cost, num_bytes):
             if self._frames:
                 self._cut()
                 self._frame(kind, lane, session, seq, payload)
                 return
-            self._check_alone(body, FRAME)
-        self._close()
+            self._check_alone(body, _FRAME_COST)
+        if self._open is not None:
+            self._close()
         self._records += (HEADER.pack(kind, lane, session, seq, 0, 0, len(body)), body)
         self._frames += 1
-        self.pending += 1
-        encoder.keep()
-        if short is None:
+        if encoder.cost:
+            encoder.keep()
+        if num_bytes > FEW_BYTES:
             self._cut()
 
     def _takes(self, cost: int, num_bytes: int) -> bool:
-        """Whether the multipart at hand takes what costs so much; if so, it is counted."""
-        cost += self._cost
-        num_bytes += self._num_bytes
+        """Whether the multipart at hand, of which all would cost so much, takes a body of so many bytes."""
+        beside_bytes = self._num_bytes + self._encoder.beside_bytes
         if (
             cost > MOST_BYTES
-            or cost > FLOOR_BYTES + PER_BYTE * (num_bytes + self._encoder.beside_bytes)
-            or num_bytes > MAX_BODY_BYTES
+            or cost > FLOOR_BYTES + PER_BYTE * (num_bytes + beside_bytes)
+            or self._num_bytes + num_bytes > MAX_BODY_BYTES
             or self._frames == MAX_FRAMES
             or len(self._encoder.frames) > MAX_PARTS
         ):
             return False
-        self._cost, self._num_bytes = cost, num_bytes + self._encoder.beside_bytes
+        self._cost, self._num_bytes = cost, num_bytes + beside_bytes
         return True
 
     def _check_alone(self, body: bytes, cost: int) -> None:
@@ -205,17 +207,25 @@ class MessageEncoder:
     def _cut(self) -> None:
         """The multipart at hand is full: the value at hand, if there is one, is encoded again for the next."""
         self._encoder.undo()
-        self._close()
+        self._before += self._frames
+        self._full.append(self._finished())
+
+    def _finished(self) -> list[Buffer]:
+        """The multipart at hand; the next one begins."""
+        if self._open is not None:
+            self._close()
         records, arrays = self._records, self._encoder.frames
-        records[0] = self._starts[bool(arrays)]
-        self._full.append([b"".join(records), *arrays])
+        records[0] = self._starts[1 if arrays else 0]
         self._begin_multipart()
+        return [b"".join(records), *arrays]
 
     def multiparts(self) -> list[list[Buffer]]:
         """Everything added since the last call, as few multiparts."""
+        full: list[list[Buffer]] = []
+        if self._before:
+            full, self._full, self._before = self._full, full, 0
         if self._frames:
-            self._cut()
-        full, self._full, self.pending = self._full, [], 0
+            full.append(self._finished())
         return full
 
     def take(self) -> list[Buffer]:

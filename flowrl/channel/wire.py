@@ -22,7 +22,7 @@ from struct import error as StructError
 from typing import Any
 
 from flowrl.channel.codec import Decoder
-from flowrl.channel.cost import ENVELOPE, FRAME, Allowance, Costly, too_costly
+from flowrl.channel.cost import ENVELOPE, FRAME, Costly, too_costly
 from flowrl.channel.frames import (
     ABORT,
     ACK,
@@ -141,8 +141,8 @@ class MessageDecoder:
         first: bytes = parts[0]
         view = memoryview(first)
         decoder = self._decoder
-        decoder.frames = parts[1:]
-        decoder.allowance = allowance = Allowance(len(first) + sum(map(len, decoder.frames)))
+        arrays = parts[1:]
+        decoder.begin(len(first) + sum(map(len, arrays)) if arrays else len(first), arrays)
         at, end = PREAMBLE.size + PREAMBLE.unpack_from(first)[4], len(first)
         frames: list[Frame | Refused] = []
         room = MAX_FRAMES if len(parts) <= MAX_PARTS + 1 else -1
@@ -157,7 +157,7 @@ class MessageDecoder:
             room -= count or 1
             try:
                 self._check(count, length, end - start)
-                allowance.pay(FRAME + ENVELOPE * count)
+                decoder.pay(FRAME + ENVELOPE * count)
                 if room < 0:
                     raise _too_many(len(parts) - 1)
                 if kind in MESSAGES:
