@@ -45,6 +45,7 @@ class Recorder:
     resume_dir = None
     start_version = 0
     max_staleness = 2
+    own_clock = False
     gang_address = ""
     weight_routes = ()
 

@@ -87,6 +87,7 @@ class VllmSampler:
         """Begin on this loop. vLLM's tasks only pass on what is asked for and awaited, so they are no node's own."""
         with apart():
             self._engine._run_output_handler()
+            await self._engine.is_sleeping()  # with the first word sockets and their reader begin, here
 
     async def complete(
         self,

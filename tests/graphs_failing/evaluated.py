@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parts import Collect, Generator, Numbers, Ranks, leave_word
 
-from flowrl import Batch, Graph, Node
+from flowrl import Graph, Node, Sample
 from flowrl.nodes.batch import TokenBatch
 
 SCORES = {0: 0.1, 2: 0.6, 4: 0.3, 6: 0.5}
@@ -24,9 +25,9 @@ class Evaluated:
 class Timed(Ranks):
     """Leaves a word when a version is made."""
 
-    def report(self, version: int, batch: Batch) -> None:
+    def report(self, version: int, samples: Sequence[Sample]) -> None:
         leave_word(self, f"{version} {time.monotonic()}")
-        super().report(version, batch)
+        super().report(version, samples)
 
 
 class Evaluation(Node):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
+import pickle
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer, record
-from flowrl import Batch, In, Node, Out, Sample
+from flowrl import In, Node, Out, Sample
 from flowrl.errors import SampleFailed
 from flowrl.graph.facts import Facts
 from flowrl.runtime.ledger_client import Use
@@ -50,7 +53,10 @@ class Trainer(SleepingTrainer):
 
 
 class Ranks(Trainer):
-    """A gang: the first rank reports what it knows of, which is its own part of the batch."""
+    """A gang: every rank trains its part of the batch, and the first books the uses of all.
+
+    The others leave theirs as a file of the run directory, which stands for the collective of a real gang.
+    """
 
     async def run(self) -> None:
         version = self.context.start_version
@@ -58,14 +64,30 @@ class Ranks(Trainer):
         async for batch in self.batches:
             version += 1
             if self.context.replica == 0:
-                self.report(version, batch)
+                self.report(version, [*batch.samples, *await self.of_the_others(version)])
                 await self.publish(version)
+            else:
+                part = self.part(version, self.context.replica)
+                part.with_suffix(".tmp").write_bytes(pickle.dumps(batch.samples))
+                part.with_suffix(".tmp").rename(part)
             self.batches.finish(batch)
             await self.context.step_done(version)
 
-    def report(self, version: int, batch: Batch) -> None:
-        uses = list(map(Use.of, batch.samples))
-        self.context.ledger.step(record(version, batch.samples), uses, policy=self.name)
+    def part(self, version: int, rank: int) -> Path:
+        return Path(self.context.run_dir) / f"part-{version}-{rank}"
+
+    async def of_the_others(self, version: int) -> list[Sample]:
+        samples: list[Sample] = []
+        for rank in range(1, self.context.num_replicas):
+            part = self.part(version, rank)
+            while not part.exists():
+                await asyncio.sleep(0.005)
+            samples += pickle.loads(part.read_bytes())
+            part.unlink()
+        return samples
+
+    def report(self, version: int, samples: Sequence[Sample]) -> None:
+        self.context.ledger.step(record(version, samples), list(map(Use.of, samples)), policy=self.name)
 
 
 class Faulty(Node):
