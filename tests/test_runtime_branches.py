@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.errors import GraphError
+from flowrl.errors import FlowrlError, GraphError
 from flowrl.graph.check import check
 from flowrl.graph.load import load_file
 from tests.in_process import CLUSTER, Ran, run
@@ -139,6 +139,17 @@ def test_a_take_with_a_time_limit_loses_nothing(tmp_path: Path) -> None:
 def test_members_of_one_number_are_refused_when_they_are_admitted(tmp_path: Path) -> None:
     ran = run(WAYS, tmp_path / "run", {"kind": "twins"}, steps=3, within_s=40)
     assert "admitted group 'group0' with 2 members of the number 0" in str(ran.error)
+
+
+@pytest.mark.parametrize("num_groups", [2, 0])
+def test_a_trainer_that_books_one_rank_of_its_gang_is_told(tmp_path: Path, num_groups: int) -> None:
+    """At the end of its data; and where the tickets that do not return stop the run, beside the deadlock."""
+    config = {"kind": "forgetful", "ranks": 2, "num_groups": num_groups}
+    error = run(WAYS, tmp_path / "run", config, within_s=40).error
+    assert isinstance(error, FlowrlError)
+    assert str(error).startswith("trainer 'trainer' finished batches with ")
+    assert "of a gang those of all ranks" in str(error)
+    assert ("the run is deadlocked" in str(error)) is (not num_groups)
 
 
 def test_the_end_of_the_data_can_be_resumed(tmp_path: Path) -> None:

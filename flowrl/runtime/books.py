@@ -87,6 +87,7 @@ class Books:
             "scored": self._scored,
             "lost": self._lost,
             "step": self._step,
+            "finished": self._fates.finished,
             "holds": self._holds,
             "evaluation": self._evaluation,
         }
@@ -386,6 +387,10 @@ class Books:
         self._taken_up = self.in_flight()
         groups = self._fates.groups.values()
         self.tickets.restore({g.ticket: (tuple(g.held), g.known()) for g in groups}, self.ledger.next_ticket())
+
+    def unbooked(self) -> str:
+        """See `Fates.unbooked`."""
+        return self._fates.unbooked()
 
     def in_flight(self) -> dict[str, int]:
         """Group in flight -> its ticket, in order of admission."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.tickets import Tickets
-from flowrl.errors import FlowrlError, LaneFailed
+from flowrl.errors import FlowrlError, LaneFailed, Stalled
 from flowrl.graph.graph import Graph
 from flowrl.graph.plan import Plan
 from flowrl.runtime import checkpoint
@@ -174,6 +174,10 @@ class Driver:
             evaluations: dict[str, dict[str, float]] = await _first_failure(self._lead(), watch, lines, self._broken)
             self._records.put_nowait(None)
             await _first_failure(lines, watch, self._broken)
+            if mistake := self.books.unbooked():
+                raise FlowrlError(mistake)
+        except Stalled as error:
+            raise Stalled("\n".join(filter(None, [self.books.unbooked(), str(error)]))) from None
         finally:
             watch.cancel()
             lines.cancel()

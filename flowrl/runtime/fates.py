@@ -59,6 +59,8 @@ class Fates:
         """In order of admission."""
         self._group_of: dict[str, Group] = {}
         """Sample with an open fate -> its group."""
+        self._finished: dict[str, dict[str, None]] = {trainer: {} for trainer in trainers}
+        """Trainer -> samples of batches that it has let go of, of which it has booked nothing."""
 
     def open(self, group_id: str, ticket: int, held: Mapping[str, int], members: Mapping[int, str]) -> Group:
         """A group is admitted."""
@@ -110,11 +112,30 @@ class Fates:
             return None
         group.fates.setdefault(sample_id, {})[trainer] = fate
         group.open[sample_id].discard(trainer)
+        self._finished[trainer].pop(sample_id, None)
         if not group.open[sample_id]:
             del group.open[sample_id], self._group_of[sample_id]
         if not group.open:
             del self.groups[group.group_id]
         return group
+
+    def finished(self, trainer: str, sample_ids: Iterable[str]) -> None:
+        """`trainer` has let go of a batch with these samples."""
+        for sample_id in sample_ids:
+            group = self._group_of.get(sample_id)
+            if group is not None and trainer in group.open[sample_id]:
+                self._finished[trainer][sample_id] = None
+
+    def unbooked(self) -> str:
+        """The mistake of a trainer that finishes samples without booking what it did with them, in words; else ""."""
+        for trainer, samples in self._finished.items():
+            if samples:
+                return (
+                    f"trainer {trainer!r} finished batches with {len(samples)} samples that it booked in no step "
+                    f"(first {next(iter(samples))!r}); context.ledger.step takes the uses of the whole batch, of a gang those "
+                    "of all ranks"
+                )
+        return ""
 
     def state(self, group: Group, sample_id: str) -> Fate | None:
         """What became of the sample in all; None while a fate is open."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -112,8 +112,10 @@ at_hand: ContextVar[int] = ContextVar("flowrl_ticket_at_hand", default=-1)
 class Desk:
     """All items of one node replica, by the identity of their bodies."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, ended: Callable[[Item], None] = lambda item: None) -> None:
         self.node = node
+        self.ended = ended
+        """Is told of every item of which the turn has ended."""
         self._custody: Custody[Hashable] = Custody()
         """Of items by their place, and of what is made from them by its id."""
         self._open: dict[int, Item] = {}
@@ -165,6 +167,7 @@ class Desk:
     def end(self, item: Item) -> None:
         """End the item's turn. Ends of an item that has ended already are ignored."""
         if self._open.pop(id(item.body), None) is not None:
+            self.ended(item)
             self._ack(self._custody.end(item.place))
 
     def waiting_for_children(self) -> list[Place]:

@@ -130,6 +130,10 @@ class LedgerClient:
         self._add("step", policy, {name: _plain(value) for name, value in record.items()}, rows)
         self.flush()
 
+    def finished(self, trainer: str, sample_ids: Sequence[str]) -> None:
+        """`trainer` has let go of a batch with these samples, which it books in a step before or after."""
+        self._add("finished", trainer, sample_ids)
+
     def holds(self, replica: str, policy: str, version: int) -> None:
         """`replica` now serves with `version` of `policy`; tickets may wait for that."""
         self._add("holds", replica, policy, version)

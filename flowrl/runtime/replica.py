@@ -35,7 +35,7 @@ class Replica:
         self.place = place
         self.activity = Activity(place.track)
         self.context = NodeContext(place, endpoint, self.activity, trace)
-        self.desk = Desk(place.track)
+        self.desk = Desk(place.track, self._ended)
         self.inbound: dict[str, Inbound] = {}
         self.outbound: dict[str, Outbound] = {}
         self.calls: list[LiveCall] = []
@@ -105,6 +105,11 @@ class Replica:
         self.context.ledger.lost(marker, sorted(self.trainers))
         body = {"group_id": group_id, "state": state, "reason": reason}
         self.context.endpoint.notify(DRIVER, "give up", body)
+
+    def _ended(self, item: Item) -> None:
+        """What a trainer has let go of has to be booked by it."""
+        if self.place.node in self.trainers and item.lost is None:
+            self.context.ledger.finished(self.place.node, [sample.sample_id for sample in samples_of(item.body)])
 
     def _sent(self, items: Sequence[Item]) -> list[Outbound]:
         """The out ports on which something was made from `items`."""

@@ -96,7 +96,7 @@ class Trainer(SleepingTrainer):
         if self.context.replica == 0:
             await self.publish(version)
         async for batch in self.batches:
-            parts = await self._meet(version, batch)
+            parts = self._booked(await self._meet(version, batch), batch)
             version += 1
             if self.context.replica == 0:
                 samples = [sample for part in parts for sample in part.samples]
@@ -104,6 +104,9 @@ class Trainer(SleepingTrainer):
                 await self.publish(version)
             self.batches.finish(batch)
             await self.context.step_done(version)
+
+    def _booked(self, parts: list[Batch], batch: Batch) -> list[Batch]:
+        return parts
 
     async def _meet(self, version: int, batch: Batch) -> list[Batch]:
         """The parts of all ranks."""
@@ -115,6 +118,13 @@ class Trainer(SleepingTrainer):
         await met.wait()
         await asyncio.sleep(self.seconds)
         return parts
+
+
+class Forgetful(Trainer):
+    """Its first rank books the part that it has itself."""
+
+    def _booked(self, parts: list[Batch], batch: Batch) -> list[Batch]:
+        return [batch]
 
 
 class Filter(Node):
@@ -367,7 +377,7 @@ def graph(cfg: Ways) -> Graph:
     generator = g.add("generator", GENERATORS.get(cfg.kind, Generator)(cfg))
     collect = g.add("collect", COLLECTS.get(cfg.kind, Collect)(cfg.size))
     batcher = g.add("batcher", TokenBatch(cfg.per_batch, token_budget=4096))
-    trainer = g.add("trainer", Trainer(0.002), replicas=cfg.ranks)
+    trainer = g.add("trainer", (Forgetful if cfg.kind == "forgetful" else Trainer)(0.002), replicas=cfg.ranks)
     g.connect(source.prompts, generator.prompts)
     g.connect(between(g, cfg, generator), collect.samples)
     g.connect(groups(g, cfg, collect, generator), batcher.groups)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import pickle
@@ -77,17 +76,19 @@ class Ranks(Trainer):
         return Path(self.context.run_dir) / f"part-{version}-{rank}"
 
     async def of_the_others(self, version: int) -> list[Sample]:
-        samples: list[Sample] = []
-        for rank in range(1, self.context.num_replicas):
-            part = self.part(version, rank)
-            while not part.exists():
-                await asyncio.sleep(0.005)
-            samples += pickle.loads(part.read_bytes())
-            part.unlink()
-        return samples
+        others = [self.part(version, rank) for rank in range(1, self.context.num_replicas)]
+        return [sample for part in others for sample in await self.blocking(take_when_there, part)]
 
     def report(self, version: int, samples: Sequence[Sample]) -> None:
         self.context.ledger.step(record(version, samples), list(map(Use.of, samples)), policy=self.name)
+
+
+def take_when_there(path: Path) -> list[Sample]:
+    while not path.exists():
+        time.sleep(0.005)
+    samples: list[Sample] = pickle.loads(path.read_bytes())
+    path.unlink()
+    return samples
 
 
 class Faulty(Node):
