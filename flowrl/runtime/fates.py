@@ -132,8 +132,8 @@ class Fates:
             if samples:
                 return (
                     f"trainer {trainer!r} finished batches with {len(samples)} samples that it booked in no step "
-                    f"(first {next(iter(samples))!r}); context.ledger.step takes the uses of the whole batch, of a gang those "
-                    "of all ranks"
+                    f"(first {next(iter(samples))!r}); context.ledger.step takes the uses of the whole batch, "
+                    "of a gang those of all ranks"
                 )
         return ""
 
