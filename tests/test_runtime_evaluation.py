@@ -25,7 +25,7 @@ def test_trainers_stand_during_an_evaluation_and_the_best_checkpoint_stays(tmp_p
         *(("during", step) for step in (2, 4, 6, 8)),
         ("after", STEPS),
     ]
-    made = {int(version): float(at) for version, at in map(str.split, run.words("trainer-0")[1:])}
+    made = {int(version): float(at) for version, at in map(str.split, run.words("trainer-0")[2:])}
     for _, step, began, ended in evaluations:
         assert not [version for version, at in made.items() if float(began) < at < float(ended)], step
     assert json.loads((run.run_dir / "best.json").read_text()) == {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.runtime import lifeline
-from flowrl.runtime.lifeline import Lifeline
+from flowrl.runtime.lifeline import outlive
 from flowrl.runtime.processes import Processes, children
 from tests.channel_rig import play
 
@@ -111,14 +111,12 @@ def test_a_head_that_closes_connections_and_listens_on_is_alive_until_it_is_gone
 
         server = await asyncio.start_server(greet_and_close, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        line = Lifeline("127.0.0.1", port)
-        watching = asyncio.create_task(line.outlive(patience_s=0.2))
+        watching = asyncio.create_task(outlive(("127.0.0.1", port), patience_s=0.2))
         await enough.wait()
-        assert not watching.done() and not line.away
+        assert not watching.done()
         server.close()
         await server.wait_closed()
         await watching
-        assert line.away
 
     play(main())
 
@@ -135,8 +133,8 @@ def test_a_connection_that_stays_is_waited_on_without_a_limit() -> None:
             writer.close()
 
         server = await asyncio.start_server(hold, "127.0.0.1", 0)
-        line = Lifeline("127.0.0.1", server.sockets[0].getsockname()[1])
-        watching = asyncio.create_task(line.outlive(patience_s=0.01))
+        address = ("127.0.0.1", server.sockets[0].getsockname()[1])
+        watching = asyncio.create_task(outlive(address, patience_s=0.01))
         await connected.wait()
         done, _ = await asyncio.wait((watching,), timeout=0.1)  # ten times the patience
         assert not done

@@ -181,7 +181,7 @@ class RayCluster:
         """Where the head of a joined cluster listens; None for a Ray of one's own, whose processes are known."""
         return self._head
 
-    def _head_answers(self) -> bool:
+    def head_answers(self) -> bool:
         """Ray's library waits for a minute for one that does not, and ends this process."""
         if self._head is None:
             return True
@@ -219,7 +219,7 @@ class RayCluster:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        if not self.lost and not self._head_answers():
+        if not self.lost and not self.head_answers():
             self.lost = "head"
         for host in list(self._actors):
             self.kill(host)

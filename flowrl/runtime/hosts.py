@@ -18,7 +18,7 @@ from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.runtime.actor import HostActor
 from flowrl.runtime.cluster import HEAD_AWAY_S, RayCluster, Slot
 from flowrl.runtime.engine import HostSpec
-from flowrl.runtime.lifeline import Lifeline
+from flowrl.runtime.lifeline import outlive
 from flowrl.runtime.processes import Processes, pid_space
 
 STOP_WITHIN_S = 6.0
@@ -39,7 +39,6 @@ class Hosts:
         self._processes = Processes()
         """Those of the hosts on this machine."""
         self._rays = Processes()
-        self._lifeline: Lifeline | None = None
         self._head: asyncio.Task[None] | None = None
         self._endpoint = endpoint
         self._actors: dict[str, Any] = {}
@@ -76,14 +75,10 @@ class Hosts:
         for name, pid in self._cluster.processes().items():
             self._rays.follow(name, pid, self._ray_has_ended)
         if (head := self._cluster.head()) is not None:
-            self._lifeline = Lifeline(*head)
-            self._head = asyncio.create_task(self._lifeline.outlive(patience_s=HEAD_AWAY_S))
+            self._head = asyncio.create_task(outlive(head, patience_s=HEAD_AWAY_S))
             self._head.add_done_callback(self._head_has_ended)
 
     def _has_ended(self, host: str) -> None:
-        self._rays.look()  # a host does not outlive Ray: that is the cause
-        if self._lifeline is not None and self._lifeline.away:
-            self._ray_has_ended("head")
         self._on_death(self._dead(host, ""))
 
     def _head_has_ended(self, task: asyncio.Task[None]) -> None:
@@ -96,14 +91,16 @@ class Hosts:
         self.death = self.death or error
         self._on_death(error)
 
-    def _dead(self, host: str, why: str) -> NodeFailed:
-        """The process of `host` is no more: what waits for it fails."""
+    def _dead(self, host: str, why: str) -> FlowrlError:
+        """The process of `host` is no more: what waits for it fails. A host does not outlive Ray: then that is told."""
+        self._rays.look()
+        if self.death is None and not self._cluster.head_answers():
+            self._ray_has_ended("head")
         place = self._specs[host].places[0]
         reason = f"the process of host {host!r} (pid {self.pids.get(host)}) died: killed, out of memory, or crashed"
-        death = NodeFailed(self._node(host), place.replica, reason + why)
-        self.death = self.death or death
+        self.death = self.death or NodeFailed(self._node(host), place.replica, reason + why)
         self._endpoint.peer_failed(host, reason)
-        return death
+        return self.death
 
     def _gang_addresses(self, meeting: Mapping[str, str]) -> dict[str, str]:
         """Where the ranks of each node meet: on the machine of its replica 0."""
@@ -120,7 +117,7 @@ class Hosts:
         return dict(zip(self._actors, answers, strict=True))
 
     async def ask_one(self, host: str, method: str, *args: Any) -> Any:
-        """Call `method` on one host; a failure, or the death of its process, is raised as NodeFailed."""
+        """Call `method` on one host; a failure, or the death of its process, is raised."""
         from ray.exceptions import ActorDiedError, RayActorError, RayError
 
         try:

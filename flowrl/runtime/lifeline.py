@@ -14,32 +14,22 @@ PROBES = ((socket.SO_KEEPALIVE, 1), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPIN
 """So that a machine that was switched off is a connection that breaks."""
 
 
-class Lifeline:
-    """The connection to one address."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._address = (host, port)
-        self.away = False
-        """Nobody listened there when it was last tried."""
-
-    async def outlive(self, *, patience_s: float) -> None:
-        """Returns when nobody has listened at the address for `patience_s` seconds."""
-        loop = asyncio.get_running_loop()
+async def outlive(address: tuple[str, int], *, patience_s: float) -> None:
+    """Returns when nobody has listened at `address` for `patience_s` seconds."""
+    loop = asyncio.get_running_loop()
+    last_s = loop.time()
+    while loop.time() - last_s < patience_s:
+        try:
+            async with asyncio.timeout(patience_s):
+                reader, writer = await asyncio.open_connection(*address)
+        except OSError:  # a timeout is one
+            await asyncio.sleep(RETRY_S)
+            continue
+        start_s = loop.time()
+        await _until_it_breaks(reader, writer)
         last_s = loop.time()
-        while loop.time() - last_s < patience_s:
-            try:
-                async with asyncio.timeout(patience_s):
-                    reader, writer = await asyncio.open_connection(*self._address)
-            except OSError:  # a timeout is one
-                self.away = True
-                await asyncio.sleep(RETRY_S)
-                continue
-            self.away = False
-            start_s = loop.time()
-            await _until_it_breaks(reader, writer)
-            last_s = loop.time()
-            if last_s - start_s < RETRY_S:  # a server may close at once what does not speak its protocol
-                await asyncio.sleep(RETRY_S)
+        if last_s - start_s < RETRY_S:  # a server may close at once what does not speak its protocol
+            await asyncio.sleep(RETRY_S)
 
 
 async def _until_it_breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

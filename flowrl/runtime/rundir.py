@@ -85,7 +85,8 @@ class RunDir:
             )
         try:
             made = not self.path.exists()
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self.path.parent.exists():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             if made:
                 self.path.mkdir(mode=0o700, exist_ok=True)
             self.checkpoints.mkdir(mode=0o700, exist_ok=True)
