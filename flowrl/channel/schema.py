@@ -80,17 +80,18 @@ def _hints(cls: type[Message], fields: Iterable[dataclasses.Field[Any]]) -> list
     return [hints[field.name] for field in fields]
 
 
-_by_class: dict[type, Schema] = {}
+KNOWN: dict[type, Schema] = {}
+"""By message class: those that `schema_of` was asked for."""
 _by_hash: dict[int, Schema] = {}
 
 
 def schema_of(cls: type[Message]) -> Schema:
     """The schema of a message class, made on first use."""
-    schema = _by_class.get(cls)
+    schema = KNOWN.get(cls)
     if schema is None:
         if not dataclasses.is_dataclass(cls):
             raise SchemaError(f"{cls.__name__} is no dataclass; declare it with @dataclass(frozen=True)")
-        schema = _by_class[cls] = Schema(cls)
+        schema = KNOWN[cls] = Schema(cls)
         _by_hash[schema.hash] = schema
     return schema
 
@@ -184,7 +185,7 @@ def unsendable(error: Exception, what: str = "cannot send", *, message: Message 
 
 def _culprit(message: Message) -> str:
     """The field whose value cannot travel, "" if it is the message itself."""
-    for name in schema_of(type(message)).names if type(message) in _by_class else ():
+    for name in schema_of(type(message)).names if type(message) in KNOWN else ():
         try:
             check(getattr(message, name, None), 0)
         except UNSENDABLE:

@@ -67,14 +67,17 @@ class Seen:
     def finish(self, id: bytes) -> None:
         """The message is finished: ack every copy. Once per id."""
         claims = self._open.pop(id)
-        if len(self._recent) >= self._remember:
-            self._older, self._recent = self._recent, set()
-        self._recent.add(id)
-        if isinstance(claims, list):
+        recent = self._recent
+        if len(recent) >= self._remember:
+            self._older = recent
+            self._recent = recent = set()
+        recent.add(id)
+        if isinstance(claims, tuple):
+            lane, seq, session = claims
+            lane.finish(seq, session)
+        else:
             for lane, seq, session in claims:
                 lane.finish(seq, session)
-        else:
-            claims[0].finish(claims[1], claims[2])
 
 
 def _each(claims: Claim | list[Claim]) -> list[Claim]:
