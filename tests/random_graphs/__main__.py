@@ -6,12 +6,14 @@ A seed that fails is told with its graph, and the features without which it stil
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from multiprocessing import get_context
 
-from tests.random_graphs.run import Verdict, judge, smaller
+from tests.random_graphs.run import judge, smaller
 from tests.random_graphs.shape import FEATURES
 
 
@@ -43,16 +45,12 @@ def _options() -> argparse.Namespace:
 
 def _verdicts(options: argparse.Namespace):  # type: ignore[no-untyped-def]
     first, count = (options.seed, options.graphs) if options.only is None else (options.only, 1)
-    work = [(seed, options.without) for seed in range(first, first + count)]
+    seeds = range(first, first + count)
     if options.jobs == 1:
-        yield from (judge(*one) for one in work)
+        yield from (judge(seed, options.without) for seed in seeds)
         return
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        yield from pool.imap(_judge, work, chunksize=8)
-
-
-def _judge(work: tuple[int, str]) -> Verdict:
-    return judge(*work)
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(judge, seeds, repeat(options.without), chunksize=8)
 
 
 if __name__ == "__main__":
