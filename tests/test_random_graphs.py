@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ import pytest
 
 from flowrl import Cluster, Machine, check
 from flowrl.channel.tickets import Tickets
+from flowrl.runtime.books import Books
 from flowrl.runtime.ledger_client import LedgerClient
 from tests.random_graphs.clock import Stuck, run_virtually
 from tests.random_graphs.drawing import draw
@@ -99,13 +101,26 @@ def _begin_with_the_first_prompt() -> Any:
     return mock.patch.object(Source, "load_state", lambda *_: None)
 
 
+@contextmanager
+def _by_the_record_alone(fault: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Without what the engine itself finds of it, while the run goes on."""
+    with (
+        mock.patch.object(Books, "_assert_bound", lambda *_: None),
+        mock.patch.object(Books, "unbooked", lambda _: ""),
+        fault(),
+    ):
+        yield
+
+
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        (_more_tickets, "bound"),
+        (partial(_by_the_record_alone, _more_tickets), "bound"),
+        (_more_tickets, "end"),
         (_never_return_tickets, "end"),
         (_one_step_more, "steps"),
-        (_tell_of_fewer_uses, "ledger"),
+        (partial(_by_the_record_alone, _tell_of_fewer_uses), "ledger"),
+        (_tell_of_fewer_uses, "end"),
         (_tell_of_no_rollout, "audit"),
         (_lose_nothing, "fate"),
         (_see_twice, "seen"),
@@ -116,6 +131,12 @@ def test_a_fault_is_found(fault: Callable[[], AbstractContextManager[Any]], kind
     with fault():
         verdicts = [judge(seed, PLAIN) for seed in range(5)]
     assert kind in {violation.kind for verdict in verdicts for violation in verdict.violations}
+
+
+def test_a_bound_that_the_last_step_breaks_is_what_the_run_ends_with() -> None:
+    with _more_tickets():
+        (violation,) = judge(3, PLAIN).violations
+    assert "'actor' updates version 4 with tokens of" in violation.text
 
 
 def test_a_failure_is_told_with_its_graph_and_the_features_it_needs() -> None:

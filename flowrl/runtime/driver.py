@@ -174,8 +174,7 @@ class Driver:
             evaluations: dict[str, dict[str, float]] = await _first_failure(self._lead(), watch, lines, self._broken)
             self._records.put_nowait(None)
             await _first_failure(lines, watch, self._broken)
-            if mistake := self.books.unbooked():
-                raise FlowrlError(mistake)
+            self._require_sound()
         except Stalled as error:
             raise Stalled("\n".join(filter(None, [self.books.unbooked(), str(error)]))) from None
         finally:
@@ -183,6 +182,13 @@ class Driver:
             lines.cancel()
             await asyncio.gather(watch, lines, return_exceptions=True)  # a line that waits is written before the next
         return evaluations
+
+    def _require_sound(self) -> None:
+        """Raise what broke the run together with the last of what was awaited, or a trainer's mistake."""
+        if self._broken.done():
+            self._broken.result()
+        if mistake := self.books.unbooked():
+            raise FlowrlError(mistake)
 
     def fail(self, error: BaseException) -> None:
         """An exception that nobody waits for (a note's handler, a timer) ends the run."""

@@ -214,7 +214,13 @@ class _Prepared:
         run_id = uuid.uuid4().hex[:12]
         tcp = len({host.machine for host in self.plan.hosts}) > 1
         curve = CurveKeys.new() if tcp else None
-        endpoint = Endpoint("driver", run_id=run_id, driver_pid=os.getpid(), curve=curve)
+        endpoint = Endpoint(
+            "driver",
+            run_id=run_id,
+            driver_pid=os.getpid(),
+            curve=curve,
+            failed=lambda error: driver.fail(error),
+        )
         await endpoint.open(tcp=tcp)
         slots = tuple(Slot(h.name, *self._claim(h), h.cores, h.machine) for h in self.plan.hosts)
         cluster.place(slots)
