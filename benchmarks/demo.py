@@ -13,8 +13,8 @@ from pathlib import Path
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.load import load_file
-from flowrl.runtime.audit import audit
-from flowrl.runtime.metrics import read
+from flowrl.runtime.audit.audit import audit
+from flowrl.runtime.telemetry.metrics import read
 
 GRAPH = Path(__file__).parent.parent / "graphs" / "grpo.py"
 STEPS = 300
@@ -31,8 +31,8 @@ def main() -> int:
     run_dir = options.run_dir or Path("runs") / ("demo-control" if options.control else "demo")
     if options.run_dir is None and run_dir.exists():
         shutil.rmtree(run_dir)
-    from flowrl.runtime.launch import run
-    from flowrl.runtime.options import RunOptions
+    from flowrl.runtime.driver.launch import run
+    from flowrl.runtime.driver.options import RunOptions
 
     file = load_file(GRAPH)
     args = ["--lr", str(LEARNING_RATE), "--evaluate", str(HELD_OUT)]
@@ -47,7 +47,7 @@ def main() -> int:
 
 def report(run_dir: Path, evaluations: dict[str, dict[str, float]], *, control: bool) -> int:
     """Print what the records say. Status 1 if the audit fails."""
-    lines, books = read(run_dir / "metrics.jsonl"), audit(run_dir)
+    lines, audited = read(run_dir / "metrics.jsonl"), audit(run_dir)
     before, after = (evaluations[phase]["exact_match"] for phase in ("before", "after"))
     seconds = lines[-1]["time_s"] - lines[0]["time_s"]
     samples = sum(line["num_samples"] for line in lines[1:])
@@ -56,9 +56,9 @@ def report(run_dir: Path, evaluations: dict[str, dict[str, float]], *, control: 
     print(f"held-out problems    {int(evaluations['after']['num_answers'])}, disjoint from SFT and RL")
     print(f"held-out exact match {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
     print(f"samples/s            {samples / seconds:.0f} over {len(lines)} steps in {seconds:.0f} s")
-    print(f"max staleness        {max(line['staleness_max'] for line in lines)} (bound {books.figures['bound']})")
-    print("audit: ok" if books.ok else str(books))
-    return 0 if books.ok else 1
+    print(f"max staleness        {max(line['staleness_max'] for line in lines)} (bound {audited.figures['bound']})")
+    print("audit: ok" if audited.ok else str(audited))
+    return 0 if audited.ok else 1
 
 
 if __name__ == "__main__":

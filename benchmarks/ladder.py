@@ -1,11 +1,11 @@
 """The whole ladder on `tiny`, judged by the task's verifier on held-out prompts.
 
-    python -m benchmarks.ladder                   # every rung, then the table
+    python -m benchmarks.ladder                   # every case, then the table
     python -m benchmarks.ladder --only grpo dpo   # these again; the table keeps the others' last results
     python -m benchmarks.ladder --table --readme  # runs nothing, writes README's table from what is there
     python -m benchmarks.ladder --chain           # SFT -> reward model -> PPO, and SFT -> DPO
 
-A rung is one `flowrl run`; its command stands in the table. Every figure is the share of right answers over
+A case is one `flowrl run`; its command stands in the table. Every figure is the share of right answers over
 256 held-out prompts, 4 answers to each, with the same seeds before and after; the error is the standard
 error of the paired differences. The status is 1 if a gain is not above two of them, or an audit fails.
 """
@@ -20,34 +20,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.ladder_cases import ROOT, CaseFailed, LadderCase, Result, result_of, run_case
 from benchmarks.ladder_table import markdown, write_table
-from benchmarks.rungs import ROOT, Result, Rung, RungFailed, result_of, run_rung
 
 SEEDS = 3
 RANDOM = "random"
 """Stands for `tiny` before anything was trained."""
-RUNGS = (
-    Rung("sft", 450, online=False, start="{random}"),
-    Rung("pairs", options=("--pairs", "{out}"), online=False, writes="pairs.jsonl"),
-    Rung(
+CASES = (
+    LadderCase("sft", 450, online=False, start="{random}"),
+    LadderCase("pairs", options=("--pairs", "{out}"), online=False, writes="pairs.jsonl"),
+    LadderCase(
         "reward_model", 300, ("--pairs", "{pairs}"), online=False, start="tiny", pairs="{pairs}", floor=0.7, margin=0.1
     ),
-    Rung("dpo", 200, ("--pairs", "{pairs}", "--nll-coef", "0.5"), online=False, seeds=SEEDS),
-    Rung("kto", 200, ("--labelled", "{pairs}", "--beta", "0.5"), online=False, seeds=SEEDS),
-    Rung("grpo", 150, ("--lr", "2e-4"), seeds=SEEDS),
-    Rung("reinforce_pp", 150, ("--lr", "2e-4")),
-    Rung("rloo", 150, ("--lr", "2e-4")),
-    Rung("dapo", 100, ("--lr", "2e-4"), negated_steps=12),  # later no group has spread, and it samples for ever
-    Rung("ppo", 60, ("--kl-coef", "0.3", "--reward-model", "{reward_model}"), minutes=10, seeds=SEEDS),
-    Rung("raft", 150, ("--lr", "3e-4"), minutes=10),
-    Rung("iterative_dpo", 60, ("--lr", "1e-4"), minutes=10, seeds=SEEDS),
-    Rung("distill", 80, ("--lr", "3e-4")),
-    Rung("distill", 80, ("--lr", "3e-4", "--exact"), name="distill_exact"),
+    LadderCase("dpo", 200, ("--pairs", "{pairs}", "--nll-coef", "0.5"), online=False, seeds=SEEDS),
+    LadderCase("kto", 200, ("--labelled", "{pairs}", "--beta", "0.5"), online=False, seeds=SEEDS),
+    LadderCase("grpo", 150, ("--lr", "2e-4"), seeds=SEEDS),
+    LadderCase("reinforce_pp", 150, ("--lr", "2e-4")),
+    LadderCase("rloo", 150, ("--lr", "2e-4")),
+    LadderCase("dapo", 100, ("--lr", "2e-4"), negated_steps=12),  # later no group has spread, and it samples for ever
+    LadderCase("ppo", 60, ("--kl-coef", "0.3", "--reward-model", "{reward_model}"), minutes=10, seeds=SEEDS),
+    LadderCase("raft", 150, ("--lr", "3e-4"), minutes=10),
+    LadderCase("iterative_dpo", 60, ("--lr", "1e-4"), minutes=10, seeds=SEEDS),
+    LadderCase("distill", 80, ("--lr", "3e-4")),
+    LadderCase("distill", 80, ("--lr", "3e-4", "--exact"), name="distill_exact"),
 )
 CHAIN = (
-    Rung("sft", 650, online=False, start="{random}"),
-    Rung("pairs", options=("--policy", "{sft}", "--pairs", "{out}"), online=False, writes="pairs.jsonl"),
-    Rung(
+    LadderCase("sft", 650, online=False, start="{random}"),
+    LadderCase("pairs", options=("--policy", "{sft}", "--pairs", "{out}"), online=False, writes="pairs.jsonl"),
+    LadderCase(
         "reward_model",
         1800,  # its pairs are wrong in any digit: to tell them is to add
         ("--policy", "{sft}", "--pairs", "{pairs}", "--schedule", "linear"),
@@ -57,62 +57,62 @@ CHAIN = (
         floor=0.7,
         margin=0.1,
     ),
-    Rung(
+    LadderCase(
         "ppo",
         60,
         ("--policy", "{sft}", "--reward-model", "{reward_model}", "--critic", "{reward_model}", "--kl-coef", "0.3"),
         minutes=10,
     ),
-    Rung("dpo", 200, ("--policy", "{sft}", "--pairs", "{pairs}", "--nll-coef", "0.5"), online=False),
+    LadderCase("dpo", 200, ("--policy", "{sft}", "--pairs", "{pairs}", "--nll-coef", "0.5"), online=False),
 )
 README = ROOT / "README.md"
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """Rungs, each above those it starts from, and the directory of their runs and results."""
+    """Cases, each above those it starts from, and the directory of their runs and results."""
 
-    rungs: tuple[Rung, ...]
+    cases: tuple[LadderCase, ...]
     home: Path
 
-    def climb(self, chosen: Sequence[Rung], seeds: Sequence[int] | None = None) -> Iterator[str]:
-        """Run some rungs, before each what it needs and is not there; `seeds` None: their own. Yields failures."""
-        for rung in chosen:
+    def climb(self, chosen: Sequence[LadderCase], seeds: Sequence[int] | None = None) -> Iterator[str]:
+        """Run some cases, before each what it needs and is not there; `seeds` None: their own. Yields failures."""
+        for case in chosen:
             try:
-                self.run_missing(rung.needs)
-                for seed in range(rung.seeds) if seeds is None else seeds:
-                    self.run(rung, seed)
-            except (RungFailed, ValueError) as failure:
-                yield f"{rung.title}: {failure}"
+                self.run_missing(case.needs)
+                for seed in range(case.seeds) if seeds is None else seeds:
+                    self.run(case, seed)
+            except (CaseFailed, ValueError) as failure:
+                yield f"{case.title}: {failure}"
 
     def run_missing(self, names: Sequence[str]) -> None:
-        """Run those of the named rungs that have no result yet, after what they need themselves."""
-        for rung in self.rungs:
-            if rung.title in names and not self.record(rung, 0).exists():
-                self.run_missing(rung.needs)
-                self.run(rung, 0)
+        """Run those of the named cases that have no result yet, after what they need themselves."""
+        for case in self.cases:
+            if case.title in names and not self.record(case, 0).exists():
+                self.run_missing(case.needs)
+                self.run(case, 0)
 
-    def run(self, rung: Rung, seed: int) -> None:
-        """One run of a rung, its result kept and told."""
-        self.record(rung, seed).unlink(missing_ok=True)
-        told = f"ladder: {rung.title}, seed {seed}"
+    def run(self, case: LadderCase, seed: int) -> None:
+        """One run of a case, its result kept and told."""
+        self.record(case, seed).unlink(missing_ok=True)
+        told = f"ladder: {case.title}, seed {seed}"
         print(f"{told} ...", file=sys.stderr, flush=True)
-        result = run_rung(rung, seed, self.models(rung), self.home)
-        result.write(self.record(rung, seed))
+        result = run_case(case, seed, self.models(case), self.home)
+        result.write(self.record(case, seed))
         print(f"{told}: {result.gain or 'done'}, {result.minutes:.1f} min", file=sys.stderr, flush=True)
 
-    def models(self, rung: Rung) -> Mapping[str, Path]:
-        """What stands for the names in a rung's options: what other rungs left."""
-        known = {other.title: other for other in self.rungs}
-        return {name: random_model() if name == RANDOM else result_of(known[name], 0, self.home) for name in rung.needs}
+    def models(self, case: LadderCase) -> Mapping[str, Path]:
+        """What stands for the names in a case's options: what other cases left."""
+        known = {other.title: other for other in self.cases}
+        return {name: random_model() if name == RANDOM else result_of(known[name], 0, self.home) for name in case.needs}
 
-    def record(self, rung: Rung, seed: int) -> Path:
+    def record(self, case: LadderCase, seed: int) -> Path:
         """Where the result of a run is kept."""
-        return self.home / f"{rung.title}-{seed}.json"
+        return self.home / f"{case.title}-{seed}.json"
 
     def results(self) -> list[Result]:
-        """The last results of all rungs, in their order."""
-        kept = [self.record(rung, seed) for rung in self.rungs for seed in range(rung.seeds)]
+        """The last results of all cases, in their order."""
+        kept = [self.record(case, seed) for case in self.cases for seed in range(case.seeds)]
         return [Result.read(path) for path in kept if path.exists()]
 
 
@@ -126,18 +126,18 @@ def random_model() -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way ends too
-    ladder = Ladder(CHAIN, options.home / "chain") if options.chain else Ladder(RUNGS, options.home)
-    chosen = [rung for rung in ladder.rungs if not options.only or rung.title in options.only]
+    ladder = Ladder(CHAIN, options.home / "chain") if options.chain else Ladder(CASES, options.home)
+    chosen = [case for case in ladder.cases if not options.only or case.title in options.only]
     failures = [] if options.table else list(ladder.climb(chosen, options.seeds))
     found = ladder.results()
-    table = markdown(ladder.rungs, found)
+    table = markdown(ladder.cases, found)
     print(table)
     for result in found:
         print(json.dumps({"benchmark": "ladder", "system": "flowrl", **asdict(result)}))
     if options.readme:
         write_table(README, table)
-    rungs = {rung.title: rung for rung in ladder.rungs}
-    failures += [f"{r.rung}, seed {r.seed}: learnt too little, or audit" for r in found if not rungs[r.rung].passed(r)]
+    cases = {case.title: case for case in ladder.cases}
+    failures += [f"{r.case}, seed {r.seed}: learnt too little, or audit" for r in found if not cases[r.case].passed(r)]
     for failure in failures:
         print(f"ladder: {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -145,11 +145,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    titles = [rung.title for rung in (*RUNGS, *CHAIN)]
+    titles = [case.title for case in (*CASES, *CHAIN)]
     parser.add_argument("--only", nargs="+", default=[], choices=titles, metavar="RUNG")
-    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="training seeds instead of the rungs' own")
+    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="training seeds instead of the cases' own")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--chain", action="store_true", help="each stage from the one before, in place of the rungs")
+    parser.add_argument("--chain", action="store_true", help="each stage from the one before, in place of the cases")
     parser.add_argument("--home", type=Path, default=Path("runs") / "ladder", help="where runs and results lie")
     parser.add_argument("--readme", action="store_true", help="write the table into README.md")
     return parser

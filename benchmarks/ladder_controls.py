@@ -1,10 +1,10 @@
-"""What must not work: every online rung at learning rate 0, and with the sign of its rewards turned.
+"""What must not work: every online case at learning rate 0, and with the sign of its rewards turned.
 
     python -m benchmarks.ladder_controls [--only grpo ppo]
 
 At learning rate 0 the weights after a run are those from before, bit for bit, and so is every held-out
 answer's score. With rewards negated the score falls by more than two paired standard errors within a part
-of the rung's steps. The status is 1 if one of the two is otherwise, or an audit fails.
+of the case's steps. The status is 1 if one of the two is otherwise, or an audit fails.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gain import gain
-from benchmarks.ladder import RUNGS, Ladder
-from benchmarks.rungs import Rung, RungFailed, audited, checkpoint, flowrl
+from benchmarks.ladder import CASES, Ladder
+from benchmarks.ladder_cases import CaseFailed, LadderCase, audited, checkpoint, flowrl
 from flowrl.weights.manifest import Checksum
 
 STILL_STEPS = 4
 NEGATED_PART = 3
-"""A third of a rung's steps is far enough to fall."""
+"""A third of a case's steps is far enough to fall."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """One control of one rung; `text` is what was seen."""
+    """One control of one case; `text` is what was seen."""
 
-    rung: str
+    case: str
     name: str
     good: bool
     text: str
 
     def __str__(self) -> str:
-        return f"{self.rung:<16}{self.name:<10}{'ok' if self.good else 'FAILED':<8}{self.text}"
+        return f"{self.case:<16}{self.name:<10}{'ok' if self.good else 'FAILED':<8}{self.text}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    online = {rung.title: rung for rung in RUNGS if rung.online}
+    online = {case.title: case for case in CASES if case.online}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], choices=online, metavar="RUNG")
     parser.add_argument("--home", type=Path, default=Path("runs") / "ladder", help="where runs lie")
@@ -53,57 +53,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way ends too
     failed = 0
     for name in options.only or online:
-        for control in controls(online[name], Ladder(RUNGS, options.home)):
+        for control in controls(online[name], Ladder(CASES, options.home)):
             failed += not control.good
             print(control, flush=True)
             print(json.dumps({"benchmark": "ladder_controls", "system": "flowrl", **vars(control)}), flush=True)
     return 1 if failed else 0
 
 
-def controls(rung: Rung, ladder: Ladder) -> list[Control]:
-    """Both controls of a rung; a run that failed is one that failed."""
+def controls(case: LadderCase, ladder: Ladder) -> list[Control]:
+    """Both controls of a case; a run that failed is one that failed."""
     found = []
     for name, control in (("lr 0", still), ("negated", negated)):
         try:
-            ladder.run_missing(rung.needs)
-            found.append(control(rung, ladder))
-        except (RungFailed, ValueError) as failure:
-            found.append(Control(rung.title, name, False, str(failure)))
+            ladder.run_missing(case.needs)
+            found.append(control(case, ladder))
+        except (CaseFailed, ValueError) as failure:
+            found.append(Control(case.title, name, False, str(failure)))
     return found
 
 
-def still(rung: Rung, ladder: Ladder) -> Control:
+def still(case: LadderCase, ladder: Ladder) -> Control:
     """A few steps at learning rate 0."""
-    run_dir = ladder.home / f"{rung.title}-still"
-    run(replace(rung, steps=STILL_STEPS), ("--lr", "0"), run_dir, ladder, save_every=1)
+    run_dir = ladder.home / f"{case.title}-still"
+    run(replace(case, steps=STILL_STEPS), ("--lr", "0"), run_dir, ladder, save_every=1)
     sums = [checksum(checkpoint(run_dir, step)) for step in (1, STILL_STEPS)]
     before, after = scores(run_dir, "before"), scores(run_dir, "after")
     changed = sum(after[answer] != score for answer, score in before.items())
     good = len(set(sums)) == 1 and not changed and before.keys() == after.keys() and audited(run_dir) is True
     text = f"weights {sums[0]:x} -> {sums[1]:x}, {changed} of {len(before)} answers scored otherwise"
-    return Control(rung.title, "lr 0", good, text)
+    return Control(case.title, "lr 0", good, text)
 
 
-def negated(rung: Rung, ladder: Ladder) -> Control:
-    """A part of the rung, with every reward's sign turned."""
-    run_dir = ladder.home / f"{rung.title}-negated"
-    steps = rung.negated_steps or rung.steps // NEGATED_PART
-    run(replace(rung, steps=steps), ("--negate-rewards",), run_dir, ladder)
+def negated(case: LadderCase, ladder: Ladder) -> Control:
+    """A part of the case, with every reward's sign turned."""
+    run_dir = ladder.home / f"{case.title}-negated"
+    steps = case.negated_steps or case.steps // NEGATED_PART
+    run(replace(case, steps=steps), ("--negate-rewards",), run_dir, ladder)
     found = gain(run_dir)
-    return Control(rung.title, "negated", found.gain < -2 * found.error and audited(run_dir) is True, str(found))
+    return Control(case.title, "negated", found.gain < -2 * found.error and audited(run_dir) is True, str(found))
 
 
-def run(rung: Rung, options: Sequence[str], run_dir: Path, ladder: Ladder, *, save_every: int = 0) -> None:
-    """Later options win over those of the rung."""
+def run(case: LadderCase, options: Sequence[str], run_dir: Path, ladder: Ladder, *, save_every: int = 0) -> None:
+    """Later options win over those of the case."""
     command = [
-        *rung.command(ladder.models(rung), 0, ladder.home),
+        *case.command(ladder.models(case), 0, ladder.home),
         *options,
         "--save-every",
         str(save_every),
         "--keep",
         "0",
     ]
-    flowrl(command, run_dir, limit_s=60 * rung.minutes + 60)
+    flowrl(command, run_dir, limit_s=60 * case.minutes + 60)
 
 
 def scores(run_dir: Path, phase: str) -> dict[tuple[str, int], float]:

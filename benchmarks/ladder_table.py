@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.rungs import ANSWERS, EVALUATION, PROMPTS, Result, Rung
+from benchmarks.ladder_cases import ANSWERS, EVALUATION, PROMPTS, LadderCase, Result
 
 BEGIN, END = "<!-- ladder-table: begin -->", "<!-- ladder-table: end -->"
 HEADING = (
@@ -17,25 +17,25 @@ HEADING = (
 PREFERENCES = "Accuracy of the implicit rewards on held-out pairs (0.5 is chance), and what moved:"
 
 
-def markdown(rungs: Sequence[Rung], found: Sequence[Result]) -> str:
-    """A line a rung that has results, with its gains for every training seed."""
+def markdown(cases: Sequence[LadderCase], found: Sequence[Result]) -> str:
+    """A line a case that has results, with its gains for every training seed."""
     lines = [
         HEADING,
         "",
         "| graph | before | after | gain by training seed | minutes | audit | command |",
         "|---|---|---|---|---|---|---|",
     ]
-    for rung in rungs:
-        runs = [result for result in found if result.rung == rung.title]
-        lines += [_line(rung, runs)] if runs else []
-    preferred = [f"- {result.rung}, seed {result.seed}: {result.preference}" for result in found if result.preference]
+    for case in cases:
+        runs = [result for result in found if result.case == case.title]
+        lines += [_line(case, runs)] if runs else []
+    preferred = [f"- {result.case}, seed {result.seed}: {result.preference}" for result in found if result.preference]
     return "\n".join([*lines, *(["", PREFERENCES, "", *preferred] if preferred else [])])
 
 
-def _line(rung: Rung, runs: Sequence[Result]) -> str:
+def _line(case: LadderCase, runs: Sequence[Result]) -> str:
     gains = [run.gain for run in runs if run.gain is not None]
     cells = (
-        rung.title,
+        case.title,
         f"{_mean([gain.before for gain in gains]):.3f}" if gains else "–",
         f"{_mean([gain.after for gain in gains]):.3f}" if gains else "–",
         ", ".join(f"{gain.gain:+.3f} ± {gain.error:.3f}" for gain in gains) or "–",

@@ -17,11 +17,11 @@ from unittest import mock
 
 import tyro
 
-from flowrl.runtime import ledger_file
-from flowrl.runtime.audit import audit
-from flowrl.runtime.ledger import Ledger
-from flowrl.runtime.metrics import line_hash
-from flowrl.runtime.terms import Terms
+from flowrl.runtime.audit.audit import audit
+from flowrl.runtime.ledger import ledger_file
+from flowrl.runtime.ledger.ledger import Ledger
+from flowrl.runtime.ledger.terms import Terms
+from flowrl.runtime.telemetry.metrics import line_hash
 
 MEMBERS, GROUPS = 8, 4
 TERMS = Terms(("trainer",), (), ("generator",), 1, 2 * GROUPS, 1, GROUPS, MEMBERS)

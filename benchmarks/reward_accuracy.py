@@ -84,7 +84,7 @@ class PolicyLogprobs:
         """(sum, number of tokens) of each answer."""
         import torch
 
-        from flowrl.training.rows import lay_out
+        from flowrl.training.row_layout import lay_out
 
         found: list[tuple[float, int]] = []
         for start in range(0, len(asked), SEQUENCES_A_PASS):

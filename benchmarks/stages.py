@@ -1,7 +1,7 @@
 """A graph whose stages take a known time: what is left of the overlap is the engine's doing.
 
 Generating one batch takes `generate_s` however many prompts are in it (a full vLLM batch does too),
-training on it `train_s`. No model is involved; admission, tickets, versions and books are the real ones.
+training on it `train_s`. No model is involved; admission, tickets, versions and ledger are the real ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from flowrl import Batch, Graph, Group, In, Node, Out, Prompt, Sample, Trainable, Weights
 from flowrl.graph.facts import Facts
 from flowrl.nodes.batch import TokenBatch
-from flowrl.runtime.ledger_client import Use
+from flowrl.runtime.ledger.ledger_client import Use
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 8, 8
 
@@ -31,7 +31,7 @@ class Stages:
     group_size: int = 2
     staleness: int = 1
     """Largest staleness of any trained token, in versions. 0 is synchronous."""
-    turns: bool = False
+    time_share: bool = False
     """The two stages take turns on the same core instead of working side by side."""
 
 
@@ -201,8 +201,8 @@ def graph(cfg: Stages) -> Graph:
     collect = g.add("collect", Collect(cfg.group_size))
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
     trainer = g.add("trainer", SleepingTrainer(cfg.train_s))
-    if cfg.turns:
-        g.turns(generator, trainer)
+    if cfg.time_share:
+        g.time_share(generator, trainer)
     g.connect(source.prompts, generator.prompts)
     g.connect(generator.samples, collect.samples)
     g.connect(collect.groups, batcher.groups)

@@ -3,8 +3,8 @@
     python -m benchmarks.sync_vs_async benchmarks/stages.py --repeat 5
     python -m benchmarks.sync_vs_async graphs/grpo.py --staleness 1 4 --evaluate 0 --groups-per-step 128
 
-Cases: `sync` (staleness 0, generator and trainer on cores of their own), `sync in turns` (the same two on
-all cores, one after the other; for graphs with a field `turns`), and `async S` for every S above 0. Each
+Cases: `sync` (staleness 0, generator and trainer on cores of their own), `sync, time share` (the same two on
+all cores, one after the other; for graphs with a field `time_share`), and `async S` for every S above 0. Each
 case is one `flowrl run` a repetition, the cases of a repetition one after another. Options that are not
 listed below go to the graph.
 """
@@ -27,9 +27,10 @@ from rich.table import Table
 
 from benchmarks.overlap import Gain, Lines, Pace, Spread, pace, rewards
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.check import check
 from flowrl.graph.load import GraphFile, load_file
 from flowrl.graph.machine import Cluster
-from flowrl.runtime.metrics import read
+from flowrl.runtime.telemetry.metrics import read
 
 SYNC = "sync"
 MOMENTS = 5
@@ -70,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not done:
             return 2
         print(f"sync_vs_async: {len(done) // len(cases)} repetitions are complete:", file=sys.stderr)
-    tell(cases, done, options)
+    report(cases, done, options)
     return 0 if len(done) == options.repeat * len(cases) else 2
 
 
-def tell(cases: Sequence[Case], done: Sequence[Done], options: argparse.Namespace) -> None:
+def report(cases: Sequence[Case], done: Sequence[Done], options: argparse.Namespace) -> None:
     """The tables, the JSON lines, the plot."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(pace_table(cases, done))
@@ -111,13 +112,15 @@ def make_cases(file: GraphFile, staleness: Sequence[int], args: Sequence[str]) -
             f"{file.path} has no field staleness; the comparison needs a graph that passes one to g.admit"
         )
     cases = [Case(SYNC, 0, ("--staleness", "0", *args))]
-    if "turns" in names:
-        cases.append(Case("sync in turns", 0, ("--staleness", "0", "--turns", *_all_cores(file, names, args), *args)))
+    if "time_share" in names:
+        cases.append(
+            Case("sync, time share", 0, ("--staleness", "0", "--time-share", *_all_cores(file, names, args), *args))
+        )
     cases += [
         Case(f"async {bound}", bound, ("--staleness", str(bound), *args)) for bound in sorted(set(staleness) - {0})
     ]
     for case in cases:
-        file.build(file.parse(case.args, prog="sync_vs_async")).check()
+        check(file.build(file.parse(case.args, prog="sync_vs_async"))).raise_for_problems()
     return cases
 
 
@@ -125,8 +128,8 @@ def _all_cores(file: GraphFile, names: set[str], args: Sequence[str]) -> tuple[s
     """The option that gives all cores of this machine to the nodes that take turns."""
     if "cpus" not in names:
         return ()
-    graph = file.build(file.parse(["--turns", *args], prog="sync_vs_async"))
-    replicas = max(graph.placed[name].replicas for turning in graph.turning for name in turning)
+    graph = file.build(file.parse(["--time-share", *args], prog="sync_vs_async"))
+    replicas = max(graph.placed[name].replicas for sharing in graph.time_shared for name in sharing)
     return ("--cpus", str(Cluster.here().num_cores // replicas))
 
 

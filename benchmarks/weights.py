@@ -31,7 +31,7 @@ from flowrl.models import Policy, resolve
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.vllm_sampler import VllmSampler
 from flowrl.nodes.vllm_start import model_dtype
-from flowrl.nodes.weight_updates import Gate, WeightUpdates
+from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
 from flowrl.weights.receive import SegmentReceiver
 
 RUN_ID = "benchmark"
@@ -87,7 +87,7 @@ def train(engine: Any, seed: int) -> None:
     """One optimizer step on random sequences."""
     import torch
 
-    from flowrl.training.rows import lay_out
+    from flowrl.training.row_layout import lay_out
 
     draw = np.random.default_rng((seed, engine.rank))
     tokens = [draw.integers(0, engine.vocab_size, LENGTH).astype(np.int32) for _ in range(SEQUENCES)]
@@ -138,14 +138,14 @@ class Context:
         return result
 
     @asynccontextmanager
-    async def turn(self, name: str) -> AsyncIterator[None]:
+    async def exclusive(self, name: str) -> AsyncIterator[None]:
         yield
 
 
 class Traffic:
     """Requests without end, `concurrency` at a time, through the gate of the updates."""
 
-    def __init__(self, sampler: VllmSampler, gate: Gate, concurrency: int) -> None:
+    def __init__(self, sampler: VllmSampler, gate: UpdateGate, concurrency: int) -> None:
         self._sampler = sampler
         self._gate = gate
         self._tasks = [asyncio.create_task(self._ask(index)) for index in range(concurrency)]
@@ -176,7 +176,7 @@ async def generate(case: Case, pipe: Connection) -> dict[str, list[float]]:
         max_model_len=256,
         max_num_seqs=case.concurrency,
     )
-    gate, context = Gate(), Context()
+    gate, context = UpdateGate(), Context()
     host: Any = context
     updates = WeightUpdates(sampler, SegmentReceiver(RUN_ID), gate, host, "generator/0", running=lambda: True)
     seen: dict[str, list[float]] = context.seen

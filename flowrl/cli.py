@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError, FlowrlError, GraphError
+from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile, load_file, user_code
 from flowrl.graph.machine import Cluster
-from flowrl.graph.options import option_names, parse_options
 
 Options = TypeVar("Options")
 
@@ -33,7 +33,7 @@ usage: flowrl COMMAND
   run   GRAPH.py [--steps N] [--run-dir DIR] [--resume] [--field value ...]
         run a graph; --help after GRAPH.py lists the fields and all options
   audit RUN_DIR
-        prove a run's books and its staleness bound from its own records
+        prove a run's ledger and its staleness bound from its own records
   serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS]
         answer rewards over HTTP, for graphs that name the address as their reward
   version
@@ -95,11 +95,11 @@ def check(args: Sequence[str]) -> int:
 
 
 def run(args: Sequence[str]) -> int:
-    """`flowrl run GRAPH.py`: status 0 when it ended well and, where there are books, the audit is ok."""
-    from flowrl.runtime.options import RunOptions
+    """`flowrl run GRAPH.py`: status 0 when it ended well and, where there is a ledger, the audit is ok."""
+    from flowrl.runtime.driver.options import RunOptions
 
     file, graph, cfg, options = _prepare("run", RunOptions, args)
-    from flowrl.runtime.launch import run as launch
+    from flowrl.runtime.driver.launch import run as launch
 
     result = launch(file.path, graph, cfg, options)
     if result.audit is None:
@@ -115,7 +115,7 @@ def audit(args: Sequence[str]) -> int:
     path = Path(args[0])
     if not path.is_dir():
         raise ConfigError(f"there is no run directory {path}; name the one given to flowrl run --run-dir")
-    from flowrl.runtime.audit import audit as prove
+    from flowrl.runtime.audit.audit import audit as prove
 
     report = prove(path)
     print(report)

@@ -15,14 +15,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
+from flowrl import packing
 from flowrl.errors import SchemaError
 
 Int32 = npt.NDArray[np.int32]
@@ -242,6 +243,12 @@ class Trainable(Scored):
     mismatched: Mismatched | None = None
     """This sample's prompt with another row's completion."""
 
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens that a pass over the sample needs room for."""
+        longest = self.token_ids.size
+        return int(longest if self.mismatched is None else max(longest, self.mismatched.token_ids.size))
+
 
 @dataclass(frozen=True)
 class Group(Message):
@@ -279,10 +286,28 @@ class Batch(Message):
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def split(self, n: int) -> tuple[Batch, ...]:
-        """The parts for `n` ranks: balanced by tokens, equal micro-batch counts (gang dispatch)."""
-        from flowrl.training.packing import split_batch
+        """The parts for `n` ranks: balanced by tokens, equal micro-batch counts (gang dispatch).
 
-        return split_batch(self, n)
+        Raises ConfigError if one sample alone, or one pair, exceeds the token budget.
+        """
+        units = packed(self.samples)
+        names = [f"pair {s.pair!r}" if s.pair else f"sample {s.sample_id!r}" for s in self.samples]
+        packing.require_budget(units, self.token_budget, names)
+        parts = packing.split(units, n, optimizer_steps=self.optimizer_steps, token_budget=self.token_budget)
+        return tuple(
+            replace(
+                self,
+                samples=tuple(self.samples[i] for i in part.samples),
+                micro_batches=part.micro_batches,
+                step_ends=part.step_ends,
+            )
+            for part in parts
+        )
+
+
+def packed(samples: Sequence[Trainable]) -> list[packing.PackedUnit]:
+    """The units that stay together: pairs, and samples alone."""
+    return packing.units_of([sample.pass_tokens for sample in samples], [sample.pair for sample in samples])
 
 
 @dataclass(frozen=True)
@@ -323,7 +348,7 @@ class Weights(Message):
 class Tombstone(Message):
     """Stands for a sample (member >= 0) or a whole group (member -1) that will not come.
 
-    `state` is how the books close it: failed, filtered or dropped.
+    `state` is how the ledger closes it: failed, filtered or dropped.
     """
 
     group_id: str

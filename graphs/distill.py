@@ -21,7 +21,7 @@ from flowrl.nodes import (
 )
 from flowrl.tasks import Task
 from flowrl.training.distillation import ReverseKL
-from flowrl.training.recipes import PolicyObjective
+from flowrl.training.objectives import PolicyObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, ZeroSettings
 
@@ -110,7 +110,7 @@ def graph(cfg: Distill) -> Graph:
         replicas=cfg.num_trainers,
         gpus=cfg.gpus,
     )
-    g.turns(trainer, judge)
+    g.time_share(trainer, judge)
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, judge.rollouts)

@@ -25,7 +25,7 @@ from flowrl.nodes import (
 )
 from flowrl.tasks import Task
 from flowrl.training.estimate import Estimate
-from flowrl.training.recipes import PolicyObjective
+from flowrl.training.objectives import PolicyObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, ZeroSettings
 
@@ -101,7 +101,7 @@ class GRPO:
     """Groups among which the batcher may choose a finished one; 1 is admission order."""
     cpus: float | None = None
     """Cores of each generator and trainer; None: one, or less for ranks that would not fit."""
-    turns: bool = False
+    time_share: bool = False
     """Generator and trainer take turns on the same cores and GPUs instead of working side by side."""
     dynamic_sampling: bool = False
     """Filter groups whose rewards are all equal, which teach nothing, and sample others in their place."""
@@ -162,16 +162,16 @@ def graph(cfg: GRPO) -> Graph:
         cpus=cfg.cpus,
         gpus=cfg.gpus,
     )
-    if cfg.turns:
-        g.turns(generator, trainer)
+    if cfg.time_share:
+        g.time_share(generator, trainer)
 
     g.connect(prompts.prompts, generator.prompts)
     # A trainer of adapters has the reference in itself, but only when the samples have reached it.
     if cfg.reward_kl_coef or (cfg.objective.kl_coef and not cfg.lora.rank):
-        reference = g.add("reference", Reference(policy, temperature=cfg.temperature), gpus=cfg.gpus)
+        reference = g.add("reference", Reference(policy, temperature=cfg.temperature, dtype=cfg.dtype), gpus=cfg.gpus)
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
-        g.turns(trainer, reference)
+        g.time_share(trainer, reference)
     else:
         g.connect(generator.rollouts, reward.rollouts)
     g.connect(reward.scored, advantage.scored)

@@ -131,14 +131,14 @@ def graph(cfg: IterativeDPO) -> Graph:
         gpus=cfg.gpus,
     )
     if cfg.judge:
-        g.turns(trainer, reward)
+        g.time_share(trainer, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     if cfg.reference == "initial":
-        reference = g.add("reference", Reference(policy, temperature=cfg.temperature), gpus=cfg.gpus)
+        reference = g.add("reference", Reference(policy, temperature=cfg.temperature, dtype=cfg.dtype), gpus=cfg.gpus)
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
-        g.turns(trainer, reference)
+        g.time_share(trainer, reference)
     else:
         g.connect(generator.rollouts, reward.rollouts)
     g.connect(reward.scored, pairs.scored)

@@ -118,7 +118,7 @@ def graph(cfg: KTO) -> Graph:
     g.connect(reference.referenced, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.connect(reference.held_out, trainer.held_out, dispatch="gang")
-    g.turns(trainer, reference)
+    g.time_share(trainer, reference)
 
     if cfg.evaluate:
         answers = Sampling(max_tokens=cfg.max_tokens)

@@ -29,7 +29,7 @@ from flowrl.nodes import (
 )
 from flowrl.tasks import Task
 from flowrl.training.estimate import Estimate
-from flowrl.training.recipes import PolicyObjective
+from flowrl.training.objectives import PolicyObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, ZeroSettings
 from flowrl.training.value_objective import ValueObjective
@@ -131,7 +131,8 @@ def graph(cfg: PPO) -> Graph:
     )
     judge_cpus, judge_gpus = (cpus, cfg.gpus) if cfg.reward_model else (None, None)
     reward = g.add("reward", judge, cpus=judge_cpus, gpus=judge_gpus)
-    reference = g.add("reference", Reference(policy, temperature=cfg.temperature), cpus=cpus, gpus=cfg.gpus)
+    fixed = Reference(policy, temperature=cfg.temperature, dtype=cfg.dtype)
+    reference = g.add("reference", fixed, cpus=cpus, gpus=cfg.gpus)
     advantage = g.add("advantage", JoinedAdvantage(estimate, size=cfg.group_size))
     batcher = g.add(
         "batcher",
@@ -178,10 +179,10 @@ def graph(cfg: PPO) -> Graph:
         cpus=cpus,
         gpus=cfg.gpus,
     )
-    g.turns(actor, reference)
-    g.turns(critic_trainer, critic)
+    g.time_share(actor, reference)
+    g.time_share(critic_trainer, critic)
     if cfg.reward_model:
-        g.turns(reference, reward)
+        g.time_share(reference, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)

@@ -22,7 +22,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.tasks import Task
-from flowrl.training.recipes import PolicyObjective
+from flowrl.training.objectives import PolicyObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, ZeroSettings
 
@@ -116,7 +116,7 @@ def graph(cfg: RAFT) -> Graph:
         gpus=cfg.gpus,
     )
     if cfg.judge:
-        g.turns(trainer, reward)
+        g.time_share(trainer, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)

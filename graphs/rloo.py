@@ -22,7 +22,7 @@ from flowrl.nodes import (
 )
 from flowrl.tasks import Task
 from flowrl.training.estimate import Estimate
-from flowrl.training.recipes import PolicyObjective
+from flowrl.training.objectives import PolicyObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, ZeroSettings
 
@@ -120,10 +120,10 @@ def graph(cfg: RLOO) -> Graph:
 
     g.connect(prompts.prompts, generator.prompts)
     if cfg.kl_coef:
-        reference = g.add("reference", Reference(policy, temperature=cfg.temperature), gpus=cfg.gpus)
+        reference = g.add("reference", Reference(policy, temperature=cfg.temperature, dtype=cfg.dtype), gpus=cfg.gpus)
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
-        g.turns(trainer, reference)
+        g.time_share(trainer, reference)
     else:
         g.connect(generator.rollouts, reward.rollouts)
     g.connect(reward.scored, advantage.scored)

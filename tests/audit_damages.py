@@ -15,7 +15,7 @@ TICKET = "UPDATE tickets SET {} WHERE ticket = 0"
 LAST = "UPDATE tickets SET {} WHERE ticket = (SELECT MAX(ticket) FROM tickets)"
 VERSION_2 = "oldest_version = 2, newest_version = 2"
 DAMAGES = {
-    "unknown state": ([A.format("state = 'lost'")], "state", "state 'lost', which there is not"),
+    "unknown state": ([A.format("state = 'lost'")], "state", "unknown state 'lost'"),
     "no reason": ([FILTERED.format("reason = NULL")], "state", "sample g4/0 is filtered without a reason"),
     "trained for a reason": ([A.format("reason = 'x'")], "state", "g0/0 is trained, and yet it has a reason, 'x'"),
     "filtered and trained": (
@@ -184,7 +184,7 @@ DAMAGES = {
     "a step of no incarnation": (
         ["UPDATE steps SET incarnation = 4 WHERE step = 2"],
         "steps",
-        "trainer finished step 2 in incarnation 4, which there is not",
+        "trainer finished step 2 in unknown incarnation 4",
     ),
     "a step of a stranger": (
         ["UPDATE steps SET trainer = 'x' WHERE step = 2"],
@@ -242,7 +242,7 @@ DAMAGES_OF_TWO = {
     "left out in a state": (
         ["UPDATE losses SET state = 'lost' WHERE sample_id = 'g0/1'"],
         "losses",
-        "critic left out sample g0/1 in state 'lost', which there is not",
+        "critic left out sample g0/1 with unknown state 'lost'",
     ),
     "lost by nobody": (
         ["UPDATE samples SET reason = 'x' WHERE sample_id = 'g0/0'"],

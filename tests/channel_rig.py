@@ -49,12 +49,12 @@ def via(transport: str, address: Address) -> Address:
     return replace(address, pid=-1, machine=address.machine if transport == "ipc" else "elsewhere")
 
 
-async def opened(host: str, transport: str, *, epoch: int = 0, errors: list[Any] | None = None) -> Endpoint:
+async def opened(host: str, transport: str, *, incarnation: int = 0, errors: list[Any] | None = None) -> Endpoint:
     endpoint = Endpoint(
         host,
         run_id="test",
         driver_pid=os.getpid(),
-        epoch=epoch,
+        incarnation=incarnation,
         curve=KEYS if transport == "tcp" else None,
         failed=(errors if errors is not None else []).append,
     )

@@ -61,8 +61,8 @@ class Fate:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def stage(parent: Address, epoch: int, fate: Fate) -> None:
-    endpoint = Endpoint("M", run_id="replay", driver_pid=os.getppid(), epoch=epoch)
+async def stage(parent: Address, incarnation: int, fate: Fate) -> None:
+    endpoint = Endpoint("M", run_id="replay", driver_pid=os.getppid(), incarnation=incarnation)
     print(to_text(await endpoint.open()), flush=True)
     endpoint.connect("A", parent)
     inbox, edge = Inbox("map.in"), OutEdge([endpoint.sender(OUT)], "share")
@@ -101,5 +101,5 @@ async def stage(parent: Address, epoch: int, fate: Fate) -> None:
 
 
 if __name__ == "__main__":
-    _, address, epoch, step, count = sys.argv
-    uvloop.run(stage(from_text(address), int(epoch), Fate(step, int(count))))
+    _, address, incarnation, step, count = sys.argv
+    uvloop.run(stage(from_text(address), int(incarnation), Fate(step, int(count))))

@@ -101,7 +101,7 @@ class RecordingContext:
         self.gauges: dict[str, list[float]] = {}
         self.counters: dict[str, float] = {}
         self.held: list[tuple[str, str, int]] = []
-        self.turns = 0
+        self.exclusive_uses = 0
         self._observed = asyncio.Event()
 
     async def blocking(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,12 +128,12 @@ class RecordingContext:
         yield
 
     @contextmanager
-    def standing(self, what: str) -> Any:
+    def waiting(self, what: str) -> Any:
         yield
 
     @asynccontextmanager
-    async def turn(self, name: str) -> AsyncIterator[None]:
-        self.turns += 1
+    async def exclusive(self, name: str) -> AsyncIterator[None]:
+        self.exclusive_uses += 1
         yield
 
     def generated(self, sample: Sample) -> None:

@@ -22,16 +22,16 @@ from flowrl.graph.check import check
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster, Machine
 from flowrl.graph.plan import make_plan
-from flowrl.runtime import driver as drivers
-from flowrl.runtime import engine as engines
-from flowrl.runtime.audit import AuditReport, audit
-from flowrl.runtime.driver import Driver, Outcome
-from flowrl.runtime.engine import HostEngine, HostSpec
-from flowrl.runtime.hostloop import HostLoop
-from flowrl.runtime.launch import Launch, _Prepared
-from flowrl.runtime.options import RunOptions
-from flowrl.runtime.resume import require
-from flowrl.runtime.rundir import RunDir
+from flowrl.runtime.activity.hostloop import HostLoop
+from flowrl.runtime.audit.audit import AuditReport, audit
+from flowrl.runtime.checkpoints.resume import require
+from flowrl.runtime.checkpoints.rundir import RunDir
+from flowrl.runtime.driver import driver as drivers
+from flowrl.runtime.driver.driver import Driver, Outcome
+from flowrl.runtime.driver.launch import Launch, _Prepared
+from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.host import host_engine as engines
+from flowrl.runtime.host.host_engine import HostEngine, HostSpec
 
 CLUSTER = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30),))
 
@@ -118,8 +118,8 @@ class Screen:
     lines: list[str] = field(default_factory=list)
     records: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def progress(self, track: str, text: str) -> None:
-        self.lines.append(f"{track}: {text}")
+    def progress(self, replica_id: str, text: str) -> None:
+        self.lines.append(f"{replica_id}: {text}")
 
     def warning(self, text: str) -> None:
         self.lines.append(f"warning: {text}")

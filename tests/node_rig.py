@@ -52,7 +52,7 @@ class FakeContext:
     def busy(self, name: str) -> Iterator[None]:
         yield
 
-    standing = outside = busy
+    waiting = outside = busy
 
 
 class InMemoryIn:

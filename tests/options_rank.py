@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flowrl.training.gang import Gang
 from flowrl.training.learner import Learner
-from flowrl.training.packing import loss_masks
-from flowrl.training.recipes import PolicyObjective
+from flowrl.training.masks import loss_masks
+from flowrl.training.objectives import PolicyObjective
 from flowrl.training.settings import LoRA, ZeroSettings
 from flowrl.training.zero import ZeroEngine
 from tests.options_cases import BATCHES, OPTIONS, Option, offloaded

@@ -16,7 +16,7 @@ import torch
 from flowrl.messages import Batch, Trainable
 from flowrl.training.gang import Gang
 from flowrl.training.learner import Learner
-from flowrl.training.packing import loss_masks
+from flowrl.training.masks import loss_masks
 from flowrl.training.reward_objective import BradleyTerry
 from flowrl.training.settings import ZeroSettings
 from flowrl.training.zero import ZeroEngine

@@ -14,10 +14,10 @@ import numpy as np
 
 from flowrl.channel.tickets import Tickets
 from flowrl.messages import Prompt, Sample, Scored, Tombstone
-from flowrl.runtime.books import Books, LedgerClient, Use
-from flowrl.runtime.ledger_client import EvaluationRow
-from flowrl.runtime.metrics import Metrics
-from flowrl.runtime.statistics import Statistics
+from flowrl.runtime.ledger.accounting import Accounting, LedgerClient, Use
+from flowrl.runtime.ledger.ledger_client import EvaluationRow
+from flowrl.runtime.telemetry.metrics import Metrics
+from flowrl.runtime.telemetry.statistics import Statistics
 
 POLICY = "trainer"
 MEMBERS = 3
@@ -109,16 +109,16 @@ class SmallRun:
             start_version=self.start_version,
             max_groups=None if self.steps is None else (self.steps - self.start_version) * 2,
         )
-        self.books = Books(self.directory, tickets, on_step=self.on_step, resume=self.resume)
-        self.metrics = Metrics(self.directory, Statistics(), roles={}, book=self.books.line)
-        self.books.serve(self.wire)
+        self.accounting = Accounting(self.directory, tickets, on_step=self.on_step, resume=self.resume)
+        self.metrics = Metrics(self.directory, Statistics(), roles={}, book=self.accounting.line)
+        self.accounting.serve(self.wire)
         self.client = LedgerClient(self.wire, "generator/0")
         self.rng = random.Random(self.seed)
         self.version = self.start_version
         self.group = 0
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self.metrics.line(record | {"ledger_head": self.books.ledger.head})
+        self.metrics.line(record | {"ledger_head": self.accounting.ledger.head})
 
     async def admit(self, group: int | str) -> int | None:
         return await self.client.admit("prompts/0", prompts(group))
@@ -156,8 +156,8 @@ class SmallRun:
     async def train(self) -> None:
         """Batches of two groups until admission has ended; every fifth group is filtered."""
         waiting: list[list[Scored]] = []
-        while not self.books.tickets.closed:
-            while not self.books.tickets.closed and not self.books.tickets.why_waiting():
+        while not self.accounting.tickets.closed:
+            while not self.accounting.tickets.closed and not self.accounting.tickets.why_waiting():
                 await self.admit(self.group)
                 done = self.generate(self.group, filtered=self.group % 5 == 4)
                 self.group += 1
@@ -175,7 +175,7 @@ class SmallRun:
 
     def close(self, *, orderly: bool = True) -> None:
         self.client.flush()
-        self.books.close(orderly=orderly)
+        self.accounting.close(orderly=orderly)
         self.metrics.close()
 
 
@@ -197,14 +197,14 @@ class TwoTrainers:
         (directory / "graph.json").write_text(json.dumps(numbers | trainers))
         consumers = [("generator/0", "actor"), ("critic/0", "critic")]
         tickets = Tickets(2, 1, consumers=consumers, trainers=["actor", "critic"])
-        self.books = Books(directory, tickets, on_step=self.on_step, bound=1, own_clock=["critic"])
-        self.metrics = Metrics(directory, Statistics(), roles={}, book=self.books.line)
+        self.accounting = Accounting(directory, tickets, on_step=self.on_step, bound=1, own_clock=["critic"])
+        self.metrics = Metrics(directory, Statistics(), roles={}, book=self.accounting.line)
         wire = Wire()
-        self.books.serve(wire)
+        self.accounting.serve(wire)
         self.client = LedgerClient(wire, "generator/0")
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self.metrics.line(record | {"ledger_head": self.books.ledger.head})
+        self.metrics.line(record | {"ledger_head": self.accounting.ledger.head})
 
     async def step(self, version: int) -> None:
         """Admit two groups and train them: the first member of each fails, the critic does without the second."""
@@ -228,7 +228,7 @@ class TwoTrainers:
 
     def close(self) -> None:
         self.client.flush()
-        self.books.close(orderly=True)
+        self.accounting.close(orderly=True)
         self.metrics.close()
 
 

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.alarms import FIGURES, NAMES, Alarms, Limits
-from flowrl.runtime.board import Board, draw
-from flowrl.runtime.metrics import Metrics, read
-from flowrl.runtime.statistics import Statistics
-from flowrl.runtime.view import PlainView
+from flowrl.runtime.telemetry.alarms import FIGURES, NAMES, Alarms, Limits
+from flowrl.runtime.telemetry.board import Board, draw
+from flowrl.runtime.telemetry.metrics import Metrics, read
+from flowrl.runtime.telemetry.statistics import Statistics
+from flowrl.runtime.telemetry.view import PlainView
 from tests.test_metrics import Recorder
 
 SHORT = Limits(window=2)

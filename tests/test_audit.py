@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.audit import CHECKS, audit
-from flowrl.runtime.metrics import read
+from flowrl.runtime.audit.audit import CHECKS, audit
+from flowrl.runtime.telemetry.metrics import read
 from tests.audit_damages import DAMAGES, DAMAGES_OF_TWO
 from tests.small_run import two_trainers, whole_run
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from flowrl.runtime.audit import AuditReport, prove
-from flowrl.runtime.chain import TABLES as CHAIN_TABLES
-from flowrl.runtime.ledger_file import TABLES
-from flowrl.runtime.metrics import whole_lines
+from flowrl.runtime.audit.audit import AuditReport, prove
+from flowrl.runtime.ledger.chain import TABLES as CHAIN_TABLES
+from flowrl.runtime.ledger.ledger_file import TABLES
+from flowrl.runtime.telemetry.metrics import whole_lines
 from tests.small_run import two_trainers
 
 NUM_SEEDS = 1000
@@ -56,7 +56,7 @@ def look(db: sqlite3.Connection, lines: list[str]) -> AuditReport:
 
 
 def columns() -> list[tuple[str, str]]:
-    from flowrl.runtime import chain, ledger_file
+    from flowrl.runtime.ledger import chain, ledger_file
 
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(ledger_file.SCHEMA + chain.SCHEMA)

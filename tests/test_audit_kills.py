@@ -20,15 +20,17 @@ import pytest
 
 from benchmarks import stages
 from flowrl.errors import ConfigError
-from flowrl.runtime import chain, checkpoint, ledger, ledger_file, metrics, resume
-from flowrl.runtime.audit import audit
-from flowrl.runtime.driver import Driver
+from flowrl.runtime.audit.audit import audit
+from flowrl.runtime.checkpoints import checkpoint, resume
+from flowrl.runtime.driver.driver import Driver
+from flowrl.runtime.ledger import chain, ledger, ledger_file
+from flowrl.runtime.telemetry import metrics
 from tests.in_process import Ran, run
 
 STAGES = Path(stages.__file__)
 FAST = {"generate_s": 0.0, "train_s": 0.0, "groups_per_step": 2, "group_size": 2}
 LATE = 400
-"""Turns of the event loop by which the hosts' reports, and so the lines, come late."""
+"""Ticks of the event loop by which the hosts' reports, and so the lines, come late."""
 
 
 class Kills:
@@ -80,14 +82,14 @@ class Kills:
 
 def late_lines(driver: Driver) -> None:
     """Steps are booked while the lines of earlier ones still wait."""
-    ask_hosts = driver.ask_hosts
+    ask_all = driver.orders.ask_all
 
     async def late(kind: str, *args: Any) -> list[Any]:
         for _ in range(LATE if kind == "report" else 0):
             await asyncio.sleep(0)
-        return await ask_hosts(kind, *args)
+        return await ask_all(kind, *args)
 
-    driver.ask_hosts = late  # type: ignore[method-assign]
+    driver.orders.ask_all = late  # type: ignore[method-assign]
 
 
 def go(directory: Path, **options: Any) -> Ran:

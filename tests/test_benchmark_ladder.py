@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from benchmarks.gain import Gain, Preference, gain, paired, preference
-from benchmarks.ladder import CHAIN, RANDOM, RUNGS, Ladder
+from benchmarks.ladder import CASES, CHAIN, RANDOM, Ladder
+from benchmarks.ladder_cases import CaseFailed, LadderCase, Result, checkpoint, flowrl, result_of
 from benchmarks.ladder_controls import checksum, scores
 from benchmarks.ladder_table import BEGIN, END, markdown, write_table
-from benchmarks.rungs import Result, Rung, RungFailed, checkpoint, flowrl, result_of
 from flowrl.graph.load import load_file
-from flowrl.runtime.ledger_file import SCHEMA
+from flowrl.runtime.ledger.ledger_file import SCHEMA
 
 ROOT = Path(__file__).parent.parent
 GOOD = Gain(prompts=256, before=0.3, after=0.5, error=0.02)
 
 
-def result(rung: str = "grpo", seed: int = 0, **more: object) -> Result:
+def result(case: str = "grpo", seed: int = 0, **more: object) -> Result:
     fields = {"command": "flowrl run graphs/grpo.py", "gain": GOOD, "minutes": 1.5, "audit": True}
-    return Result(rung=rung, seed=seed, **fields | more)  # type: ignore[arg-type]
+    return Result(case=case, seed=seed, **fields | more)  # type: ignore[arg-type]
 
 
 def ledger(run_dir: Path, *rows: tuple[str, str, int, int], also: str = "") -> None:
@@ -62,15 +62,15 @@ def test_gains_are_read_from_the_ledger_prompt_by_prompt(tmp_path: Path) -> None
 
 
 def test_two_errors_and_closed_books_make_a_good_result() -> None:
-    rung = Rung("grpo", 5)
-    assert rung.passed(result()) and rung.passed(result(audit=None))
-    assert not rung.passed(result(audit=False))
-    assert rung.passed(result(gain=None))
-    assert replace(rung, floor=0.5, margin=0.19).passed(result())
-    assert not replace(rung, floor=0.51).passed(result()) and not replace(rung, margin=0.21).passed(result())
-    assert not rung.passed(result(gain=Gain(prompts=256, before=0.25, after=0.28125, error=0.015625)))
-    assert rung.passed(result(preference=Preference(0.9, -0.1, -3.0)))
-    assert not rung.passed(result(preference=Preference(0.5, 0.1, -3.0)))
+    case = LadderCase("grpo", 5)
+    assert case.passed(result()) and case.passed(result(audit=None))
+    assert not case.passed(result(audit=False))
+    assert case.passed(result(gain=None))
+    assert replace(case, floor=0.5, margin=0.19).passed(result())
+    assert not replace(case, floor=0.51).passed(result()) and not replace(case, margin=0.21).passed(result())
+    assert not case.passed(result(gain=Gain(prompts=256, before=0.25, after=0.28125, error=0.015625)))
+    assert case.passed(result(preference=Preference(0.9, -0.1, -3.0)))
+    assert not case.passed(result(preference=Preference(0.5, 0.1, -3.0)))
 
 
 def test_preferences_are_read_from_the_last_line(tmp_path: Path) -> None:
@@ -87,9 +87,9 @@ def test_preferences_are_read_from_the_last_line(tmp_path: Path) -> None:
 
 
 def test_options_name_the_results_of_other_rungs(tmp_path: Path) -> None:
-    rung = Rung("ppo", 20, ("--policy", "{sft}", "--reward-model", "{reward_model}"))
-    assert rung.needs == ("sft", "reward_model")
-    command = rung.command({"sft": tmp_path / "a", "reward_model": tmp_path / "b"}, 2, tmp_path)
+    case = LadderCase("ppo", 20, ("--policy", "{sft}", "--reward-model", "{reward_model}"))
+    assert case.needs == ("sft", "reward_model")
+    command = case.command({"sft": tmp_path / "a", "reward_model": tmp_path / "b"}, 2, tmp_path)
     assert command[:6] == [
         "run",
         "graphs/ppo.py",
@@ -99,56 +99,56 @@ def test_options_name_the_results_of_other_rungs(tmp_path: Path) -> None:
         str(tmp_path / "b"),
     ]
     assert command[6:] == ["--evaluate", "256", "--evaluate-samples", "4", "--steps", "20", "--seed", "2"]
-    known = dict.fromkeys(rung.needs, tmp_path)
-    assert "--evaluate" not in replace(rung, start="tiny").command(known, 0, tmp_path)
+    known = dict.fromkeys(case.needs, tmp_path)
+    assert "--evaluate" not in replace(case, start="tiny").command(known, 0, tmp_path)
 
 
 def test_a_rung_may_write_a_file_for_those_above(tmp_path: Path) -> None:
-    rung = Rung("pairs", 20, ("--policy", "{sft}", "--pairs", "{out}"), writes="pairs.jsonl")
-    assert rung.needs == ("sft",)
-    out = result_of(rung, 0, tmp_path)
+    case = LadderCase("pairs", 20, ("--policy", "{sft}", "--pairs", "{out}"), writes="pairs.jsonl")
+    assert case.needs == ("sft",)
+    out = result_of(case, 0, tmp_path)
     assert out == tmp_path / "pairs-0-pairs.jsonl"
-    assert rung.command({"sft": tmp_path}, 0, tmp_path)[4:6] == ["--pairs", str(out)]
-    assert "--evaluate" not in rung.command({"sft": tmp_path}, 0, tmp_path)
+    assert case.command({"sft": tmp_path}, 0, tmp_path)[4:6] == ["--pairs", str(out)]
+    assert "--evaluate" not in case.command({"sft": tmp_path}, 0, tmp_path)
     assert (
-        markdown([rung], [result("pairs", gain=None, audit=None)]).splitlines()[4].startswith("| pairs | – | – | – |")
+        markdown([case], [result("pairs", gain=None, audit=None)]).splitlines()[4].startswith("| pairs | – | – | – |")
     )
 
 
-@pytest.mark.parametrize("rungs", [RUNGS, CHAIN], ids=["table", "chain"])
-def test_a_rung_starts_from_what_lies_below_it(rungs: tuple[Rung, ...]) -> None:
+@pytest.mark.parametrize("cases", [CASES, CHAIN], ids=["table", "chain"])
+def test_a_rung_starts_from_what_lies_below_it(cases: tuple[LadderCase, ...]) -> None:
     below = {RANDOM}
-    for rung in rungs:
-        assert set(rung.needs) <= below and rung.title not in below
-        assert rung.minutes <= 10 and (rung.steps >= 1 or rung.writes)
-        below.add(rung.title)
+    for case in cases:
+        assert set(case.needs) <= below and case.title not in below
+        assert case.minutes <= 10 and (case.steps >= 1 or case.writes)
+        below.add(case.title)
 
 
-@pytest.mark.parametrize("rung", (*RUNGS, *CHAIN), ids=lambda rung: rung.title)
-def test_every_rung_is_a_graph_that_takes_its_options(rung: Rung, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", (*CASES, *CHAIN), ids=lambda case: case.title)
+def test_every_rung_is_a_graph_that_takes_its_options(case: LadderCase, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    command = rung.command(dict.fromkeys(rung.needs, tmp_path), 0, tmp_path)
+    command = case.command(dict.fromkeys(case.needs, tmp_path), 0, tmp_path)
     file = load_file(ROOT / command[1])
-    own = command[2 : command.index("--steps" if rung.steps else "--seed")]
+    own = command[2 : command.index("--steps" if case.steps else "--seed")]
     assert file.build(file.parse(own)).nodes
 
 
 def test_results_are_kept_and_read_back(tmp_path: Path) -> None:
-    rung = Rung("grpo", 5, seeds=2)
-    ladder = Ladder((rung,), tmp_path)
-    result(seed=1).write(ladder.record(rung, 1))
+    case = LadderCase("grpo", 5, seeds=2)
+    ladder = Ladder((case,), tmp_path)
+    result(seed=1).write(ladder.record(case, 1))
     assert ladder.results() == [result(seed=1)]
 
 
 def test_the_table_has_a_line_a_rung_with_the_gains_of_its_seeds() -> None:
-    rungs = [Rung("grpo", 5, seeds=2), Rung("dpo", 5), Rung("sft", 5)]
+    cases = [LadderCase("grpo", 5, seeds=2), LadderCase("dpo", 5), LadderCase("sft", 5)]
     found = [result(), result(seed=1, minutes=2.5, audit=False), result("sft", audit=None)]
-    lines = markdown(rungs, found).splitlines()
+    lines = markdown(cases, found).splitlines()
     assert lines[4] == (
         "| grpo | 0.300 | 0.500 | +0.200 ± 0.020, +0.200 ± 0.020 | 2.0 | failed | `flowrl run graphs/grpo.py` |"
     )
     assert lines[5].startswith("| sft |") and "| – |" in lines[5]
-    assert len(lines) == 6, "a rung without results has no line"
+    assert len(lines) == 6, "a case without results has no line"
 
 
 def test_the_table_takes_its_place_in_the_readme(tmp_path: Path) -> None:
@@ -169,10 +169,10 @@ def test_readme_has_the_place() -> None:
 
 def test_a_run_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None:
     with pytest.raises(
-        RungFailed, match=r"mine ended with status 2: flowrl: .*there is no option --no-such.*mine\.log"
+        CaseFailed, match=r"mine ended with status 2: flowrl: .*there is no option --no-such.*mine\.log"
     ):
         flowrl(["run", "graphs/sft.py", "--no-such", "1"], tmp_path / "mine", limit_s=60)
-    with pytest.raises(RungFailed, match="holds no checkpoint"):
+    with pytest.raises(CaseFailed, match="holds no checkpoint"):
         checkpoint(tmp_path)
 
 

@@ -73,11 +73,11 @@ def test_cases_follow_the_fields_of_the_graph() -> None:
     cases = make_cases(load_file(STAGES), [0, 2, 1], ["--train-s", "0.1"])
     assert [(case.name, case.staleness) for case in cases] == [
         ("sync", 0),
-        ("sync in turns", 0),
+        ("sync, time share", 0),
         ("async 1", 1),
         ("async 2", 2),
     ]
-    assert cases[1].args == ("--staleness", "0", "--turns", "--train-s", "0.1")
+    assert cases[1].args == ("--staleness", "0", "--time-share", "--train-s", "0.1")
 
 
 def test_wrong_options_are_refused_before_anything_runs() -> None:

@@ -15,16 +15,16 @@ from unittest import mock
 import pytest
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.runtime import audit as audits
-from flowrl.runtime import manifest
-from flowrl.runtime.audit import audit
-from flowrl.runtime.audit_chain import check_chain
-from flowrl.runtime.chain import SCHEMA, Chain, Commit, Sum, read_commits, read_contents
-from flowrl.runtime.ledger import Ledger
-from flowrl.runtime.ledger_file import open_to_read
-from flowrl.runtime.metrics import whole_lines
-from flowrl.runtime.resume import rewind
-from flowrl.runtime.terms import Terms
+from flowrl.runtime.audit import audit as audits
+from flowrl.runtime.audit.audit import audit
+from flowrl.runtime.audit.audit_chain import check_chain
+from flowrl.runtime.checkpoints import checkpoint_manifest
+from flowrl.runtime.checkpoints.resume import rewind
+from flowrl.runtime.ledger.chain import SCHEMA, Chain, Commit, Sum, read_commits, read_contents
+from flowrl.runtime.ledger.ledger import Ledger
+from flowrl.runtime.ledger.ledger_file import open_to_read
+from flowrl.runtime.ledger.terms import Terms
+from flowrl.runtime.telemetry.metrics import whole_lines
 from tests.small_run import MEMBERS, POLICY, SmallRun, whole_run
 
 
@@ -116,7 +116,7 @@ async def run_with_checkpoints(directory: Path, *, ahead: int = 1) -> None:
     groups = 0
     waiting = []
     for step in range(1, 7):
-        while not run.books.tickets.why_waiting():
+        while not run.accounting.tickets.why_waiting():
             await run.admit(groups)
             waiting.append(run.generate(groups))
             groups += 1
@@ -124,9 +124,9 @@ async def run_with_checkpoints(directory: Path, *, ahead: int = 1) -> None:
         waiting = waiting[2:]
         if step in (2, 4):
             kept(directory, step).parent.mkdir(parents=True)
-            run.books.frozen().copy(kept(directory, step))
-            facts = {"step": step, "ledger_head": run.books.ledger.head}
-            manifest.write(kept(directory, step).parent, facts, threading.Event())
+            run.accounting.as_of_now().copy(kept(directory, step))
+            facts = {"step": step, "ledger_head": run.accounting.ledger.head}
+            checkpoint_manifest.write(kept(directory, step).parent, facts, threading.Event())
     run.close(orderly=False)
 
 
@@ -218,7 +218,7 @@ def test_each_step_is_held_to_the_bound_of_its_incarnation(tmp_path: Path) -> No
 
     async def go_on() -> None:
         run = SmallRun(tmp_path, ahead=1, resume=True, start_version=4, steps=None)
-        open_samples = {row.sample_id for row in run.books.ledger.in_flight()}
+        open_samples = {row.sample_id for row in run.accounting.ledger.in_flight()}
         run.step([one for group in (8, 9) for one in run.generate(group) if one.sample_id in open_samples])
         run.close()
 
@@ -247,7 +247,7 @@ def test_what_comes_while_the_audit_reads_is_no_violation(tmp_path: Path) -> Non
     def steps(path: Path) -> list[str]:
         lines = whole_lines(path)
         run[0].step([])
-        run[0].books.commit()
+        run[0].accounting.commit()
         return lines
 
     async def body() -> None:

@@ -1,4 +1,4 @@
-"""Takes, sends and requests that are cancelled in any turn of the loop lose nothing and end as cancelled."""
+"""Takes, sends and requests that are cancelled in any tick of the loop lose nothing and end as cancelled."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ BEGIN, CANCEL, GRANT, TURN = "begin", "cancel", "grant", "turn"
 """A wait begins; one of them is cancelled; what one of them waits for comes; the loop turns once."""
 steps = st.lists(st.tuples(st.sampled_from([BEGIN, CANCEL, GRANT, TURN]), st.integers(0, 7)), max_size=40)
 AT_ONCE = [(BEGIN, 0), (TURN, 0), (CANCEL, 0), (GRANT, 0)]
-"""The wait is cancelled and granted within one turn of the loop."""
+"""The wait is cancelled and granted within one tick of the loop."""
 
 
 async def play_out(

@@ -122,8 +122,8 @@ class Text(Message):
 class Process:
     """One incarnation of one stage: its ends of lanes, custody and node state. Dies with all of it."""
 
-    def __init__(self, stage: int, epoch: int, sessions: Callable[[int], int], store: Store) -> None:
-        self.stage, self.epoch, self.store = stage, epoch, store
+    def __init__(self, stage: int, incarnation: int, sessions: Callable[[int], int], store: Store) -> None:
+        self.stage, self.incarnation, self.store = stage, incarnation, store
         self.custody: Custody[bytes] = Custody()
         self.inbound = ReceiverLane(spec(stage - 1), sessions(stage - 1)) if stage > 0 else None
         self.outbound = SenderLane(spec(stage), sessions(stage)) if stage < 4 else None
@@ -220,14 +220,14 @@ class Store:
         self.effects: list[tuple[str, int]] = []
 
     def record(self, item: Envelope, process: Process) -> None:
-        self.effects.append((text(item), process.epoch))
+        self.effects.append((text(item), process.incarnation))
 
 
 class Chain:
     """The five processes and the wires between them, advanced one protocol step at a time."""
 
     def __init__(self) -> None:
-        self.epochs = [0] * 5
+        self.incarnations = [0] * 5
         self.store = Store()
         self.wires: dict[tuple[int, bool], deque[Frame]] = {
             (lane, way): deque() for lane in range(4) for way in (True, False)
@@ -235,10 +235,10 @@ class Chain:
         self.processes = [self.start(stage) for stage in range(5)]
 
     def session(self, lane: int) -> int:
-        return session_number(self.epochs[lane], self.epochs[lane + 1])
+        return session_number(self.incarnations[lane], self.incarnations[lane + 1])
 
     def start(self, stage: int) -> Process:
-        return Process(stage, self.epochs[stage], self.session, self.store)
+        return Process(stage, self.incarnations[stage], self.session, self.store)
 
     def steps(self) -> list[Callable[[], bool]]:
         """Every kind of step, last stage first so that little is in flight, and in a fixed order."""
@@ -285,7 +285,7 @@ class Chain:
 
     def kill(self, stage: int, *, frames_survive: bool) -> None:
         """The process dies and is replaced. What was on the wire to it is lost; from it, as asked."""
-        self.epochs[stage] += 1
+        self.incarnations[stage] += 1
         for (lane, forward), wire in self.wires.items():
             into = lane + forward == stage
             out_of = lane + (not forward) == stage
@@ -340,7 +340,7 @@ def test_kill_each_process_at_every_step(stage: int, frames_survive: bool) -> No
         if stage == 4:
             # A sink that dies between its effect and the ack sees the message again, under the same id.
             assert sorted(set(effects)) == EXPECTED, f"killed at step {step}"
-            assert len({(effect, epoch) for effect, epoch in chain.store.effects}) == len(effects)
+            assert len({(effect, incarnation) for effect, incarnation in chain.store.effects}) == len(effects)
         else:
             assert effects == EXPECTED, f"killed at step {step}"
         assert_at_rest(chain)

@@ -357,7 +357,7 @@ def test_a_restarted_consumer_gets_what_was_not_acked() -> None:
         await acked.wait()
         a.peer_failed("B", "killed")
         await b.close()
-        again = await opened("B", "ipc", epoch=1)
+        again = await opened("B", "ipc", incarnation=1)
         again.connect("A", via("ipc", a.address))
         second = inbox_of(again, lane(8))
         a.peer_restarted("B", via("ipc", again.address), 1)
@@ -380,13 +380,13 @@ def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
         deliveries = [await inbox.take() for _ in range(3)]
         deliveries[0].ack()
         await a.close()
-        again = await opened("A", "ipc", epoch=1)
+        again = await opened("A", "ipc", incarnation=1)
         again.connect("B", via("ipc", b.address))
         edge = OutEdge([again.sender(lane(8))], "share")
         acked: list[bytes] = []
         done = asyncio.Event()
         edge.on_acked(until(acked, 6, done))
-        # Frames of the new epoch wait for the supervisor's word.
+        # Frames of the new incarnation wait for the supervisor's word.
         for index in range(6):
             await edge.send(thing(index))
         edge.close()

@@ -16,7 +16,7 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.lane import LaneSpec, ReceiverLane, SenderLane, session_number
 from flowrl.channel.latest import LatestReceiver, LatestSender
-from flowrl.channel.link import Inlet
+from flowrl.channel.link import Listener
 from flowrl.channel.seen import Seen
 from flowrl.channel.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
 from flowrl.errors import LaneFailed
@@ -353,16 +353,16 @@ def test_what_waits_behind_bytes_that_broke_the_receiver_is_read() -> None:
 
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda loop, context: reported.append(context["exception"]))
-        inlet = Inlet(context, receive)
+        socket = Listener(context, receive)
         push = context.socket(zmq.PUSH)
-        push.connect(inlet.bind("inproc://broken"))
+        push.connect(socket.bind("inproc://broken"))
         await asyncio.sleep(0)  # the look that follows the binding is over
         push.send(b"first..")
         push.send(b"second.")
         await whole.wait()
         assert found == [b"first..", b"second."]
         assert [str(error) for error in reported] == ["'broken'"]
-        inlet.close()
+        socket.close()
         push.close(0)
         context.term()
 

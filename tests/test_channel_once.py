@@ -40,7 +40,7 @@ class World:
         frame = self.there.pop(min(at, len(self.there) - 1))
         if self.incoming.lets_in(frame):
             self.heard.append(frame[4][1])
-        if self.incoming.owes and self.random.random() < 0.5:
+        if self.incoming.has_unflushed and self.random.random() < 0.5:
             self.back += self.incoming.flush()
 
     def confirm(self) -> None:
@@ -99,7 +99,7 @@ def test_each_frame_is_let_in_once_and_in_order_and_kept_no_longer_than_that(see
 def test_frames_without_a_number_always_come_in_and_are_not_confirmed() -> None:
     incoming = Incoming()
     assert incoming.lets_in(note(0)) and incoming.lets_in(note(0))
-    assert not incoming.owes
+    assert not incoming.has_unflushed
 
 
 def test_numbers_go_beyond_what_one_field_of_a_header_holds() -> None:

@@ -56,15 +56,15 @@ async def take_all(inbox: Inbox) -> list[int]:
 async def lives(endpoint: Endpoint, fates: list[tuple[str, int]]) -> list[int]:
     """Run the stage once for each fate, each time as soon as the life before has ended; exit codes."""
     codes = []
-    for epoch, (step, count) in enumerate(fates):
+    for incarnation, (step, count) in enumerate(fates):
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "tests.channel_stage", to_text(endpoint.address), str(epoch), step, str(count)),
+            *("-m", "tests.channel_stage", to_text(endpoint.address), str(incarnation), step, str(count)),
             stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
         address = from_text((await process.stdout.readline()).decode())
-        endpoint.peer_restarted("M", address, epoch) if epoch else endpoint.connect("M", address)
+        endpoint.peer_restarted("M", address, incarnation) if incarnation else endpoint.connect("M", address)
         codes.append(await process.wait())
     return codes
 

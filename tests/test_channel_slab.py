@@ -87,8 +87,8 @@ class Ends:
         self.lender = Slab(PREFIX, "A", 0)
         self.attached = Attached(PREFIX, self.release)
 
-    def release(self, host: str, epoch: int, block: Block) -> None:
-        assert (host, epoch) == ("A", 0)
+    def release(self, host: str, incarnation: int, block: Block) -> None:
+        assert (host, incarnation) == ("A", 0)
         self.lender.free("B", [block])
 
     def cross(self, array: np.ndarray[Any, np.dtype[np.int32]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -354,7 +354,7 @@ def test_a_senders_name_that_is_none() -> None:
     start = first.index(b"h")
     with pytest.raises(WireError, match="no text"):
         MessageDecoder().sender(first[:start] + b"\xff" + first[start + 1 :])
-    with pytest.raises(WireError, match=rf"65535 bytes, of which {len(first) - start} are here"):
+    with pytest.raises(WireError, match=rf"expected 65535 bytes, got {len(first) - start}"):
         MessageDecoder().sender(first[: start - 2] + b"\xff\xff" + first[start:])
 
 
@@ -470,7 +470,7 @@ def test_a_wrong_number_of_messages_is_told_as_that() -> None:
     (frame,) = MessageDecoder().decode([longer + b"\xdd\0\0\0\2" + first[body + 5 :] + b"\xc0"])
     assert isinstance(frame, Refused) and frame.reason == "2 bodies where there are heads of 1 messages"
     (frame,) = MessageDecoder().decode([first[:-1]])
-    assert isinstance(frame, Refused) and frame.reason == "a body of 16 bytes of which 15 are here"
+    assert isinstance(frame, Refused) and frame.reason == "a truncated body: expected 16 bytes, got 15"
 
 
 def test_the_sender_hears_of_a_body_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,10 @@ from flowrl.nodes.teacher import _require_same_vocabulary, scored_by_teacher
 from flowrl.training.distillation import ReverseKL, distillation_advantages
 from flowrl.training.estimate import trainable
 from flowrl.training.logprobs import Taught, chunked_logprobs
-from flowrl.training.objectives import policy_loss
+from flowrl.training.objectives import LossInputs, Totals
 from flowrl.training.output_layer import OutputLayer, load_output_layer
-from flowrl.training.recipes import Seen, Totals
-from flowrl.training.rows import lay_out
+from flowrl.training.policy_losses import policy_loss
+from flowrl.training.row_layout import lay_out
 from tests.node_rig import InMemoryIn, InMemoryOut, members, run, sample, scored
 
 
@@ -128,7 +128,7 @@ def test_the_loss_is_the_mean_reverse_kl(aggregation: str, expected: float, nega
     mask = torch.tensor([[True, True], [True, False]])
     entropies = -torch.tensor([[1.0, 2.0], [6.0, 99.0]])
     empty = torch.zeros(2, 0)
-    seen = Seen(
+    seen = LossInputs(
         empty, entropies, empty, mask, {}, Totals(3, 2), empty, torch.zeros(2), torch.zeros(0, 2, dtype=torch.long)
     )
     loss, stats = ReverseKL(aggregation=aggregation, negate=negate).loss(seen)

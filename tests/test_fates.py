@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from flowrl.errors import FlowrlError
-from flowrl.runtime.fates import Fates, Group
-from flowrl.runtime.ledger import Fate
+from flowrl.runtime.ledger.fates import Fates, GroupFates
+from flowrl.runtime.ledger.ledger import Fate
 
 LOST = Fate(state="filtered", reason="unsure")
 STALE = Fate(4, 0, 3, state="dropped", reason="stale")
 
 
-def opened(trainers: tuple[str, ...] = ("actor", "critic"), members: int = 2) -> tuple[Fates, Group]:
+def opened(trainers: tuple[str, ...] = ("actor", "critic"), members: int = 2) -> tuple[Fates, GroupFates]:
     fates = Fates(trainers)
     return fates, fates.open("g", 7, dict.fromkeys(trainers, 0), {m: f"g/{m}" for m in range(members)})
 

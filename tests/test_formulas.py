@@ -21,13 +21,13 @@ from flowrl.messages import Scored, Trainable
 from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.training.advantages import WHITENED_ESTIMATORS, advantages
 from flowrl.training.estimate import Estimate, stack
+from flowrl.training.masks import loss_masks
+from flowrl.training.micro_batch import make_micro_batch
 from flowrl.training.model import PolicyModel, load_policy_model
-from flowrl.training.objectives import kl, policy_loss
-from flowrl.training.packing import loss_masks
-from flowrl.training.pieces import make_piece
+from flowrl.training.objectives import LossInputs, PolicyObjective, Totals
+from flowrl.training.policy_losses import kl, policy_loss
 from flowrl.training.preference_objectives import DPO
-from flowrl.training.recipes import PolicyObjective, Seen, Totals
-from flowrl.training.rows import lay_out
+from flowrl.training.row_layout import lay_out
 from tests.node_rig import attach, scored
 from tests.training_cases import CASES, make_batch, make_model
 
@@ -124,11 +124,11 @@ def test_ipo_compares_means_per_token_and_dpo_sums(kind: Any) -> None:
     samples = [preference(0, -1, [-1.0] * 5, [-1.4] * 5), preference(1, 1, [-2.0, -0.5], [-2.2, -1.1])]
     objective = DPO(beta=0.4, kind=kind)
     masks = [s.policy_mask for s in samples]
-    piece = make_piece(samples, masks, objective, version=0, packed=False, device=torch.device("cpu"))
+    piece = make_micro_batch(samples, masks, objective, version=0, packed=False, device=torch.device("cpu"))
     nothing = piece.mask_BT.new_zeros(2, 0)
     logprobs = piece.behavior_BT
     totals = Totals(piece.num_tokens, piece.num_sequences, 1, 1)
-    seen = Seen(
+    seen = LossInputs(
         logprobs, logprobs, logprobs, piece.mask_BT, piece.columns, totals, nothing, piece.labels_B, piece.pairs_P2, 0.0
     )
     loss, _ = objective.loss(seen)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.messages import Weights
-from flowrl.nodes.weight_updates import Gate, WeightUpdates
+from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver
@@ -23,7 +23,7 @@ class Recorder:
 
     dtype = "float32"
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: UpdateGate) -> None:
         self.gate = gate
         self.events: list[str] = []
         self.logprob = -1.0
@@ -56,7 +56,7 @@ class Recorder:
 
 class Rig:
     def __init__(self, *, running: bool = True) -> None:
-        self.gate = Gate()
+        self.gate = UpdateGate()
         self.sampler = Recorder(self.gate)
         self.context = RecordingContext()
         sampler: Any = self.sampler
@@ -118,7 +118,7 @@ def test_only_a_replica_with_running_requests_waits_for_its_turn(
 ) -> None:
     rig = Rig(running=running)
     rig.take(published(publisher, 0))
-    assert rig.context.turns == turns
+    assert rig.context.exclusive_uses == turns
 
 
 def test_the_probe_is_scored_after_the_pause() -> None:
@@ -134,7 +134,7 @@ def test_the_probe_is_scored_after_the_pause() -> None:
 
 
 def test_the_gate_opens_when_all_have_opened_it() -> None:
-    gate = Gate()
+    gate = UpdateGate()
     gate.close("checkpoint")
     gate.open("weights")
     assert not gate.is_open

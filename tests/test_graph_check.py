@@ -446,7 +446,7 @@ def test_more_gpus_than_there_are() -> None:
 
 def test_more_cores_than_there_are() -> None:
     parts = grpo(num_generators=8)
-    has(parts.problem(), "needs 9 cores (generator: 8 × 1, trainer: 1 × 1) but this machine has 8", "g.turns(...)")
+    has(parts.problem(), "needs 9 cores (generator: 8 × 1, trainer: 1 × 1) but this machine has 8", "g.time_share(...)")
 
 
 def test_what_fits_in_sum_but_on_no_machine() -> None:
@@ -480,12 +480,12 @@ def test_no_weight_transport_from_cpu_to_gpu() -> None:
 def test_sharing_and_turns() -> None:
     parts = grpo(num_generators=2)
     parts.graph.together(parts.generator, parts.trainer)
-    parts.graph.turns(parts.generator, parts.trainer)
-    parts.graph.turns(parts.generator, parts.reward)
+    parts.graph.time_share(parts.generator, parts.trainer)
+    parts.graph.time_share(parts.generator, parts.reward)
     texts = "\n".join(parts.problems)
     has(texts, "g.together needs as many replicas of each node: generator has 2, trainer has 1")
-    has(texts, "generator and trainer are in g.together and in g.turns")
-    has(texts, "g.turns names reward, which needs no cpus and no gpus")
+    has(texts, "generator and trainer are in g.together and in g.time_share")
+    has(texts, "g.time_share names reward, which needs no cpus and no gpus")
 
 
 # 10. warnings

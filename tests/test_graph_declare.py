@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowrl import Graph, GraphError, In, Node, Sample
+from flowrl import Graph, GraphError, In, Node, Sample, check
 from tests.graph_nodes import MACHINE, Advantage, Evaluation, Generator, Prompts, Reward, Trainer, grpo
 
 
@@ -40,14 +40,14 @@ def test_edges_are_named_after_their_ports() -> None:
 
 def test_a_good_graph_has_no_problems() -> None:
     parts = grpo()
-    parts.graph.check(MACHINE)
+    check(parts.graph, MACHINE).raise_for_problems()
     assert parts.problems == ()
 
 
 def test_check_raises_with_all_problems() -> None:
     parts = grpo(staleness=-1, token_budget=10)
     with pytest.raises(GraphError) as error:
-        parts.graph.check(MACHINE)
+        check(parts.graph, MACHINE).raise_for_problems()
     assert len(error.value.problems) == 2
     assert str(error.value).count("\n- ") == 1
 
@@ -81,7 +81,7 @@ WRONG_CALLS = {
     "g.together got a Advantage, which is not in this graph": lambda p: p.graph.together(
         p.reward, p.trainer, Advantage()
     ),
-    "g.turns got 1 node(s) and needs at least two": lambda p: p.graph.turns(p.trainer),
+    "g.time_share got 1 node(s) and needs at least two": lambda p: p.graph.time_share(p.trainer),
     "dispatch='random'": lambda p: p.graph.connect(p.reward.scored, p.advantage.scored, dispatch="random"),
     "a graph has one admission": (lambda p: p.graph.admit(p.prompts.prompts, until=p.generator.weights, staleness=0)),
 }

@@ -74,7 +74,7 @@ def test_turns_share_devices_and_a_lease() -> None:
     parts = grpo(num_generators=2, num_trainers=2)
     place(parts, "generator", cpus=1, gpus=1)
     place(parts, "trainer", cpus=1, gpus=1)
-    parts.graph.turns(parts.generator, parts.trainer)
+    parts.graph.time_share(parts.generator, parts.trainer)
     plan = make_plan(parts.graph, Cluster((Machine((0, 1), gpus=2),)))
     assert {(h.name, h.cores, h.gpus, h.lease) for h in plan.hosts if h.name != "core"} == {
         (f"{name}/{i}", (i,), (i,), "generator+trainer") for name in ("generator", "trainer") for i in (0, 1)

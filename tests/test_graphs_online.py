@@ -160,7 +160,7 @@ def test_a_trained_judge_takes_the_rewards_place_and_turns_with_the_trainer(name
     judge = node(made, RewardModel)
     assert (judge.model, judge.shaping.negate) == ("/a/reward/model", True)
     assert not [node for node in made.nodes.values() if isinstance(node, Reward)]
-    assert ["trainer", "reward"] in [list(names) for names in made.turning]
+    assert ["trainer", "reward"] in [list(names) for names in made.time_shared]
     assert check(made, CLUSTER).ok
 
 

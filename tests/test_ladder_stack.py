@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.runtime.audit import audit
+from flowrl.runtime.audit.audit import audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parent.parent

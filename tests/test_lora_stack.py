@@ -36,7 +36,7 @@ class Trained(Live):
     def make_publisher(self) -> Publisher:
         from flowrl.training.adapter import AdapterSource, told_to_vllm
         from flowrl.training.learner import Learner
-        from flowrl.training.recipes import PolicyObjective
+        from flowrl.training.objectives import PolicyObjective
         from flowrl.training.zero import ZeroEngine
 
         self.engine = ZeroEngine(self.path, ZeroSettings(), self.gang, lora=self.lora)
@@ -46,7 +46,7 @@ class Trained(Live):
         return Publisher(source, "policy", run_id=f"lora-{self.lora.sync}", adapter=adapter, probe_every=1)
 
     def change_weights(self) -> None:
-        from flowrl.training.packing import loss_masks
+        from flowrl.training.masks import loss_masks
 
         part = make_batch(self.version, CASES[0]).split(1)[0]
         masks = loss_masks(part.samples, part.mask_staleness, self.version)

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.alarms import NAMES as ALARMS
-from flowrl.runtime.metrics import NAMES, Metrics, flat, read, rewind
-from flowrl.runtime.sinks import open_sinks
-from flowrl.runtime.statistics import EdgeNow, NodeNow, Statistics, bottleneck
+from flowrl.runtime.telemetry.alarms import NAMES as ALARMS
+from flowrl.runtime.telemetry.metrics import NAMES, Metrics, flat, read, rewind
+from flowrl.runtime.telemetry.sinks import open_sinks
+from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, bottleneck
 
 LANE = "generator/0.rollouts -> reward/0.rollouts"
 OTHER_LANE = "generator/0.rollouts -> reward/1.rollouts"
@@ -208,9 +208,9 @@ def test_wandb_keeps_an_offline_run_in_the_run_directory(tmp_path: Path) -> None
 TRACKED = """
 import sys
 from pathlib import Path
-from flowrl.runtime.metrics import Metrics
-from flowrl.runtime.sinks import open_sinks
-from flowrl.runtime.statistics import Statistics
+from flowrl.runtime.telemetry.metrics import Metrics
+from flowrl.runtime.telemetry.sinks import open_sinks
+from flowrl.runtime.telemetry.statistics import Statistics
 run_dir = Path(sys.argv[1])
 metrics = Metrics(run_dir, Statistics(), roles={}, sinks=open_sinks(["wandb"], run_dir, {"lr": 0.5}))
 for step in (1, 2):

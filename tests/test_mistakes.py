@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.cli import main
-from flowrl.runtime import checkpoint, manifest
-from flowrl.runtime.cluster import RayCluster
+from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
+from flowrl.runtime.driver.cluster import RayCluster
 
 ROOT = Path(__file__).parent.parent
 GRPO = str(ROOT / "graphs" / "grpo.py")
@@ -297,7 +297,7 @@ def test_a_reward_server_that_is_not_there(told: Told, closed_port: int) -> None
     url = f"http://127.0.0.1:{closed_port}/score"
     text = told("run", GRPO, *SMALL, "--task.reward", f"verifier + 0.5*{url}")
     assert f"the trial reward failed: {url} cannot be asked" in text
-    assert "start the server, or mend its answer" in text
+    assert "start the server, or fix its answer" in text
 
 
 SERVING = {
@@ -346,8 +346,8 @@ def a_finished_run(path: Path, *, step: int) -> None:
     directory = path / "checkpoints" / f"step_{step:06d}"
     directory.mkdir(parents=True)
     edge = {"name": "prompts.prompts -> other.prompts", "kind": "queue", "dispatch": "share"}
-    checkpoint.write_state(directory, checkpoint.Cut(), {"seed": 0, "graph": {"edges": [edge]}})
-    manifest.write(directory, {"step": step}, threading.Event())
+    checkpoint.write_state(directory, checkpoint.Snapshot(), {"seed": 0, "graph": {"edges": [edge]}})
+    checkpoint_manifest.write(directory, {"step": step}, threading.Event())
     (path / "config.json").write_text("{}")
 
 

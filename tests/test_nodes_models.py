@@ -30,8 +30,10 @@ def test_the_reference_gives_the_models_logprobs_at_policy_tokens() -> None:
     from transformers import AutoModelForCausalLM
 
     out = InMemoryOut()
-    given = [sample(0, response=4), sample(1, response=1)]
-    run(Reference(Policy("tiny"), temperature=2.0), rollouts=InMemoryIn(given), referenced=out)
+    given = [sample(0, response=4), sample(1, response=1), sample(2, response=7), sample(3, response=2)]
+    reference = Reference(Policy("tiny"), temperature=2.0, token_budget=2 * len(given[2].token_ids))
+    run(reference, rollouts=InMemoryIn(given), referenced=out)
+    out.sent.sort(key=lambda one: [sample.sample_id for sample in given].index(one.sample_id))
     model = AutoModelForCausalLM.from_pretrained(resolve(Policy("tiny")))
     for before, after in zip(given, out.sent, strict=True):
         ids = torch.from_numpy(before.token_ids.astype(np.int64))[None]

@@ -12,9 +12,9 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Prompt, Trainable
 from flowrl.models import Policy, cache_dir
 from flowrl.nodes import PreferenceDataset, PreferenceReference, Preferences, PreferenceSource
-from flowrl.nodes.preferences import mismatches
+from flowrl.nodes.preference_source import mismatches
 from flowrl.tasks import Row, Task
-from flowrl.tasks.preferences import Kind
+from flowrl.tasks.preference_rows import Kind
 from tests.node_rig import InMemoryIn, InMemoryOut, attach, run
 
 TASK = Task("arithmetic:max_value=10")

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 import flowrl.nodes
+from flowrl.graph.command_line import option_names
 from flowrl.graph.load import load_file
-from flowrl.graph.options import option_names
-from flowrl.runtime.options import RunOptions
-from flowrl.training import preference_objectives, recipes, schedule, settings
+from flowrl.runtime.driver.options import RunOptions
+from flowrl.training import objectives, preference_objectives, schedule, settings
 
 ROOT = Path(__file__).parent.parent
 TABLE = (ROOT / "docs" / "options.md").read_text()
 ROWS = [line.rsplit("|", 2)[1] for line in TABLE.splitlines() if line.startswith("| ")]
 """flowrl's column."""
-HOMES = (flowrl.nodes, preference_objectives, recipes, schedule, settings)
+HOMES = (flowrl.nodes, objectives, preference_objectives, schedule, settings)
 
 
 def options() -> set[str]:

@@ -19,10 +19,10 @@ from flowrl.graph.ports import Members
 from flowrl.messages import Batch, Group, Scored, Values
 from flowrl.models import Policy
 from flowrl.nodes import AdaptiveKL, JoinedAdvantage, TokenBatch, Trainer
-from flowrl.runtime.metrics import roles
+from flowrl.runtime.telemetry.metrics import roles
 from flowrl.training.advantages import advantages
 from flowrl.training.estimate import Estimate
-from flowrl.training.recipes import Seen, Totals
+from flowrl.training.objectives import LossInputs, Totals
 from flowrl.training.value_objective import ValueObjective
 from tests.node_rig import InMemoryIn, InMemoryOut, members, run, sample, scored
 
@@ -140,11 +140,11 @@ def test_both_branches_of_a_sample_meet_in_its_group() -> None:
 OLD, RETURNS = [0.0, 1.0], [1.0, 0.0]
 
 
-def seen(values: list[float]) -> Seen:
+def seen(values: list[float]) -> LossInputs:
     def row(numbers: Sequence[float]) -> torch.Tensor:
         return torch.tensor([numbers], dtype=torch.float64)
 
-    return Seen(
+    return LossInputs(
         logprobs_BT=torch.zeros(1, 0),
         entropies_BT=torch.zeros(1, 0),
         old_logprobs_BT=torch.zeros(1, 0),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flowrl.models import Policy, resolve
-from flowrl.runtime.audit import audit
+from flowrl.runtime.audit.audit import audit
 from flowrl.tasks import Task
 from tests.test_stack_run import flowrl
 

@@ -19,7 +19,7 @@ TOLERANCE: dict[Quantize, float] = {"nf4": 1e-4, "int8": 0.05}
 
 
 def logprobs(model: Any) -> Any:
-    from flowrl.training.rows import lay_out
+    from flowrl.training.row_layout import lay_out
 
     return model(lay_out([TOKENS], [np.ones(len(TOKENS), np.bool_)], packed=False))[0]
 

@@ -19,8 +19,8 @@ import pytest
 
 from flowrl import Cluster, Machine, check
 from flowrl.channel.tickets import Tickets
-from flowrl.runtime.books import Books
-from flowrl.runtime.ledger_client import LedgerClient
+from flowrl.runtime.ledger import accounting
+from flowrl.runtime.ledger.ledger_client import LedgerClient
 from tests.random_graphs.clock import Stuck, run_virtually
 from tests.random_graphs.drawing import draw
 from tests.random_graphs.graph import Config, graph
@@ -105,8 +105,8 @@ def _begin_with_the_first_prompt() -> Any:
 def _by_the_record_alone(fault: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Without what the engine itself finds of it, while the run goes on."""
     with (
-        mock.patch.object(Books, "_assert_bound", lambda *_: None),
-        mock.patch.object(Books, "unbooked", lambda _: ""),
+        mock.patch.object(accounting, "require_fresh", lambda *_: None),
+        mock.patch.object(accounting.Accounting, "unbooked", lambda _: ""),
         fault(),
     ):
         yield

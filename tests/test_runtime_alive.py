@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flowrl.errors import Stalled
-from flowrl.runtime import checkpoint
+from flowrl.runtime.checkpoints import checkpoint
 from tests.graphs_alive.odd import SLOW
 from tests.in_process import Ran, run
 

@@ -1,4 +1,4 @@
-"""Turns and the batch-end barrier, without a process."""
+"""Locks and the batch-end barrier, without a process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from flowrl.runtime.barrier import BatchEnd, Turns
-from flowrl.runtime.lease import Lease
+from flowrl.runtime.activity.lease import Lease
+from flowrl.runtime.driver.barrier import BatchEnd, Locks
 
 
 def ask(node: str) -> dict[str, str]:
@@ -16,20 +16,20 @@ def ask(node: str) -> dict[str, str]:
 
 def test_turns_go_in_order_of_asking() -> None:
     async def main() -> list[str]:
-        turns, order = Turns(), []
+        locks, order = Locks(), []
 
         async def take(node: str) -> None:
-            await turns.take("h", ask(node))
+            await locks.take("h", ask(node))
             order.append(node)
-            turns.over("h", ask(node))
+            locks.release("h", ask(node))
 
-        await turns.take("h", ask("first"))
+        await locks.take("h", ask("first"))
         async with asyncio.TaskGroup() as tasks:
             for node in "abc":
                 tasks.create_task(take(node))
             await asyncio.sleep(0)
             assert order == []
-            turns.over("h", ask("first"))
+            locks.release("h", ask("first"))
         return order
 
     assert asyncio.run(main()) == ["a", "b", "c"]
@@ -37,14 +37,14 @@ def test_turns_go_in_order_of_asking() -> None:
 
 def test_a_cancelled_wait_leaves_the_queue() -> None:
     async def main() -> None:
-        turns = Turns()
-        await turns.take("h", ask("a"))
-        waiting = asyncio.ensure_future(turns.take("h", ask("b")))
+        locks = Locks()
+        await locks.take("h", ask("a"))
+        waiting = asyncio.ensure_future(locks.take("h", ask("b")))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        turns.over("h", ask("a"))
-        await turns.take("h", ask("c"))
+        locks.release("h", ask("a"))
+        await locks.take("h", ask("c"))
 
     asyncio.run(asyncio.wait_for(main(), 5))
 
@@ -52,13 +52,13 @@ def test_a_cancelled_wait_leaves_the_queue() -> None:
 @pytest.mark.parametrize("cancel_first", [True, False])
 def test_a_wait_that_is_cancelled_as_its_turn_comes_passes_it_on(cancel_first: bool) -> None:
     async def main() -> None:
-        turns = Turns()
-        await turns.take("h", ask("a"))
-        given_up, next_one = (asyncio.ensure_future(turns.take("h", ask(node))) for node in "bc")
+        locks = Locks()
+        await locks.take("h", ask("a"))
+        given_up, next_one = (asyncio.ensure_future(locks.take("h", ask(node))) for node in "bc")
         await asyncio.sleep(0)
         if cancel_first:
             given_up.cancel()
-        turns.over("h", ask("a"))
+        locks.release("h", ask("a"))
         given_up.cancel()
         await next_one
         assert given_up.cancelled()
@@ -68,13 +68,13 @@ def test_a_wait_that_is_cancelled_as_its_turn_comes_passes_it_on(cancel_first: b
 
 def test_giving_up_a_wait_does_not_end_another_turn_of_the_same_node() -> None:
     async def main() -> None:
-        turns = Turns()
-        await turns.take("h", ask("a") | {"claim": 1})
-        turns.over("h", ask("a") | {"claim": 2})  # its request was cancelled before it was read
-        waiting = asyncio.ensure_future(turns.take("h", ask("b")))
+        locks = Locks()
+        await locks.take("h", ask("a") | {"claim": 1})
+        locks.release("h", ask("a") | {"claim": 2})  # its request was cancelled before it was read
+        waiting = asyncio.ensure_future(locks.take("h", ask("b")))
         await asyncio.sleep(0)
         assert not waiting.done()
-        turns.over("h", ask("a") | {"claim": 1})
+        locks.release("h", ask("a") | {"claim": 1})
         await waiting
 
     asyncio.run(asyncio.wait_for(main(), 5))
@@ -85,15 +85,15 @@ def test_the_ranks_of_a_gang_hold_a_turn_together() -> None:
         return {"name": "gpu", "node": node, "party": node.split("/")[0]}
 
     async def main() -> list[bool]:
-        turns = Turns()
-        await turns.take("h", asks("trainer/0"))
-        reference = asyncio.ensure_future(turns.take("h", asks("reference/0")))
+        locks = Locks()
+        await locks.take("h", asks("trainer/0"))
+        reference = asyncio.ensure_future(locks.take("h", asks("reference/0")))
         await asyncio.sleep(0)
-        await turns.take("h", asks("trainer/1"))
-        turns.over("h", asks("trainer/0"))
+        await locks.take("h", asks("trainer/1"))
+        locks.release("h", asks("trainer/0"))
         await asyncio.sleep(0)
         early = reference.done()
-        turns.over("h", asks("trainer/1"))
+        locks.release("h", asks("trainer/1"))
         await reference
         return [early, reference.done()]
 
@@ -102,10 +102,10 @@ def test_the_ranks_of_a_gang_hold_a_turn_together() -> None:
 
 def test_only_the_holder_ends_a_turn() -> None:
     async def main() -> bool:
-        turns = Turns()
-        await turns.take("h", ask("a"))
-        turns.over("h", ask("b"))
-        waiting = asyncio.ensure_future(turns.take("h", ask("c")))
+        locks = Locks()
+        await locks.take("h", ask("a"))
+        locks.release("h", ask("b"))
+        waiting = asyncio.ensure_future(locks.take("h", ask("c")))
         await asyncio.sleep(0)
         taken = waiting.done()
         waiting.cancel()
@@ -165,23 +165,23 @@ def test_a_rank_that_gives_up_waiting_at_the_barrier_does_not_count() -> None:
 class Link:
     """A driver with one turn, in memory."""
 
-    def __init__(self, turns: Turns, log: list[str]) -> None:
-        self.turns, self.log = turns, log
+    def __init__(self, locks: Locks, log: list[str]) -> None:
+        self.locks, self.log = locks, log
 
     async def request(self, host: str, kind: str, body: dict[str, str]) -> None:
-        await self.turns.take(host, body)
+        await self.locks.take(host, body)
         self.log.append(f"{body['node']} has it")
 
     def notify(self, host: str, kind: str, body: dict[str, str]) -> None:
         self.log.append(f"{body['node']} gives it back")
-        self.turns.over(host, body)
+        self.locks.release(host, body)
 
 
 def test_a_lease_is_held_while_any_turn_is_open() -> None:
     async def main() -> list[str]:
         log: list[str] = []
-        turns = Turns()
-        one, two = (Lease("gpu", host, Link(turns, log)) for host in ("one", "two"))
+        locks = Locks()
+        one, two = (Lease("gpu", host, Link(locks, log)) for host in ("one", "two"))
         await one.begin()
         await one.begin()
         other = asyncio.ensure_future(two.begin())

@@ -193,7 +193,7 @@ def test_the_graphs_of_these_tests_are_legal() -> None:
         assert problems(kind=kind) == (), kind
     with pytest.raises(GraphError):
         loaded = load_file(WAYS)
-        loaded.build(loaded.config_type(staleness=-1)).check(CLUSTER)
+        check(loaded.build(loaded.config_type(staleness=-1)), CLUSTER).raise_for_problems()
 
 
 def test_ways_that_were_joined_are_one_and_groups_of_two_ways_are_two() -> None:

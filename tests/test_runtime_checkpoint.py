@@ -1,4 +1,4 @@
-"""A cut: what is saved of the messages under way."""
+"""A snapshot: what is saved of the messages under way."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Group, Prompt, Sample, Tombstone, Trainable
-from flowrl.runtime import checkpoint, manifest
-from flowrl.runtime.checkpoint import Cut
+from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
+from flowrl.runtime.checkpoints.checkpoint import Snapshot
 
 
 def prompt(name: str) -> Prompt:
@@ -37,23 +37,23 @@ def batch(*names: str) -> Batch:
 
 
 def test_what_has_ended_is_left_out() -> None:
-    cut = Cut(
+    snapshot = Snapshot(
         messages=[
             ("a/0", "x.out -> y.in", "", Envelope(b"1", body=prompt("x"))),
             ("a/0", "x.out -> y.in", "", Envelope(b"2", body=prompt("y"))),
         ]
     )
-    cut.ended.add(("y.in", b"1"))
-    assert [envelope.id for *_, envelope in cut.settled()] == [b"2"]
+    snapshot.ended.add(("y.in", b"1"))
+    assert [envelope.id for *_, envelope in snapshot.settled()] == [b"2"]
 
 
 def test_unfinished_prompts_carry_what_was_generated() -> None:
     tokens, logprobs, versions = np.array([5, 6], np.int32), np.array([-1, -2], np.float32), np.array([3, 4], np.int32)
-    cut = Cut(
+    snapshot = Snapshot(
         messages=[("a/0", "x.out -> y.in", "", Envelope(b"1", body=prompt("x")))],
         prefixes={"x": (tokens, logprobs, versions)},
     )
-    ((*_, envelope),) = cut.settled()
+    ((*_, envelope),) = snapshot.settled()
     assert isinstance(envelope.body, Prompt)
     assert envelope.body.prefix_token_ids.tolist() == [5, 6]
     assert envelope.body.prefix_versions.tolist() == [3, 4]
@@ -62,10 +62,10 @@ def test_unfinished_prompts_carry_what_was_generated() -> None:
 def test_a_gangs_message_is_kept_whole_until_a_rank_has_done_its_part() -> None:
     whole = ("batcher/0", "x.out -> y.in", "", Envelope(b"1", body=batch("x", "y", "z")))
     parts = {("x.out -> y.in", b"1"): {"y/0": b"p0", "y/1": b"p1", "y/2": b"p2"}}
-    cut = Cut(messages=[whole], parts=parts)
-    assert cut.settled() == [whole]
-    cut.ended.add(("y.in", b"p1"))
-    assert [(consumer, envelope) for _, _, consumer, envelope in cut.settled()] == [
+    snapshot = Snapshot(messages=[whole], parts=parts)
+    assert snapshot.settled() == [whole]
+    snapshot.ended.add(("y.in", b"p1"))
+    assert [(consumer, envelope) for _, _, consumer, envelope in snapshot.settled()] == [
         ("y/0", whole[3]),
         ("y/2", whole[3]),
     ]
@@ -73,20 +73,20 @@ def test_a_gangs_message_is_kept_whole_until_a_rank_has_done_its_part() -> None:
 
 def test_a_rank_that_has_finished_its_part_is_left_out_and_one_that_lost_it_gets_the_marker() -> None:
     marker = Tombstone("g", 0, "failed", "r", "n")
-    cut = Cut(
+    snapshot = Snapshot(
         messages=[("batcher/0", "x.out -> y.in", "", Envelope(b"1", body=batch("x", "y")))],
         parts={("x.out -> y.in", b"1"): {"y/0": b"", "y/1": b"p1"}},
         lost={("y.in", b"p1"): marker},
     )
-    assert [(consumer, envelope.body) for _, _, consumer, envelope in cut.settled()] == [("y/1", marker)]
+    assert [(consumer, envelope.body) for _, _, consumer, envelope in snapshot.settled()] == [("y/1", marker)]
 
 
 def test_a_batch_under_way_trains_the_same_samples_in_the_same_steps_after_a_resume(tmp_path: Path) -> None:
     """Also where it was split for two ranks and is split for three."""
     rows = [replace(sample(f"s{i}"), token_ids=np.zeros(2 + i * 7 % 11, np.int32)) for i in range(8)]
     sent = replace(batch(), samples=tuple(rows), optimizer_steps=2, token_budget=64)
-    cut = Cut(messages=[("batcher/0", "x.out -> y.in", "", Envelope(b"1" * 16, body=sent))])
-    checkpoint.write_state(tmp_path, cut, {})
+    snapshot = Snapshot(messages=[("batcher/0", "x.out -> y.in", "", Envelope(b"1" * 16, body=sent))])
+    checkpoint.write_state(tmp_path, snapshot, {})
     ((*_, envelope),) = checkpoint.read_state(tmp_path)["messages"]
     assert steps(envelope.body.split(2)) == steps(envelope.body.split(3)) == steps(sent.split(2))
     assert steps(sent.split(2)) == [{"s0", "s1", "s2", "s3"}, {"s4", "s5", "s6", "s7"}]
@@ -111,12 +111,12 @@ def test_what_is_made_already_is_found_in_the_messages() -> None:
 
 
 def test_state_survives_the_disk(tmp_path: Path) -> None:
-    cut = Cut(
+    snapshot = Snapshot(
         messages=[("a/0", "x.out -> y.in", "", Envelope(b"1" * 16, 3, "g", 0, prompt("x")))],
         sent={b"9"},
         states={"a/0": b"s"},
     )
-    checkpoint.write_state(tmp_path, cut, {"version": 5})
+    checkpoint.write_state(tmp_path, snapshot, {"version": 5})
     state = checkpoint.read_state(tmp_path)
     ((producer, edge, consumer, envelope),) = state["messages"]
     assert (producer, edge, consumer, envelope.ticket, envelope.group_id) == ("a/0", "x.out -> y.in", "", 3, "g")
@@ -126,7 +126,7 @@ def test_state_survives_the_disk(tmp_path: Path) -> None:
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "FORMAT", 9)
-    checkpoint.write_state(tmp_path, Cut(), {})
+    checkpoint.write_state(tmp_path, Snapshot(), {})
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="format 9"):
         checkpoint.read_state(tmp_path)
@@ -143,15 +143,15 @@ def test_old_checkpoints_go(tmp_path: Path) -> None:
 
 def test_prefixes_leave_other_messages_alone() -> None:
     body = replace(sample("x"))
-    cut = Cut(messages=[("a/0", "x.out -> y.in", "", Envelope(b"1", body=body))], prefixes={"x": (1, 2, 3)})
-    assert cut.settled()[0][3].body is body
+    snapshot = Snapshot(messages=[("a/0", "x.out -> y.in", "", Envelope(b"1", body=body))], prefixes={"x": (1, 2, 3)})
+    assert snapshot.settled()[0][3].body is body
 
 
 # Directories, and a crash at any point
 
 
 CHANGES = ("replace", "rename", "rmdir", "unlink", "fsync")
-"""Of `os`: whatever `publish`, `prune` and `mend` do to the disk."""
+"""Of `os`: whatever `publish`, `prune` and `recover` do to the disk."""
 
 
 class Killed(BaseException):
@@ -193,7 +193,7 @@ def publish(temporary: Path, final: Path) -> None:
 def content(path: Path) -> str:
     """Of a checkpoint that is whole, which its manifest says too where `publish` made it."""
     if (path / "manifest.json").exists():
-        manifest.verify(path)
+        checkpoint_manifest.verify(path)
     (only,) = {(path / name).read_text() for name in ("state.msgpack", "model/weights")}
     return only
 
@@ -218,7 +218,7 @@ def test_a_checkpoint_written_twice_is_there_whatever_happens(tmp_path: Path, er
             assert error is Killed or final.exists()
         else:
             break
-        checkpoint.mend(final.parent)
+        checkpoint.recover(final.parent)
         assert (names(final.parent), content(final)) == (["step_000004"], seen[-1])
         publish(written(final.with_name(".step_000004.tmp"), "newer"), final)
         assert (names(final.parent), content(final)) == (["step_000004"], "newer")
@@ -236,9 +236,9 @@ def test_a_killed_mending_is_gone_on_with(tmp_path: Path) -> None:
         written(directory / "step_000008", "new")
         try:
             with failing(at, Killed):
-                checkpoint.mend(directory)
+                checkpoint.recover(directory)
         except Killed:
-            checkpoint.mend(directory)
+            checkpoint.recover(directory)
         else:
             break
         assert names(directory) == ["step_000004", "step_000008"]
@@ -268,7 +268,7 @@ def test_a_checkpoint_is_whole_or_gone_while_old_ones_are_removed(tmp_path: Path
         except Killed:
             for path in directory.glob("step_*"):
                 assert content(path) == str(int(path.name.removeprefix("step_")))
-            checkpoint.mend(directory)
+            checkpoint.recover(directory)
             checkpoint.prune(directory, 1)
         else:
             break

@@ -14,11 +14,11 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import NodeFailed
 from flowrl.graph.load import rebuild
 from flowrl.graph.plan import make_plan
-from flowrl.runtime import engine as engines
-from flowrl.runtime import hostloop
-from flowrl.runtime.actor import HostActor
-from flowrl.runtime.context import Place
-from flowrl.runtime.engine import HostSpec
+from flowrl.runtime.activity import hostloop
+from flowrl.runtime.host import host_engine as engines
+from flowrl.runtime.host.actor import HostActor
+from flowrl.runtime.host.context import ReplicaPlace
+from flowrl.runtime.host.host_engine import HostSpec
 from tests.graphs_alive.odd import RAISED
 from tests.in_process import CLUSTER, Ran, run
 
@@ -117,8 +117,8 @@ async def _host_runs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     for kind in ("ledger", "ended", "statistics", "warning", "progress"):
         endpoint.on(kind, lambda host, body: None)
     places = tuple(
-        Place(node, 0, 1, str(directory), 0, None, (), (), None, 0, run_id, max_staleness=1, window=1)
-        for node in (track.split("/")[0] for track in host.nodes)
+        ReplicaPlace(node, 0, 1, str(directory), 0, None, (), (), None, 0, run_id, max_staleness=1, window=1)
+        for node in (replica_id.split("/")[0] for replica_id in host.nodes)
     )
     actor = HostActor(HostSpec(host.name, run_id, os.getpid(), str(ODD), config, places, plan, (), False))
     address = (await actor.open())["address"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.runtime.best import Best, read_best
-from flowrl.runtime.checkpoint import prune
+from flowrl.runtime.checkpoints.best import Best, read_best
+from flowrl.runtime.checkpoints.checkpoint import prune
 from tests.run_process import GRAPHS, Run, audit
 
 STEPS = 9

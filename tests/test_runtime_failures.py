@@ -29,7 +29,12 @@ RAYS_AGENTS = {"ray::DashboardA", "ray::RuntimeEnv"}
 
 def test_a_node_that_raises_ends_the_run_once_and_it_can_be_resumed(tmp_path: Path, ray: dict[str, str]) -> None:
     options = ["--steps", "6", "--save-every", "1"]
-    full = ["--capacity", "1", "--group-size", "4"]  # the generator's turns stand in their sends at every checkpoint
+    full = [
+        "--capacity",
+        "1",
+        "--group-size",
+        "4",
+    ]  # the generator waits in its sends at every checkpoint
     runs = {
         fault: Run(FAULTS, tmp_path / fault, "--fault", fault, *options, *more, env=ray)
         for fault, more in {"raise": [], "raise_in_loop": full, "forget": [], "setup": []}.items()
@@ -209,7 +214,7 @@ def group_and_number(words: list[str]) -> list[tuple[str, int]]:
 
 
 def test_nodes_in_turns_never_work_at_the_same_time(tmp_path: Path, ray: dict[str, str]) -> None:
-    options = ["--turns", "--generate-s", "0.1", "--train-s", "0.1", "--steps", "4"]
+    options = ["--time-share", "--generate-s", "0.1", "--train-s", "0.1", "--steps", "4"]
     run = Run(ROOT / "benchmarks" / "stages.py", tmp_path / "run", *options, env=ray)
     run.until("step 4/4")
     start_s = time.monotonic()

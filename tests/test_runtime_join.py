@@ -17,15 +17,16 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out, join
 from flowrl.messages import Message, Sample, Scored, Tombstone
-from flowrl.runtime.context import Place
-from flowrl.runtime.inbound import Inbound
-from flowrl.runtime.lease import Lease
-from flowrl.runtime.outbound import Outbound
-from flowrl.runtime.replica import Replica
-from flowrl.runtime.trace import TraceBuffer
+from flowrl.runtime.activity.lease import Lease
+from flowrl.runtime.host.context import ReplicaPlace
+from flowrl.runtime.host.replica import Replica
+from flowrl.runtime.ports.inbound import Inbound
+from flowrl.runtime.ports.join import Joined
+from flowrl.runtime.ports.outbound import Outbound
+from flowrl.runtime.telemetry.trace import TraceBuffer
 from tests.node_rig import sample, scored
 
-PLACE = Place("meet", 0, 1, "", 0, None, (), (), None, 0, "join-test")
+PLACE = ReplicaPlace("meet", 0, 1, "", 0, None, (), (), None, 0, "join-test")
 
 
 @dataclass(eq=False)
@@ -38,7 +39,7 @@ class Delivered:
 
 
 class Branch:
-    """An inbox that gives its deliveries, each after a random number of turns of the loop, and ends."""
+    """An inbox that gives its deliveries, each after a random number of ticks of the loop, and ends."""
 
     def __init__(self, name: str, bodies: Sequence[Message], dice: random.Random) -> None:
         self.deliveries = [
@@ -67,7 +68,7 @@ class Sent:
 
     async def send(self, envelope: Envelope) -> None:
         self.envelopes.append(envelope)
-        self.replica.desk.arrived([envelope.id])
+        self.replica.open_items.arrived([envelope.id])
 
     def arrivals(self, envelope: Envelope) -> list[tuple[bytes, int]]:
         return [(envelope.id, 1)]
@@ -137,8 +138,9 @@ class Rig:
         for port, branch in self.branches.items():
             inbox: Any = branch
             node.ports[port].live = self.replica.inbound[port] = Inbound(
-                f"meet.{port}", inbox, self.replica.desk, self.replica.activity, self.replica, lease, sink=False
+                f"meet.{port}", inbox, self.replica.open_items, self.replica.activity, self.replica, lease, sink=False
             )
+            self.replica.inbound[port].joined = Joined
         node.ports["out"].live = self.replica.outbound["out"] = Outbound(
             "meet.out", [edge], self.replica, ["trainer"], counted=True
         )

@@ -17,21 +17,21 @@ from flowrl.channel.control import Control
 from flowrl.channel.wire import Frame
 from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
-from flowrl.runtime.barrier import Turns
-from flowrl.runtime.lease import Lease
+from flowrl.runtime.activity.lease import Lease
+from flowrl.runtime.driver.barrier import Locks
 from tests.channel_rig import play
 
 
 class Driver:
-    """The driver's turns; frames between it and its hosts take a turn of the loop or two."""
+    """The driver's turns; frames between it and its hosts take a tick of the loop or two."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.turns = Locks()
         self.errors: list[BaseException] = []
         self._controls: dict[str, Control] = {}
         self._add("driver")
-        self._controls["driver"].on("turn", self.turns.take)
-        self._controls["driver"].on("turn_over", self.turns.over)
+        self._controls["driver"].on("lock", self.turns.take)
+        self._controls["driver"].on("unlock", self.turns.release)
 
     def _add(self, name: str) -> Control:
         def post(to: str, frame: Frame) -> None:
@@ -63,7 +63,7 @@ class Device:
 
 
 class Model(Node):
-    """Moves to the device and off it in a few turns of the loop."""
+    """Moves to the device and off it in a few ticks of the loop."""
 
     def __init__(self, device: Device, host: str, num_turns: int = 1) -> None:
         self.name = host
@@ -147,7 +147,7 @@ def test_one_host_works_at_a_time_and_nothing_is_left_whatever_is_cancelled(seed
 
 
 def test_a_word_that_comes_when_the_wait_was_cancelled_gives_the_turn_back() -> None:
-    """At every turn of the loop between asking and working."""
+    """At every tick of the loop between asking and working."""
 
     async def main(num_turns: int) -> bool:
         device, driver = Device(), Driver()

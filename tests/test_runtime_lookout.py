@@ -14,11 +14,11 @@ import pytest
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import Stalled
-from flowrl.runtime import hosts as hosts_module
-from flowrl.runtime import lookout as lookout_module
-from flowrl.runtime.hosts import Hosts
-from flowrl.runtime.lookout import Lookout
-from flowrl.runtime.stall import Topology
+from flowrl.runtime.driver import hosts as hosts_module
+from flowrl.runtime.driver import lookout as lookout_module
+from flowrl.runtime.driver.hosts import Hosts
+from flowrl.runtime.driver.lookout import Lookout
+from flowrl.runtime.driver.stall import Topology
 
 CYCLE = Topology(
     producers={"b.inputs": ("a",)}, consumers={"a.items -> b.inputs": ("b",)}, servers={}, ticket_holders=()
@@ -77,7 +77,10 @@ def watched(body: Body, *, flush: Callable[[dict[str, Process]], Any] = lambda p
         hosts = Hosts(None, endpoints["driver"])  # type: ignore[arg-type]
         hosts._actors.update(processes)
         hosts._specs.update(
-            {name: SimpleNamespace(places=[SimpleNamespace(node=name, replica=0, track=f"{name}/0")]) for name in "ab"}  # type: ignore[misc]
+            {
+                name: SimpleNamespace(places=[SimpleNamespace(node=name, replica=0, replica_id=f"{name}/0")])
+                for name in "ab"
+            }  # type: ignore[misc]
         )
         try:
             await body(Lookout(hosts, endpoints["driver"], CYCLE, told.append), processes, told)
@@ -144,12 +147,12 @@ def test_whose_answer_is_long_in_coming_is_told(monkeypatch: pytest.MonkeyPatch)
         async def now() -> int:
             return 1
 
-        asked = asyncio.create_task(lookout.answers("freeze", {"a": now(), "b": late}))
+        asked = asyncio.create_task(lookout.answers("pause", {"a": now(), "b": late}))
         while not told:  # noqa: ASYNC110
             await asyncio.sleep(0)
         late.set_result(2)
         assert await asked == [1, 2]
-        assert told[0] == "'freeze' waits for b, for 0 s now"
+        assert told[0] == "'pause' waits for b, for 0 s now"
 
     watched(body)
 

@@ -11,11 +11,11 @@ from flowrl.channel.envelope import Envelope
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample
-from flowrl.runtime.inbound import Inbound
-from flowrl.runtime.lease import Lease
-from flowrl.runtime.outbound import Outbound
-from flowrl.runtime.replica import Replica
-from flowrl.runtime.trace import TraceBuffer
+from flowrl.runtime.activity.lease import Lease
+from flowrl.runtime.host.replica import Replica
+from flowrl.runtime.ports.inbound import Inbound
+from flowrl.runtime.ports.outbound import Outbound
+from flowrl.runtime.telemetry.trace import TraceBuffer
 from tests.node_rig import sample
 from tests.test_runtime_join import PLACE, Branch, Ledger
 
@@ -73,7 +73,7 @@ def replica_of(node: Twice, bodies: Sequence[Sample], *edges: Edge) -> tuple[Rep
     lease = Lease("", "core", endpoint)
     replica = Replica(node, PLACE, endpoint, TraceBuffer(), lease)
     node.ports["samples"].live = replica.inbound["samples"] = Inbound(
-        "twice.samples", branch, replica.desk, replica.activity, replica, lease, sink=False
+        "twice.samples", branch, replica.open_items, replica.activity, replica, lease, sink=False
     )
     node.ports["out"].live = replica.outbound["out"] = Outbound("twice.out", outs, replica)
     return replica, branch

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.runtime.activity import Activity
-from flowrl.runtime.hostloop import HostLoop, apart
-from flowrl.runtime.pending import reasons
+from flowrl.runtime.activity.activity import Activity
+from flowrl.runtime.activity.hostloop import HostLoop, apart
+from flowrl.runtime.activity.pending import reasons
 
 Body = Callable[[Activity], Coroutine[Any, Any, None]]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.runtime import lifeline
-from flowrl.runtime.lifeline import outlive
-from flowrl.runtime.processes import Processes, children
+from flowrl.runtime.driver import lifeline
+from flowrl.runtime.driver.lifeline import outlive
+from flowrl.runtime.host.processes import Processes, children
 from tests.channel_rig import play
 
 STUBBORN = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); sys.stdin.read()"

@@ -14,9 +14,9 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import FlowrlError, LaneFailed, SampleFailed
 from flowrl.graph.node import Node
 from flowrl.graph.plan import CallPlan
-from flowrl.runtime.activity import Activity
-from flowrl.runtime.lease import Lease
-from flowrl.runtime.requests import LiveCall, LiveServe
+from flowrl.runtime.activity.activity import Activity
+from flowrl.runtime.activity.lease import Lease
+from flowrl.runtime.ports.requests import LiveCall, LiveServe
 from tests.channel_rig import Thing, pair, play
 
 EDGE = "asker.judge -> judge.requests"

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.runtime import checkpoint, manifest, resume
-from flowrl.runtime.driver import Driver
-from flowrl.runtime.rundir import RunDir
-from flowrl.runtime.terms import Terms
+from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest, resume
+from flowrl.runtime.checkpoints.rundir import RunDir
+from flowrl.runtime.driver.driver import Driver
+from flowrl.runtime.ledger.terms import Terms
 from tests.in_process import Ran, run
 
 STAGES = Path(__file__).parent / "graphs_resumed" / "stages.py"
@@ -258,13 +258,13 @@ def test_a_run_that_ends_while_it_publishes_leaves_a_whole_checkpoint_or_none(
     assert [path.name for path in checkpoints.iterdir() if path.name.startswith(".")] == []
     assert [found for found, _ in checkpoint.steps_of(checkpoints)] == [n for n in (3, 6) if n <= expected]
     for _, path in checkpoint.steps_of(checkpoints):
-        manifest.verify(path)
+        checkpoint_manifest.verify(path)
 
 
 @contextmanager
 def before(name: str, number: int, crash: Callable[[], None]) -> Iterator[None]:
     """Call `crash` in the place of a checkpoint's `fsync`, `replace` or manifest `write` with this number."""
-    owner: Any = manifest if name == "write" else os
+    owner: Any = checkpoint_manifest if name == "write" else os
     change, calls = getattr(owner, name), iter(range(1000))
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.runtime import manifest
-from flowrl.runtime.rundir import RunDir
+from flowrl.runtime.checkpoints import checkpoint_manifest
+from flowrl.runtime.checkpoints.rundir import RunDir
 
 
 def finished(path: Path, state: str = "state") -> None:
@@ -17,7 +17,7 @@ def finished(path: Path, state: str = "state") -> None:
     path.mkdir(parents=True)
     (path / "model.safetensors").write_text("the weights")
     (path / "state.msgpack").write_text(state)
-    manifest.write(path, {}, threading.Event())
+    checkpoint_manifest.write(path, {}, threading.Event())
 
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:

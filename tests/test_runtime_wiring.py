@@ -10,11 +10,11 @@ import pytest
 from flowrl import Cluster, Machine
 from flowrl.graph.machine import GB
 from flowrl.graph.plan import make_plan
-from flowrl.runtime.context import Place
-from flowrl.runtime.lease import Lease
-from flowrl.runtime.replica import Replica
-from flowrl.runtime.trace import TraceBuffer
-from flowrl.runtime.wiring import join
+from flowrl.runtime.activity.lease import Lease
+from flowrl.runtime.host.context import ReplicaPlace
+from flowrl.runtime.host.replica import Replica
+from flowrl.runtime.host.wiring import join
+from flowrl.runtime.telemetry.trace import TraceBuffer
 from tests.graph_nodes import grpo
 
 CLUSTER = Cluster((Machine((0, 1), memory_bytes=8 * GB),))
@@ -25,7 +25,7 @@ CLUSTER = Cluster((Machine((0, 1), memory_bytes=8 * GB),))
 def test_all_ranks_agree_on_whether_their_weights_go_anywhere(replica: int, latest: bool) -> None:
     """Rank 1 has no lane of the weights edge, and still takes part in gathering them."""
     graph = grpo(num_trainers=2, latest=latest, admit=latest).graph
-    place = Place("trainer", replica, 2, "", 0, None, (1,), (), None, 0, "run")
+    place = ReplicaPlace("trainer", replica, 2, "", 0, None, (1,), (), None, 0, "run")
     endpoint: Any = MagicMock()
     trainer: Any = graph.nodes["trainer"]
     joined = Replica(trainer, place, endpoint, TraceBuffer(), Lease("", "trainer", endpoint))

@@ -10,7 +10,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.tasks import Task, load_preferences
-from flowrl.tasks.preferences import Kind
+from flowrl.tasks.preference_rows import Kind
 from flowrl.tasks.rows import Row
 
 

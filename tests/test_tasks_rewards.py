@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.asking import way_of_asking
 from flowrl.tasks.judge import BadReward, Judge, Verdicts, load_judge, place_of
+from flowrl.tasks.reward_client import route_of
 from flowrl.tasks.worker import RewardWorker
 
 
@@ -120,10 +120,10 @@ def test_an_async_function_is_awaited_and_timed(tmp_path: Path) -> None:
     each = judge(tmp_path, "async def f(prompt, response): return len(response)")
     stuck = judge(tmp_path, "import asyncio\nasync def f(prompts, responses): await asyncio.Event().wait()")
     for function in (quick, each):
-        asking = way_of_asking(function, 5.0)
+        asking = route_of(function, 5.0)
         assert asyncio.run(asking.ask(["p", "q"], ["a", "bb"], [{}, {}])).rewards == (1.0, 2.0)
     with pytest.raises(BadReward) as error:
-        asyncio.run(way_of_asking(stuck, 0.01).ask(["p"], ["a"], [{}]))
+        asyncio.run(route_of(stuck, 0.01).ask(["p"], ["a"], [{}]))
     assert error.value.reason == "reward_timed_out"
 
 

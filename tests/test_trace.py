@@ -17,8 +17,8 @@ import pytest
 
 from flowrl.channel.envelope import Envelope, message_id, source_id
 from flowrl.messages import Message, Prompt
-from flowrl.runtime.trace import BACKGROUND_ROW, OFF, TraceBuffer, depth_of
-from flowrl.runtime.trace_file import TraceWriter
+from flowrl.runtime.telemetry.trace import BACKGROUND_ROW, OFF, TraceBuffer, depth_of
+from flowrl.runtime.telemetry.trace_file import TraceWriter
 
 NO_TOKENS = np.zeros(0, np.int32)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.runtime import trace_file
-from flowrl.runtime.engine import HostEngine
-from flowrl.runtime.trace import OFF
+from flowrl.runtime.host.host_engine import HostEngine
+from flowrl.runtime.telemetry import trace_file
+from flowrl.runtime.telemetry.trace import OFF
 from tests import in_process
 
 STAGES = Path(__file__).parent.parent / "benchmarks" / "stages.py"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.runtime.books import LEDGER
+from flowrl.runtime.ledger.accounting import LEDGER
 from flowrl.training import model
 from flowrl.training.model import companions, write_model
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Trainable
-from flowrl.runtime.cluster import LOOPBACK
+from flowrl.runtime.driver.cluster import LOOPBACK
 from tests.run_process import is_loopback
 from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch, make_model
 

@@ -16,7 +16,7 @@ from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy
 from flowrl.nodes.trainer import Trainer
-from flowrl.runtime.ledger_client import Use
+from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.settings import ZeroSettings
 from tests.training_cases import CASES, TEMPERATURE, make_batch, make_model
 
@@ -206,7 +206,7 @@ def test_master_weights_keep_what_bfloat16_would_lose(ran: tuple[Recorder, Train
     import torch
 
     from flowrl.training.learner import Learner
-    from flowrl.training.packing import loss_masks
+    from flowrl.training.masks import loss_masks
     from flowrl.training.zero import ZeroEngine
 
     _, trainer = ran

@@ -11,10 +11,10 @@ import torch
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Mismatched, Trainable
-from flowrl.training.pieces import make_piece
+from flowrl.training.micro_batch import make_micro_batch
+from flowrl.training.objectives import LossInputs, Objective, Totals
+from flowrl.training.preference_losses import dpo_loss, kto_loss
 from flowrl.training.preference_objectives import DPO, KTO
-from flowrl.training.preferences import dpo_loss, kto_loss
-from flowrl.training.recipes import Objective, Seen, Totals
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 3, 2, 6, 4, 4)
@@ -66,7 +66,7 @@ def run(objective: Objective, cut: list[list[int]], **seen: Any) -> Outcome:
     """The sum over the micro-batches of `cut`, as the learner makes it."""
     drawn, given = logprobs(), samples()
     pieces = [
-        make_piece(
+        make_micro_batch(
             [given[i] for i in part],
             [given[i].policy_mask for i in part],
             objective,
@@ -83,7 +83,7 @@ def run(objective: Objective, cut: list[list[int]], **seen: Any) -> Outcome:
         empty = torch.zeros(1, requires_grad=True)
         logprobs_BT = piece.rows.spread(torch.cat([drawn[i] for i in part]) if part else empty)
         nothing = logprobs_BT.detach() * 0
-        shown = Seen(
+        shown = LossInputs(
             logprobs_BT,
             nothing,
             nothing,
@@ -151,7 +151,7 @@ def test_a_pair_with_one_half_masked_out_does_not_count() -> None:
     given = samples()
     masks = [s.policy_mask for s in given]
     masks[3] = np.zeros_like(masks[3])
-    piece = make_piece(given, masks, DPO(), version=0, packed=False, device=CPU)
+    piece = make_micro_batch(given, masks, DPO(), version=0, packed=False, device=CPU)
     assert piece.pairs_P2.tolist() == [[0, 1], [4, 5]]
     assert piece.counts == (18, 5, 2, 3)
     assert not DPO().enough(Totals(num_tokens=9, num_sequences=3))
@@ -191,7 +191,7 @@ def test_mismatched_completions_are_a_pass_of_their_own() -> None:
         np.arange(9, dtype=np.int32), np.arange(9) >= 4, np.where(np.arange(9) >= 4, -1, 0).astype(np.float32)
     )
     given = [replace(first, mismatched=other), second]
-    piece = make_piece(given, [s.policy_mask for s in given], KTO(), version=0, packed=False, device=CPU)
+    piece = make_micro_batch(given, [s.policy_mask for s in given], KTO(), version=0, packed=False, device=CPU)
     crossed = piece.mismatched
     assert crossed is not None
     assert crossed.counted_B.tolist() == [True, False]

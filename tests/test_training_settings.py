@@ -12,10 +12,10 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.node import Saved
 from flowrl.models import Policy
 from flowrl.nodes.trainer import Trainer
-from flowrl.training.recipes import SFT, PolicyObjective
+from flowrl.training.batch_stats import BatchStats
+from flowrl.training.objectives import SFT, PolicyObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import ZeroSettings
-from flowrl.training.tally import Tally
 from tests.training_cases import CASES, make_batch
 
 
@@ -101,13 +101,13 @@ def test_the_trainer_names_its_wrong_settings() -> None:
 def test_tallies_of_parts_add_up_to_the_whole() -> None:
     samples = make_batch(3, CASES[0]).samples
     masks = [s.policy_mask & (np.arange(len(s.policy_mask)) % 2 == 0) for s in samples]
-    whole = Tally.of(samples, masks, 3)
-    parts = [Tally.of(samples[i::2], masks[i::2], 3) for i in range(2)]
-    assert Tally.total(parts).metrics() == pytest.approx(whole.metrics())
+    whole = BatchStats.of(samples, masks, 3)
+    parts = [BatchStats.of(samples[i::2], masks[i::2], 3) for i in range(2)]
+    assert BatchStats.total(parts).metrics() == pytest.approx(whole.metrics())
     trained = np.concatenate([s.versions[m] for s, m in zip(samples, masks, strict=True)])
     assert whole.metrics()["staleness_mean"] == pytest.approx((3 - trained).mean())
     assert whole.metrics()["tokens_trained"] == trained.size
-    assert Tally().metrics()["staleness_max"] is None
+    assert BatchStats().metrics()["staleness_max"] is None
     assert set(whole.metrics(offline=True)) == {"num_samples", "response_tokens_mean", "tokens_trained"}
 
 

@@ -12,7 +12,7 @@ import torch
 
 from flowrl.errors import ConfigError
 from flowrl.training.model import companions, load_policy_model
-from flowrl.training.rows import lay_out, lay_out_ends
+from flowrl.training.row_layout import lay_out, lay_out_ends
 from flowrl.training.value_model import (
     ScalarModel,
     draw_head,

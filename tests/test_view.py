@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flowrl.runtime import view as view_module
-from flowrl.runtime.board import BARS, Board, bar, clock, draw, sparkline
-from flowrl.runtime.statistics import EdgeNow, NodeNow, Statistics
-from flowrl.runtime.view import LiveView, PlainView, open_view
+from flowrl.runtime.telemetry import view as view_module
+from flowrl.runtime.telemetry.board import BARS, Board, bar, clock, draw, sparkline
+from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics
+from flowrl.runtime.telemetry.view import LiveView, PlainView, open_view
 
 EDGE = "generator.rollouts -> trainer.batches"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.graph.plan import make_plan
-from flowrl.graph.routes import WeightRoute, common_transport, rank_offset, routes_of, world_size
+from flowrl.graph.plan import make_plan, routes_of
+from flowrl.graph.routes import WeightRoute, common_transport, rank_offset, world_size
 from tests.graph_nodes import grpo
 
 

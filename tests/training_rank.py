@@ -15,8 +15,8 @@ import torch
 
 from flowrl.training.gang import Gang
 from flowrl.training.learner import Learner
-from flowrl.training.packing import loss_masks
-from flowrl.training.recipes import PolicyObjective
+from flowrl.training.masks import loss_masks
+from flowrl.training.objectives import PolicyObjective
 from flowrl.training.settings import ZeroSettings
 from flowrl.training.zero import ZeroEngine
 from tests.run_process import listening

@@ -35,7 +35,7 @@ class Address:
     """An open endpoint. Plain data: it travels to the other processes through Ray."""
 
     host: str
-    epoch: int
+    incarnation: int
     machine: str
     pid: int
     ipc: str
@@ -74,11 +74,11 @@ def run_prefix(run_id: str, pid: int) -> str:
     return f"{run_name(run_id)}-{pid}"
 
 
-def ipc_path(run_id: str, driver_pid: int, host: str, epoch: int) -> Path:
+def ipc_path(run_id: str, driver_pid: int, host: str, incarnation: int) -> Path:
     """The unix socket of an endpoint. Its directory is made."""
     folder = socket_root() / run_prefix(run_id, driver_pid)
     folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{blake2b(host.encode(), digest_size=5).hexdigest()}-{epoch}"
+    path = folder / f"{blake2b(host.encode(), digest_size=5).hexdigest()}-{incarnation}"
     if len(str(path)) > SOCKET_PATH_LIMIT:
         raise ConfigError(f"{path} is too long for a unix socket; set TMPDIR to a shorter path")
     return path

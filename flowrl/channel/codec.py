@@ -65,13 +65,13 @@ from flowrl.channel.values import (
 from flowrl.errors import WireError
 from flowrl.messages import Message
 
-__all__ = ["Buffer", "Decoder", "Encoder", "Place", "freeze", "freeze_inside", "payload_bytes"]
+__all__ = ["ArrayPlace", "Buffer", "Decoder", "Encoder", "freeze", "freeze_inside", "payload_bytes"]
 
 INLINE_CODE, FRAME_CODE, SLAB_CODE, MESSAGE_CODE, LIST_CODE, PROXY_CODE, NUMBER_CODE = range(1, 8)
 Buffer = bytes | memoryview | np.ndarray[Any, Any]
 
 
-class Place(Protocol):
+class ArrayPlace(Protocol):
     """Shared memory to put arrays into."""
 
     def __call__(self, array: np.ndarray[Any, Any]) -> bytes | None:
@@ -114,7 +114,7 @@ class Encoder:
     that put arrays there, or into shared memory, it calls `keep` or, for one that is not to travel, `undo`.
     """
 
-    def __init__(self, place: Place | None = None, *, beside: bool = True) -> None:
+    def __init__(self, place: ArrayPlace | None = None, *, beside: bool = True) -> None:
         self.frames: list[Buffer] = []
         self.steps: list[Callable[[], object]] = []
         """What takes back the arrays of the value at hand."""

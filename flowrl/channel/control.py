@@ -7,7 +7,7 @@ Invariants
   for the right to something gives it back when cancelled: the right may be on its way.
 - A connection that breaks is no failure: frames come once and in order all the same (`once`).
 - Notes and requests from one process to another come in in the order in which they were made. A note has been heard
-  when what follows it begins; a request's handler begins in the next turn of the loop, after notes that came with it.
+  when what follows it begins; a request's handler begins in the next tick of the loop, after notes that came with it.
 
 Ends of waits: a request waits for its answer, the failure of the other process, its own cancellation or
 the closing of the endpoint.

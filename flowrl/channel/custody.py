@@ -1,11 +1,11 @@
 """Custody: when may a node let go of what it took in?
 
-An item is due for its ack when its turn has ended and every message made from it (its children) has
+An item is due for its ack when its invocation has ended and every message made from it (its children) has
 been taken in by the next process, on every lane it was sent on. From then on the child's own producer
 keeps the copy that a crash would need.
 
 Invariants
-- Each item counts what it still waits for: its open turn, its holds, and one for each lane on which a
+- Each item counts what it still waits for: its open invocation, its holds, and one for each lane on which a
   child has not arrived. It is due exactly when the count reaches 0, and then forgotten.
 - A child counts on all of its parents, and is forgotten when it has arrived on all of its lanes.
 - Arrivals of unknown children (replays of children whose parents are long acked) change nothing.
@@ -34,7 +34,7 @@ class Custody(Generic[K]):
         return len(self._counts)
 
     def begin(self, item: K) -> None:
-        """The node took `item` in: its turn is open."""
+        """The node took `item` in: its invocation is open."""
         assert item not in self._counts, "an item is taken in once; receivers drop repetitions"
         self._counts[item] = 1
 
@@ -66,7 +66,7 @@ class Custody(Generic[K]):
         return [parent for parent in parents if self._less(parent)]
 
     def hold(self, item: K) -> None:
-        """Keep `item` open past the end of its turn."""
+        """Keep `item` open past the end of its invocation."""
         self._counts[item] += 1
 
     def release(self, item: K) -> Sequence[K]:
@@ -74,7 +74,7 @@ class Custody(Generic[K]):
         return (item,) if self._less(item) else ()
 
     def end(self, item: K) -> Sequence[K]:
-        """The turn of `item` has ended."""
+        """The invocation of `item` has ended."""
         return (item,) if self._less(item) else ()
 
     def drop(self, item: K) -> Sequence[K]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Literal
 from zlib import crc32
 
-from flowrl.channel.ends import Gate, Ids, SendLane
+from flowrl.channel.ends import Ids, SendGate, SendLane
 from flowrl.channel.envelope import Envelope, message_id
 from flowrl.channel.inbox import Delivery, EndOfStream, Inbox
 from flowrl.messages import Tombstone
@@ -37,8 +37,8 @@ class OutEdge:
         self.lanes = tuple(lanes)
         self.rule: Rule = rule
         self.capacity = capacity if capacity is not None else lanes[0].spec.capacity
-        self.gate = Gate()
-        self._turn = 0
+        self.gate = SendGate()
+        self._first = 0
         self._wholes: dict[bytes, Envelope] = {}
         """What a gang has not finished, as it was before it was split: other ranks may need other parts of it."""
         self._part_of: dict[bytes, bytes] = {}
@@ -56,7 +56,7 @@ class OutEdge:
         return [envelope.id]
 
     def arrivals(self, envelope: Envelope) -> list[tuple[bytes, int]]:
-        """(id, on how many lanes it must be taken in) for `Custody.child`; a latest edge owes none."""
+        """(id, on how many lanes it must be taken in) for `Custody.child`; a latest edge needs none."""
         return [] if self.rule == "latest" else [(own, 1) for own in self.ids(envelope)]
 
     def addressed(self, envelope: Envelope) -> list[tuple[str, Envelope]]:
@@ -104,8 +104,8 @@ class OutEdge:
 
     def _freest(self) -> SendLane:
         lanes = self.lanes
-        self._turn = turn = (self._turn + 1) % len(lanes)
-        return max((*lanes[turn:], *lanes[:turn]), key=lambda lane: lane.machine.credits)
+        self._first = first = (self._first + 1) % len(lanes)
+        return max((*lanes[first:], *lanes[:first]), key=lambda lane: lane.machine.credits)
 
     async def _all(self, lanes: Sequence[SendLane], parts: Callable[[], Sequence[Envelope]]) -> None:
         def ready() -> bool:

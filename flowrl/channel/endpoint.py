@@ -32,16 +32,16 @@ from flowrl.channel.control import Answer, Control
 from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.inbox import EndOfStream
 from flowrl.channel.lane import ReceiverLane, SenderLane
+from flowrl.channel.lane_spec import LaneSpec, LaneStatistics
 from flowrl.channel.latest import LatestReceiver, LatestSender
-from flowrl.channel.link import Doorman, Inlet, Link, LocalLink, SocketLink
+from flowrl.channel.link import Authenticator, Link, Listener, LocalLink, SocketLink
 from flowrl.channel.presence import Presence
 from flowrl.channel.router import Router
 from flowrl.channel.slab import Attached, Block, Slab
-from flowrl.channel.spec import LaneSpec, LaneStatistics
 from flowrl.channel.wire import RELEASE, REPLY, REQUEST, Frame, MessageDecoder
 from flowrl.errors import ConfigError, WireError
 
-__all__ = ["Address", "CurveKeys", "EndOfStream", "Endpoint", "Wait"]
+__all__ = ["Address", "CurveKeys", "EndOfStream", "Endpoint", "LaneWait"]
 
 _local: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictionary()
 """The open endpoints of this process, by their ipc path."""
@@ -51,7 +51,7 @@ garbage themselves, so an endpoint that nobody closed keeps its context until th
 
 
 @dataclass(frozen=True)
-class Wait:
+class LaneWait:
     """Something that cannot go on by itself, for stall reports."""
 
     kind: str
@@ -74,23 +74,23 @@ class Endpoint:
         *,
         run_id: str,
         driver_pid: int,
-        epoch: int = 0,
+        incarnation: int = 0,
         machine: str | None = None,
         curve: CurveKeys | None = None,
         failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.host = host
-        self.epoch = epoch
+        self.incarnation = incarnation
         self._run_id = run_id
         self._driver_pid = driver_pid
         self._machine = machine if machine is not None else this_machine()
         self._curve = curve
         self._failed = failed or self._to_loop
-        self._router = Router(host, epoch, self._failed)
+        self._router = Router(host, incarnation, self._failed)
         self._control = Control(self._router.post, self._failed)
         self._router.control = self
         prefix = run_prefix(run_id, driver_pid)
-        self._slab = Slab(prefix, host, epoch)
+        self._slab = Slab(prefix, host, incarnation)
         self._attached = Attached(prefix, self._unseen)
         self._decoder = MessageDecoder(self._attached.array)
 
@@ -105,23 +105,23 @@ class Endpoint:
         self._loop = self._router.loop = asyncio.get_running_loop()
         self._context: zmq.Context[Any] = zmq.Context()
         _contexts.add(self._context)
-        self._inlet = Inlet(self._context, self._arrived)
-        self._doorman = Doorman(self._context, self._curve) if tcp and self._curve is not None else None
-        path = str(ipc_path(self._run_id, self._driver_pid, self.host, self.epoch))
-        self._inlet.bind(f"ipc://{path}")
+        self._listener = Listener(self._context, self._arrived)
+        self._authenticator = Authenticator(self._context, self._curve) if tcp and self._curve is not None else None
+        path = str(ipc_path(self._run_id, self._driver_pid, self.host, self.incarnation))
+        self._listener.bind(f"ipc://{path}")
         os.chmod(path, 0o600)
         url = ""
         if tcp:
             ip = tcp if isinstance(tcp, str) else local_ip()
-            url = self._inlet.bind(f"tcp://{ip}:*", self._curve)
-        self.address = Address(self.host, self.epoch, self._machine, os.getpid(), path, url)
+            url = self._listener.bind(f"tcp://{ip}:*", self._curve)
+        self.address = Address(self.host, self.incarnation, self._machine, os.getpid(), path, url)
         _local[path] = self
         self.connect(self.host, self.address)
         return self.address
 
     def connect(self, host: str, address: Address) -> None:
         """Reach `host` at `address`: in process, by ipc or by tcp, whichever is nearest."""
-        self._router.join(host, address.epoch, self._link(address))
+        self._router.join(host, address.incarnation, self._link(address))
 
     def peer_failed(self, host: str, reason: str) -> None:
         """The supervisor's word that the process of `host` is dead: what waits for it raises LaneFailed.
@@ -130,20 +130,20 @@ class Endpoint:
         """
         self._router.fail(host, reason, self._router.lanes(host))
 
-    def peer_restarted(self, host: str, address: Address, epoch: int | None = None) -> None:
+    def peer_restarted(self, host: str, address: Address, incarnation: int | None = None) -> None:
         """The supervisor's word that `host` runs anew at `address`: replay to it all that is kept.
 
         Sends and takes go on as if nothing had happened, unless `peer_failed` had ended them; requests to
         the process before raise LaneFailed.
         """
-        assert epoch is None or epoch == address.epoch, "the address names the epoch"
+        assert incarnation is None or incarnation == address.incarnation, "the address names the incarnation"
         self._router.fail(host, "its process was restarted", ())
         self.connect(host, address)
 
     def _link(self, address: Address) -> Link:
         neighbour = _local.get(address.ipc) if address.pid == os.getpid() else None
         if neighbour is not None:
-            return LocalLink(neighbour.deliver_from(self._loop), self.host, self.epoch)
+            return LocalLink(neighbour.deliver_from(self._loop), self.host, self.incarnation)
         near = address.machine == self._machine
         if not near and not address.tcp:
             raise ConfigError(
@@ -155,7 +155,7 @@ class Endpoint:
             self._context,
             url,
             self.host,
-            self.epoch,
+            self.incarnation,
             curve=self._curve,
             place=place,
             reconnected=lambda: self._router.reconnected(address.host),
@@ -166,12 +166,12 @@ class Endpoint:
         if self._router.closed or not hasattr(self, "address"):
             return
         await self._control.close()
-        self._inlet.drain()
+        self._listener.drain()
         self._router.close()
-        self._inlet.close()
+        self._listener.close()
         self._router.close_links()
-        if self._doorman is not None:
-            self._doorman.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         _local.pop(self.address.ipc, None)
         await self._loop.run_in_executor(None, self._context.term)
         _contexts.discard(self._context)
@@ -234,22 +234,22 @@ class Endpoint:
             m.num_received + m.num_finished for m in receivers if isinstance(m, ReceiverLane)
         )
 
-    def watch(self) -> list[Wait]:
+    def watch(self) -> list[LaneWait]:
         """What every waiting sender, receiver and request here waits for."""
         now = time.monotonic()
         waits = [
-            Wait("credit", lane.spec.name, now - since)
+            LaneWait("credit", lane.spec.name, now - since)
             for lane in self._router.senders.values()
             if (since := lane.gate.since()) is not None and not lane.machine.credits
         ]
-        inboxes = {id(lane.inbox): lane.inbox for lane in self._router.receivers.values() if lane.inbox is not None}
+        takers = {id(lane.taker): lane.taker for lane in self._router.receivers.values() if lane.taker is not None}
         waits += [
-            Wait("item", inbox.name, now - since)
-            for inbox in inboxes.values()
-            if (since := inbox.waiting_since()) is not None
+            LaneWait("item", taker.name, now - since)
+            for taker in takers.values()
+            if (since := taker.waiting_since()) is not None
         ]
         asked = self._control.waiting()
-        return waits + [Wait("reply", f"{kind} of {host}", now - since) for host, kind, since in asked]
+        return waits + [LaneWait("reply", f"{kind} of {host}", now - since) for host, kind, since in asked]
 
     # Frames that belong to no lane (`router.Control`)
 
@@ -279,7 +279,7 @@ class Endpoint:
         """What a link from an endpoint on `loop`, in this process, calls to hand frames over."""
         if loop is self._loop:
             return self._router.receive
-        return lambda host, epoch, frames: self._threadsafe(self._router.receive, host, epoch, frames)
+        return lambda host, incarnation, frames: self._threadsafe(self._router.receive, host, incarnation, frames)
 
     def _threadsafe(self, call: Callable[..., None], *args: Any) -> None:
         if not self._router.closed and not self._loop.is_closed():
@@ -287,17 +287,17 @@ class Endpoint:
 
     def _arrived(self, parts: list[Any]) -> None:
         try:
-            host, epoch = self._decoder.sender(parts[0])
-            self._router.receive(host, epoch, self._decoder.decode(parts))
+            host, incarnation = self._decoder.sender(parts[0])
+            self._router.receive(host, incarnation, self._decoder.decode(parts))
         except WireError as error:
             self._failed(error)
 
-    def _unseen(self, host: str, epoch: int, block: Block) -> None:
+    def _unseen(self, host: str, incarnation: int, block: Block) -> None:
         """A block of a peer's slab is no longer seen by anybody here. Called from any thread."""
-        self._threadsafe(self._give_back, host, epoch, block)
+        self._threadsafe(self._give_back, host, incarnation, block)
 
-    def _give_back(self, host: str, epoch: int, block: Block) -> None:
-        if self._router.peer(host).epoch == epoch:
+    def _give_back(self, host: str, incarnation: int, block: Block) -> None:
+        if self._router.peer(host).incarnation == incarnation:
             self._router.post(host, (RELEASE, 0, 0, 0, (block,)))
 
     def _to_loop(self, error: BaseException) -> None:

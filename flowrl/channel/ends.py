@@ -14,29 +14,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.lane import ReceiverLane, SenderLane
+from flowrl.channel.lane_spec import LaneSpec, LaneStatistics
 from flowrl.channel.latest import LatestReceiver, LatestSender
-from flowrl.channel.spec import LaneSpec, LaneStatistics
 from flowrl.errors import LaneFailed
-
-if TYPE_CHECKING:
-    from flowrl.channel.inbox import Inbox
 
 FRAMES_AT_ONCE = 128
 Ids = Callable[[Sequence[bytes]], None]
 
 
-class Gate:
+class SendGate:
     """Where sends wait for credit, first come first served. Lanes of one edge share a gate."""
 
     def __init__(self) -> None:
         self.waiting: dict[object, tuple[asyncio.Future[None], Callable[[], bool], float]] = {}
         """The sends that wait, in their order: (what wakes one, may it go, since when)."""
         self.held = False
-        """Nothing goes, credit or not: for the cut of a checkpoint."""
+        """Nothing goes, credit or not: for the snapshot of a checkpoint."""
 
     def since(self) -> float | None:
         """When the longest wait began (time.monotonic), None if nothing waits."""
@@ -51,10 +48,10 @@ class Gate:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                turn: asyncio.Future[None] = loop.create_future()
-                self.waiting[me] = turn, ready, began
+                woken: asyncio.Future[None] = loop.create_future()
+                self.waiting[me] = woken, ready, began
                 self.wake()
-                await turn
+                await woken
                 if ready() and not self.held:
                     return time.monotonic() - began
         finally:
@@ -64,19 +61,19 @@ class Gate:
 
     def wake(self) -> None:
         """Let the first wait go on that can. It wakes the next when it has acted, or was cancelled."""
-        for turn, ready, _ in self.waiting.values():
-            if turn.done():
+        for woken, ready, _ in self.waiting.values():
+            if woken.done():
                 return
             try:
                 possible = ready() and not self.held
             except LaneFailed:
                 possible = True
             if possible:
-                turn.set_result(None)
+                woken.set_result(None)
                 return
 
 
-class Owner(Protocol):
+class LaneOwner(Protocol):
     """What the ends need from their endpoint."""
 
     def sent(self, lane: SendLane) -> None:
@@ -92,13 +89,13 @@ class Owner(Protocol):
 class SendLane:
     """The producer's end. Made by `Endpoint.sender`."""
 
-    def __init__(self, spec: LaneSpec, machine: SenderLane | LatestSender, owner: Owner) -> None:
+    def __init__(self, spec: LaneSpec, machine: SenderLane | LatestSender, owner: LaneOwner) -> None:
         self.spec = spec
         self.machine = machine
-        self.gate = Gate()
+        self.gate = SendGate()
         self.blocked_s = 0.0
         self.burst = max(1, min(FRAMES_AT_ONCE, spec.capacity // 2))
-        """So many frames leave before the loop's turn ends, that the consumer may begin."""
+        """So many frames leave before the loop's tick ends, that the consumer may begin."""
         self._owner = owner
         self._taken: list[Ids] = []
         self._acked: list[Ids] = []
@@ -174,31 +171,39 @@ class SendLane:
                 callback(ids)
 
 
+class Taker(Protocol):
+    """Who takes a lane's messages: `flowrl.channel.inbox.Inbox`."""
+
+    name: str
+
+    def waiting_since(self) -> float | None: ...
+
+
 class ReceiveLane:
     """The consumer's end. Made by `Endpoint.receiver`, and read through the `Inbox` it is added to."""
 
-    def __init__(self, spec: LaneSpec, machine: ReceiverLane | LatestReceiver, owner: Owner) -> None:
+    def __init__(self, spec: LaneSpec, machine: ReceiverLane | LatestReceiver, owner: LaneOwner) -> None:
         self.spec = spec
         self.machine = machine
         self.listed = False
         """In its inbox's list of lanes with something to take."""
         self.changed: Callable[[ReceiveLane], None] | None = None
         """Told after the machine has changed. Set by the inbox; frames wait until it is."""
-        self.inbox: Inbox | None = None
+        self.taker: Taker | None = None
         self.finish: Callable[[bytes], None] = (
             machine.finish if isinstance(machine, LatestReceiver) else machine.seen.finish
         )
         """Acks a message by its id."""
         self._owner = owner
         self._cancelled: list[Ids] = []
-        machine.owing = self._owing
+        machine.on_unflushed = self._unflushed
 
-    def _owing(self, machine: ReceiverLane | LatestReceiver) -> None:
+    def _unflushed(self, machine: ReceiverLane | LatestReceiver) -> None:
         self._owner.owed(self)
 
-    def open(self, inbox: Inbox, changed: Callable[[ReceiveLane], None]) -> None:
-        """From now on `inbox` takes the lane's messages."""
-        self.inbox, self.changed = inbox, changed
+    def open(self, taker: Taker, changed: Callable[[ReceiveLane], None]) -> None:
+        """From now on `taker` takes the lane's messages."""
+        self.taker, self.changed = taker, changed
         self._owner.opened(self)
 
     def on_cancel(self, callback: Ids) -> None:

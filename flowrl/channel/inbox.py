@@ -117,24 +117,24 @@ class Inbox:
                 raise LaneFailed(f"lane {lane.spec.name!r}: {lane.machine.failed}")
 
     async def _wait(self) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._waiting_since = time.monotonic()
-        self._waiting.append(turn)
+        self._waiting.append(woken)
         try:
-            await turn
+            await woken
         except asyncio.CancelledError:
-            if not turn.cancelled():
+            if not woken.cancelled():
                 self._wake()  # woken and cancelled at once: the message is for the next
-            elif turn in self._waiting:  # else a message came in the same turn of the loop, and went to the next
-                self._waiting.remove(turn)
+            elif woken in self._waiting:  # else a message came in the same tick of the loop, and went to the next
+                self._waiting.remove(woken)
             raise
 
     def _wake(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            woken = self._waiting.popleft()
+            if not woken.done():
+                woken.set_result(None)
                 return
 
     def _changed(self, lane: ReceiveLane) -> None:

@@ -29,8 +29,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from flowrl.channel.codec import payload_bytes
 from flowrl.channel.envelope import Envelope
+from flowrl.channel.lane_spec import LaneSpec, LaneStatistics, schema_problem, session_number
 from flowrl.channel.seen import Seen
-from flowrl.channel.spec import LaneSpec, LaneStatistics, schema_problem, session_number
 from flowrl.channel.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
 
 __all__ = ["LaneSpec", "LaneStatistics", "ReceiverLane", "SenderLane", "schema_problem", "session_number"]
@@ -224,10 +224,10 @@ class ReceiverLane:
         """There is a message to take."""
         self.num_received = 0
         self.num_finished = 0
-        self.owing: Callable[[ReceiverLane], None] = lambda lane: None
-        """Told when the lane begins to have something to flush, and when `hasty` becomes true."""
-        self._hasten = max(1, spec.capacity // 4)
-        self._owing = False
+        self.on_unflushed: Callable[[ReceiverLane], None] = lambda lane: None
+        """Told when the lane begins to have something to flush, and when `urgent` becomes true."""
+        self._urgent_at = max(1, spec.capacity // 4)
+        self._unflushed = False
         self._number = spec.number
         self._queue: deque[tuple[int, Envelope | None]] = deque()
         self._reset()
@@ -235,7 +235,7 @@ class ReceiverLane:
     def _reset(self) -> None:
         self._expected = 0
         self._taken = 0
-        self._told = 0
+        self._reported = 0
         self._asked = -1
         self._last: int | None = None
         self._acks: list[int] = []
@@ -255,14 +255,14 @@ class ReceiverLane:
         return self._last is not None
 
     @property
-    def hasty(self) -> bool:
+    def urgent(self) -> bool:
         """What is to be flushed cannot wait: the sender would soon stand still without its credits."""
-        return self._taken - self._told >= self._hasten or bool(self.out)
+        return self._taken - self._reported >= self._urgent_at or bool(self.out)
 
     @property
-    def owes(self) -> bool:
+    def has_unflushed(self) -> bool:
         """There is a credit or an ack to flush of which the owner has not been told."""
-        return not self._owing and (self._told != self._taken or bool(self._acks))
+        return not self._unflushed and (self._reported != self._taken or bool(self._acks))
 
     def on_data(self, seq: int, envelopes: Sequence[Envelope]) -> None:
         """Messages that follow each other, the first of them numbered `seq`."""
@@ -303,9 +303,9 @@ class ReceiverLane:
         assert envelope is not None
         if seq >= 0:
             self._taken += 1
-            if not self._owing or self._taken - self._told == self._hasten:
-                self._owing = True
-                self.owing(self)
+            if not self._unflushed or self._taken - self._reported == self._urgent_at:
+                self._unflushed = True
+                self.on_unflushed(self)
         if not queue:
             self.ready = False
         elif queue[0][1] is None:
@@ -317,13 +317,13 @@ class ReceiverLane:
         if session == self.session:
             self._acks.append(seq)
             self.num_finished += 1
-            if not self._owing:
+            if not self._unflushed:
                 self._owe()
 
     def _owe(self) -> None:
-        if not self._owing:
-            self._owing = True
-            self.owing(self)
+        if not self._unflushed:
+            self._unflushed = True
+            self.on_unflushed(self)
 
     def on_close(self, last: int) -> None:
         self._last = last
@@ -351,7 +351,7 @@ class ReceiverLane:
         if problem:
             self.refuse(problem)
             return
-        self._told = -1
+        self._reported = -1
         known = {*self._acks, *self.seen.open_of(self)}
         self._acks += [seq for seq in kept if seq < self._expected and seq not in known]
         self._asked = -1
@@ -369,15 +369,15 @@ class ReceiverLane:
 
     def say_hello(self) -> None:
         """The transport may have lost frames: make the sender say where it stands."""
-        self._told = -1
+        self._reported = -1
         self.out.append((SYNC, self._number, self.session, 0, None))
 
     def flush(self) -> list[Frame]:
         """Everything to be sent now: `out`, then credit, then acks."""
-        self._owing = False
+        self._unflushed = False
         frames, self.out = self.out, []
-        if self._told != self._taken:
-            self._told = self._taken
+        if self._reported != self._taken:
+            self._reported = self._taken
             frames.append((CREDIT, self._number, self.session, self._taken, None))
         if self._acks:
             frames.append((ACK, self._number, self.session, 0, self._acks))

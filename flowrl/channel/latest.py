@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from flowrl.channel.codec import payload_bytes
 from flowrl.channel.envelope import Envelope
-from flowrl.channel.spec import LaneSpec, LaneStatistics, schema_problem
+from flowrl.channel.lane_spec import LaneSpec, LaneStatistics, schema_problem
 from flowrl.channel.wire import ACK, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
 
 
@@ -152,12 +152,12 @@ class LatestReceiver:
         self.newest: Envelope | None = None
         self.num_received = 0
         self.num_finished = 0
-        self.owing: Callable[[LatestReceiver], None] = lambda lane: None
+        self.on_unflushed: Callable[[LatestReceiver], None] = lambda lane: None
         self._number = spec.number
         self._fresh = False
         self._seq = -1
         self._expected = 0
-        self._told = 0
+        self._reported = 0
         self._last: int | None = None
         self._open: dict[bytes, list[tuple[int, int]]] = {}
         """Id -> (seq, session) of its copies that are taken or waiting and not finished, oldest first."""
@@ -181,12 +181,12 @@ class LatestReceiver:
         return self._last is not None
 
     @property
-    def hasty(self) -> bool:
+    def urgent(self) -> bool:
         return True
 
     @property
-    def owes(self) -> bool:
-        return self._told != self._expected or bool(self._acks)
+    def has_unflushed(self) -> bool:
+        return self._reported != self._expected or bool(self._acks)
 
     def on_data(self, seq: int, envelopes: Sequence[Envelope]) -> None:
         for at, envelope in enumerate(envelopes, seq):
@@ -194,7 +194,7 @@ class LatestReceiver:
 
     def _arrive(self, seq: int, envelope: Envelope) -> None:
         if seq < self._expected:
-            self._told = -1
+            self._reported = -1
             return
         self._expected = seq + 1
         self.num_received += 1
@@ -223,7 +223,7 @@ class LatestReceiver:
         if session == self.session:
             self._acks.append(seq)
             self.num_finished += 1
-            self.owing(self)
+            self.on_unflushed(self)
 
     def on_close(self, last: int) -> None:
         self._last = last
@@ -238,7 +238,7 @@ class LatestReceiver:
         if problem:
             self.refuse(problem)
             return
-        self._told = -1
+        self._reported = -1
         if sent > self._expected:
             self.out.append((RESEND, self._number, self.session, self._expected, None))
 
@@ -250,13 +250,13 @@ class LatestReceiver:
         self.out.append((REFUSE, self._number, self.session, 0, reason))
 
     def say_hello(self) -> None:
-        self._told = -1
+        self._reported = -1
         self.out.append((SYNC, self._number, self.session, 0, None))
 
     def flush(self) -> list[Frame]:
         frames, self.out = self.out, []
-        if self._told != self._expected:
-            self._told = self._expected
+        if self._reported != self._expected:
+            self._reported = self._expected
             frames.append((CREDIT, self._number, self.session, self._expected, None))
         if self._acks:
             frames.append((ACK, self._number, self.session, 0, self._acks))
@@ -267,7 +267,7 @@ class LatestReceiver:
         self.session = session
         self.failed = ""
         self.out.clear()
-        self._expected = self._told = 0
+        self._expected = self._reported = 0
         self._last = None
         self._acks = []
 

@@ -4,9 +4,9 @@ Invariants
 - A link delivers in order. zmq queues without a high-water mark: what bounds it are the lanes' credits.
 - A tcp connection that breaks is made anew by zmq; `reconnected` tells. The lanes compare notes, and the
   control link says again what was not confirmed.
-- A link to a process never outlives that process's epoch: `peer_restarted` makes a new one.
+- A link to a process never outlives that process's incarnation: `peer_restarted` makes a new one.
 
-Waits: none. An Inlet is drained whenever its descriptor is readable, until nothing is left (the
+Waits: none. An Listener is drained whenever its descriptor is readable, until nothing is left (the
 descriptor only tells of changes).
 """
 
@@ -20,7 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from flowrl.channel.address import CurveKeys
-from flowrl.channel.codec import Buffer, Place, freeze, freeze_inside
+from flowrl.channel.codec import ArrayPlace, Buffer, freeze, freeze_inside
 from flowrl.channel.wire import DATA, MAX_PARTS, NOTIFY, REPLY, REQUEST, Frame, MessageEncoder, followed
 from flowrl.errors import ConfigError
 
@@ -36,7 +36,7 @@ class Link(Protocol):
     """A way to one other endpoint."""
 
     eager: bool
-    """The first frames of a turn of the loop should leave at once: another process can begin on them."""
+    """The first frames of a tick of the loop should leave at once: another process can begin on them."""
     breaks: bool
     """Connections may break: what was under way may be lost, and what follows overtake it."""
 
@@ -56,10 +56,10 @@ class LocalLink:
     eager = False
     breaks = False
 
-    def __init__(self, deliver: Callable[[str, int, list[Frame]], None], host: str, epoch: int) -> None:
+    def __init__(self, deliver: Callable[[str, int, list[Frame]], None], host: str, incarnation: int) -> None:
         self._deliver = deliver
         self._host = host
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._frames: list[Frame] = []
 
     def add(self, frames: Iterable[Frame]) -> int:
@@ -75,7 +75,7 @@ class LocalLink:
     def flush(self) -> None:
         frames, self._frames = self._frames, []
         if frames:
-            self._deliver(self._host, self._epoch, frames)
+            self._deliver(self._host, self._incarnation, frames)
 
     def close(self, linger_s: float) -> None:
         self._frames.clear()
@@ -91,13 +91,13 @@ class SocketLink:
         context: zmq.Context[Any],
         url: str,
         host: str,
-        epoch: int,
+        incarnation: int,
         *,
         curve: CurveKeys | None,
-        place: Place | None,
+        place: ArrayPlace | None,
         reconnected: Callable[[], None],
     ) -> None:
-        self._encoder = MessageEncoder(host, epoch, place)
+        self._encoder = MessageEncoder(host, incarnation, place)
         self.add = self._encoder.add  # every call less counts here
         self._monitor: Monitor | None = None
         self.breaks = url.startswith("tcp:")
@@ -153,7 +153,7 @@ class Monitor:
         self._events.close(linger=0)
 
 
-class Inlet:
+class Listener:
     """The bound sockets of an endpoint: everything other processes send arrives here."""
 
     def __init__(self, context: zmq.Context[Any], receive: Callable[[list[Any]], None]) -> None:
@@ -165,24 +165,24 @@ class Inlet:
 
     def bind(self, url: str, curve: CurveKeys | None = None) -> str:
         """Listen at `url`; returns the url that was bound. tcp only with keys."""
-        inlet = self._context.socket(zmq.PULL)
-        inlet.rcvhwm = 0
-        inlet.linger = 0
+        socket = self._context.socket(zmq.PULL)
+        socket.rcvhwm = 0
+        socket.linger = 0
         if curve is not None:
-            inlet.curve_server = True
-            inlet.curve_secretkey = curve.secret
-            inlet.zap_domain = ZAP_DOMAIN
-        inlet.bind(url)
-        self._sockets.append(inlet)
+            socket.curve_server = True
+            socket.curve_secretkey = curve.secret
+            socket.zap_domain = ZAP_DOMAIN
+        socket.bind(url)
+        self._sockets.append(socket)
         loop = asyncio.get_running_loop()
-        loop.add_reader(inlet.fileno(), self._drain, inlet)
-        loop.call_soon(self._drain, inlet)
-        return str(inlet.last_endpoint.rstrip(b"\0").decode())
+        loop.add_reader(socket.fileno(), self._drain, socket)
+        loop.call_soon(self._drain, socket)
+        return str(socket.last_endpoint.rstrip(b"\0").decode())
 
-    def _drain(self, inlet: zmq.Socket[Any]) -> None:
-        if inlet.closed or (inlet in self._overlong and not self._skipped(inlet)):
+    def _drain(self, socket: zmq.Socket[Any]) -> None:
+        if socket.closed or (socket in self._overlong and not self._skipped(socket)):
             return
-        recv, get, receive = inlet.recv, inlet.getsockopt, self._receive
+        recv, get, receive = socket.recv, socket.getsockopt, self._receive
         try:
             first = recv(NOBLOCK)  # a readable descriptor nearly always means a message: not asked for first
         except zmq.Again:
@@ -190,50 +190,50 @@ class Inlet:
         while True:
             parts: list[Any] = [first]
             if followed(first):
-                self._add_parts(inlet, parts)
+                self._add_parts(socket, parts)
             try:
                 receive(parts)
             except BaseException:  # goes to the loop's handler; what waits behind is still read
-                asyncio.get_running_loop().call_soon(self._drain, inlet)
+                asyncio.get_running_loop().call_soon(self._drain, socket)
                 raise
-            if self._overlong and not self._skipped(inlet):
+            if self._overlong and not self._skipped(socket):
                 return
             if not get(EVENTS) & POLLIN:  # type: ignore[operator]
                 return
             first = recv(NOBLOCK)
 
-    def _add_parts(self, inlet: zmq.Socket[Any], parts: list[Any]) -> None:
+    def _add_parts(self, socket: zmq.Socket[Any], parts: list[Any]) -> None:
         """The parts that follow the first of a multipart. Of too many one more is kept than may be, which tells."""
-        while inlet.getsockopt(RCVMORE):
+        while socket.getsockopt(RCVMORE):
             if len(parts) > MAX_PARTS + 1:
-                self._overlong.add(inlet)
+                self._overlong.add(socket)
                 return
-            parts.append(inlet.recv(NOBLOCK, copy=False).buffer)
+            parts.append(socket.recv(NOBLOCK, copy=False).buffer)
 
-    def _skipped(self, inlet: zmq.Socket[Any]) -> bool:
-        """Whether the rest of a multipart that was too long is dropped; a turn of the loop drops some of it."""
+    def _skipped(self, socket: zmq.Socket[Any]) -> bool:
+        """Whether the rest of a multipart that was too long is dropped; a tick of the loop drops some of it."""
         for _ in range(MAX_PARTS):
-            if not inlet.getsockopt(RCVMORE):
-                self._overlong.discard(inlet)
+            if not socket.getsockopt(RCVMORE):
+                self._overlong.discard(socket)
                 return True
-            inlet.recv(NOBLOCK)
-        asyncio.get_running_loop().call_soon(self._drain, inlet)
+            socket.recv(NOBLOCK)
+        asyncio.get_running_loop().call_soon(self._drain, socket)
         return False
 
     def drain(self) -> None:
         """Receive what has arrived."""
-        for inlet in self._sockets:
-            self._drain(inlet)
+        for socket in self._sockets:
+            self._drain(socket)
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()
-        for inlet in self._sockets:
-            loop.remove_reader(inlet.fileno())
-            inlet.close(linger=0)
+        for socket in self._sockets:
+            loop.remove_reader(socket.fileno())
+            socket.close(linger=0)
         self._sockets.clear()
 
 
-class Doorman:
+class Authenticator:
     """Answers zmq's authentication requests (ZAP): whoever has the run's public key comes in."""
 
     def __init__(self, context: zmq.Context[Any], curve: CurveKeys) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from flowrl.channel.codec import Buffer, Encoder, Place
+from flowrl.channel.codec import ArrayPlace, Buffer, Encoder
 from flowrl.channel.cost import (
     FEW_BYTES,
     FLOOR_BYTES,
@@ -62,10 +62,10 @@ class MessageEncoder:
     A multipart ends before what would pass its receiver's allowance.
     """
 
-    def __init__(self, host: str, epoch: int, place: Place | None = None) -> None:
+    def __init__(self, host: str, incarnation: int, place: ArrayPlace | None = None) -> None:
         name = host.encode()
         self._starts = tuple(
-            PREAMBLE.pack(MAGIC, WIRE_VERSION, followed, epoch, len(name)) + name for followed in (0, 1)
+            PREAMBLE.pack(MAGIC, WIRE_VERSION, followed, incarnation, len(name)) + name for followed in (0, 1)
         )
         self._encoder = Encoder(place)
         self._carried = self._encoder.carried

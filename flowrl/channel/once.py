@@ -57,7 +57,7 @@ class Incoming:
     """The end that takes frames in."""
 
     def __init__(self) -> None:
-        self.owes = False
+        self.has_unflushed = False
         """There is something to confirm."""
         self._number = 0
 
@@ -66,7 +66,7 @@ class Incoming:
         number = frame[1] << LOW_BITS | frame[2]
         if not number:
             return True
-        self.owes = True  # also for a repetition: the word may have been lost
+        self.has_unflushed = True  # also for a repetition: the word may have been lost
         if number != self._number + 1:
             return False
         self._number = number
@@ -74,5 +74,5 @@ class Incoming:
 
     def flush(self) -> list[Frame]:
         """The word for the sender."""
-        self.owes = False
+        self.has_unflushed = False
         return [(CONFIRM, 0, 0, self._number, None)]

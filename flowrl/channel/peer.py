@@ -23,25 +23,25 @@ class Peer:
     """One host (this one included), as known here."""
 
     host: str
-    epoch: int | None = None
+    incarnation: int | None = None
     """None until `join`."""
     link: Link | None = None
     failed: str = ""
     pending: list[Frame] = field(default_factory=list)
     """Frames of the control link that wait for `join`."""
     early: list[tuple[int, Sequence[Any]]] = field(default_factory=list)
-    """(epoch, frames) that wait for `join`."""
+    """(incarnation, frames) that wait for `join`."""
     outgoing: Outgoing = field(default_factory=Outgoing)
     """What is said to this incarnation of it over a link that may break."""
     incoming: Incoming = field(default_factory=Incoming)
-    owing: list[Debtor] = field(default_factory=list)
+    unflushed: list[Debtor] = field(default_factory=list)
     dirty: bool = False
-    """Something may be due at the end of the loop's turn."""
+    """Something may be due at the end of the loop's tick."""
     begun: int = -1
-    """The last turn in which something left at once: what follows in it leaves together."""
+    """The last tick in which something left at once: what follows in it leaves together."""
     busy: bool = False
     """Something left at once since the last look at what is owed."""
-    ripe: bool = False
+    flush_due: bool = False
     """What is owed has waited long enough: the next message takes it along."""
 
     def say(self, link: Link, frame: Frame) -> None:
@@ -65,7 +65,7 @@ class Peer:
         return unsaid
 
 
-class Control(Protocol):
+class ControlPeer(Protocol):
     """Where frames go that belong to no lane."""
 
     def receive(self, host: str, frame: Frame) -> None: ...

@@ -1,16 +1,16 @@
 """Router: the frames of one endpoint, between its lanes and the links to its peers.
 
 Invariants
-- Frames to one peer keep their order, whatever they belong to. Everything that becomes due for one peer
-  within one turn of the loop leaves as one multipart, or as several when it is much.
-- Credits and acks leave with the first message after LATER_S, alone when there is none for as long again, and
-  at once when the producer would stand still without them. Requests take along what was acked before.
+- All frames to one peer keep their order. Frames for one peer that become due within one tick of the loop leave as
+  one multipart, or as several if they are large.
+- Credits and acks leave with the first message after LATER_S. Without a message they leave alone after another
+  LATER_S, and at once if the producer is about to run out of credit. Requests take earlier acks along.
 - Over a link that may break, frames of the control link are numbered, kept until they are confirmed, and let in
   once and in order (`once`).
-- Frames for a lane that nobody has opened here yet wait for it, and frames from a process (or an epoch of
-  it) that `join` has not named yet wait for that word. Credits bound both.
-- Frames from an earlier epoch of a peer are dropped: what they said is said again.
-- A peer's process is declared dead by the supervisor alone, or by its own farewell.
+- Frames for a lane that is not open here yet are parked. So are frames from a process, or an incarnation of it, that
+  `join` has not named yet. Credits bound both.
+- Frames from an earlier incarnation of a peer are dropped: the new incarnation repeats their content.
+- Only the supervisor, or the peer's own BYE, declares a peer's process dead.
 
 Waits: none here. A failed or departed peer fails its lanes, which ends the waits at their ends.
 """
@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flowrl.channel.ends import ReceiveLane, SendLane
+from flowrl.channel.lane_spec import LaneSpec, session_number
 from flowrl.channel.link import Link
 from flowrl.channel.once import Incoming, Outgoing
-from flowrl.channel.peer import Control, Peer
-from flowrl.channel.spec import LaneSpec, session_number
+from flowrl.channel.peer import ControlPeer, Peer
 from flowrl.channel.wire import (
     ACK,
     BYE,
@@ -48,33 +48,30 @@ from flowrl.errors import ConfigError, LaneFailed, WireError
 
 LINGER_S = 1.0
 LATER_S = 0.001
-"""So long credits and acks that nobody waits for wait for company, and then as long again for a message to
-travel with: waking the other process costs more than telling it, and telling it twice more than once."""
-
-
+"""Delay before flushing credits and acks that nobody is blocked on; batching saves wake-ups of the peer."""
 CONFIRM_S = 0.05
-"""So long frames of the control link that came in are not confirmed: nobody is blocked on it, one word serves many."""
+"""Delay before confirming frames of the control link: nobody is blocked on it, and one CONFIRM serves many."""
 
 
 class Router:
     """See the module. `control` gets the frames of the control link, `failed` errors without another place."""
 
-    def __init__(self, host: str, epoch: int, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, host: str, incarnation: int, failed: Callable[[BaseException], None]) -> None:
         self.host = host
-        self.epoch = epoch
+        self.incarnation = incarnation
         self.loop: asyncio.AbstractEventLoop
-        self.control: Control
+        self.control: ControlPeer
         self.senders: dict[int, SendLane] = {}
         self.receivers: dict[int, ReceiveLane] = {}
         self.closed = False
         self._failed = failed
-        self._peers: dict[str, Peer] = {host: Peer(host, epoch)}
+        self._peers: dict[str, Peer] = {host: Peer(host, incarnation)}
         self._parked: dict[tuple[bool, int], list[Frame]] = {}
         """(is for a sender, lane number): frames."""
         self._dirty: list[Peer] = []
         self._scheduled = False
-        self._turn = 0
-        """Counts the turns of the loop in which frames came in or left together; a good enough clock."""
+        self._tick = 0
+        """Number of ticks of the loop in which frames came in or left: a cheap clock."""
         self._later: asyncio.TimerHandle | None = None
         self._confirming: asyncio.TimerHandle | None = None
 
@@ -86,27 +83,27 @@ class Router:
             peer = self._peers[host] = Peer(host)
         return peer
 
-    def join(self, host: str, epoch: int, link: Link) -> None:
-        """`host` is alive at `epoch` and reached by `link`: send what waits, replay what is kept."""
+    def join(self, host: str, incarnation: int, link: Link) -> None:
+        """`host` is alive in `incarnation`, and `link` reaches it: send what waits, replay what is kept."""
         peer = self.peer(host)
         if peer.link is not None:
-            peer.link.close(LINGER_S if peer.epoch == epoch else 0)
-        if peer.epoch != epoch:
+            peer.link.close(LINGER_S if peer.incarnation == incarnation else 0)
+        if peer.incarnation != incarnation:
             peer.outgoing, peer.incoming = Outgoing(), Incoming()
-        peer.failed, peer.epoch, peer.link = "", epoch, link
+        peer.failed, peer.incarnation, peer.link = "", incarnation, link
         for lane in self.lanes(host):
             session = self.session(lane.spec)
             if lane.machine.session != session:
                 lane.machine.restart(session)
                 self._tell(lane)
-            peer.owing.append(lane.machine)
+            peer.unflushed.append(lane.machine)
         link.add(peer.outgoing.unconfirmed())
         for frame, error in peer.say_pending(link):
             self.control.unsaid(host, frame, error)
         self._send_due(peer)
         early, peer.early = peer.early, []
-        for early_epoch, frames in early:
-            self.receive(host, early_epoch, frames)
+        for sent_in, frames in early:
+            self.receive(host, sent_in, frames)
 
     def fail(self, host: str, reason: str, lanes: Iterable[SendLane | ReceiveLane]) -> None:
         """`host` is gone: fail `lanes` and the requests to it. What is kept stays kept, for `join`."""
@@ -122,19 +119,21 @@ class Router:
             self._tell(lane)
 
     def reconnected(self, host: str) -> None:
-        """A connection to `host` broke and was made anew: find out what was lost, and say it again."""
+        """The connection to `host` was lost and restored: find out which frames are missing, and repeat them."""
         peer = self.peer(host)
         for lane in self.lanes(host):
             lane.machine.say_hello()
-            peer.owing.append(lane.machine)
-        peer.owing.append(peer.incoming)
+            peer.unflushed.append(lane.machine)
+        peer.unflushed.append(peer.incoming)
         self._send_due(peer)
-        if peer.link is not None:  # behind the lanes' words: what was sent before a request is asked for before it
+        if (
+            peer.link is not None
+        ):  # after the lanes' frames, so that a request still follows the messages sent before it
             peer.link.add(peer.outgoing.unconfirmed())
             peer.link.flush()
 
     def close(self) -> None:
-        """Say farewell, send what is due, and end every wait at a lane."""
+        """Send BYE and what is due, and end every wait at a lane."""
         for host in self._peers:
             self.post(host, (BYE, 0, 0, 0, None))
         self._flush()
@@ -154,13 +153,15 @@ class Router:
         for peer in self._peers.values():
             if peer.link is not None:
                 peer.link.close(LINGER_S)
-                peer.link = None  # what comes to be due now has nobody to go to
+                peer.link = None  # frames that become due from here on are dropped
 
     # Lanes
 
     def session(self, spec: LaneSpec) -> int:
         """The session of a lane from or to here."""
-        return session_number(self.peer(spec.producer_host).epoch or 0, self.peer(spec.consumer_host).epoch or 0)
+        return session_number(
+            self.peer(spec.producer_host).incarnation or 0, self.peer(spec.consumer_host).incarnation or 0
+        )
 
     def lanes(self, host: str) -> list[SendLane | ReceiveLane]:
         """Every lane to and from `host`."""
@@ -178,7 +179,7 @@ class Router:
         _register(self.receivers, lane)
 
     def opened(self, lane: ReceiveLane) -> None:
-        """See `ends.Owner`."""
+        """See `ends.LaneOwner`."""
         for frame in self._parked.pop((False, lane.spec.number), ()):
             self._to_receiver(lane, frame)
         self._touched(lane)
@@ -186,66 +187,66 @@ class Router:
     # Frames out
 
     def sent(self, lane: SendLane) -> None:
-        """See `ends.Owner`. Frames are encoded here, so that the sender hears of a bad body."""
+        """See `ends.LaneOwner`. Encodes here, so that a body which cannot travel raises in the sender's own call."""
         peer = self._peers[lane.spec.consumer_host]
         link = peer.link
         if link is None:
-            peer.owing.append(lane.machine)
+            peer.unflushed.append(lane.machine)
             return
         try:
             pending = link.add(lane.machine.flush())
         except WireError as error:
             lane.machine.failed = str(error)
             raise WireError(f"lane {lane.spec.name!r}: {error}") from error
-        if peer.begun != self._turn and link.eager:
-            self._begin(peer)
+        if peer.begun != self._tick and link.eager:
+            self._begin(peer)  # the first message of a tick leaves at once: the peer works while we add the rest
         elif pending >= lane.burst and link.eager:
-            link.flush()
+            link.flush()  # so does every full burst: a consumer must not idle while this loop is busy
         elif not peer.dirty:
             self._mark(peer)
 
     def owed(self, lane: ReceiveLane) -> None:
-        """See `ends.Owner`."""
+        """See `ends.LaneOwner`."""
         peer = self._peers[lane.spec.producer_host]
-        peer.owing.append(lane.machine)
+        peer.unflushed.append(lane.machine)
         if peer.link is None or not peer.link.eager:
             self._mark(peer)
-        elif lane.machine.hasty:
+        elif lane.machine.urgent:
             self._send_due(peer)
         elif self._later is None:
             self._later = self.loop.call_later(LATER_S, self._flush_later)
 
     def _flush_later(self) -> None:
-        """What is owed leaves now; where messages leave all the time, the next one takes it along."""
+        """Send credits and acks that have waited; to a busy peer they go with the next message."""
         self._later = None
         for peer in self._peers.values():
-            if peer.owing and peer.busy:
-                peer.busy, peer.ripe = False, True
+            if peer.unflushed and peer.busy:
+                peer.busy, peer.flush_due = False, True
                 self._later = self._later or self.loop.call_later(LATER_S, self._flush_later)
-            elif peer.owing:
+            elif peer.unflushed:
                 self._send_due(peer)
 
     def _confirm(self) -> None:
         self._confirming = None
         for peer in self._peers.values():
-            if peer.incoming.owes:
-                peer.owing.append(peer.incoming)
+            if peer.incoming.has_unflushed:
+                peer.unflushed.append(peer.incoming)
                 self._send_due(peer)
 
     def _begin(self, peer: Peer) -> None:
-        """Send what was added now, without waiting for the end of the turn."""
-        peer.begun = self._turn
+        """Send what was added now, without waiting for the end of the tick."""
+        peer.begun = self._tick
         peer.busy = True
-        if peer.ripe:
+        if peer.flush_due:
             self._send_due(peer)
         elif peer.link is not None:
             peer.link.flush()
 
     def _send_due(self, peer: Peer) -> None:
         if peer.link is not None:
-            owing, peer.owing, peer.ripe = peer.owing, [], False
-            for debtor in owing:
-                peer.link.add(debtor.flush())
+            unflushed, peer.unflushed, peer.flush_due = peer.unflushed, [], False
+            for end in unflushed:
+                peer.link.add(end.flush())
             peer.link.flush()
 
     def post(self, host: str, frame: Frame) -> None:
@@ -257,8 +258,8 @@ class Router:
             return
         if peer.link is not None:
             peer.say(peer.link, frame)
-            peer.ripe = True  # whoever is asked may look at what was acked before
-            if peer.begun != self._turn and peer.link.eager:
+            peer.flush_due = True  # a request's handler has to see acks that were sent before it
+            if peer.begun != self._tick and peer.link.eager:
                 self._begin(peer)
             else:
                 self._mark(peer)
@@ -275,7 +276,7 @@ class Router:
 
     def _flush(self) -> None:
         self._scheduled = False
-        self._turn += 1
+        self._tick += 1
         dirty, self._dirty = self._dirty, []
         for peer in dirty:
             peer.dirty = False
@@ -283,15 +284,15 @@ class Router:
 
     # Frames in
 
-    def receive(self, host: str, epoch: int, frames: Sequence[Frame | Refused]) -> None:
-        """Take in what `host` sent in `epoch`."""
+    def receive(self, host: str, incarnation: int, frames: Sequence[Frame | Refused]) -> None:
+        """Take in the frames that `host` sent in `incarnation`."""
         peer = self.peer(host)
-        if peer.epoch is None or epoch > peer.epoch:
-            peer.early.append((epoch, frames))
+        if peer.incarnation is None or incarnation > peer.incarnation:
+            peer.early.append((incarnation, frames))
             return
-        if epoch < peer.epoch or peer.failed or self.closed:
+        if incarnation < peer.incarnation or peer.failed or self.closed:
             return
-        self._turn += 1
+        self._tick += 1
         touched: dict[ReceiveLane, None] = {}
         lane: ReceiveLane | None = None
         number = -1
@@ -325,7 +326,7 @@ class Router:
                 self._parked.setdefault((True, frame[1]), []).append(frame)
         for lane in touched:
             self._touched(lane)
-        if peer.incoming.owes and self._confirming is None:
+        if peer.incoming.has_unflushed and self._confirming is None:
             self._confirming = self.loop.call_later(CONFIRM_S, self._confirm)
 
     def _to_receiver(self, lane: ReceiveLane, frame: Frame) -> None:
@@ -345,9 +346,9 @@ class Router:
             machine.on_error(payload)
 
     def _touched(self, lane: ReceiveLane) -> None:
-        """Wake who takes from the lane, and answer its producer where something is due."""
+        """Wake the consumer, and flush credits or acks if any are due."""
         self._tell(lane)
-        if lane.machine.out or lane.machine.owes:
+        if lane.machine.out or lane.machine.has_unflushed:
             self.owed(lane)
 
     def _to_sender(self, lane: SendLane, frame: Frame) -> None:
@@ -377,7 +378,7 @@ class Router:
             lane.changed(lane)
 
     def _left(self, peer: Peer) -> None:
-        """The peer has closed its endpoint: what still waits for it would wait for ever."""
+        """The peer has closed its endpoint: fail the lanes that would wait for it for ever."""
         if peer.link is not None and peer.host != self.host:
             cut_off = [lane for lane in self.lanes(peer.host) if not lane.machine.closed]
             self.fail(peer.host, "it closed its endpoint before the end of the stream", cut_off)

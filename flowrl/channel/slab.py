@@ -43,8 +43,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _address = Struct("<IIQ")
 
 
-def segment_path(prefix: str, host: str, epoch: int, segment: int) -> Path:
-    return SHM / f"{_stem(prefix, host)}{epoch}-{segment}"
+def segment_path(prefix: str, host: str, incarnation: int, segment: int) -> Path:
+    return SHM / f"{_stem(prefix, host)}{incarnation}-{segment}"
 
 
 def _stem(prefix: str, host: str) -> str:
@@ -88,10 +88,10 @@ class Space:
 class Slab:
     """The blocks that one process lends to others."""
 
-    def __init__(self, prefix: str, host: str, epoch: int) -> None:
+    def __init__(self, prefix: str, host: str, incarnation: int) -> None:
         self._prefix = prefix
         self._host = host
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._spaces: list[Space] = []
         self._bytes: list[Bytes] = []
         self._lent: dict[Block, str] = {}
@@ -118,7 +118,7 @@ class Slab:
         place = self._bytes[segment][offset : offset + array.nbytes]
         np.copyto(place.view(array.dtype).reshape(array.shape), array)
         self._lent[block] = borrower
-        return _address.pack(self._epoch, segment, offset) + self._host.encode()
+        return _address.pack(self._incarnation, segment, offset) + self._host.encode()
 
     def _find(self, num_bytes: int) -> Block | None:
         for segment, space in enumerate(self._spaces):
@@ -132,7 +132,7 @@ class Slab:
         return len(self._spaces) - 1, offset
 
     def _grow(self, num_bytes: int) -> bool:
-        path = segment_path(self._prefix, self._host, self._epoch, len(self._spaces))
+        path = segment_path(self._prefix, self._host, self._incarnation, len(self._spaces))
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(file, 0, num_bytes)
@@ -160,14 +160,14 @@ class Slab:
     def close(self) -> None:
         """Remove the segments. Views in other processes stay valid."""
         for segment in range(len(self._spaces)):
-            segment_path(self._prefix, self._host, self._epoch, segment).unlink(missing_ok=True)
+            segment_path(self._prefix, self._host, self._incarnation, segment).unlink(missing_ok=True)
         self._spaces.clear()
         self._bytes.clear()
         self._lent.clear()
 
 
 class Lender:
-    """The blocks of a slab that one borrower gets (a `codec.Place`). Small arrays are left alone."""
+    """The blocks of a slab that one borrower gets (a `codec.ArrayPlace`). Small arrays are left alone."""
 
     def __init__(self, slab: Slab, borrower: str) -> None:
         self._slab = slab
@@ -185,7 +185,7 @@ class Lender:
 class Attached:
     """Other processes' segments, mapped here on first use.
 
-    `release(host, epoch, block)` is called, from any thread, when a block is no longer seen here.
+    `release(host, incarnation, block)` is called, from any thread, when a block is no longer seen here.
     """
 
     def __init__(self, prefix: str, release: Callable[[str, int, Block], None]) -> None:
@@ -195,22 +195,22 @@ class Attached:
 
     def array(self, address: bytes, num_bytes: int) -> Bytes:
         """A view of the block at `address`. Raises WireError if there is none."""
-        epoch, segment, offset = _address.unpack_from(address)
+        incarnation, segment, offset = _address.unpack_from(address)
         host = address[_address.size :].decode()
-        memory = self._segment(host, epoch, segment)
+        memory = self._segment(host, incarnation, segment)
         if offset + num_bytes > memory.nbytes:
             raise WireError(f"a block of {num_bytes} bytes at {offset} of a segment of {memory.nbytes}")
         # Its base is no array, so that numpy lets every view of it, and of those, keep it alive.
         view: Bytes = np.frombuffer(memory.data[offset : offset + num_bytes], np.uint8)
-        weakref.finalize(view, self._release, host, epoch, (segment, offset)).atexit = False
+        weakref.finalize(view, self._release, host, incarnation, (segment, offset)).atexit = False
         return view
 
-    def _segment(self, host: str, epoch: int, segment: int) -> Bytes:
-        key = host, epoch, segment
+    def _segment(self, host: str, incarnation: int, segment: int) -> Bytes:
+        key = host, incarnation, segment
         memory = self._segments.get(key)
         if memory is None:
             try:
-                file = os.open(segment_path(self._prefix, host, epoch, segment), os.O_RDONLY)
+                file = os.open(segment_path(self._prefix, host, incarnation, segment), os.O_RDONLY)
                 try:
                     mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
                 finally:

@@ -2,7 +2,7 @@
 
 Everything pending for one peer leaves as one multipart:
 
-    part 0    preamble (magic, wire version, whether parts follow, sender's epoch and host), then records
+    part 0    preamble (magic, wire version, whether parts follow, sender's incarnation and host), then records
     part 1…   raw array buffers, which bodies refer to by index
 
 A record is a header (kind, lane, session, seq, schema, number of messages, body length) and a body
@@ -123,7 +123,7 @@ class MessageDecoder:
         self._senders: dict[bytes, tuple[str, int]] = {}
 
     def sender(self, first: bytes) -> tuple[str, int]:
-        """Host and epoch of the process that sent the multipart starting with `first`."""
+        """Host and incarnation of the process that sent the multipart starting with `first`."""
         if len(first) < PREAMBLE.size:
             raise WireError(f"a frame of {len(first)} bytes: too short for any")
         end = PREAMBLE.size + PREAMBLE.unpack_from(first)[4]
@@ -183,7 +183,7 @@ class MessageDecoder:
         if length > most + ARRAY.size:
             raise WireError(f"a body of {length} bytes; at most {most} can be")
         if length > there:
-            raise WireError(f"a body of {length} bytes of which {there} are here")
+            raise WireError(f"a truncated body: expected {length} bytes, got {there}")
 
     def _payload(self, kind: int, body: memoryview) -> Any:
         if kind not in KINDS:
@@ -195,16 +195,16 @@ class MessageDecoder:
 
 
 def _sender(preamble: bytes) -> tuple[str, int]:
-    magic, version, _, epoch, length = PREAMBLE.unpack_from(preamble)
+    magic, version, _, incarnation, length = PREAMBLE.unpack_from(preamble)
     if magic != MAGIC:
         raise WireError(f"a frame that starts with {magic!r}, not {MAGIC!r}: the peer is no flowrl process")
     if version != WIRE_VERSION:
         raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}; run one flowrl everywhere")
     name = preamble[PREAMBLE.size :]
     if len(name) < length:
-        raise WireError(f"a frame whose sender's name has {length} bytes, of which {len(name)} are here")
+        raise WireError(f"a truncated sender's name: expected {length} bytes, got {len(name)}")
     try:
-        return name.decode(), epoch
+        return name.decode(), incarnation
     except UnicodeDecodeError as error:
         raise WireError(f"a frame whose sender's name is no text ({error})") from error
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flowrl.errors import GraphError
 from flowrl.graph import edge_rules, flow_rules, size_rules
 from flowrl.graph.graph import Graph
 from flowrl.graph.machine import Cluster
@@ -29,6 +30,11 @@ class Report:
     @property
     def ok(self) -> bool:
         return not self.problems
+
+    def raise_for_problems(self) -> None:
+        """Raise GraphError with every problem, if there is any."""
+        if self.problems:
+            raise GraphError(self.problems)
 
 
 def check(graph: Graph, cluster: Cluster | None = None) -> Report:

@@ -35,7 +35,7 @@ class Facts:
     drops: bool = False
     """May drop, filter or fail samples: `flowrl check` tells on which branches that ends them."""
     trains: bool = False
-    """Books steps. Gangs and nodes that send weights are known to; any other trainer has to say so."""
+    """Accounting steps. Gangs and nodes that send weights are known to; any other trainer has to say so."""
     sharded: bool = False
     """Sources: each replica sends groups of its own, so there may be several."""
     joins: tuple[str, ...] = ()

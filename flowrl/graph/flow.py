@@ -13,7 +13,7 @@ from flowrl.graph.ports import Port
 
 
 @dataclass(frozen=True)
-class Step:
+class FlowStep:
     """One way a message can move: from a node to another, by an edge."""
 
     source: str
@@ -21,17 +21,17 @@ class Step:
     edge: Edge
 
 
-def steps(graph: Graph) -> tuple[Step, ...]:
+def steps(graph: Graph) -> tuple[FlowStep, ...]:
     """All moves of messages, latest edges left out."""
     return tuple(step for edge in graph.edges for step in _steps_of(edge))
 
 
-def _steps_of(edge: Edge) -> Iterator[Step]:
+def _steps_of(edge: Edge) -> Iterator[FlowStep]:
     if edge.kind == "queue":
-        yield Step(owner(edge.out), owner(edge.into), edge)
+        yield FlowStep(owner(edge.out), owner(edge.into), edge)
     elif edge.kind == "call":
-        yield Step(owner(edge.out), owner(edge.into), edge)
-        yield Step(owner(edge.into), owner(edge.out), edge)
+        yield FlowStep(owner(edge.out), owner(edge.into), edge)
+        yield FlowStep(owner(edge.into), owner(edge.out), edge)
 
 
 def reachable(graph: Graph, start: str) -> frozenset[str]:

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from flowrl.errors import GraphError
-from flowrl.graph.machine import Cluster
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 from flowrl.messages import Message
@@ -92,8 +90,8 @@ class Graph:
         self.ignored: list[Port] = []
         self.sharing: list[tuple[str, ...]] = []
         """Node names that share a process, by `together`."""
-        self.turning: list[tuple[str, ...]] = []
-        """Node names that take turns on the same devices, by `turns`."""
+        self.time_shared: list[tuple[str, ...]] = []
+        """Node names that take turns on the same devices, by `time_share`."""
         self.mistakes: list[str] = []
         """What was already wrong at the moment of declaring, complete sentences."""
 
@@ -181,17 +179,9 @@ class Graph:
         """Run these nodes in one process: replica i of each shares it, and no message is copied."""
         self.sharing.append(self._names("g.together", nodes))
 
-    def turns(self, *nodes: Node) -> None:
+    def time_share(self, *nodes: Node) -> None:
         """Let these nodes' processes share the same GPUs and cores by taking turns on them."""
-        self.turning.append(self._names("g.turns", nodes))
-
-    def check(self, cluster: Cluster | None = None) -> None:
-        """Raise GraphError with every problem of this graph on `cluster` (default: this machine)."""
-        from flowrl.graph.check import check
-
-        problems = check(self, cluster).problems
-        if problems:
-            raise GraphError(problems)
+        self.time_shared.append(self._names("g.time_share", nodes))
 
     def _join(self, edge: Edge, out_kind: type[Port], into_kind: type[Port]) -> None:
         if self._belongs(f"g.{_verb(edge)}", (edge.out, out_kind), (edge.into, into_kind)):

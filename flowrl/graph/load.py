@@ -24,8 +24,8 @@ from types import ModuleType, TracebackType
 from typing import Any, get_type_hints
 
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.command_line import parse_options
 from flowrl.graph.graph import Graph
-from flowrl.graph.options import parse_options
 from flowrl.messages import name_module
 
 EXAMPLE = "def graph(cfg: MyConfig) -> Graph, with MyConfig a frozen dataclass"

@@ -72,15 +72,15 @@ class Context(Protocol):
     weight_routes: tuple[WeightRoute, ...]
     """The readers of a trainer's weights, or of those this generator reads."""
     ledger: Any
-    """Ledger events, see flowrl.runtime.books.LedgerClient."""
+    """Ledger events, see flowrl.runtime.accounting.LedgerClient."""
 
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     def metric(self, name: str, value: float) -> None: ...
     def gauge(self, name: str, value: float) -> None: ...
     def progress(self, text: str) -> None: ...
     def busy(self, name: str) -> Any: ...
-    def turn(self, name: str) -> Any: ...
-    def standing(self, what: str) -> Any: ...
+    def exclusive(self, name: str) -> Any: ...
+    def waiting(self, what: str) -> Any: ...
     def outside(self, what: str) -> Any: ...
     async def step_done(self, version: int) -> None: ...
 
@@ -143,7 +143,7 @@ class Node:
         return Facts()
 
     async def on_acquire(self) -> None:
-        """The devices that this node shares (`g.turns`) are its own again: bring back what they held."""
+        """The devices that this node shares (`g.time_share`) are its own again: bring back what they held."""
 
     async def on_release(self) -> None:
         """Another process gets the devices now: move what they hold out of the way."""
@@ -165,7 +165,7 @@ class Node:
     def state(self) -> Mapping[str, Any]:
         """What a checkpoint has to keep besides messages: scalars, strings, tuples, mappings, arrays.
 
-        Asked for while the body stands in a wait. A send outside of turns in which it stands is repeated.
+        Asked for while the body stands in a wait. A send outside of invocations in which it stands is repeated.
         """
         return {}
 

@@ -1,7 +1,7 @@
 """Which process a node replica runs in, and which cores and GPUs that process has.
 
 Cheap nodes (no cpus, no gpus) share the host "core". Every replica of another node is a host of its
-own; nodes that are `together` share one, replica by replica. Hosts in `turns` share devices.
+own; nodes that are `together` share one, replica by replica. Hosts of one `time_share` share devices.
 
 Invariant: a core or GPU belongs to one host, or to hosts that asked for a part of it or take turns.
 The ranks of a gang whose class default does not fit share one rank's cores, because they work in
@@ -41,7 +41,7 @@ class HostPlan:
 
 
 @dataclass(frozen=True)
-class Unit:
+class PlacedUnit:
     """Nodes that share hosts, replica by replica, and what each of these hosts needs."""
 
     nodes: tuple[Placed, ...]
@@ -64,7 +64,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Slot:
+class DeviceSlot:
     """The devices of one host."""
 
     machine: int
@@ -84,14 +84,14 @@ class Devices:
     def of(cluster: Cluster) -> Devices:
         return Devices((index, m.cores, range(m.gpus)) for index, m in enumerate(cluster.machines))
 
-    def take(self, cpus: float, gpus: float) -> Slot | None:
+    def take(self, cpus: float, gpus: float) -> DeviceSlot | None:
         """Devices on one machine, the first that has them, or None."""
         for machine, cores_left, gpus_left in self._machines:
             cores, boards = _pick(cores_left, cpus), _pick(gpus_left, gpus)
             if cores is not None and boards is not None:
                 _spend(cores_left, cores)
                 _spend(gpus_left, boards)
-                return Slot(machine, tuple(sorted(cores)), tuple(sorted(boards)))
+                return DeviceSlot(machine, tuple(sorted(cores)), tuple(sorted(boards)))
         return None
 
     def whole(self, machine: int) -> tuple[int, ...]:
@@ -137,9 +137,9 @@ def place(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...], tuple[s
     return (*((HostPlan(CORE, core, cores=cores),) if core else ()), *hosts), tuple(homeless)
 
 
-def _host(unit: Unit, replica: int, slot: Slot | None, lease: str) -> HostPlan:
+def _host(unit: PlacedUnit, replica: int, slot: DeviceSlot | None, lease: str) -> HostPlan:
     nodes = tuple(f"{placed.name}/{replica}" for placed in unit.nodes)
-    slot = slot or Slot(0, (), ())
+    slot = slot or DeviceSlot(0, (), ())
     return HostPlan(nodes[0], nodes, slot.machine, unit.cpus, slot.cores, unit.gpus, slot.gpus, lease)
 
 
@@ -157,7 +157,7 @@ def _lent(hosts: Sequence[HostPlan], lease: str) -> Devices:
     )
 
 
-def pools(graph: Graph, cluster: Cluster) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
+def pools(graph: Graph, cluster: Cluster) -> tuple[tuple[str, tuple[PlacedUnit, ...]], ...]:
     """(lease, units) in order: units of one lease share devices; "" is a unit by itself."""
     plain = _pools(graph, units(graph))
     if sum(need(pool)[0] for _, pool in plain) <= cluster.num_cores + ROUNDING:
@@ -165,31 +165,31 @@ def pools(graph: Graph, cluster: Cluster) -> tuple[tuple[str, tuple[Unit, ...]],
     return _pools(graph, [replace(u, cpus=u.cpus / u.replicas) if u.shrinks else u for u in units(graph)])
 
 
-def need(pool: Iterable[Unit]) -> tuple[float, float]:
+def need(pool: Iterable[PlacedUnit]) -> tuple[float, float]:
     """(cores, GPUs) of units that take turns: what the largest of them needs."""
     pool = tuple(pool)
     return max(u.cpus * u.replicas for u in pool), max(u.gpus * u.replicas for u in pool)
 
 
-def _pools(graph: Graph, all_units: Sequence[Unit]) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
-    leases = {name: "+".join(names) for names in merged(graph.turning) for name in names}
-    found: dict[str, list[Unit]] = {}
+def _pools(graph: Graph, all_units: Sequence[PlacedUnit]) -> tuple[tuple[str, tuple[PlacedUnit, ...]], ...]:
+    leases = {name: "+".join(names) for names in merged(graph.time_shared) for name in names}
+    found: dict[str, list[PlacedUnit]] = {}
     for unit in all_units:
         lease = next((leases[placed.name] for placed in unit.nodes if placed.name in leases), "")
         found.setdefault(lease or f"/{unit.name}", []).append(unit)
     return tuple(("" if lease.startswith("/") else lease, tuple(members)) for lease, members in found.items())
 
 
-def units(graph: Graph) -> list[Unit]:
+def units(graph: Graph) -> list[PlacedUnit]:
     """All hosts but "core", before replicas are counted out."""
     partners = {name: names for names in merged(graph.sharing) for name in names}
-    found: list[Unit] = []
+    found: list[PlacedUnit] = []
     for placed in graph.placed.values():
         mine = [graph.placed[name] for name in graph.placed if name in partners.get(placed.name, (placed.name,))]
         heavy = [other for other in mine if other.heavy]
         if heavy and placed is heavy[0]:
             nodes = (placed, *(other for other in mine if other is not placed))
-            found.append(Unit(nodes, max(n.cpus_each for n in nodes), max(n.gpus_each for n in nodes)))
+            found.append(PlacedUnit(nodes, max(n.cpus_each for n in nodes), max(n.gpus_each for n in nodes)))
     return found
 
 

@@ -13,6 +13,7 @@ from flowrl.graph.graph import Edge, EdgeKind, Graph, carried, owner, port_name
 from flowrl.graph.machine import Cluster
 from flowrl.graph.numbers import Numbers, capacity, derive, in_flight, message_bytes
 from flowrl.graph.place import HostPlan, place
+from flowrl.graph.routes import WeightRoute
 from flowrl.messages import Weights, type_name
 
 __all__ = ["CallPlan", "EdgePlan", "HostPlan", "LanePlan", "Plan", "WeightPlan", "make_plan"]
@@ -289,3 +290,22 @@ def _admission(graph: Graph) -> dict[str, Any] | None:
         "on_limit": admission.on_limit,
         "look_ahead": admission.look_ahead,
     }
+
+
+def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
+    """The routes that concern `node`: those of the trainer that it is, or of the trainer that it reads.
+
+    Under a lease trainer and generator never work at the same time, as a GPU transfer needs: there the
+    weights wait in host memory.
+    """
+
+    def name(replica_id: str) -> str:
+        return replica_id.split("/")[0]
+
+    trainers = {name(p.producer) for p in plan.weights if node in (name(p.producer), name(p.consumer))}
+    kinds = {p.consumer: p.transport for p in plan.weights if name(p.producer) in trainers}
+    hosts = {reader: plan.host_of(reader) for reader in kinds}
+    return tuple(
+        WeightRoute(reader, "shm" if kind == "ipc" and hosts[reader].lease else kind, len(hosts[reader].gpus) or 1)
+        for reader, kind in sorted(kinds.items())
+    )

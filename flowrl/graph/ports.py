@@ -122,7 +122,7 @@ class In(Port, Generic[T]):
         return self.live.ordered()
 
     def hold(self, item: T) -> None:
-        """Keep `item` unfinished past the end of its turn. Raises ValueError if it is not open."""
+        """Keep `item` unfinished past the end of its invocation. Raises ValueError if it is not open."""
         self.live.hold(item)
 
     def drop(self, item: T, reason: str, *, state: str = "dropped", group: bool = False) -> None:
@@ -153,7 +153,7 @@ class In(Port, Generic[T]):
 class Join(Generic[M]):
     """Several In ports of one node, matched by sample; made by `join`. Iterate it once, and not its ports.
 
-    Every message of a sample shares its fate: `send` inside a turn is made from all of them, and naming
+    Every message of a sample shares its fate: `send` inside an invocation is made from all of them, and naming
     one in `made_from`, `hold` or `drop` means all. A sample that was lost on any branch does not come.
     """
 
@@ -202,16 +202,16 @@ class Out(Port, Generic[T_co]):
     async def admit(self, items: Sequence[T_co]) -> bool:
         """Sources only: send the members of one new group once there is a ticket for it.
 
-        Waits for the ticket; the group stands in the books before its first message leaves. Returns
+        Waits for the ticket; the group stands in the ledger before its first message leaves. Returns
         False when no further group is wanted (`--steps` is reached, or the run is ending).
         """
         return await self.live.admit(items)
 
     def was_sent(self) -> bool:
-        """Whether the message that this turn would send next is among those that a resumed run began with.
+        """Whether the message that this invocation would send next is among those that a resumed run began with.
 
-        A checkpoint may find a turn in a send that waits for credit. It keeps the message, and the resumed
-        run begins the turn again, where `send` leaves the message out. A turn that makes nothing else asks
+        A checkpoint may find an invocation in a send that waits for credit. It keeps the message, and the resumed
+        run begins the invocation again, where `send` leaves the message out. An invocation that makes nothing else asks
         here first, returns if so, and spares the work.
         """
         return self.live.was_sent()

@@ -99,9 +99,9 @@ def _edge(plan: Plan, name: str) -> tuple[str, ...]:
 
 
 def _host(host: HostPlan) -> tuple[str, ...]:
-    turns = f" (turns: {host.lease})" if host.lease else ""
+    shares = f" (time share: {host.lease})" if host.lease else ""
     gpus = ",".join(map(str, host.gpus)) or "-"
-    return host.name, " ".join(host.nodes) + turns, _cores(host.cores), gpus, f"{host.machine}"
+    return host.name, " ".join(host.nodes) + shares, _cores(host.cores), gpus, f"{host.machine}"
 
 
 def _cores(cores: Sequence[int]) -> str:

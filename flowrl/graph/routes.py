@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from flowrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from flowrl.graph.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -22,25 +18,6 @@ class WeightRoute:
     """shm | tcp | nccl | ipc"""
     num_workers: int = 1
     """vLLM worker processes of the replica: its GPUs, 1 on CPU."""
-
-
-def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
-    """The routes that concern `node`: those of the trainer that it is, or of the trainer that it reads.
-
-    Under a lease trainer and generator never work at the same time, as a GPU transfer needs: there the
-    weights wait in host memory.
-    """
-
-    def name(track: str) -> str:
-        return track.split("/")[0]
-
-    trainers = {name(p.producer) for p in plan.weights if node in (name(p.producer), name(p.consumer))}
-    kinds = {p.consumer: p.transport for p in plan.weights if name(p.producer) in trainers}
-    hosts = {reader: plan.host_of(reader) for reader in kinds}
-    return tuple(
-        WeightRoute(reader, "shm" if kind == "ipc" and hosts[reader].lease else kind, len(hosts[reader].gpus) or 1)
-        for reader, kind in sorted(kinds.items())
-    )
 
 
 def through_hosts(routes: Sequence[WeightRoute]) -> tuple[WeightRoute, ...]:

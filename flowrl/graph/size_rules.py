@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from flowrl.graph.graph import Graph, owner
 from flowrl.graph.machine import CLUSTER_EXAMPLE, GB, Cluster
 from flowrl.graph.numbers import Numbers
-from flowrl.graph.place import Unit, merged, need, pools
+from flowrl.graph.place import PlacedUnit, merged, need, pools
 from flowrl.graph.plan import Plan
 
 COUNTS = (
@@ -148,14 +148,14 @@ def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[st
             )
 
 
-def _parts(units: list[tuple[str, tuple[Unit, ...]]], field: str) -> str:
+def _parts(units: list[tuple[str, tuple[PlacedUnit, ...]]], field: str) -> str:
     asking = [unit for _, pool in units for unit in pool if getattr(unit, field)]
     return ", ".join(f"{unit.name}: {unit.replicas} × {getattr(unit, field):g}" for unit in asking)
 
 
 def _relief(field: str) -> str:
     return (
-        f"use fewer replicas, a smaller {field}=, g.turns(...) for nodes that may alternate, or state a cluster "
+        f"use fewer replicas, a smaller {field}=, g.time_share(...) for nodes that may alternate, or state a cluster "
         f'(--cluster "{CLUSTER_EXAMPLE}")'
     )
 
@@ -177,13 +177,14 @@ def _sharing_problems(graph: Graph) -> Iterator[str]:
         if len(set(counts.values())) > 1 and any(graph.placed[name].heavy for name in names):
             each = ", ".join(f"{name} has {count}" for name, count in counts.items())
             yield f"g.together needs as many replicas of each node: {each}; make them equal."
-    for names in merged(graph.turning):
+    for names in merged(graph.time_shared):
         for name in names:
             if not graph.placed[name].heavy:
-                yield f"g.turns names {name}, which needs no cpus and no gpus; leave it out, or give it cpus=."
+                yield f"g.time_share names {name}, which needs no cpus and no gpus; leave it out, or give it cpus=."
         for shared in merged(graph.sharing):
             if len(both := [name for name in names if name in shared]) > 1:
-                yield f"{' and '.join(both)} are in g.together and in g.turns; one process cannot take turns, keep one."
+                nodes = " and ".join(both)
+                yield f"{nodes} are in g.together and in g.time_share; nodes of one process cannot alternate, keep one."
 
 
 def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:

@@ -9,13 +9,13 @@ from flowrl.errors import ConfigError
 from flowrl.models.cache import Progress, cache_dir
 from flowrl.models.chat import Chat, Turns, load_tokenizer
 from flowrl.models.directory import check_directory
-from flowrl.models.spec import CHARACTER_MODELS, Policy
+from flowrl.models.policy import CHARACTER_MODELS, Policy
 
 __all__ = ["Chat", "Policy", "cache_dir", "check_model", "check_prompts", "load_tokenizer", "resolve"]
 
 
 def silent(text: str) -> None:
-    """The progress of somebody who does not want to know."""
+    """A progress callback that does nothing."""
 
 
 def resolve(policy: Policy, *, progress: Progress = silent) -> str:

@@ -22,9 +22,9 @@ import torch
 
 from flowrl.messages import Bool, Float32, Int32
 from flowrl.models.cache import Progress, cached_directory
+from flowrl.packing import PackedUnit, micro_batches_of
 from flowrl.training.model import choose_attention, load_policy_model
-from flowrl.training.packing import Unit, micro_batches_of
-from flowrl.training.rows import lay_out, policy_places
+from flowrl.training.row_layout import lay_out, policy_places
 from flowrl.training.settings import Dtype
 
 VERSION = 1
@@ -128,7 +128,7 @@ class _Pass:
     def _fill(self, logprobs: Float32, found: Sequence[tuple[Int32, Bool]], offsets: npt.NDArray[np.int64]) -> None:
         attention = choose_attention(None, self._device)
         model = load_policy_model(self._model_dir, dtype=self._dtype, attention=attention).eval().to(self._device)
-        units = [Unit((number,), len(tokens), len(tokens)) for number, (tokens, _) in enumerate(found)]
+        units = [PackedUnit((number,), len(tokens), len(tokens)) for number, (tokens, _) in enumerate(found)]
         told = 0
         for part in micro_batches_of(units, self._token_budget):
             tokens, masks = zip(*(found[number] for number in part), strict=True)

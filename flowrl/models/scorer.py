@@ -59,7 +59,7 @@ class Scorer:
         """The score of each sequence, at its last token."""
         import torch
 
-        from flowrl.training.rows import lay_out_ends
+        from flowrl.training.row_layout import lay_out_ends
 
         scores = [0.0] * len(token_ids)
         device = self._model.network.score.weight.device

@@ -13,7 +13,7 @@ from typing import Any
 from flowrl.models.cache import Progress, cached_model
 from flowrl.models.characters import character_tokenizer
 from flowrl.models.warm_start import Recipe, Thorough, warm_start
-from flowrl.tasks.spec import Task
+from flowrl.tasks.task import Task
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 INITIAL_STD = 0.06

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.models.spec import CHARACTER_MODELS, Policy
+from flowrl.models.policy import CHARACTER_MODELS, Policy
 
 Vocabulary = Mapping[str, int]
 ADVICE = "a teacher scores the student's own tokens, so name one that has the student's tokenizer"

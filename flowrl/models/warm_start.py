@@ -15,7 +15,7 @@ from flowrl.errors import ConfigError
 from flowrl.models.cache import Progress
 from flowrl.models.chat import Chat
 from flowrl.tasks import Demonstrator, Row, demonstrator, load_rows, right_answer
-from flowrl.tasks.spec import Task
+from flowrl.tasks.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from flowrl.nodes.generator import Generator
 from flowrl.nodes.held_out import HeldOutPreferences
 from flowrl.nodes.pair_writer import PairWriter
 from flowrl.nodes.preference_reference import PreferenceReference
-from flowrl.nodes.preferences import PreferenceDataset, Preferences, PreferenceSource
+from flowrl.nodes.preference_source import PreferenceDataset, Preferences, PreferenceSource
 from flowrl.nodes.reference import Reference
 from flowrl.nodes.reward import Reward
 from flowrl.nodes.reward_model import RewardModel

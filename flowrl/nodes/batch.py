@@ -16,13 +16,13 @@ from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out
-from flowrl.messages import Batch, Bool, Group, Trainable, Values
+from flowrl.messages import Batch, Bool, Group, Trainable, Values, packed
 from flowrl.nodes.judged import judged_metrics
 from flowrl.nodes.running import AdaptiveKL, RunningEstimate
 from flowrl.nodes.valued import question, require_advantages, value_metrics, with_values
 from flowrl.training.advantages import whiten
 from flowrl.training.estimate import Estimate
-from flowrl.training.packing import loss_masks, trained_mask, units_of
+from flowrl.training.masks import loss_masks, trained_mask
 
 
 class TokenBatch(Node):
@@ -150,7 +150,7 @@ class TokenBatch(Node):
             num_groups=len(groups),
             mask_staleness=self._mask_staleness,
             token_budget=self.token_budget,
-            optimizer_steps=min(self.optimizer_steps, len(units_of(samples))),
+            optimizer_steps=min(self.optimizer_steps, len(packed(samples))),
             metrics=batch_metrics(groups) | metrics,
         )
 

@@ -24,10 +24,11 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Serve
 from flowrl.messages import Batch, Float32, Sample, Values, Weights
 from flowrl.models import Policy, check_model, resolve
-from flowrl.training.packing import Unit, micro_batches_of
+from flowrl.packing import PackedUnit, micro_batches_of
 from flowrl.training.settings import Dtype
+from flowrl.weights.fetched import Receiver
 from flowrl.weights.probe import TOLERANCE, ProbeMismatch, mismatch
-from flowrl.weights.receive import Receiver, receiver
+from flowrl.weights.receive import receiver
 from flowrl.weights.shm import SegmentLost
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class Critic(Node):
     # Values
 
     async def _value(self, batch: Batch) -> Values:
-        with self.context.standing("the critic's first weights"):
+        with self.context.waiting("the critic's first weights"):
             await self._first.wait()
         async with self._model_in_use:
             with self.context.busy("value"):
@@ -177,12 +178,12 @@ def values_of(
     """V of the state before each policy token, at the token's place, for every sequence; 0 elsewhere."""
     import torch
 
-    from flowrl.training.rows import lay_out, policy_places
+    from flowrl.training.row_layout import lay_out, policy_places
 
     device = next(model.parameters()).device
     values = [np.zeros(len(tokens), np.float32) for tokens in token_ids]
     lengths = [len(tokens) for tokens in token_ids]
-    units = [Unit((index,), length, length) for index, length in enumerate(lengths)]
+    units = [PackedUnit((index,), length, length) for index, length in enumerate(lengths)]
     for indices in micro_batches_of(sorted(units, key=lambda unit: -unit.longest), token_budget):
         places = [policy_places(policy_masks[i]) for i in indices]
         rows = lay_out([token_ids[i] for i in indices], [policy_masks[i] for i in indices], packed=False, device=device)

@@ -1,6 +1,6 @@
 """Demonstrations for SFT: the task's own answers in the place of a generator's responses.
 
-They go through the same books as rollouts, so an SFT run can be audited like any other.
+They go through the same ledger as rollouts, so an SFT run can be audited like any other.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
 from flowrl.nodes.source import sampling_seed
-from flowrl.runtime.ledger_client import EvaluationRow
+from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.tasks import Row, Task, conversation, load_rows, reward_parts
-from flowrl.tasks.asking import Asking
 from flowrl.tasks.judge import BadReward
+from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import check_reward, open_reward, uses_http
 from flowrl.tasks.rows import HELD_OUT_ONE_IN
 
@@ -36,7 +36,7 @@ class HeldOut:
     task: Task
     rows: tuple[Row, ...]
     chat: Chat
-    asking: Asking
+    client: RewardClient
 
 
 class Evaluation(Node):
@@ -108,11 +108,11 @@ class Evaluation(Node):
             rows = await self.blocking(self._rows, task)
             parts = self.parts[task.name]
             await self.blocking(check_reward, parts, ())
-            asking = open_reward(parts, timeout_s=self.timeout_s)
-            self._held_out.append(HeldOut(task, rows, Chat(tokenizer, task.system_prompt), asking))
+            client = open_reward(parts, timeout_s=self.timeout_s)
+            self._held_out.append(HeldOut(task, rows, Chat(tokenizer, task.system_prompt), client))
 
     async def run(self) -> None:
-        with self.context.standing("the end of training"):
+        with self.context.waiting("the end of training"):
             await self._finished.wait()
 
     async def finish(self) -> None:
@@ -121,7 +121,7 @@ class Evaluation(Node):
 
     async def close(self) -> None:
         for held_out in self._held_out:
-            await held_out.asking.close()
+            await held_out.client.close()
 
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
         """Ask, score, book. `phase` is before, during or after; no weights may change meanwhile."""
@@ -170,7 +170,7 @@ class Evaluation(Node):
         if uses_http(self.parts[held_out.task.name]):
             columns["messages"] = conversation(held_out.task, row)
         try:
-            verdicts = await held_out.asking.ask([sample.prompt_text], [sample.response_text], [columns])
+            verdicts = await held_out.client.ask([sample.prompt_text], [sample.response_text], [columns])
         except BadReward as bad:
             self.context.metric(f"evaluation_{bad.reason}", 1)
             return 0.0

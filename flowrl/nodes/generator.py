@@ -35,9 +35,10 @@ from flowrl.nodes.sampling import NOTHING, Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_sampler import EVALUATION, TRAINING, VllmSampler
 from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
-from flowrl.nodes.weight_updates import Gate, WeightUpdates
+from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
 from flowrl.training.settings import LoRA
-from flowrl.weights.receive import Receiver, receiver
+from flowrl.weights.fetched import Receiver
+from flowrl.weights.receive import receiver
 
 Prefix = tuple[Int32, Float32, Int32]
 """token_ids, logprobs, versions of an unfinished response"""
@@ -87,7 +88,7 @@ class Generator(Node):
         self.kv_cache_bytes = kv_cache_bytes
         self.adapter_rank = lora.synced_rank if lora is not None else 0
         self.engine = dict(engine or {})
-        self._gate = Gate()
+        self._gate = UpdateGate()
         self._open: dict[str, Response] = {}
         """sample_id: responses begun for training and not finished."""
         self._running: dict[str, tuple[Response, asyncio.Task[Completion]]] = {}
@@ -192,13 +193,13 @@ class Generator(Node):
     # Checkpoints
 
     async def snapshot(self) -> dict[str, Prefix]:
-        """What the unfinished responses have come to, by sample id; until `resume` no turn of theirs goes on.
+        """What the unfinished responses have come to, by sample id; until `resume` no invocation of theirs goes on.
 
         Those of evaluation are not among them: they are asked again.
         """
         self._gate.close("checkpoint")
         while ended := self._ended_in_vllm():
-            await asyncio.wait(ended)  # their turns go on to their sends, which the checkpoint keeps
+            await asyncio.wait(ended)  # their invocations go on to their sends, which the checkpoint keeps
         self._checkpoint.set()
         parts = {id(response): self._sampler.so_far(key) for key, (response, _) in self._running.items()}
         prefixes = {key: Response([*r.parts, parts.get(id(r)) or NOTHING]) for key, r in self._open.items()}
@@ -210,7 +211,7 @@ class Generator(Node):
         return [work for work, so_far in running if so_far is None]
 
     async def resume(self) -> None:
-        """The turns go on."""
+        """The invocations go on."""
         self._checkpoint.clear()
         self._gate.open("checkpoint")
 
@@ -258,7 +259,7 @@ class Generator(Node):
 
     async def _at_gate(self) -> None:
         while not self._gate.is_open:
-            with self.context.standing("new weights, or the end of a checkpoint"):
+            with self.context.waiting("new weights, or the end of a checkpoint"):
                 await self._gate.passed()
 
     async def _request(self, prompt: Prompt, response: Response, sampling: Sampling, priority: int) -> Completion:

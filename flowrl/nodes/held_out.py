@@ -11,7 +11,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import Out
 from flowrl.messages import Batch, Trainable
 from flowrl.models import check_model, resolve
-from flowrl.nodes.preferences import Preferences, Renderer
+from flowrl.nodes.preference_source import Preferences, Renderer
 from flowrl.tasks import Row
 
 

@@ -1,7 +1,7 @@
 """Pairs into a file: what a reward model or DPO is trained on later.
 
 One line a pair, `{"prompt", "chosen", "rejected"}` and the row's other columns; the prompt is text, or the
-messages of a longer conversation. A line is complete when the pair is finished in the books.
+messages of a longer conversation. A line is complete when the pair is finished in the ledger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin")
 class PairWriter(Node):
     """Writes each pair of a PairMaker to the new file `path`; `task` is the one whose prompts were answered.
 
-    The margin of a pair is the difference of the two rewards. In the books pairs end as dropped, `written`; one
+    The margin of a pair is the difference of the two rewards. In the ledger pairs end as dropped, `written`; one
     with an answer of no text, of which there is nothing to write, is filtered as `empty_answer`.
     """
 

@@ -16,9 +16,8 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Bool, Group, Int32, Trainable
 from flowrl.models import Policy, check_model, resolve
-from flowrl.nodes.preferences import Preferences, Renderer
+from flowrl.nodes.preference_source import Preferences, Renderer
 from flowrl.tasks import Row
-from flowrl.training.packing import tokens_of
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
@@ -111,7 +110,11 @@ class PreferenceReference(Node):
             await self.referenced.send(replace(group, samples=samples))
 
     def _held_out_batch(self) -> Batch:
-        rows = [samples for samples in self._judged_on if max(map(tokens_of, samples)) <= self.data.max_tokens]
+        rows = [
+            samples
+            for samples in self._judged_on
+            if max(sample.pass_tokens for sample in samples) <= self.data.max_tokens
+        ]
         samples = tuple(self.referenced_sample(sample) for row in rows for sample in row)
         return Batch(
             samples=samples,

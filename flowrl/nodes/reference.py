@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,8 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Sample
 from flowrl.models import Policy, check_model, resolve
+from flowrl.nodes.shared_pass import SharedPass
+from flowrl.packing import micro_batches_of, units_of
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
@@ -19,25 +22,44 @@ if TYPE_CHECKING:
 
 
 class Reference(Node):
-    """Adds `ref_logprobs` to samples. `temperature` has to be the generator's: logits are divided by it."""
+    """Adds `ref_logprobs` to samples. `temperature` has to be the generator's: logits are divided by it.
+
+    `dtype` is that of the weights and of the computation, as the trainer's. At most `batch` samples wait for a pass
+    side by side, and at most `token_budget` tokens, padding included, or else one sample, go into one.
+    """
 
     cpus = 1
 
     rollouts: In[Sample]
     referenced: Out[Sample]
 
-    def __init__(self, policy: Policy, *, temperature: float = 1.0, dtype: Dtype = "float32") -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        temperature: float = 1.0,
+        dtype: Dtype = "float32",
+        token_budget: int = 8192,
+        batch: int = 64,
+    ) -> None:
         self.policy = policy
         self.temperature = temperature
         self.dtype = dtype
+        self.token_budget = token_budget
+        self.batch = batch
+        self._pass = SharedPass(self._refer_all)
 
     def facts(self) -> Facts:
-        return Facts()
+        return Facts(concurrency=self.batch)
 
     def check(self, facts: object) -> list[str]:
+        problems = []
         if self.temperature <= 0:
-            return [f"temperature is {self.temperature}; it has to be above 0, and the generator's"]
-        return []
+            problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
+        for name in ("token_budget", "batch"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        return problems
 
     def preflight(self) -> None:
         check_model(self.policy)
@@ -56,24 +78,38 @@ class Reference(Node):
         return load_policy_model(source, dtype=self.dtype).eval().to(device)
 
     async def run(self) -> None:
-        async for sample in self.rollouts:
-            with self.context.busy("reference"):
-                ref_logprobs = await self.blocking(reference_logprobs, self._model, sample, self.temperature)
-            await self.referenced.send(dataclasses.replace(sample, ref_logprobs=ref_logprobs))
+        await self.rollouts.each(self._refer, concurrency=self.batch)
+
+    async def _refer(self, sample: Sample) -> None:
+        ref_logprobs = await self._pass.ask(sample)
+        await self.referenced.send(dataclasses.replace(sample, ref_logprobs=ref_logprobs))
+
+    async def _refer_all(self, samples: list[Sample]) -> Sequence[Float32]:
+        with self.context.busy("reference"):
+            return await self.blocking(
+                reference_logprobs, self._model, samples, self.temperature, token_budget=self.token_budget
+            )
 
 
-def reference_logprobs(model: PolicyModel, sample: Sample, temperature: float) -> Float32:
-    """log p of the policy tokens of `sample` under `model`, at their places; 0 elsewhere."""
+def reference_logprobs(
+    model: PolicyModel, samples: Sequence[Sample], temperature: float, *, token_budget: int
+) -> list[Float32]:
+    """log p of the policy tokens of each sample under `model`, at their places; 0 elsewhere."""
     import torch
 
-    from flowrl.training.rows import lay_out, policy_places
+    from flowrl.training.row_layout import lay_out, policy_places
 
-    places = policy_places(sample.policy_mask)
-    result = np.zeros(len(sample.token_ids), np.float32)
-    if places.size:
-        device = next(model.parameters()).device
-        rows = lay_out([sample.token_ids], [sample.policy_mask], packed=False, device=device)
+    device = next(model.parameters()).device
+    results = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
+    places = [policy_places(sample.policy_mask) for sample in samples]
+    wanted = [index for index, found in enumerate(places) if found.size]
+    units = units_of([len(samples[index].token_ids) for index in wanted], [""] * len(wanted))
+    for passed in micro_batches_of(sorted(units, key=lambda unit: -unit.longest), token_budget):
+        chosen = [wanted[number] for number in passed]
+        token_ids, masks = [samples[i].token_ids for i in chosen], [samples[i].policy_mask for i in chosen]
+        rows = lay_out(token_ids, masks, packed=False, device=device)
         with torch.no_grad():
             logprobs_N, _ = model(rows, temperature)
-        result[places] = logprobs_N.float().cpu().numpy()
-    return result
+        for index, part in zip(chosen, logprobs_N.float().cpu().split([places[i].size for i in chosen]), strict=True):
+            results[index][places[index]] = part.numpy()
+    return results

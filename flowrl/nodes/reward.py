@@ -1,7 +1,7 @@
 """The reward node: asks a reward function about each sample, and shapes its verdict.
 
 Each wait for a verdict ends with it, with `timeout_s`, or with the death of the worker process. A
-sample without a verdict fails, with the reason in the books; a function that fails `FAILURES_IN_A_ROW`
+sample without a verdict fails, with the reason in the ledger; a function that fails `FAILURES_IN_A_ROW`
 times in a row ends the run, because nothing would ever be trained.
 """
 
@@ -20,12 +20,12 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample, Scored
 from flowrl.nodes.shaping import Shaping
 from flowrl.tasks import Row, Task, conversation, load_rows, reward_parts
-from flowrl.tasks.asking import Asking
 from flowrl.tasks.judge import BadReward, Verdicts
+from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import HTTP_CONCURRENCY, check_reward, open_reward, uses_http
 
 FAILURES_IN_A_ROW = 256
-MEND_FUNCTION = "mend the function, its signature and its result"
+FIX_FUNCTION = "fix the function, its signature and its result"
 
 
 class Reward(Node):
@@ -55,7 +55,7 @@ class Reward(Node):
         self.timeout_s = timeout_s
         self.concurrency = (HTTP_CONCURRENCY if uses_http(self.parts) else 1) if concurrency is None else concurrency
         self.shaping = shaping or Shaping()
-        self._asking: Asking | None = None
+        self._client: RewardClient | None = None
         self._conversations: Mapping[str, Any] = {}
         """Prompt id -> the messages before the response, where a server has to be told them."""
         self._failures = 0
@@ -78,19 +78,19 @@ class Reward(Node):
         asyncio.run(self._trial(rows.train[0]))
 
     async def _trial(self, row: Row) -> None:
-        asking = open_reward(self.parts, timeout_s=self.timeout_s, retries=0)
-        columns = {**row.columns, **self._told(conversation(self.task, row))}
+        client = open_reward(self.parts, timeout_s=self.timeout_s, retries=0)
+        columns = {**row.columns, **self._with_messages(conversation(self.task, row))}
         try:
-            await asking.ask([row.prompt], [row.answer or ""], [columns])
+            await client.ask([row.prompt], [row.answer or ""], [columns])
         except BadReward as bad:
-            mend = "start the server, or mend its answer" if uses_http(self.parts) else MEND_FUNCTION
-            raise ConfigError(f"the trial reward failed: {bad}; {mend}") from bad
+            remedy = "start the server, or fix its answer" if uses_http(self.parts) else FIX_FUNCTION
+            raise ConfigError(f"the trial reward failed: {bad}; {remedy}") from bad
         finally:
-            await asking.close()
+            await client.close()
 
     async def setup(self) -> None:
         await self.blocking(check_reward, self.parts, ())
-        self._asking = open_reward(self.parts, timeout_s=self.timeout_s, concurrency=self.concurrency)
+        self._client = open_reward(self.parts, timeout_s=self.timeout_s, concurrency=self.concurrency)
         if uses_http(self.parts):
             rows = (await self.blocking(load_rows, self.task)).train
             self._conversations = {row.prompt_id: conversation(self.task, row) for row in rows}
@@ -99,15 +99,15 @@ class Reward(Node):
         await self.rollouts.each(self._score, concurrency=self.concurrency)
 
     async def close(self) -> None:
-        if self._asking is not None:
-            await self._asking.close()
+        if self._client is not None:
+            await self._client.close()
 
     async def _score(self, sample: Sample) -> None:
-        assert self._asking is not None
-        columns = {**sample.columns, **self._told(self._conversations.get(sample.prompt_id))}
+        assert self._client is not None
+        columns = {**sample.columns, **self._with_messages(self._conversations.get(sample.prompt_id))}
         try:
             with self.context.busy("score"):
-                verdicts = await self._asking.ask([sample.prompt_text], [sample.response_text], [columns])
+                verdicts = await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
         except BadReward as bad:
             self._count_failure(bad)
             raise SampleFailed(bad.reason) from bad
@@ -116,7 +116,7 @@ class Reward(Node):
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
 
-    def _told(self, messages: Any) -> dict[str, Any]:
+    def _with_messages(self, messages: Any) -> dict[str, Any]:
         """What a server hears besides the row's columns."""
         return {"messages": messages} if messages and uses_http(self.parts) else {}
 

@@ -3,16 +3,15 @@
 Where the reward model's tokenizer and template are the policy's, a sample's own token ids are scored;
 otherwise its response is decoded text and rendered anew, behind the turns of its row.
 
-The first sample that finds the model free takes along all others that wait, up to `batch`. Each wait
-ends with the pass in which the sample is scored.
+Up to `batch` samples go through the model side by side (`flowrl.nodes.shared_pass`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError, SampleFailed
@@ -22,6 +21,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Int32, Sample, Scored
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.nodes.shaping import Shaping
+from flowrl.nodes.shared_pass import SharedPass
 from flowrl.tasks import Task, load_rows
 from flowrl.training.settings import Dtype
 
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
 
 TRIED_ROWS = 8
 """Rows that have to render alike before two templates count as the same."""
-
-
-@dataclasses.dataclass
-class Waiting:
-    """A sample whose score is awaited."""
-
-    token_ids: Int32
-    score: float | None = None
 
 
 class RewardModel(Node):
@@ -72,8 +64,7 @@ class RewardModel(Node):
         self.dtype = dtype
         self._scorer: Scorer
         self._same_tokens = False
-        self._waiting: list[Waiting] = []
-        self._free = asyncio.Lock()
+        self._pass = SharedPass(self._score_all)
 
     def facts(self) -> Facts:
         return Facts(drops=True, concurrency=self.batch)
@@ -122,27 +113,17 @@ class RewardModel(Node):
         await self.rollouts.each(self._score, concurrency=self.batch)
 
     async def _score(self, sample: Sample) -> None:
-        mine = Waiting(self.token_ids(sample))
-        self._waiting.append(mine)
-        async with self._free:
-            if mine.score is None:
-                await self._pass()
-        assert mine.score is not None
-        if not math.isfinite(mine.score):
+        score = await self._pass.ask(self.token_ids(sample))
+        if not math.isfinite(score):
             self.context.metric("reward_not_finite", 1)
             raise SampleFailed("reward_not_finite")
-        scored = self.scored_sample(sample, mine.score)
+        scored = self.scored_sample(sample, score)
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
 
-    async def _pass(self) -> None:
-        """Score all that waits. If this is cancelled they go on waiting, for the next to score them."""
-        waiting = list(self._waiting)
+    async def _score_all(self, token_ids: list[Int32]) -> Sequence[float]:
         with self.context.busy("score"):
-            scores = await self.blocking(self._scorer.score_ids, [one.token_ids for one in waiting])
-        for one, score in zip(waiting, scores, strict=True):
-            one.score = score
-        self._waiting = [one for one in self._waiting if one.score is None]
+            return await self.blocking(self._scorer.score_ids, token_ids)
 
     def token_ids(self, sample: Sample) -> Int32:
         """What the reward model reads of `sample`."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.asking import Asking
 from flowrl.tasks.judge import Columns, Verdicts
+from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import check_reward, open_reward, parse_reward
 from flowrl.tasks.server import RewardServer
 
@@ -50,14 +50,14 @@ class AskModel:
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._turn = asyncio.Lock()
+        self._exclusive = asyncio.Lock()
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
         asked = [
             (row.get("messages") or [{"role": "user", "content": prompt}], response)
             for prompt, response, row in zip(prompts, responses, columns, strict=True)
         ]
-        async with self._turn:
+        async with self._exclusive:
             scores = tuple(await asyncio.to_thread(self._scorer.score, asked))
         return Verdicts(scores, scores)
 
@@ -66,11 +66,11 @@ class AskModel:
 
 def serve(what: str, options: ServeOptions) -> None:
     """Serve until interrupted. Raises ConfigError for a model or function that does not load, or a port in use."""
-    server = RewardServer(what, _asking(what, options))
+    server = RewardServer(what, _client(what, options))
     asyncio.run(_serve(server, options))
 
 
-def _asking(what: str, options: ServeOptions) -> Asking:
+def _client(what: str, options: ServeOptions) -> RewardClient:
     if Path(what).expanduser().is_dir():
         from flowrl.models.scorer import load_scorer
 

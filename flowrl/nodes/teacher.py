@@ -131,7 +131,7 @@ def judgement(model: PolicyModel, sample: Sample, temperature: float) -> tuple[F
     """(log p of the policy tokens at their places, 0 elsewhere; the last hidden state of each policy token)."""
     import torch
 
-    from flowrl.training.rows import lay_out, policy_places
+    from flowrl.training.row_layout import lay_out, policy_places
 
     device = next(model.parameters()).device
     rows = lay_out([sample.token_ids], [sample.policy_mask], packed=False, device=device)

@@ -5,7 +5,7 @@ Invariants
   that is not finite): such a version is published as `unchanged`, so tickets return.
 - The weights of `start_version` are published before the first batch, so generators hold exactly the
   trainer's weights before they sample.
-- A batch is finished (acked) when its update is done and in the books, and before a checkpoint.
+- A batch is finished (acked) when its update is done and in the ledger, and before a checkpoint.
 
 All heavy work runs in the node's one blocking thread, in the same order on every rank; the event loop
 stays free. Waits: for a batch (end of stream ends the run), for the other ranks inside collectives
@@ -25,14 +25,14 @@ from flowrl.graph.node import Node, Saved
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, resolve
-from flowrl.runtime.ledger_client import Use
+from flowrl.runtime.ledger.ledger_client import Use
+from flowrl.training.batch_stats import BatchStats
 from flowrl.training.distillation import ReverseKL
-from flowrl.training.packing import loss_masks, split_batch
-from flowrl.training.recipes import Objective, PolicyObjective
+from flowrl.training.masks import loss_masks
+from flowrl.training.objectives import Objective, PolicyObjective
 from flowrl.training.requirements import TAG, check_training, lora_problems, resume_problems
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, Start, ZeroSettings
-from flowrl.training.tally import Tally
 
 if TYPE_CHECKING:
     from flowrl.training.learner import Learner, Update
@@ -265,14 +265,14 @@ class Trainer(Node):
         else:
             update = self._learner.update(part, masks, self.version, lr)
         mine = (
-            Tally.of(part.samples, masks, self.version),
+            BatchStats.of(part.samples, masks, self.version),
             [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)],
         )
-        tallies, uses = zip(*self._learner.engine.gang.gather(mine), strict=True)
+        stats, uses = zip(*self._learner.engine.gang.gather(mine), strict=True)
         record = {"step": step, "lr": lr, "num_groups": batch.num_groups}
         if not self.objective.offline:  # data have no rewards for a batcher to tell of
             record |= batch.metrics
-        record |= Tally.total(tallies).metrics(offline=self.objective.offline) | _told(update)
+        record |= BatchStats.total(stats).metrics(offline=self.objective.offline) | _metrics(update)
         record |= before | (self._judged("held_out") if self._is_judged(step) else {})
         return record, [use for part_uses in uses for use in part_uses], update.changed
 
@@ -295,7 +295,7 @@ class Trainer(Node):
                 f"node {self.name!r} has {self.context.num_replicas} ranks but got a batch that nobody had split: "
                 'connect its batches with dispatch="gang"'
             )
-        return split_batch(batch, 1)[0]
+        return batch.split(1)[0]
 
     async def _publish(self, *, changed: bool) -> None:
         """Make the current version readable and announce it; all ranks."""
@@ -337,7 +337,7 @@ class Trainer(Node):
         return Path(path) / f"{self.name}_state"
 
 
-def _told(update: Update) -> dict[str, Any]:
+def _metrics(update: Update) -> dict[str, Any]:
     """The update under the names of a metrics line."""
     return {
         **update.stats,

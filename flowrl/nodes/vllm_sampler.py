@@ -16,7 +16,7 @@ from flowrl.messages import Int32, Weights
 from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
 from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
-from flowrl.runtime.hostloop import apart
+from flowrl.runtime.activity.hostloop import apart
 from flowrl.weights.engine_process import begun_by_us
 
 TRAINING, EVALUATION = 0, 1

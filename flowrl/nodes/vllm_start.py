@@ -19,7 +19,7 @@ from flowrl.errors import ConfigError
 from flowrl.nodes.vllm_adapters import AdapterSlots
 
 SUPPORTED = "0.32"
-EXTENSION = "flowrl.weights.engine.WorkerExtension"
+EXTENSION = "flowrl.weights.vllm_worker.WorkerExtension"
 KV_CACHE_BYTES = 1 << 30
 """Most of the KV cache on CPU, where vLLM writes all of it at the start."""
 PROMPT_TOKENS = 512

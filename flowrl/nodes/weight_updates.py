@@ -21,11 +21,11 @@ from flowrl.graph.node import Context
 from flowrl.messages import Weights
 from flowrl.nodes.vllm_sampler import VllmSampler
 from flowrl.weights import probe
-from flowrl.weights.receive import Fetched, Receiver
+from flowrl.weights.fetched import Fetched, Receiver
 from flowrl.weights.shm import SegmentLost
 
 
-class Gate:
+class UpdateGate:
     """Where requests wait while anybody keeps it closed. Starts closed by "weights"."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class WeightUpdates:
         self,
         sampler: VllmSampler,
         receiver: Receiver,
-        gate: Gate,
+        gate: UpdateGate,
         context: Context,
         replica: str,
         *,
@@ -86,7 +86,7 @@ class WeightUpdates:
                 stack.callback(fetched.close)
                 await self._sampler.room()
             if self._running() and self._receiver.takes_turns:
-                await stack.enter_async_context(self._context.turn("weights"))
+                await stack.enter_async_context(self._context.exclusive("weights"))
             await self._exchange(manifest, fetched)
         self._context.ledger.holds(self._replica, manifest.policy, manifest.version)
         await self._probe(manifest)

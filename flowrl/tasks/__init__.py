@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
-from flowrl.tasks import preferences
+from flowrl.tasks import preference_rows
 from flowrl.tasks.arithmetic import Arithmetic, demonstrate
 from flowrl.tasks.files import Keys, Reading, is_file_task
 from flowrl.tasks.files import rows as file_rows
 from flowrl.tasks.judge import place_of
 from flowrl.tasks.rewards import Part, parse_reward
 from flowrl.tasks.rows import OF_TASK, Row, Rows
-from flowrl.tasks.spec import Task
+from flowrl.tasks.task import Task
 
 __all__ = [
     "Demonstrator",
@@ -60,7 +60,7 @@ def load_rows(task: Task) -> Rows:
 
 
 @functools.lru_cache(maxsize=8)
-def load_preferences(task: Task, kind: preferences.Kind) -> Rows:
+def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
     """The pairs of `task`, or its labelled completions, of which a pair makes two; held out by prompt.
 
     `arithmetic` prefers right answers to those without carrying.
@@ -70,9 +70,9 @@ def load_preferences(task: Task, kind: preferences.Kind) -> Rows:
     if len(task.sources) > 1:
         rows = _mixed(task, reading, functools.partial(load_preferences, kind=kind))
     elif task.source == "arithmetic":
-        rows = preferences.careless(_source(task, reading), kind)
+        rows = preference_rows.careless(_source(task, reading), kind)
     elif is_file_task(task.path):
-        rows = preferences.rows(task.path, _options(Keys, task), reading, kind)
+        rows = preference_rows.rows(task.path, _options(Keys, task), reading, kind)
     else:
         raise ConfigError(
             f"task {task.name!r} has no preferences: it is neither arithmetic nor a .jsonl or .parquet file or dataset "

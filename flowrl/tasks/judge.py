@@ -28,7 +28,7 @@ Columns = Sequence[Mapping[str, Any]]
 
 
 class BadReward(Exception):
-    """A reward function raised, or returned what is no reward. `reason` is one word for the books."""
+    """A reward function raised, or returned what is no reward. `reason` is one word for the ledger."""
 
     def __init__(self, reason: str, text: str) -> None:
         self.reason = reason

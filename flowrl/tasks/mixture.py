@@ -13,7 +13,7 @@ from typing import Any
 
 from flowrl.tasks.judge import load_judge
 from flowrl.tasks.rows import OF_TASK, Row
-from flowrl.tasks.spec import Task
+from flowrl.tasks.task import Task
 
 ROUNDING = 1e-9
 

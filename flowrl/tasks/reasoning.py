@@ -18,7 +18,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.rows import Row
-from flowrl.tasks.spec import Task
+from flowrl.tasks.task import Task
 
 EXTRACTIONS = {
     "number": re.compile(r"-?\d+(?:\.\d+)?"),

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.asking import Asking, way_of_asking
 from flowrl.tasks.judge import BadReward, Columns, Verdicts, load_judge
-from flowrl.tasks.terms import terms
+from flowrl.tasks.reward_client import RewardClient, route_of
+from flowrl.tasks.weighted_sums import terms
 
 SCHEMES = ("http://", "https://")
 VERIFIER = "verifier"
@@ -66,8 +66,10 @@ def check_reward(parts: Sequence[Part], rows: Iterable[Mapping[str, Any]]) -> No
             judge.check_columns(columns)
 
 
-def open_reward(parts: Sequence[Part], *, timeout_s: float, concurrency: int = 1, retries: int | None = None) -> Asking:
-    """A way of asking for the sum; `concurrency` worker processes for each synchronous function."""
+def open_reward(
+    parts: Sequence[Part], *, timeout_s: float, concurrency: int = 1, retries: int | None = None
+) -> RewardClient:
+    """A way of client for the sum; `concurrency` worker processes for each synchronous function."""
     opened = [_open(part, timeout_s, concurrency, retries) for part in parts]
     if len(parts) == 1 and parts[0].weight == 1.0:
         return opened[0]
@@ -77,13 +79,13 @@ def open_reward(parts: Sequence[Part], *, timeout_s: float, concurrency: int = 1
 class WeightedSum:
     """Asks for all parts at once; a sample of which one part cannot be had has no reward."""
 
-    def __init__(self, parts: Sequence[Part], asked: Sequence[Asking]) -> None:
+    def __init__(self, parts: Sequence[Part], asked: Sequence[RewardClient]) -> None:
         self._parts = parts
         self._asked = asked
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
         answers = await asyncio.gather(
-            *(asking.ask(prompts, responses, columns) for asking in self._asked), return_exceptions=True
+            *(client.ask(prompts, responses, columns) for client in self._asked), return_exceptions=True
         )
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -100,8 +102,8 @@ class WeightedSum:
         )
 
     async def close(self) -> None:
-        for asking in self._asked:
-            await asking.close()
+        for client in self._asked:
+            await client.close()
 
     def _sum(self, values: Sequence[Sequence[float]]) -> tuple[float, ...]:
         weights = [part.weight for part in self._parts]
@@ -112,11 +114,11 @@ class WeightedSum:
 
 
 class Pool:
-    """Several ways of asking the same function; each question takes one that is free."""
+    """Several clients of the same function; each question takes one that is free."""
 
-    def __init__(self, members: Sequence[Asking]) -> None:
+    def __init__(self, members: Sequence[RewardClient]) -> None:
         self._members = members
-        self._free: asyncio.Queue[Asking] = asyncio.Queue()
+        self._free: asyncio.Queue[RewardClient] = asyncio.Queue()
         for member in members:
             self._free.put_nowait(member)
 
@@ -132,13 +134,13 @@ class Pool:
             await member.close()
 
 
-def _open(part: Part, timeout_s: float, concurrency: int, retries: int | None) -> Asking:
+def _open(part: Part, timeout_s: float, concurrency: int, retries: int | None) -> RewardClient:
     if part.urls:
         from flowrl.tasks.http import RETRIES, HttpReward
 
         return HttpReward(part.urls, timeout_s=timeout_s, retries=RETRIES if retries is None else retries)
     judge = load_judge(part.place)
-    return Pool([way_of_asking(judge, timeout_s) for _ in range(concurrency)])
+    return Pool([route_of(judge, timeout_s) for _ in range(concurrency)])
 
 
 def _name(text: str) -> str:

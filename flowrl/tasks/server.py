@@ -12,8 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flowrl.tasks.asking import Asking
 from flowrl.tasks.judge import BadReward, Columns
+from flowrl.tasks.reward_client import RewardClient
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -26,15 +26,15 @@ class BadRequest(Exception):
 
 
 class RewardServer:
-    """Answers with the verdicts of `asking`."""
+    """Answers with the verdicts of `client`."""
 
-    def __init__(self, name: str, asking: Asking) -> None:
+    def __init__(self, name: str, client: RewardClient) -> None:
         self.name = name
-        self._asking = asking
+        self._client = client
         self._answered = 0
 
     def app(self) -> web.Application:
-        """An application for aiohttp to run; it closes the asking at its end."""
+        """An application for aiohttp to run; it closes the client at its end."""
         from aiohttp import web
 
         app = web.Application(client_max_size=LARGEST_REQUEST_BYTES)
@@ -50,7 +50,7 @@ class RewardServer:
         except BadRequest as bad:
             return web.json_response({"error": str(bad)}, status=400)
         try:
-            verdicts = await self._asking.ask(prompts, responses, columns)
+            verdicts = await self._client.ask(prompts, responses, columns)
         except BadReward as bad:
             return web.json_response({"error": str(bad), "reason": bad.reason}, status=422)
         self._answered += len(prompts)
@@ -62,7 +62,7 @@ class RewardServer:
         return web.json_response({"serving": self.name, "answered": self._answered})
 
     async def _close(self, app: web.Application) -> None:
-        await self._asking.close()
+        await self._client.close()
 
 
 def _asked(text: str) -> tuple[Sequence[str], Sequence[str], Columns]:

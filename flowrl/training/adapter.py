@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from flowrl.errors import ConfigError
 from flowrl.training.settings import Dtype, LoRA
 from flowrl.training.tensors import adapted_layers, beside_adapter
-
-if TYPE_CHECKING:
-    from flowrl.training.zero import ZeroEngine
 
 TRAINED_HEAD = "score"
 """The head of a scalar model begins at random, so it is trained in full beside the adapter."""
@@ -125,10 +122,21 @@ def write_adapter(model: Any, lora: LoRA, state: Mapping[str, Tensor], base: str
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, target / "adapter_model.safetensors")
 
 
+class Engine(Protocol):
+    """What `AdapterSource` needs of `flowrl.training.zero.ZeroEngine`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def adapter_buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]: ...
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]: ...
+
+
 class AdapterSource:
     """A training engine whose published tensors are its adapter's; see `flowrl.weights.transport.Source`."""
 
-    def __init__(self, engine: ZeroEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     @property

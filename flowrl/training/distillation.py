@@ -17,7 +17,7 @@ import numpy as np
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Bool, Float32, Trainable
 from flowrl.training.advantages import Array
-from flowrl.training.recipes import Column, Seen, Totals
+from flowrl.training.objectives import Column, LossInputs, Totals
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -74,16 +74,16 @@ class ReverseKL:
             )
         return {}
 
-    def loss(self, seen: Seen) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.training.objectives import aggregate
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training.policy_losses import aggregate
 
-        kl_BT, num_tokens = -seen.entropies_BT, seen.totals.num_tokens
+        kl_BT, num_tokens = -inputs.entropies_BT, inputs.totals.num_tokens
         loss = aggregate(
             kl_BT,
-            seen.mask_BT,
+            inputs.mask_BT,
             self.aggregation,  # type: ignore[arg-type]
             num_tokens=num_tokens,
-            num_sequences=seen.totals.num_sequences,
+            num_sequences=inputs.totals.num_sequences,
         )
-        stats = {"reverse_kl": aggregate(kl_BT.detach(), seen.mask_BT, num_tokens=num_tokens)}
+        stats = {"reverse_kl": aggregate(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)}
         return (-loss if self.negate else loss), stats

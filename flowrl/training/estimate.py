@@ -33,7 +33,7 @@ from flowrl.training.advantages import (
 KlEstimator = Literal["k1", "k2", "k3"]
 LOG_RATIO_LIMIT = 20.0
 KL_LIMIT = 10.0
-"""As in `flowrl.training.objectives`, which needs torch."""
+"""As in `flowrl.training.policy_losses`, which needs torch."""
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
@@ -171,7 +171,7 @@ def turn_rewards(samples: Sequence[Scored], shape: tuple[int, ...]) -> Array:
 
 
 def stack(arrays: Sequence[npt.NDArray[Any]]) -> Array:
-    """Rows of unequal length as one array, zeros behind the shorter ones."""
+    """RowLayout of unequal length as one array, zeros behind the shorter ones."""
     result = np.zeros((len(arrays), max(len(array) for array in arrays)))
     for row, array in zip(result, arrays, strict=True):
         row[: len(array)] = array

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Bool, Trainable
+from flowrl.training.masks import loss_masks
+from flowrl.training.micro_batch import MicroBatch, make_micro_batch
+from flowrl.training.objectives import LossInputs, Objective, Totals
 from flowrl.training.output_layer import OutputLayer
-from flowrl.training.packing import loss_masks
-from flowrl.training.pieces import Piece, make_piece
-from flowrl.training.recipes import Objective, Seen, Totals
 from flowrl.training.referenced import with_reference
 from flowrl.training.zero import ZeroEngine
 
@@ -103,28 +103,28 @@ class Learner:
         if self.objective.needs_reference and self.engine.lora.rank:
             mismatched = self.objective.needs_mismatched
             part = with_reference(self.engine, part, mismatched=mismatched, temperature=self._temperature)
-        pieces = [self._piece(part, masks, indices, version) for indices in part.micro_batches]
+        micro_batches = [self._micro_batch(part, masks, indices, version) for indices in part.micro_batches]
         starts = (0, *part.step_ends[:-1])
-        steps = [pieces[start:end] for start, end in zip(starts, part.step_ends, strict=True)]
+        steps = [micro_batches[start:end] for start, end in zip(starts, part.step_ends, strict=True)]
         totals = self._totals(steps)
         several = self._epochs * len(steps) > 1
-        old = self._proximal(pieces) if several and self.objective.needs_proximal else {}
+        old = self._proximal(micro_batches) if several and self.objective.needs_proximal else {}
         return self._run(steps, totals, old)
 
     def rest(self, part: Batch, masks: Sequence[Bool], version: int) -> Update:
         """A batch without an update: nothing is computed, and the bound is asserted all the same."""
         self._assert_bounds(part, masks, version)
-        return _told(Sums(), ("loss", *self.objective.stats), [], 0, 0)
+        return _metrics(Sums(), ("loss", *self.objective.stats), [], 0, 0)
 
     def judge(self, part: Batch) -> dict[str, float | None]:
         """loss and the objective's stats on this rank's part of a batch that is not trained on; collective."""
         masks = loss_masks(part.samples, -1, 0)
-        pieces = [self._piece(part, masks, indices, 0) for indices in part.micro_batches]
-        (total,), sums = self._totals([pieces]), Sums()
+        micro_batches = [self._micro_batch(part, masks, indices, 0) for indices in part.micro_batches]
+        (total,), sums = self._totals([micro_batches]), Sums()
         with torch.no_grad():
-            mismatched_kl = self._mismatched_kl(pieces) if self.objective.needs_mismatched else 0.0
-            for piece in pieces if self.objective.enough(total) else ():
-                loss, stats = self.objective.loss(self._seen(piece, total, None, mismatched_kl))
+            mismatched_kl = self._mismatched_kl(micro_batches) if self.objective.needs_mismatched else 0.0
+            for micro_batch in micro_batches if self.objective.enough(total) else ():
+                loss, stats = self.objective.loss(self._loss_inputs(micro_batch, total, None, mismatched_kl))
                 sums.add({"loss": loss} | stats)
         merged = self._merged(sums)
         return {name: merged.values.get(name) for name in ("loss", *self.objective.stats)}
@@ -135,25 +135,27 @@ class Learner:
             merged.merge(part)
         return merged
 
-    def _run(self, steps: Sequence[Sequence[Piece]], totals: Sequence[Totals], old: Mapping[int, Tensor]) -> Update:
+    def _run(
+        self, steps: Sequence[Sequence[MicroBatch]], totals: Sequence[Totals], old: Mapping[int, Tensor]
+    ) -> Update:
         sums, norms, skipped = Sums(), list[float](), 0
         planned = max(1, self._epochs * sum(map(self.objective.enough, totals)))
         for epoch in range(self._epochs):
-            for pieces, total in zip(steps, totals, strict=True):
+            for micro_batches, total in zip(steps, totals, strict=True):
                 if not self.objective.enough(total):
                     continue
-                result = self._optimize(pieces, total, old, sums, share=1 / planned, first_epoch=epoch == 0)
+                result = self._optimize(micro_batches, total, old, sums, share=1 / planned, first_epoch=epoch == 0)
                 if result is None:
                     skipped += 1
                 else:
                     norms.append(result)
         merged = self._merged(sums)
         names = ("loss", *self.objective.stats)
-        return _told(merged, names, norms, skipped, self._epochs * sum(total.num_tokens for total in totals))
+        return _metrics(merged, names, norms, skipped, self._epochs * sum(total.num_tokens for total in totals))
 
     def _optimize(
         self,
-        pieces: Sequence[Piece],
+        micro_batches: Sequence[MicroBatch],
         total: Totals,
         old: Mapping[int, Tensor],
         sums: Sums,
@@ -162,57 +164,61 @@ class Learner:
         first_epoch: bool,
     ) -> float | None:
         """One optimizer step; its gradient norm, None if it was not applied."""
-        mismatched_kl = self._mismatched_kl(pieces) if self.objective.needs_mismatched else 0.0
-        for position, piece in enumerate(pieces):
-            seen = self._seen(piece, total, old.get(id(piece)), mismatched_kl)
-            loss, stats = self.objective.loss(seen)
-            self.engine.backward(loss, last=position == len(pieces) - 1)
+        mismatched_kl = self._mismatched_kl(micro_batches) if self.objective.needs_mismatched else 0.0
+        for position, micro_batch in enumerate(micro_batches):
+            inputs = self._loss_inputs(micro_batch, total, old.get(id(micro_batch)), mismatched_kl)
+            loss, stats = self.objective.loss(inputs)
+            self.engine.backward(loss, last=position == len(micro_batches) - 1)
             sums.add({"loss": loss.detach()} | stats, share)
             if first_epoch and self.objective.head == "lm" and not self.objective.offline:
-                _add_gaps(sums, piece, seen.old_logprobs_BT)
+                _add_gaps(sums, micro_batch, inputs.old_logprobs_BT)
         step = self.engine.step()
         return step.grad_norm if step.applied else None
 
-    def _seen(self, piece: Piece, total: Totals, old_BT: Tensor | None, mismatched_kl: float) -> Seen:
+    def _loss_inputs(
+        self, micro_batch: MicroBatch, total: Totals, old_BT: Tensor | None, mismatched_kl: float
+    ) -> LossInputs:
         """One pass of the model over a micro-batch."""
-        logprobs_BT = entropies_BT = values_BT = piece.behavior_BT.new_zeros(piece.rows.shape[0], 0)
+        logprobs_BT = entropies_BT = values_BT = micro_batch.behavior_BT.new_zeros(micro_batch.rows.shape[0], 0)
         if self.objective.head == "scalar":
-            values_BT = piece.rows.spread(self.engine.values(piece.rows))
+            values_BT = micro_batch.rows.spread(self.engine.values(micro_batch.rows))
         else:
             logprobs_N, entropies_N = self.engine.forward(
-                piece.rows, temperature=self._temperature, entropy_gradient=self.objective.needs_entropy_gradient
+                micro_batch.rows, temperature=self._temperature, entropy_gradient=self.objective.needs_entropy_gradient
             )
-            logprobs_BT, entropies_BT = piece.rows.spread(logprobs_N), piece.rows.spread(entropies_N)
-        return Seen(
+            logprobs_BT, entropies_BT = micro_batch.rows.spread(logprobs_N), micro_batch.rows.spread(entropies_N)
+        return LossInputs(
             logprobs_BT,
             entropies_BT,
             logprobs_BT.detach() if old_BT is None else old_BT,
-            piece.mask_BT,
-            piece.columns,
+            micro_batch.mask_BT,
+            micro_batch.columns,
             total,
             values_BT,
-            piece.labels_B,
-            piece.pairs_P2,
+            micro_batch.labels_B,
+            micro_batch.pairs_P2,
             mismatched_kl,
         )
 
-    def _proximal(self, pieces: Sequence[Piece]) -> dict[int, Tensor]:
-        """log π_p of every piece, by its identity: one pass without gradients."""
+    def _proximal(self, micro_batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
+        """log π_p of every micro_batch, by its identity: one pass without gradients."""
         with torch.no_grad():
             return {
-                id(piece): piece.rows.spread(self.engine.forward(piece.rows, temperature=self._temperature)[0])
-                for piece in pieces
+                id(micro_batch): micro_batch.rows.spread(
+                    self.engine.forward(micro_batch.rows, temperature=self._temperature)[0]
+                )
+                for micro_batch in micro_batches
             }
 
-    def _totals(self, steps: Sequence[Sequence[Piece]]) -> list[Totals]:
-        mine = [np.sum([piece.counts for piece in pieces], axis=0) for pieces in steps]
+    def _totals(self, steps: Sequence[Sequence[MicroBatch]]) -> list[Totals]:
+        mine = [np.sum([micro_batch.counts for micro_batch in micro_batches], axis=0) for micro_batches in steps]
         by_rank = np.array(self.engine.gang.gather(mine))
         return [Totals(*counts) for counts in by_rank.sum(axis=0).tolist()]
 
-    def _mismatched_kl(self, pieces: Sequence[Piece]) -> float:
+    def _mismatched_kl(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Mean of log π/ref over all mismatched completions of the optimizer step; collective."""
         total, number = 0.0, 0
-        for crossed in (piece.mismatched for piece in pieces):
+        for crossed in (micro_batch.mismatched for micro_batch in micro_batches):
             assert crossed is not None
             with torch.no_grad():
                 logprobs_N, _ = self.engine.forward(crossed.rows, temperature=self._temperature)
@@ -222,12 +228,16 @@ class Learner:
         totals, numbers = zip(*self.engine.gang.gather((total, number)), strict=True)
         return float(sum(totals) / max(1, sum(numbers)))
 
-    def _piece(self, part: Batch, masks: Sequence[Bool], indices: Sequence[int], version: int) -> Piece:
+    def _micro_batch(self, part: Batch, masks: Sequence[Bool], indices: Sequence[int], version: int) -> MicroBatch:
         samples, chosen = [part.samples[i] for i in indices], [masks[i] for i in indices]
-        piece = make_piece(
+        micro_batch = make_micro_batch(
             samples, chosen, self.objective, version=version, packed=self.engine.packed, device=self.engine.device
         )
-        return piece if self._teacher is None else replace(piece, rows=self._teacher.taught(piece.rows, samples))
+        return (
+            micro_batch
+            if self._teacher is None
+            else replace(micro_batch, rows=self._teacher.taught(micro_batch.rows, samples))
+        )
 
     def _assert_bounds(self, part: Batch, masks: Sequence[Bool], version: int) -> None:
         for sample, mask in zip(part.samples, masks, strict=True):
@@ -245,17 +255,17 @@ class Learner:
             )
 
 
-def _add_gaps(sums: Sums, piece: Piece, proximal_BT: Tensor) -> None:
+def _add_gaps(sums: Sums, micro_batch: MicroBatch, proximal_BT: Tensor) -> None:
     """|log π_p − log π_b| of the trained tokens, by their age."""
-    trained = piece.mask_BT
-    gaps = (proximal_BT - piece.behavior_BT).abs()[trained].double().cpu().numpy()
-    ages = piece.ages_BT[trained].cpu().numpy()
+    trained = micro_batch.mask_BT
+    gaps = (proximal_BT - micro_batch.behavior_BT).abs()[trained].double().cpu().numpy()
+    ages = micro_batch.ages_BT[trained].cpu().numpy()
     for age in np.unique(ages):
         sums.gap_by_age[int(age)] += float(gaps[ages == age].sum())
         sums.tokens_by_age[int(age)] += int((ages == age).sum())
 
 
-def _told(sums: Sums, names: Sequence[str], norms: Sequence[float], skipped: int, token_passes: int) -> Update:
+def _metrics(sums: Sums, names: Sequence[str], norms: Sequence[float], skipped: int, token_passes: int) -> Update:
     tokens = sum(sums.tokens_by_age.values())
     return Update(
         changed=bool(norms),

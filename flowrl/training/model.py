@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flowrl.errors import ConfigError
 from flowrl.training.adapter import add_adapter, quantization
 from flowrl.training.logprobs import LogprobHead
-from flowrl.training.rows import Rows
+from flowrl.training.row_layout import RowLayout
 from flowrl.training.settings import Dtype, LoRA
 from flowrl.training.tensors import adapted_layers
 
@@ -46,13 +46,15 @@ class PolicyModel(nn.Module):
         """transformers' model, whose names the parameters bear."""
         return self.causal_lm
 
-    def forward(self, rows: Rows, temperature: float = 1.0, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, rows: RowLayout, temperature: float = 1.0, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.causal_lm.get_output_embeddings()(
             self.hidden(rows), rows.targets_N, temperature, entropy_gradient, rows.taught
         )
         return result
 
-    def hidden(self, rows: Rows) -> Tensor:
+    def hidden(self, rows: RowLayout) -> Tensor:
         """[N, H]: the last hidden states at the policy tokens' places."""
         # No attention mask: right padding needs none, and packed rows must not have one.
         hidden_BLH: Tensor = self.causal_lm.base_model(

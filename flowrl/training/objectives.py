@@ -1,239 +1,306 @@
-"""Losses of the policy and the value model: pure functions of tensors.
+"""Objectives as plain data that a graph file can build without torch: what a trainer minimises.
 
-Axes: B sequences, T policy tokens of the longest one; a padded place has mask 0.
+An objective says what it needs of a sample (`columns`: arrays over the sample's tokens, or None where the
+sample lacks it), whether it needs the proximal policy, and the loss of one micro-batch. Losses and
+stats are sums over the global denominators in `Totals`, see `flowrl.training.policy_losses`.
 
-Every function returns (loss, stats). Both are sums over *denominators*: by default the mask's own, so
-that one call gives the mean; a trainer passes those of the whole optimizer step, and then results of
-its micro-batches and ranks add up to the global mean exactly.
-
-Three policies appear: π_θ (`logprobs`, trained now), π_p (`old_logprobs`, proximal: the weights at
-the batch's first optimizer step) and π_b (`behavior_logprobs`, what sampled the tokens).
+Axes: B samples, T policy tokens of the longest one.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
-from torch import Tensor
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.messages import Float32, Trainable
+from flowrl.training.settings import Head
 
-Kind = Literal["ppo", "gspo", "cispo", "reinforce"]
-Correction = Literal["tis", "icepop", "sequence_mask", "decoupled"]
-Aggregation = Literal["token", "sequence", "constant"]
-KLEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
-KL_LIMIT = 10.0
+Column = Mapping[str, "Float32 | None"]
 
 
-def policy_loss(
-    logprobs_BT: Tensor,
-    old_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    kind: Kind = "ppo",
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-    behavior_logprobs_BT: Tensor | None = None,
-    correction: Correction | None = None,
-    correction_range: tuple[float, float] = (0.0, 2.0),
-    correction_level: Literal["token", "sequence"] = "token",
-    aggregation: Aggregation = "token",
-    num_tokens: Tensor | float | None = None,
-    num_sequences: Tensor | float | None = None,
-    length: int | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy gradient loss.
+@dataclass(frozen=True)
+class Totals:
+    """Denominators of one optimizer step, over all micro-batches and ranks."""
 
-    ppo (1707.06347): −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)A), ρ = π_θ/π_p; with `dual_clip` c > 1
-    (1912.09729) not below −cA where A < 0. gspo (2507.18071): the sequence's geometric mean ratio in
-    place of ρ. cispo (2506.13585): −sg(clip(ρ, clip_low, clip_high))·A·log π_θ with absolute bounds.
-    reinforce: −A log π_θ. Both bounds are 0.2 by default; for cispo the lower is 0, the upper is needed.
+    num_tokens: int
+    """Tokens that enter the loss."""
+    num_sequences: int
+    """Sequences with at least one such token."""
+    num_pairs: int = 0
+    """Pairs of which both sequences have one."""
+    num_desirable: int = 0
+    """Sequences labelled 1 that have one."""
 
-    `correction` weighs each token by a detached function of u = π_p/π_b, see `correction_weights`.
-    Stats: clip_fraction, ratio_mean, correction_mean (with a correction).
-    """
-    mask = mask_BT.to(logprobs_BT.dtype)
-    # What stands at masked places, even infinity, reaches neither loss nor gradient.
-    logprobs_BT, advantages_BT = (torch.where(mask > 0, values_BT, 0.0) for values_BT in (logprobs_BT, advantages_BT))
-    ratio_BT = _ratios(logprobs_BT, old_logprobs_BT, mask, kind)
-    low, high = _bounds(kind, clip_low, clip_high)
-    loss_BT, clipped_BT = _surrogate(kind, logprobs_BT, ratio_BT, advantages_BT, low, high, dual_clip)
-    stats_BT = {"clip_fraction": clipped_BT, "ratio_mean": ratio_BT.detach()}
-    if correction is not None:
-        if behavior_logprobs_BT is None:
-            raise ValueError(f"correction {correction!r} needs behavior_logprobs_BT")
-        weights_BT = correction_weights(
-            old_logprobs_BT, behavior_logprobs_BT, mask, correction, correction_range, correction_level
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch, as a loss sees it."""
+
+    logprobs_BT: Tensor
+    entropies_BT: Tensor
+    """Of the next token's distribution π; where a teacher π_T is at hand relative to it, −KL(π‖π_T)."""
+    old_logprobs_BT: Tensor
+    """π_p, or the logprobs themselves, detached, where the batch makes one optimizer step."""
+    mask_BT: Tensor
+    """True at tokens that enter the loss."""
+    columns: Mapping[str, Tensor]
+    """What the objective asked for, [B, T] each; absent where a sample lacks it."""
+    totals: Totals
+    values_BT: Tensor
+    """What a scalar head says; its objectives see this, and logprobs, entropies and old ones [B, 0]."""
+    labels_B: Tensor
+    """Each sample's `label`."""
+    pairs_P2: Tensor
+    """RowLayout of the chosen and the rejected sequence of each pair in this micro-batch."""
+    mismatched_kl: float = 0.0
+    """Mean of log π/ref over the optimizer step's mismatched completions, where the objective asks for it."""
+
+
+class Objective(Protocol):
+    """What the trainer needs to know."""
+
+    @property
+    def head(self) -> Head:
+        """Whether the loss sees logprobs of a language model or values of a scalar head."""
+        ...
+
+    @property
+    def at_end(self) -> bool:
+        """A scalar head is read once, at each sequence's last token: T = 1. Else before each policy token."""
+        ...
+
+    @property
+    def offline(self) -> bool:
+        """The samples are data, not rollouts: they have no rewards, versions or behavior logprobs."""
+        ...
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether π_p has to be computed before a batch with several optimizer steps."""
+        ...
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether its loss reads `ref_logprobs`. A trainer of adapters computes what the samples lack."""
+        ...
+
+    @property
+    def needs_entropy_gradient(self) -> bool: ...
+
+    @property
+    def needs_mismatched(self) -> bool:
+        """Whether each optimizer step begins with a pass over the samples' mismatched completions."""
+        ...
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        """Names of the stats that `loss` may return; they stand in every metrics line."""
+        ...
+
+    def enough(self, totals: Totals) -> bool:
+        """Whether an optimizer step has something to take its mean over; it is left out otherwise."""
+        ...
+
+    def columns(self, sample: Trainable) -> Column:
+        """Arrays over all tokens of the sample, by name."""
+        ...
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The policy gradient family; see `flowrl.training.policy_losses.policy_loss` for the formulas."""
+
+    kind: str = "ppo"
+    """ppo | gspo | cispo | reinforce"""
+    clip_low: float | None = None
+    """None: 0.2, or 0 for cispo, whose bounds are absolute."""
+    clip_high: float | None = None
+    """None: 0.2; cispo has no default."""
+    dual_clip: float | None = None
+    old: str = "proximal"
+    """What the ratio is taken against: the weights at the batch's start, or "behavior"."""
+    correction: str | None = "tis"
+    """Weight for the gap between proximal and behavior policy: tis | icepop | sequence_mask | decoupled."""
+    correction_range: tuple[float, float] = (0.0, 2.0)
+    correction_level: str = "token"
+    aggregation: str = "token"
+    """token | sequence | constant"""
+    length: int | None = None
+    """L of the constant aggregation."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference as a loss; needs a Reference node."""
+    kl_estimator: str = "k3"
+    """k2 | k3 | k3_unbiased"""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    def __post_init__(self) -> None:
+        problem = _problem_of(self)
+        if problem:
+            raise ConfigError(problem)
+
+    @property
+    def head(self) -> Head:
+        return "lm"
+
+    @property
+    def at_end(self) -> bool:
+        return False
+
+    @property
+    def offline(self) -> bool:
+        return False
+
+    @property
+    def needs_proximal(self) -> bool:
+        return self.old == "proximal" and (self.kind != "reinforce" or self.correction is not None)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef != 0.0
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return self.entropy_coef != 0.0
+
+    needs_mismatched = False
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        return ("clip_fraction", "ratio_mean", "correction_mean", "entropy", "kl", "policy_loss")
+
+    def enough(self, totals: Totals) -> bool:
+        return totals.num_tokens > 0
+
+    def columns(self, sample: Trainable) -> Column:
+        if self.kl_coef and sample.ref_logprobs is None:
+            raise FlowrlError(
+                f"sample {sample.sample_id!r} has no reference logprobs, and kl_coef = {self.kl_coef} needs them: "
+                "connect a Reference node between generator and trainer, train with LoRA, or set kl_coef=0"
+            )
+        return {
+            "advantages": sample.advantages,
+            "behavior_logprobs": sample.behavior_logprobs,
+            "ref_logprobs": sample.ref_logprobs,
+        }
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training import policy_losses
+
+        behavior_BT = inputs.columns["behavior_logprobs"]
+        shares: dict[str, Any] = {
+            "aggregation": self.aggregation,
+            "num_tokens": inputs.totals.num_tokens,
+            "num_sequences": inputs.totals.num_sequences,
+            "length": self.length,
+        }
+        loss, stats = policy_losses.policy_loss(
+            inputs.logprobs_BT,
+            inputs.old_logprobs_BT if self.old == "proximal" else behavior_BT,
+            inputs.columns["advantages"],
+            inputs.mask_BT,
+            kind=self.kind,  # type: ignore[arg-type]
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+            behavior_logprobs_BT=behavior_BT,
+            correction=self.correction,  # type: ignore[arg-type]
+            correction_range=self.correction_range,
+            correction_level=self.correction_level,  # type: ignore[arg-type]
+            **shares,
         )
-        loss_BT = loss_BT * weights_BT
-        stats_BT["correction_mean"] = weights_BT
-    loss = aggregate(loss_BT, mask, aggregation, num_tokens=num_tokens, num_sequences=num_sequences, length=length)
-    return loss, {name: aggregate(s.to(mask.dtype), mask, num_tokens=num_tokens) for name, s in stats_BT.items()}
+        stats["policy_loss"] = loss.detach()
+        num_tokens = inputs.totals.num_tokens
+        stats["entropy"] = policy_losses.aggregate(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * policy_losses.aggregate(inputs.entropies_BT, inputs.mask_BT, **shares)
+        if "ref_logprobs" in inputs.columns:
+            kl_BT = policy_losses.kl(
+                inputs.logprobs_BT,
+                inputs.columns["ref_logprobs"],
+                estimator=self.kl_estimator,  # type: ignore[arg-type]
+                behavior_logprobs_BT=behavior_BT,
+            )
+            stats["kl"] = policy_losses.aggregate(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)
+            if self.kl_coef:
+                loss = loss + self.kl_coef * policy_losses.aggregate(kl_BT, inputs.mask_BT, **shares)
+        return loss, stats
 
 
-def _ratios(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask: Tensor, kind: Kind) -> Tensor:
-    difference_BT = torch.where(mask > 0, logprobs_BT - old_logprobs_BT, 0.0)
-    if kind != "gspo":
-        return difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    mean_B1 = _sequence_mean(difference_BT.detach(), mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # The sequence's ratio, its gradient dealt to the tokens: exact also where A varies by token.
-    return mean_B1.exp() * (logprobs_BT - logprobs_BT.detach()).exp()
+def _problem_of(chosen: PolicyObjective) -> str | None:
+    names = {
+        "kind": ("ppo", "gspo", "cispo", "reinforce"),
+        "old": ("proximal", "behavior"),
+        "correction": (None, "tis", "icepop", "sequence_mask", "decoupled"),
+        "correction_level": ("token", "sequence"),
+        "aggregation": ("token", "sequence", "constant"),
+    }
+    for name, choices in names.items():
+        if getattr(chosen, name) not in choices:
+            return f"{name} is {getattr(chosen, name)!r}; choose one of {', '.join(map(str, choices))}"
+    if not chosen.kl_coef >= 0:
+        return f"kl_coef is {chosen.kl_coef}; it has to be 0 or more"
+    if chosen.kl_estimator not in ("k2", "k3", "k3_unbiased"):
+        return (
+            f"kl_estimator is {chosen.kl_estimator!r}; as a loss choose k2, k3 or k3_unbiased "
+            "(the expected gradient of k1 is zero)"
+        )
+    if chosen.old == "behavior" and chosen.correction is not None:
+        return "old='behavior' puts the behavior policy into the ratio itself; set correction=None with it"
+    if chosen.kind == "cispo" and chosen.clip_high is None:
+        return "kind='cispo' needs clip_high, the absolute upper bound of its weight, such as 2.0"
+    if chosen.aggregation == "constant" and not chosen.length:
+        return "aggregation='constant' needs length, the constant L of Σ/(sequences × L)"
+    if chosen.dual_clip is not None and chosen.dual_clip <= 1.0:
+        return f"dual_clip is {chosen.dual_clip}; it has to be above 1"
+    low, high = chosen.correction_range
+    if not 0.0 <= low < high:
+        return f"correction_range is {chosen.correction_range}; it has to be 0 <= low < high"
+    return None
 
 
-def _bounds(kind: Kind, low: float | None, high: float | None) -> tuple[float, float]:
-    """Least and greatest ratio that is not clipped."""
-    if kind != "cispo":
-        return 1.0 - (0.2 if low is None else low), 1.0 + (0.2 if high is None else high)
-    if high is None:
-        raise ValueError("kind 'cispo' needs clip_high, the absolute upper bound of its weight")
-    return 0.0 if low is None else low, high
+@dataclass(frozen=True)
+class SFT:
+    """Maximum likelihood of the tokens in the loss mask."""
 
+    aggregation: str = "token"
+    """token | sequence"""
 
-def _surrogate(
-    kind: Kind,
-    logprobs_BT: Tensor,
-    ratio_BT: Tensor,
-    advantages_BT: Tensor,
-    low: float,
-    high: float,
-    dual: float | None,
-) -> tuple[Tensor, Tensor]:
-    """(loss per token, 1 where the clipped term is the smaller one)."""
-    if kind == "reinforce":
-        return -advantages_BT * logprobs_BT, torch.zeros_like(advantages_BT)
-    if kind == "cispo":
-        clipped_BT = ratio_BT.detach().clamp(low, high)
-        smaller_BT = clipped_BT * advantages_BT < ratio_BT.detach() * advantages_BT
-        return -clipped_BT * advantages_BT * logprobs_BT, smaller_BT
-    if kind not in ("ppo", "gspo"):
-        raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(get_args(Kind))}")
-    unclipped_BT = ratio_BT * advantages_BT
-    clipped_BT = ratio_BT.clamp(low, high) * advantages_BT
-    term_BT = torch.minimum(unclipped_BT, clipped_BT)
-    if dual is not None:
-        term_BT = torch.where(advantages_BT < 0, torch.maximum(term_BT, dual * advantages_BT), term_BT)
-    return -term_BT, clipped_BT < unclipped_BT
+    def __post_init__(self) -> None:
+        if self.aggregation not in ("token", "sequence"):
+            raise ConfigError(f"aggregation is {self.aggregation!r}; choose token or sequence")
 
+    head: ClassVar[Head] = "lm"
+    at_end = False
+    offline = True
+    needs_proximal = False
+    needs_reference = False
+    needs_entropy_gradient = False
+    needs_mismatched = False
+    stats = ("entropy",)
 
-def correction_weights(
-    old_logprobs_BT: Tensor,
-    behavior_logprobs_BT: Tensor,
-    mask_BT: Tensor,
-    correction: Correction,
-    correction_range: tuple[float, float],
-    level: Literal["token", "sequence"] = "token",
-) -> Tensor:
-    """The detached weight of each token from u = π_p/π_b and (low, high).
+    def enough(self, totals: Totals) -> bool:
+        return totals.num_tokens > 0
 
-    tis: u clamped, per token or per sequence's product. icepop (2510.18855): u inside the range, else
-    0. sequence_mask: token TIS, 0 for sequences whose geometric mean of u lies outside the range.
-    decoupled (2110.00641, 2505.24298): u, 0 above high.
-    """
-    low, high = correction_range
-    log_u_BT = torch.where(mask_BT > 0, (old_logprobs_BT - behavior_logprobs_BT).detach(), 0.0)
-    u_BT = log_u_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    if correction == "tis":
-        if level == "sequence":
-            product_B1 = log_u_BT.sum(dim=-1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-            return product_B1.clamp(low, high).expand_as(u_BT)
-        return u_BT.clamp(low, high)
-    if correction == "icepop":
-        return torch.where((u_BT >= low) & (u_BT <= high), u_BT, 0.0)
-    if correction == "sequence_mask":
-        mean_B1 = _sequence_mean(log_u_BT, mask_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-        return torch.where((mean_B1 >= low) & (mean_B1 <= high), u_BT.clamp(low, high), 0.0)
-    if correction == "decoupled":
-        return torch.where(u_BT <= high, u_BT, 0.0)
-    raise ValueError(f"unknown correction {correction!r}; choose one of {', '.join(get_args(Correction))}")
+    def columns(self, sample: Trainable) -> Column:
+        return {}
 
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training.policy_losses import aggregate
 
-def aggregate(
-    values_BT: Tensor,
-    mask_BT: Tensor,
-    aggregation: Aggregation = "token",
-    *,
-    num_tokens: Tensor | float | None = None,
-    num_sequences: Tensor | float | None = None,
-    length: int | None = None,
-) -> Tensor:
-    """Masked values as one number: Σ/N, mean of sequence means, or Σ/(sequences × length) (Dr.GRPO).
-
-    Sequences without a masked-in token do not count. Denominators default to the mask's own.
-    """
-    mask = mask_BT.to(values_BT.dtype)
-    values_BT = torch.where(mask > 0, values_BT, 0.0)
-    if aggregation == "token":
-        return values_BT.sum() / _count(mask.sum() if num_tokens is None else num_tokens)
-    sequences = _count((mask.sum(dim=-1) > 0).sum() if num_sequences is None else num_sequences)
-    if aggregation == "sequence":
-        return _sequence_mean(values_BT, mask).sum() / sequences
-    if aggregation != "constant":
-        raise ValueError(f"unknown aggregation {aggregation!r}; choose one of {', '.join(get_args(Aggregation))}")
-    if length is None:
-        raise ValueError("aggregation 'constant' needs length, the constant L of Σ/(sequences × L)")
-    return values_BT.sum() / (sequences * length)
-
-
-def _sequence_mean(values_BT: Tensor, mask: Tensor) -> Tensor:
-    return values_BT.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
-
-
-def _count(number: Tensor | float) -> Tensor | float:
-    return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
-
-
-def kl(
-    logprobs_BT: Tensor,
-    ref_logprobs_BT: Tensor,
-    *,
-    estimator: KLEstimator,
-    behavior_logprobs_BT: Tensor | None = None,
-) -> Tensor:
-    """Estimates of KL(π‖π_ref) token by token, clamped to ±10: d = log π − log π_ref, d²/2, e^{−d} − 1 + d.
-
-    As a loss, k2 has the gradient of KL(π‖ref) and plain k3 that of KL(ref‖π); k3_unbiased is k3
-    times π_θ/sg(π_b). k1 has an expected gradient of zero: it is for rewards alone.
-    """
-    d_BT = logprobs_BT - ref_logprobs_BT
-    if estimator == "k1":
-        return d_BT.clamp(-KL_LIMIT, KL_LIMIT)
-    if estimator == "k2":
-        return (d_BT.square() / 2).clamp(max=KL_LIMIT)
-    d_BT = d_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    k3_BT = (torch.expm1(-d_BT) + d_BT).clamp(max=KL_LIMIT)
-    if estimator == "k3":
-        return k3_BT
-    if estimator != "k3_unbiased":
-        raise ValueError(f"unknown KL estimator {estimator!r}; choose one of {', '.join(get_args(KLEstimator))}")
-    if behavior_logprobs_BT is None:
-        raise ValueError("estimator 'k3_unbiased' needs behavior_logprobs_BT")
-    difference_BT = logprobs_BT - behavior_logprobs_BT.detach()
-    return k3_BT * difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def value_loss(
-    values_BT: Tensor,
-    old_values_BT: Tensor,
-    returns_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip: float | None = None,
-    num_tokens: Tensor | float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """0.5·(V − R)², or 0.5·max of it and (V_old + clip(V − V_old, ±clip) − R)²; mean over tokens.
-
-    Stats: clip_fraction, value_mean, value_error.
-    """
-    values_BT = torch.where(mask_BT.bool(), values_BT, returns_BT)
-    error_BT = (values_BT - returns_BT).square()
-    worst_BT, clipped_BT = error_BT, torch.zeros_like(error_BT)
-    if clip is not None:
-        near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
-        limited_BT = (near_BT - returns_BT).square()
-        worst_BT, clipped_BT = torch.maximum(error_BT, limited_BT), (limited_BT > error_BT).to(error_BT.dtype)
-    stats_BT = {"clip_fraction": clipped_BT, "value_mean": values_BT.detach(), "value_error": error_BT.detach()}
-    loss = aggregate(0.5 * worst_BT, mask_BT, num_tokens=num_tokens)
-    return loss, {name: aggregate(s, mask_BT, num_tokens=num_tokens) for name, s in stats_BT.items()}
+        loss = aggregate(
+            -inputs.logprobs_BT,
+            inputs.mask_BT,
+            self.aggregation,  # type: ignore[arg-type]
+            num_tokens=inputs.totals.num_tokens,
+            num_sequences=inputs.totals.num_sequences,
+        )
+        entropy = aggregate(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=inputs.totals.num_tokens)
+        return loss, {"entropy": entropy}

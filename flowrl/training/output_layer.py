@@ -17,7 +17,7 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Trainable
 from flowrl.training.logprobs import Taught
 from flowrl.training.model import DTYPES, read_config
-from flowrl.training.rows import Rows
+from flowrl.training.row_layout import RowLayout
 from flowrl.training.settings import Dtype
 
 
@@ -28,7 +28,7 @@ class OutputLayer:
     weight_VK: Tensor
     bias_V: Tensor | None
 
-    def taught(self, rows: Rows, samples: Sequence[Trainable]) -> Rows:
+    def taught(self, rows: RowLayout, samples: Sequence[Trainable]) -> RowLayout:
         """`rows` with what the teacher expects there; as they are where there are no samples, only padding."""
         hidden = [sample.teacher_hidden for sample in samples if sample.teacher_hidden is not None]
         if not hidden:

@@ -1,4 +1,4 @@
-"""DPO and its family, and KTO, as plain data for the trainer; the formulas are in `flowrl.training.preferences`.
+"""DPO and its family, and KTO, as plain data for the trainer; the formulas are in `flowrl.training.preference_losses`.
 
 Both compare the policy with reference logprobs that come with the samples, and both need the logprob of
 a whole completion: so a pair stays in one micro-batch, and a sample is never cut.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.recipes import Column, Seen, Totals
+from flowrl.training.objectives import Column, LossInputs, Totals
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ class DPO:
     def columns(self, sample: Trainable) -> Column:
         return _reference_column(sample)
 
-    def loss(self, seen: Seen) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.training.preferences import dpo_losses
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training.preference_losses import dpo_losses
 
-        change_B, logprob_B, length_B = _sequences(seen)
-        chosen, rejected = seen.pairs_P2.unbind(dim=1)
+        change_B, logprob_B, length_B = _sequences(inputs)
+        chosen, rejected = inputs.pairs_P2.unbind(dim=1)
         compared_B = change_B / length_B if self.kind == "ipo" else change_B
         h_P = compared_B[chosen] - compared_B[rejected]
-        num_pairs = seen.totals.num_pairs
+        num_pairs = inputs.totals.num_pairs
         losses_P = dpo_losses(h_P, beta=self.beta, kind=self.kind, label_smoothing=self.label_smoothing)  # type: ignore[arg-type]
         nll_P = -(logprob_B / length_B)[chosen]
         loss = (losses_P + self.nll_coef * nll_P).sum() / num_pairs
@@ -99,7 +99,7 @@ class DPO:
             "rejected_logprob_change": change_B[rejected],
             "chosen_nll": nll_P.detach(),
         }
-        return loss, _entropy(seen) | {name: values_P.sum() / num_pairs for name, values_P in means.items()}
+        return loss, _entropy(inputs) | {name: values_P.sum() / num_pairs for name, values_P in means.items()}
 
 
 @dataclass(frozen=True)
@@ -146,13 +146,13 @@ class KTO:
     def columns(self, sample: Trainable) -> Column:
         return _reference_column(sample)
 
-    def loss(self, seen: Seen) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.training.preferences import kto_losses
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training.preference_losses import kto_losses
 
-        change_B, _, _ = _sequences(seen)
-        trained_B = seen.mask_BT.any(dim=1)
-        desirable_B = seen.labels_B > 0
-        z0 = change_B.new_tensor(max(0.0, seen.mismatched_kl))
+        change_B, _, _ = _sequences(inputs)
+        trained_B = inputs.mask_BT.any(dim=1)
+        desirable_B = inputs.labels_B > 0
+        z0 = change_B.new_tensor(max(0.0, inputs.mismatched_kl))
         losses_B = kto_losses(
             change_B,
             desirable_B,
@@ -161,20 +161,20 @@ class KTO:
             desirable_weight=self.desirable_weight,
             undesirable_weight=self.undesirable_weight,
         )
-        num = seen.totals.num_sequences
-        return (losses_B * trained_B).sum() / num, self._stats(seen, change_B.detach(), desirable_B, trained_B, z0)
+        num = inputs.totals.num_sequences
+        return (losses_B * trained_B).sum() / num, self._stats(inputs, change_B.detach(), desirable_B, trained_B, z0)
 
     def _stats(
-        self, seen: Seen, change_B: Tensor, desirable_B: Tensor, trained_B: Tensor, z0: Tensor
+        self, inputs: LossInputs, change_B: Tensor, desirable_B: Tensor, trained_B: Tensor, z0: Tensor
     ) -> dict[str, Tensor]:
-        totals = seen.totals
-        stats = _entropy(seen) | {
+        totals = inputs.totals
+        stats = _entropy(inputs) | {
             "z0": z0 * trained_B.sum() / totals.num_sequences,
             "desirable_share": (desirable_B & trained_B).sum() / totals.num_sequences,
             "label_accuracy": (((change_B > z0) == desirable_B) & trained_B).sum() / totals.num_sequences,
         }
         if totals.num_pairs:
-            chosen, rejected = seen.pairs_P2.unbind(dim=1)
+            chosen, rejected = inputs.pairs_P2.unbind(dim=1)
             h_P = change_B[chosen] - change_B[rejected]
             stats["preference_accuracy"] = (h_P > 0).sum() / totals.num_pairs
             stats["reward_margin"] = self.beta * h_P.sum() / totals.num_pairs
@@ -204,14 +204,14 @@ def _reference_column(sample: Trainable) -> Column:
     return {"ref_logprobs": sample.ref_logprobs}
 
 
-def _sequences(seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
+def _sequences(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
     """(log π/ref, log π, number of tokens) of each completion, end included; [B] each."""
-    kept_BT = seen.logprobs_BT.where(seen.mask_BT, 0.0)
-    ref_BT = seen.columns["ref_logprobs"].where(seen.mask_BT, 0.0)
-    return (kept_BT - ref_BT).sum(dim=1), kept_BT.sum(dim=1), seen.mask_BT.sum(dim=1).clamp(min=1)
+    kept_BT = inputs.logprobs_BT.where(inputs.mask_BT, 0.0)
+    ref_BT = inputs.columns["ref_logprobs"].where(inputs.mask_BT, 0.0)
+    return (kept_BT - ref_BT).sum(dim=1), kept_BT.sum(dim=1), inputs.mask_BT.sum(dim=1).clamp(min=1)
 
 
-def _entropy(seen: Seen) -> dict[str, Tensor]:
-    from flowrl.training.objectives import aggregate
+def _entropy(inputs: LossInputs) -> dict[str, Tensor]:
+    from flowrl.training.policy_losses import aggregate
 
-    return {"entropy": aggregate(seen.entropies_BT.detach(), seen.mask_BT, num_tokens=seen.totals.num_tokens)}
+    return {"entropy": aggregate(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=inputs.totals.num_tokens)}

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from flowrl.messages import Batch, Bool, Float32, Int32, Trainable
-from flowrl.training.pieces import PADDING
-from flowrl.training.rows import lay_out, policy_places
+from flowrl.training.micro_batch import PADDING
+from flowrl.training.row_layout import lay_out, policy_places
 from flowrl.training.zero import ZeroEngine
 
 

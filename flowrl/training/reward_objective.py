@@ -1,4 +1,4 @@
-"""What a reward model is trained with, as plain data; the formula is in `flowrl.training.preferences`.
+"""What a reward model is trained with, as plain data; the formula is in `flowrl.training.preference_losses`.
 
 Axes: B samples, P pairs of the micro-batch, T tokens.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.recipes import Column, Seen, Totals
+from flowrl.training.objectives import Column, LossInputs, Totals
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -55,16 +55,16 @@ class BradleyTerry:
             )
         return {"margin": np.full(len(sample.token_ids), margin, np.float32)}
 
-    def loss(self, seen: Seen) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.training.preferences import reward_model_loss
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training.preference_losses import reward_model_loss
 
-        chosen, rejected = seen.pairs_P2.unbind(dim=1)
-        scores_B, num_pairs = seen.values_BT[:, 0], seen.totals.num_pairs
-        margin_P = seen.columns["margin"][chosen, 0] if self.margin else None
+        chosen, rejected = inputs.pairs_P2.unbind(dim=1)
+        scores_B, num_pairs = inputs.values_BT[:, 0], inputs.totals.num_pairs
+        margin_P = inputs.columns["margin"][chosen, 0] if self.margin else None
         loss, stats = reward_model_loss(
             scores_B[chosen], scores_B[rejected], margin_B=margin_P, centring=self.centring, num_pairs=num_pairs
         )
-        both_P2 = scores_B.detach()[seen.pairs_P2]
+        both_P2 = scores_B.detach()[inputs.pairs_P2]
         return loss, {
             "preference_accuracy": stats["accuracy"],
             "score_margin": stats["margin"],

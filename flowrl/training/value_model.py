@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flowrl.errors import ConfigError
 from flowrl.training.adapter import add_adapter, quantization
 from flowrl.training.model import DTYPES, quietly, read_config, write_model
-from flowrl.training.rows import Rows
+from flowrl.training.row_layout import RowLayout
 from flowrl.training.settings import Dtype, LoRA, Start
 
 PAD_TOKEN = "<|flowrl_pad|>"
@@ -62,7 +62,7 @@ class ScalarModel(nn.Module):
         """transformers' model, whose names the parameters bear."""
         return self.classifier
 
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, rows: RowLayout) -> Tensor:
         # No attention mask: see PolicyModel.
         hidden_BLH: Tensor = self.classifier.base_model(
             input_ids=rows.input_ids_BL, position_ids=rows.position_ids_BL, use_cache=False

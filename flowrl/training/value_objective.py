@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.recipes import Column, Seen, Totals
+from flowrl.training.objectives import Column, LossInputs, Totals
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ class ValueObjective:
             )
         return {"old_values": sample.values, "returns": sample.returns}
 
-    def loss(self, seen: Seen) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.training.objectives import value_loss
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training.policy_losses import value_loss
 
         return value_loss(
-            seen.values_BT,
-            seen.columns["old_values"],
-            seen.columns["returns"],
-            seen.mask_BT,
+            inputs.values_BT,
+            inputs.columns["old_values"],
+            inputs.columns["returns"],
+            inputs.mask_BT,
             clip=self.clip,
-            num_tokens=seen.totals.num_tokens,
+            num_tokens=inputs.totals.num_tokens,
         )

@@ -37,7 +37,7 @@ from flowrl.training.model import (
 )
 from flowrl.training.optimizers import make_optimizer, rates
 from flowrl.training.requirements import TAG, resume_problems
-from flowrl.training.rows import Rows, lay_out
+from flowrl.training.row_layout import RowLayout, lay_out
 from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
 from flowrl.training.tensors import Entry, adapter_weights, bucketed, whole_weights
 from flowrl.training.value_model import ScalarModel, load_scalar_model, write_scalar_model
@@ -46,7 +46,7 @@ BUCKET_ELEMENTS = 50_000_000
 
 
 @dataclass(frozen=True)
-class Step:
+class ZeroStep:
     """What became of one optimizer step."""
 
     applied: bool
@@ -117,12 +117,12 @@ class ZeroEngine:
 
     # Training
 
-    def forward(self, rows: Rows, *, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: RowLayout, *, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropies_N) of the policy tokens, with a graph unless under `torch.no_grad`."""
         result: tuple[Tensor, Tensor] = self._engine(rows, temperature, entropy_gradient)
         return result
 
-    def values(self, rows: Rows) -> Tensor:
+    def values(self, rows: RowLayout) -> Tensor:
         """What a scalar head says at the rows' places, [N], with a graph unless under `torch.no_grad`."""
         values_N: Tensor = self._engine(rows)
         return values_N
@@ -138,23 +138,23 @@ class ZeroEngine:
         with adapter_off(self.model):
             yield
 
-    def step(self) -> Step:
+    def step(self) -> ZeroStep:
         """Clip, and update the weights, after a backward with `last`."""
         step = self._step()
         if self._ema is not None and step.applied:
             self._ema.update()
         return step
 
-    def _step(self) -> Step:
+    def _step(self) -> ZeroStep:
         if self._stage == 0:
             norm = self._plain_norm()
             if not np.isfinite(norm):
                 self._engine.zero_grad()
-                return Step(False, float("inf"))
+                return ZeroStep(False, float("inf"))
             self._engine.step()
-            return Step(True, norm)
+            return ZeroStep(True, norm)
         self._engine.step()
-        return Step(bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm()))
+        return ZeroStep(bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm()))
 
     def _plain_norm(self) -> float:
         """DeepSpeed's stage 0 neither tells the gradient's norm nor looks whether it is finite."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from flowrl.graph.routes import WeightRoute, rank_offset, world_size
 from flowrl.messages import Weights
+from flowrl.weights.fetched import Fetched
 from flowrl.weights.handles import HandleReader
-from flowrl.weights.receive import Fetched
 
 
 class NcclReceiver:

@@ -8,48 +8,19 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.routes import WeightRoute
 from flowrl.messages import Weights
+from flowrl.weights.fetched import Fetched, Receiver
 from flowrl.weights.manifest import verify
 from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost, SegmentPool, open_version
 
 if TYPE_CHECKING:
     from flowrl.weights.tcp import Origin
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """One version, ready to load."""
-
-    update: Mapping[str, Any]
-    """Update info of the vLLM transfer engine behind this receiver."""
-    close: Callable[[], None]
-    """Call once, when the update is over or given up."""
-
-
-class Receiver(Protocol):
-    """How one replica gets one policy's versions."""
-
-    backend: str
-    """Name of the transfer engine in vLLM."""
-    takes_turns: bool
-    """Replicas may update one after another. False where a transfer needs all of them at once."""
-
-    def join(self, manifest: Weights) -> Mapping[str, Any] | None:
-        """Init info for vLLM's transfer engine, the first time; None afterwards, or where there is none."""
-        ...
-
-    def fetch(self, manifest: Weights) -> Fetched:
-        """Raises SegmentLost when newer weights took this version's place: go on with the next manifest."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class SegmentReceiver:

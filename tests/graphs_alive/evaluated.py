@@ -35,7 +35,7 @@ class Evaluate(Node):
         self.finished = asyncio.Event()
 
     async def run(self) -> None:
-        with self.context.standing("the end of training"):
+        with self.context.waiting("the end of training"):
             await self.finished.wait()
 
     async def finish(self) -> None:

@@ -183,7 +183,7 @@ class Slow(Node):
         """A timer ends the wait, and no task waits for the timer itself."""
         event = asyncio.Event()
         asyncio.get_running_loop().call_later(self.cfg.seconds, event.set)
-        with self.context.standing("what the timer sets"):
+        with self.context.waiting("what the timer sets"):
             await event.wait()
 
 

@@ -13,7 +13,7 @@ from flowrl import Batch, Facts, Graph, Group, In, Message, Node, Out, Prompt, S
 from flowrl.errors import SampleFailed
 from flowrl.graph.ports import join
 from flowrl.nodes.batch import TokenBatch
-from flowrl.runtime.ledger_client import Use
+from flowrl.runtime.ledger.ledger_client import Use
 
 SEEN: list[Any] = []
 """What nodes have to tell a test of their run."""

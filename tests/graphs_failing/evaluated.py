@@ -36,7 +36,7 @@ class Evaluation(Node):
         self._end = asyncio.Event()
 
     async def run(self) -> None:
-        with self.context.standing("the end"):
+        with self.context.waiting("the end"):
             await self._end.wait()
 
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:

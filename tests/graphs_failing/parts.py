@@ -13,7 +13,7 @@ from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrain
 from flowrl import In, Node, Out, Sample
 from flowrl.errors import SampleFailed
 from flowrl.graph.facts import Facts
-from flowrl.runtime.ledger_client import Use
+from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.weights.shm import SegmentPool
 
 __all__ = ["Collect", "Faulty", "Generator", "Numbers", "Ranks", "Trainer"]
@@ -126,7 +126,7 @@ class Faulty(Node):
                 case "hang":
                     time.sleep(3600)  # noqa: ASYNC251
                 case "gil":
-                    ctypes.PyDLL(None).sleep(12)  # no other thread of the process gets a turn
+                    ctypes.PyDLL(None).sleep(12)  # no other thread of the process runs meanwhile
                 case "fail" if sample.member == 0:
                     raise SampleFailed("no_answer")
         await self.passed.send(sample)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from flowrl.messages import Batch, Mismatched, Trainable
+from flowrl.training.objectives import Objective
 from flowrl.training.preference_objectives import DPO, KTO
-from flowrl.training.recipes import Objective
 from flowrl.training.value_objective import ValueObjective
 from tests.training_cases import VOCABULARY
 
@@ -59,7 +59,7 @@ def make_batch(case: OfflineCase, version: int) -> Batch:
     if case.family != "dpo":
         samples = [_alone(sample) for sample in samples]
     if case.family == "kto":
-        samples = [_crossed(draw, a, b) for a, b in zip(samples, samples[2:] + samples[:2], strict=True)]
+        samples = [_mismatched(draw, a, b) for a, b in zip(samples, samples[2:] + samples[:2], strict=True)]
     return Batch(
         tuple(samples),
         (),
@@ -109,7 +109,7 @@ def _alone(sample: Trainable) -> Trainable:
     return Trainable(**(vars(sample) | {"pair": ""}))
 
 
-def _crossed(draw: np.random.Generator, sample: Trainable, other: Trainable) -> Trainable:
+def _mismatched(draw: np.random.Generator, sample: Trainable, other: Trainable) -> Trainable:
     """`sample` with its prompt before the completion of `other`."""
     prompt, response = sample.token_ids[: sample.prompt_tokens], other.token_ids[other.prompt_tokens :]
     mask = np.arange(len(prompt) + len(response)) >= len(prompt)

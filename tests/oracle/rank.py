@@ -20,8 +20,8 @@ from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.training.estimate import Estimate
 from flowrl.training.gang import Gang
 from flowrl.training.learner import Learner
-from flowrl.training.packing import loss_masks
-from flowrl.training.recipes import PolicyObjective
+from flowrl.training.masks import loss_masks
+from flowrl.training.objectives import PolicyObjective
 from flowrl.training.settings import ZeroSettings
 from flowrl.training.zero import ZeroEngine
 from tests.node_rig import InMemoryIn, InMemoryOut, attach, run

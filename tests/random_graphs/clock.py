@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from flowrl.runtime.hostloop import in_node
+from flowrl.runtime.activity.hostloop import in_node
 
 
 class Stuck(Exception):

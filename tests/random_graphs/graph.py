@@ -47,7 +47,7 @@ def graph(cfg: Config) -> Graph:
     for name in shape.ignored:
         g.ignore(port(name))
     if shape.sharing:
-        g.turns(*(nodes[name] for name in shape.sharing))
+        g.time_share(*(nodes[name] for name in shape.sharing))
     until = tuple(port(name) for name in shape.until)
     g.admit(  # type: ignore[misc]
         port("prompts.prompts"),  # type: ignore[arg-type]

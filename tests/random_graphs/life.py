@@ -18,10 +18,11 @@ from unittest import mock
 
 from flowrl.channel import sweep
 from flowrl.graph import node
-from flowrl.runtime import engine, launch
-from flowrl.runtime.audit import AuditReport, audit
-from flowrl.runtime.books import LEDGER
-from flowrl.runtime.driver import Driver
+from flowrl.runtime.audit.audit import AuditReport, audit
+from flowrl.runtime.driver import launch
+from flowrl.runtime.driver.driver import Driver
+from flowrl.runtime.host import host_engine
+from flowrl.runtime.ledger.accounting import LEDGER
 from tests import in_process
 from tests.in_process import Ran
 from tests.random_graphs import record
@@ -115,7 +116,7 @@ def _spared() -> Iterator[None]:
     with (
         mock.patch.object(launch, "provenance", lambda file: {}),
         mock.patch.object(sweep, "sweep", lambda: None),
-        mock.patch.object(engine, "REPORT_EVERY_S", REPORT_EVERY_S),
+        mock.patch.object(host_engine, "REPORT_EVERY_S", REPORT_EVERY_S),
         mock.patch.object(node, "get_type_hints", _hints),
     ):
         yield
@@ -188,16 +189,16 @@ class _End:
         """What the hosts still have in hand after an orderly end, by node replica."""
         found = {}
         for actor in self._driver.hosts._cluster.actors.values():  # type: ignore[attr-defined]
-            for track, replica in actor.engine.replicas.items():
+            for replica_id, replica in actor.engine.replicas.items():
                 if text := _left_open(replica):
-                    found[track] = text
+                    found[replica_id] = text
         return found
 
 
 def _left_open(replica: Any) -> str:
     counts = {
-        "items": len(replica.desk),
-        "unacked": len(replica.desk._by_place),
+        "items": len(replica.open_items),
+        "unacked": len(replica.open_items._by_place),
         "groups": sum(len(port._groups) for port in replica.inbound.values()),
         "messages on the way": sum(len(out.unacked()) for out in replica.outbound.values()),
     }

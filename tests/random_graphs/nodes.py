@@ -88,7 +88,7 @@ class Played(Node):
         return fate(self.shape.seed, self.part, key)
 
     async def take_time(self, key: str) -> None:
-        """In half of the nodes some turns of the loop, in the others a time that only stragglers have much of."""
+        """In half of the nodes some ticks of the loop, in the others a time that only stragglers have much of."""
         drawn = lot(self.shape.seed, self.part.name, key, "time")
         if not self.part.delay_s:
             for _ in range(int(drawn * 4)):
@@ -253,11 +253,11 @@ class Passing(Played):
         if how in ("drop", "filter", "fail"):
             self.items.drop(item, f"{self.name}_{how}", state=STATES[how])
             return
-        await self.pass_on(item)
+        await self.forward(item)
         if how == "late" and self.part.style == "each":
             raise SampleFailed(f"{self.name}_late")
 
-    async def pass_on(self, item: Any) -> None:
+    async def forward(self, item: Any) -> None:
         await self.done.send(self.made(item), made_from=[item] if self.part.style == "later" else None)
 
     async def hand_over(self) -> None:
@@ -326,13 +326,13 @@ class Asking(Passing):
     def facts(self) -> Facts:
         return Facts(drops=True)
 
-    async def pass_on(self, item: Any) -> None:
+    async def forward(self, item: Any) -> None:
         try:
             await self.ask(Question(item.sample_id), session=item.group_id)
         except SampleFailed as failure:
             self.items.drop(item, str(failure), state="failed")
             return
-        await super().pass_on(item)
+        await super().forward(item)
 
 
 class Server(Played):
@@ -355,7 +355,7 @@ class Router(Passing):
     left: Out[Sample]
     right: Out[Sample]
 
-    async def pass_on(self, item: Any) -> None:
+    async def forward(self, item: Any) -> None:
         port = self.left if goes_left(self.shape.seed, self.part, key_of(item)) else self.right
         await port.send(item, made_from=[item] if self.part.style == "later" else None)
 

@@ -76,7 +76,7 @@ class Life:
     """Of the first trainer: the end comes so long after it is made."""
     delay_s: float
     turns: int = 0
-    """Turns of the event loop after that: a checkpoint takes no virtual time."""
+    """Ticks of the event loop after that: a checkpoint takes no virtual time."""
 
 
 @dataclass

@@ -1,0 +1,204 @@
+"""Preference data as samples: pairs of completions, or single ones with a label, in the place of rollouts.
+
+They go through the same ledger as rollouts: each completion is a member of its row's group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Members, Out
+from flowrl.messages import Group, Mismatched, Prompt, Trainable
+from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
+from flowrl.nodes.source import PromptSource
+from flowrl.tasks import Row, Rows, Task, load_preferences
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """Which preferences: plain data, for the nodes that need them."""
+
+    task: Task
+    """Rows with `chosen` and `rejected`, or with `completion` and `label`."""
+    policy: Policy
+    """Whose tokenizer and chat template render them."""
+    kind: Literal["pairs", "labelled"] = "pairs"
+    max_tokens: int = 1024
+    """Longest conversation, prompt and completion together."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("pairs", "labelled"):
+            raise ConfigError(f"kind is {self.kind!r}; choose pairs or labelled")
+        if self.max_tokens < 2:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; a conversation needs at least 2")
+
+    @property
+    def group_size(self) -> int:
+        """Completions of one row."""
+        return 2 if self.kind == "pairs" else 1
+
+    def rows(self) -> Rows:
+        """All rows, read once in a process."""
+        return load_preferences(self.task, self.kind)
+
+    def chat(self, model_dir: str) -> Chat:
+        """What renders them."""
+        return Chat(load_tokenizer(model_dir), self.task.system_prompt)
+
+
+class PreferenceSource(PromptSource):
+    """Sends the prompt of every training row, once for each of its completions."""
+
+    def __init__(self, data: Preferences, *, epochs: int | None = None, seed: int | None = None) -> None:
+        super().__init__(
+            data.task,
+            data.policy,
+            repeat=data.group_size,
+            epochs=epochs,
+            seed=seed,
+            max_prompt_tokens=data.max_tokens,
+        )
+        self.data = data
+
+    def facts(self) -> Facts:
+        return replace(super().facts(), longest_prompt=None)
+
+    def read(self) -> Rows:
+        return self.data.rows()
+
+
+class PreferenceDataset(Node):
+    """Puts the row's completions behind its prompt; their tokens and the end are trained, the prompt is not.
+
+    A row of which one conversation has more than the data's `max_tokens` is dropped, reason `too_long`.
+    """
+
+    keyed_state = True
+
+    prompts: In[Prompt]
+    groups: Out[Group]
+
+    def __init__(self, data: Preferences) -> None:
+        self.data = data
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.data.group_size, drops=True, keeps_lineage=False)
+
+    def preflight(self) -> None:
+        check_model(self.data.policy)
+        rows = self.data.rows()
+        if self.data.kind == "labelled":
+            mismatches(rows.train)
+
+    async def setup(self) -> None:
+        model_dir = await self.blocking(resolve, self.data.policy, progress=self.context.progress)
+        chat = await self.blocking(self.data.chat, model_dir)
+        self._render = Renderer(self.data, chat, (await self.blocking(self.data.rows)).train)
+
+    async def run(self) -> None:
+        async for members in self.prompts.groups(self.data.group_size):
+            samples = self.samples(members.items)
+            if max(len(sample.token_ids) for sample in samples) > self.data.max_tokens:
+                for prompt in members.items:
+                    self.prompts.drop(prompt, "too_long")
+                continue
+            await self._send(members, samples)
+
+    async def _send(self, members: Members[Prompt], samples: tuple[Trainable, ...]) -> None:
+        for sample in samples:
+            self.context.metric("tokens_generated", sample.response_tokens)
+            self.context.ledger.generated(sample)
+        await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
+
+    def samples(self, prompts: Sequence[Prompt]) -> tuple[Trainable, ...]:
+        """The completions of one row, under the names that the ledger knows."""
+        rendered = self._render.row(prompts[0].prompt_id)
+        generator = f"{self.name}/{self.context.replica}"
+        return tuple(
+            replace(
+                sample,
+                sample_id=prompt.sample_id,
+                group_id=prompt.group_id,
+                epoch=prompt.epoch,
+                pair=prompt.group_id if self.data.kind == "pairs" else "",
+                generator=generator,
+                generated_s=time.time(),
+            )
+            for prompt, sample in zip(prompts, rendered, strict=True)
+        )
+
+
+class Renderer:
+    """Rows of one part, training or held-out, as samples."""
+
+    def __init__(self, data: Preferences, chat: Chat, rows: Sequence[Row]) -> None:
+        self._kind = data.kind
+        self._max_tokens = data.max_tokens
+        self._chat = chat
+        self._rows = {row.prompt_id: row for row in rows}
+        self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
+
+    def __iter__(self) -> Iterator[tuple[Trainable, ...]]:
+        return map(self.row, self._rows)
+
+    def row(self, row_id: str) -> tuple[Trainable, ...]:
+        """The pair as neighbours, chosen first, or the one labelled completion."""
+        row = self._rows[row_id]
+        if self._kind == "pairs":
+            texts = ((row.columns["chosen"], 1), (row.columns["rejected"], -1))
+            return tuple(self._sample(row, member, *text) for member, text in enumerate(texts))
+        label = 1 if row.columns["label"] else -1
+        ids, mask = self._chat.completion(row.turns, self._mismatches[row_id].columns["completion"])
+        mismatched = Mismatched(ids[: self._max_tokens], mask[: self._max_tokens])
+        return (replace(self._sample(row, 0, row.columns["completion"], label), mismatched=mismatched),)
+
+    def _sample(self, row: Row, member: int, text: str, label: int) -> Trainable:
+        token_ids, mask = self._chat.completion(row.turns, text)
+        return Trainable(
+            sample_id=f"{row.prompt_id}:{member}",
+            group_id=row.prompt_id,
+            prompt_id=row.prompt_id,
+            epoch=0,
+            member=member,
+            group_size=2 if self._kind == "pairs" else 1,
+            prompt_text=row.prompt,
+            response_text=text,
+            token_ids=token_ids,
+            policy_mask=mask,
+            behavior_logprobs=np.zeros(len(token_ids), np.float32),
+            versions=np.full(len(token_ids), -1, np.int32),
+            prompt_tokens=int(np.argmax(mask)),
+            truncated=False,
+            generator="",
+            advantages=mask.astype(np.float32),
+            label=label,
+            pair=row.prompt_id if self._kind == "pairs" else row.columns.get("pair", ""),
+        )
+
+
+def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
+    """For each row the next one with another prompt, in the order of their ids, which is as good as random.
+
+    It depends on the data alone, not on seed, epoch or batch: so its reference logprobs are computed once.
+    Raises ConfigError where all prompts are the same.
+    """
+    order = sorted(rows, key=lambda row: row.prompt_id)
+    if all(row.turns == order[0].turns for row in order):
+        raise ConfigError(
+            f"KTO measures its baseline on completions of other prompts, but all {len(order)} rows have the same; add "
+            "rows with other prompts"
+        )
+    found: dict[str, Row] = {}
+    following = next(row for row in order if row.turns != order[-1].turns)
+    for row, after in zip(reversed(order), [order[0], *reversed(order)], strict=False):
+        following = after if after.turns != row.turns else following
+        found[row.prompt_id] = following
+    return found

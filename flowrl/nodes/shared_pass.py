@@ -1,0 +1,51 @@
+"""One pass of a model for everything that waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+@dataclass(eq=False)
+class _Question(Generic[Q, A]):
+    content: Q
+    answer: A | None = None
+
+
+class SharedPass(Generic[Q, A]):
+    """Answers questions that come side by side: the first that finds the model free takes along all that wait.
+
+    `answer_all(questions)` gives one answer a question, none of which is None. Each wait ends with the pass in which
+    the question is answered. If a pass is cancelled, the other questions wait on, for the next of them to answer all.
+    """
+
+    def __init__(self, answer_all: Callable[[list[Q]], Awaitable[Sequence[A]]]) -> None:
+        self._answer_all = answer_all
+        self._waiting: list[_Question[Q, A]] = []
+        self._model_is_free = asyncio.Lock()
+
+    async def ask(self, content: Q) -> A:
+        """The answer; raises what the pass raised."""
+        mine: _Question[Q, A] = _Question(content)
+        self._waiting.append(mine)
+        try:
+            async with self._model_is_free:
+                if mine.answer is None:
+                    await self._pass()
+        finally:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+        assert mine.answer is not None
+        return mine.answer
+
+    async def _pass(self) -> None:
+        asked = list(self._waiting)
+        answers = await self._answer_all([question.content for question in asked])
+        for question, answer in zip(asked, answers, strict=True):
+            question.answer = answer
+        self._waiting = [question for question in self._waiting if question.answer is None]

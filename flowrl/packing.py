@@ -1,0 +1,119 @@
+"""Cutting a batch into ranks, optimizer steps and micro-batches, by the lengths of its samples. numpy only.
+
+Invariants, held by a property test:
+- every sample is in exactly one micro-batch of exactly one rank;
+- neighbours of one pair are in the same micro-batch, in their order;
+- an optimizer step trains the same samples whatever the number of ranks and the token budget;
+- all ranks have the same `step_ends`, hence equally many micro-batches (ZeRO-3's collectives need
+  every rank in each of them); a rank with nothing to do has an empty one;
+- a micro-batch padded to its longest sample holds at most `token_budget` tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PackedUnit:
+    """Samples that stay together: a pair, or one sample alone."""
+
+    indices: tuple[int, ...]
+    longest: int
+    """Tokens of its longest sample."""
+    num_tokens: int
+
+    @property
+    def padded(self) -> int:
+        """Tokens, padding included."""
+        return len(self.indices) * self.longest
+
+
+def units_of(lengths: Sequence[int], pairs: Sequence[str]) -> list[PackedUnit]:
+    """Neighbours with the same non-empty pair as one unit each, in the order of the samples.
+
+    `lengths` are the tokens that a pass over each sample needs room for.
+    """
+    runs: list[list[int]] = []
+    for index, pair in enumerate(pairs):
+        if pair and runs and pairs[runs[-1][-1]] == pair:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return [PackedUnit(tuple(run), max(lengths[i] for i in run), sum(lengths[i] for i in run)) for run in runs]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank trains."""
+
+    samples: tuple[int, ...]
+    """Indices of the whole batch's samples, in this rank's order."""
+    micro_batches: tuple[tuple[int, ...], ...]
+    """Indices of this rank's samples."""
+    step_ends: tuple[int, ...]
+    """Number of micro-batches after which each optimizer step ends; the same for all ranks."""
+
+
+def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, token_budget: int) -> list[RankPart]:
+    """The parts of all ranks: balanced by tokens, micro-batches sorted by length, longest first."""
+    owned: list[list[int]] = [[] for _ in range(num_ranks)]
+    micro_batches: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
+    step_ends: list[int] = []
+    for step in np.array_split(np.arange(len(units)), optimizer_steps):
+        dealt = deal([units[i] for i in step], num_ranks)
+        found = [micro_batches_of(part, token_budget) for part in dealt]
+        most = max(1, *(len(part) for part in found))
+        for rank, part in enumerate(found):
+            for indices in part + [[]] * (most - len(part)):
+                start = len(owned[rank])
+                owned[rank].extend(indices)
+                micro_batches[rank].append(tuple(range(start, len(owned[rank]))))
+        step_ends.append(most + (step_ends[-1] if step_ends else 0))
+    return [
+        RankPart(tuple(samples), tuple(found), tuple(step_ends))
+        for samples, found in zip(owned, micro_batches, strict=True)
+    ]
+
+
+def require_budget(units: Sequence[PackedUnit], token_budget: int, names: Sequence[str]) -> None:
+    """Raise ConfigError if one sample alone, or one pair, exceeds the token budget. `names`: of each sample or pair."""
+    for unit in units if token_budget else ():
+        if unit.padded > token_budget:
+            alone, name = len(unit.indices) == 1, names[unit.indices[0]]
+            needs = f"has {unit.longest} tokens" if alone else f"needs {unit.padded} tokens, padding included"
+            least = "the longest prompt plus the longest response" if alone else unit.padded
+            raise ConfigError(
+                f"{name} {needs}, more than the token budget of {token_budget} a micro-batch; raise token_budget to at "
+                f"least {least}"
+            )
+
+
+def deal(units: Sequence[PackedUnit], n: int) -> list[list[PackedUnit]]:
+    """`units` dealt to `n` ranks, longest first, each to the rank with the fewest tokens so far."""
+    ranks: list[list[PackedUnit]] = [[] for _ in range(n)]
+    loads = [(0, rank) for rank in range(n)]
+    for unit in sorted(units, key=lambda unit: (-unit.longest, unit.indices)):
+        load, rank = heapq.heappop(loads)
+        ranks[rank].append(unit)
+        heapq.heappush(loads, (load + unit.num_tokens, rank))
+    return ranks
+
+
+def micro_batches_of(units: Sequence[PackedUnit], token_budget: int) -> list[list[int]]:
+    """Indices of `units`, which come longest first, cut so that count × longest stays within the budget."""
+    cut: list[list[int]] = []
+    longest = 0
+    for unit in units:
+        if cut and (not token_budget or (len(cut[-1]) + len(unit.indices)) * longest <= token_budget):
+            cut[-1].extend(unit.indices)
+        else:
+            cut.append(list(unit.indices))
+            longest = unit.longest
+    return cut

@@ -1,0 +1,145 @@
+"""Turns on shared devices: a host works only while it holds the lease of its cores or GPUs.
+
+The first invocation that begins in a host takes the lease, the last one that ends gives it back; other hosts of the
+same lease wait at the beginning of their invocations. Nodes that keep state on the device move it in `on_acquire` and
+`on_release`.
+
+Invariants
+- An invocation works only between the end of every node's `on_acquire` and the beginning of the next `on_release`.
+- Neither hook is ever interrupted: an invocation that is cancelled meanwhile ends when the hook has. An invocation
+  that is cancelled while it waits for the driver leaves the queue.
+- Whatever is cancelled, the lease is given back when no invocation is open, and nothing is given back that is not held.
+- A hook that fails fails every invocation here from then on, and gives the lease back: nobody waits for a broken host.
+
+Waits: for the holder's last open invocation to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from flowrl.channel.control import is_cancel
+from flowrl.errors import FlowrlError
+from flowrl.graph.node import Node
+
+
+class LockLink(Protocol):
+    """The control link to the driver, where the locks are kept."""
+
+    async def request(self, host: str, kind: str, body: dict[str, Any]) -> Any: ...
+    def notify(self, host: str, kind: str, body: dict[str, Any]) -> None: ...
+
+
+class Lease:
+    """One host's share in a lease. Without a name every invocation is free."""
+
+    def __init__(self, name: str, host: str, link: LockLink) -> None:
+        self._body: dict[str, Any] = {"name": name, "node": host, "party": host.split("/")[0]}
+        self.name = name
+        self.nodes: Sequence[Node] = ()
+        self._link = link
+        self._claims = itertools.count(1)
+        self._turns = 0
+        """Turns that are open, or wait to begin."""
+        self._held = False
+        self._change: asyncio.Task[None] | None = None
+        """The lease is being taken or given back."""
+        self._asking: asyncio.Future[Any] | None = None
+        self._failed: Exception | None = None
+
+    async def begin(self) -> None:
+        """Begin an invocation; returns when the devices are this host's. Raises FlowrlError when a hook failed."""
+        if not self.name:
+            return
+        self._turns += 1
+        try:
+            while not self._held or self._change is not None:
+                await self._changed()
+        except (Exception, asyncio.CancelledError):
+            await self.end()
+            raise
+
+    async def end(self) -> None:
+        """An invocation has ended. A cancel is raised when what it would interrupt is done."""
+        if not self.name:
+            return
+        self._turns -= 1
+        cancel: asyncio.CancelledError | None = None
+        while not self._turns and (self._held or self._change is not None):
+            if self._asking is not None:
+                self._asking.cancel()
+            try:
+                await self._changed()
+            except asyncio.CancelledError as error:
+                cancel = error
+        if cancel is not None:
+            raise cancel
+
+    async def _changed(self) -> None:
+        """Wait for the change under way, or make the next one. It goes on when this wait is cancelled."""
+        if self._failed is not None:
+            raise self._failed
+        if self._change is None:
+            self._change = asyncio.get_running_loop().create_task(self._move())
+        change = self._change
+        await asyncio.wait((change,))
+        change.result()
+
+    async def _move(self) -> None:
+        try:
+            await (self._give_back() if self._held else self._take())
+        except Exception as error:
+            self._failed = error
+            raise
+        finally:
+            self._change = None
+
+    async def _take(self) -> None:
+        self._body["claim"] = next(self._claims)
+        try:
+            if await self._granted() and self._turns:
+                for node in self.nodes:
+                    await _hook(node, "on_acquire", node.on_acquire)
+                self._held = True
+        finally:
+            if not self._held:
+                self._tell_over()  # also after a cancel: the driver's word may have been under way
+
+    async def _granted(self) -> bool:
+        """Ask the driver; False if nobody here wants it any more."""
+        asking = self._asking = asyncio.ensure_future(self._link.request("driver", "lock", dict(self._body)))
+        await asyncio.wait((asking,))
+        self._asking = None
+        if asking.cancelled():
+            return False
+        asking.result()
+        return True
+
+    async def _give_back(self) -> None:
+        try:
+            for node in self.nodes:
+                await _hook(node, "on_release", node.on_release)
+        finally:
+            self._held = False
+            self._tell_over()
+
+    def _tell_over(self) -> None:
+        self._link.notify("driver", "unlock", dict(self._body))
+
+
+async def _hook(node: Node, name: str, hook: Callable[[], Awaitable[None]]) -> None:
+    """A node boundary: however the hook ends, its node is named."""
+    try:
+        await hook()
+    except GeneratorExit:  # the loop is no more
+        raise
+    except BaseException as error:
+        if is_cancel(error):  # of all that runs here: the loop ends
+            raise
+        told = "".join(traceback.format_exception(error))
+        where = f"{node.name}/{node.context.replica}"
+        raise FlowrlError(f"`{name}` of {where} raised {type(error).__name__}: {error}\n{told.rstrip()}") from error

@@ -1,0 +1,111 @@
+"""What will move a node other than another node: the reasons to take it for alive, of which a deadlock has none.
+
+A node's tasks are judged one by one. Alive is every task but these:
+- one that stands in an engine's wait: only another node, or the driver, ends that;
+- one that waits for tasks of its own node (`await task`, gather, wait, wait_for, a TaskGroup): they are judged
+  themselves;
+- one that waits for an asyncio Lock or Semaphore: a task gives it back.
+Beside tasks, a timer, a call in a thread, a server and a descriptor that is watched keep their node alive. So what
+is not known counts as alive: at worst a deadlock is told as a standstill, and never the other way round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from types import AsyncGeneratorType, FrameType
+from typing import Any
+
+from flowrl.runtime.activity.activity import OUTSIDE, Activity
+from flowrl.runtime.activity.hostloop import Pending
+
+LOCKS = (asyncio.Lock.acquire.__code__, asyncio.Semaphore.acquire.__code__)
+GROUP = asyncio.TaskGroup.__aexit__.__code__
+WAIT = asyncio.tasks._wait.__code__  # type: ignore[attr-defined]
+WAIT_FOR = asyncio.wait_for.__code__
+TOLD = 3
+"""Reasons told of one node; it may have a thousand tasks."""
+
+
+def reasons(activity: Activity, now_s: float) -> list[str]:
+    """What will move this node, in words; nothing if another node has to."""
+    pending = activity.pending
+    found = [wait.what for wait in activity.waits.values() if wait.kind == OUTSIDE]
+    if not (found or pending.tasks):
+        return ["its code has not begun"]
+    found += _of_tasks(activity)
+    if any(not timer.cancelled() and timer.when() >= now_s for timer in pending.timers):
+        found.append("a timer")
+    if pending.calls:
+        found.append("a call in a thread")
+    if pending.readers or any(server.is_serving() for server in pending.servers):
+        found.append("a connection")
+    found = list(dict.fromkeys(found))
+    return found if len(found) <= TOLD else [*found[:TOLD], f"{len(found) - TOLD} more"]
+
+
+def _of_tasks(activity: Activity) -> Iterator[str]:
+    waiting = {wait.task for wait in activity.waits.values()}
+    for task in activity.pending.tasks:
+        future = task._fut_waiter  # type: ignore[attr-defined]
+        if future is None or future.done():
+            yield place_of(task)  # it goes on in this tick of the loop, or in the next
+        elif task not in waiting and not _waits_within(task, future, activity.pending):
+            yield place_of(task)
+
+
+def _waits_within(task: asyncio.Task[Any], future: asyncio.Future[Any], pending: Pending) -> bool:
+    """`task` waits for other tasks of its node alone."""
+    awaited = _awaited(task, future)
+    return awaited is not None and all(other in pending.tasks for other in awaited)
+
+
+def _awaited(task: asyncio.Task[Any], future: asyncio.Future[Any]) -> list[Any] | None:
+    """The tasks that `task` waits for; none for a lock; None if it waits for something else."""
+    if isinstance(future, asyncio.Task):
+        return [future]
+    if isinstance(future, asyncio.tasks._GatheringFuture):  # type: ignore[attr-defined]
+        return [child for child in future._children if not child.done()]
+    frame = innermost(task)
+    if frame is None:
+        return None
+    if frame.f_code in LOCKS:
+        return []
+    if frame.f_code is GROUP:
+        return list(frame.f_locals["self"]._tasks)
+    if frame.f_code is WAIT:
+        return [one for one in frame.f_locals["fs"] if not one.done()]
+    return [frame.f_locals["fut"]] if frame.f_code is WAIT_FOR else None
+
+
+def innermost(task: asyncio.Task[Any]) -> FrameType | None:
+    """The frame in which `task` waits, as far as it can be followed."""
+    return next(reversed(list(_frames(task))), None)
+
+
+def _frames(task: asyncio.Task[Any]) -> Iterator[FrameType]:
+    """The frames of `task`, outermost first: of coroutines and of the async generators that they iterate."""
+    at: Any = task.get_coro()
+    while at is not None:
+        if type(at).__name__.startswith("async_generator_"):  # the awaitable of an `anext`, which knows its generator
+            at = next((one for one in gc.get_referents(at) if isinstance(one, AsyncGeneratorType)), None)
+        frame = getattr(at, "cr_frame", None) or getattr(at, "ag_frame", None)
+        if frame is None:
+            return
+        yield frame
+        at = getattr(at, "cr_await", None) or getattr(at, "ag_await", None)
+
+
+def place_of(task: asyncio.Task[Any]) -> str:
+    """ "Judge.ask (judge.py:21)": the innermost place of `task` that is no library's, else the innermost."""
+    frames = list(_frames(task))
+    if not frames:
+        return task.get_name()
+    frame = ([frame for frame in frames if not _of_library(frame)] or frames)[-1]
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno})"
+
+
+def _of_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return "/site-packages/" in name or "/asyncio/" in name

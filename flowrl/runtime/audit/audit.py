@@ -1,0 +1,198 @@
+"""`flowrl audit RUN`: proves a run's ledger from its own files, or names what is wrong with them.
+
+From `ledger.sqlite` alone: every admitted sample is in exactly one state that fits its columns and what its trainers
+did with it; policy tokens generated = trained + stale + masked + filtered + failed + dropped + in flight; no token is
+trained twice by one trainer; none was trained that was older than the bound in force at its step, nor sampled by
+weights older than those held when its group was admitted; never more groups in flight than there are tickets; and
+every row is what the run's commits left. `metrics.jsonl` and the checkpoints have to agree with it.
+
+Reads only, so it can look at a run that is still going. Rows stay in the database: what is kept of them here are the
+violations.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.runtime.audit.audit_chain import check_chain, check_checkpoints, kept_heads
+from flowrl.runtime.audit.audit_check import AT_TICKET
+from flowrl.runtime.audit.audit_groups import RUN_CHECKS
+from flowrl.runtime.audit.audit_lines import check_lines
+from flowrl.runtime.audit.audit_samples import SAMPLE_CHECKS
+from flowrl.runtime.audit.violation import Violation
+from flowrl.runtime.ledger.ledger_file import LEDGER, open_to_read, read_terms, unreadable
+from flowrl.runtime.ledger.terms import Terms
+from flowrl.runtime.telemetry.metrics import METRICS, whole_lines
+
+SHOWN_PER_KIND = 20
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What an audit found; `str` of it is what the command line prints."""
+
+    violations: list[Violation] = field(default_factory=list)
+    figures: dict[str, int | None] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+    def __str__(self) -> str:
+        lines = [f"{name:<24}{'–' if value is None else value}" for name, value in self.figures.items()]
+        if self.ok:
+            return "\n".join([*lines, "audit: ok"])
+        shown: Counter[str] = Counter()
+        for violation in self.violations:
+            shown[violation.kind] += 1
+            if shown[violation.kind] <= SHOWN_PER_KIND:
+                lines.append(f"audit: {violation.kind}: {violation.text}")
+        for kind, count in shown.items():
+            if count > SHOWN_PER_KIND:
+                lines.append(f"audit: {kind}: and {count - SHOWN_PER_KIND} more")
+        return "\n".join([*lines, f"audit: {len(self.violations)} violations"])
+
+
+CHECKS = (*SAMPLE_CHECKS, *RUN_CHECKS)
+
+TAKEN = f"""
+SELECT ticket, CAST(MIN(born_version) AS INTEGER), CAST({AT_TICKET.format("tickets")} AS INTEGER),
+    CASE WHEN :several THEN (SELECT CAST(MAX(u.step) AS INTEGER) FROM uses u JOIN samples o USING (sample_id)
+                             WHERE o.group_id = t.group_id AND u.trainer = :main) ELSE CAST(t.step AS INTEGER) END
+FROM tickets t JOIN samples s USING (group_id) GROUP BY ticket ORDER BY ticket
+"""
+LOST = "SELECT TOTAL(response_tokens - stale_tokens - masked_tokens) FROM samples WHERE state = '{}'"
+FIGURES = {
+    "samples": "SELECT COUNT(*) FROM samples",
+    "groups": "SELECT COUNT(*) FROM tickets",
+    "steps": "SELECT COUNT(DISTINCT step) FROM steps",
+    "tokens generated": "SELECT TOTAL(response_tokens) FROM samples",
+    "  trained": "SELECT TOTAL(trained_tokens) FROM samples",
+    "  stale": "SELECT TOTAL(stale_tokens) FROM samples",
+    "  masked": "SELECT TOTAL(masked_tokens) FROM samples",
+    "  filtered": LOST.format("filtered"),
+    "  failed": LOST.format("failed"),
+    "  dropped": LOST.format("dropped"),
+    "  in flight": LOST.format("in_flight"),
+    "tokens redone": "SELECT TOTAL(redone_tokens) FROM samples",
+    "max staleness": "SELECT MAX(version - oldest_version) FROM uses",
+}
+
+
+def audit(run_dir: Path) -> AuditReport:
+    """Check the records of `run_dir`. Raises ConfigError if there are none to check."""
+    run_dir = Path(run_dir)
+    path = run_dir / LEDGER
+    if not path.is_file():
+        raise ConfigError(_no_ledger(run_dir))
+    report = None
+    while report is None:
+        report = _look(run_dir)
+    return report
+
+
+def _no_ledger(run_dir: Path) -> str:
+    if (run_dir / METRICS).is_file() or any(run_dir.glob(f"checkpoints/*/{LEDGER}")):
+        return (
+            f"{run_dir} has lost its {LEDGER}, so nothing can be proven; each checkpoint has a copy, and flowrl run "
+            "--resume goes on from the newest"
+        )
+    if (run_dir / "graph.json").is_file():
+        return f"{run_dir} holds no {LEDGER}: the run there ended before it could admit anything; start it again"
+    return f"{run_dir} holds no run; name a directory in which `flowrl run` has run"
+
+
+def _look(run_dir: Path) -> AuditReport | None:
+    """One look at a run that may be going on; None if a resume has rewound it meanwhile.
+
+    Lines and checkpoints are there after the commits that they name: those that were there before the ledger was read
+    have to be known to it, and those that it knows have to be there afterwards.
+    """
+    checkpoints, before = kept_heads(run_dir), whole_lines(run_dir / METRICS)
+    with closing(open_to_read(run_dir / LEDGER)) as db:
+        try:
+            db.execute("BEGIN")
+            state = db.execute("PRAGMA integrity_check(1)").fetchone()[0]  # with the first read it stands as it is
+            if state != "ok":
+                raise sqlite3.DatabaseError(state)
+            lines = whole_lines(run_dir / METRICS)
+            if lines[: len(before)] != before:
+                return None
+            return prove(db, lines=lines, num_known=len(before), checkpoints=checkpoints)
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(unreadable(run_dir / LEDGER, error)) from None
+
+
+def prove(
+    db: sqlite3.Connection, *, lines: Sequence[str], num_known: int, checkpoints: Mapping[str, str] | None = None
+) -> AuditReport:
+    """Check a ledger, and against it the metrics lines, of which it has to know the first `num_known`.
+
+    `checkpoints` are those that it has to know, with the head of the commit that each was written after.
+    """
+    figures = {name: _integer(db.execute(query).fetchone()[0]) for name, query in FIGURES.items()}
+    terms, strange = _terms(db)
+    values = _parameters(db, terms)
+    violations = [
+        *strange,
+        *_rules(db, values),
+        *_equation(figures),
+        *_tickets_out(db, values),
+        *check_lines(db, values["main"], lines, num_known),
+        *check_checkpoints(db, checkpoints or {}),
+        *check_chain(db),
+    ]
+    return AuditReport(violations, {**figures, "bound": terms.max_staleness})
+
+
+def _terms(db: sqlite3.Connection) -> tuple[Terms, list[Violation]]:
+    try:
+        return read_terms(db), []
+    except ValueError as error:
+        return Terms(), [Violation("steps", f"the newest incarnation does not tell which nodes train: {error}")]
+
+
+def _rules(db: sqlite3.Connection, values: Mapping[str, Any]) -> Iterator[Violation]:
+    for check in CHECKS:
+        for row in db.execute(check.query, values):
+            yield Violation(check.kind, check.text.format(*row))
+
+
+def _parameters(db: sqlite3.Connection, terms: Terms) -> dict[str, Any]:
+    """What the queries' names stand for: `main` trainer, whether there are `several`, and lists of nodes as JSON."""
+    trainers = terms.trainers or tuple(name for (name,) in db.execute("SELECT DISTINCT trainer FROM steps"))
+    lists = {"trainers": terms.trainers, "own_clock": terms.own_clock, "holders": terms.holders}
+    texts = {name: None if nodes is None else json.dumps(nodes) for name, nodes in lists.items()}
+    return {"main": next(iter(trainers), ""), "several": len(trainers) > 1, **texts}
+
+
+def _integer(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _equation(figures: Mapping[str, int | None]) -> Iterator[Violation]:
+    parts = {name.strip(): value or 0 for name, value in figures.items() if name.startswith("  ")}
+    total = figures["tokens generated"] or 0
+    if total != sum(parts.values()):
+        listed = " + ".join(f"{value} {name}" for name, value in parts.items())
+        yield Violation("tokens", f"{total} policy tokens generated, but {listed} make {sum(parts.values())}")
+
+
+def _tickets_out(db: sqlite3.Connection, values: Mapping[str, Any]) -> Iterator[Violation]:
+    """Groups ahead of a new one that were trained, but in a version not yet held everywhere."""
+    ahead: list[int] = []
+    for ticket, born, num_tickets, step in db.execute(TAKEN, values):
+        ahead = [earlier for earlier in ahead if earlier > born]
+        if num_tickets is not None and len(ahead) >= num_tickets:
+            text = f"ticket {ticket} was taken with {len(ahead)} of {num_tickets} tickets still out"
+            yield Violation("tickets", f"{text} (version {born} was held everywhere)")
+        if step is not None:
+            ahead.append(step)

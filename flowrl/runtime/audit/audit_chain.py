@@ -1,0 +1,84 @@
+"""The audit's last net: whether every row of every table is what the run's commits left (flowrl.runtime.ledger.chain).
+
+It names the table, not the row: what is wrong with a row say the checks that know a rule for it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from flowrl.errors import ConfigError
+from flowrl.runtime.audit.violation import Violation
+from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
+from flowrl.runtime.ledger import chain
+from flowrl.runtime.ledger.chain import Commit, Sum
+from flowrl.runtime.ledger.ledger_file import TABLES
+
+LOST_COMMITS = "it has lost commits, or it is the ledger of another run"
+BY_OTHERS = "by something other than the run; a checkpoint's ledger.sqlite is the last good copy"
+
+
+def check_chain(db: sqlite3.Connection) -> Iterator[Violation]:
+    """Links that do not follow from each other, and tables that do not hold what the last commit left."""
+    before: Commit | None = None
+    for commit in chain.read_commits(db):
+        if commit != Commit.after(before, commit.committed_s, commit.digest):
+            told = "the first" if before is None else f"commit {before.number}"
+            yield Violation("chain", f"commit {commit.number} does not follow from {told}: changed {BY_OTHERS}")
+        before = commit
+    contents = chain.read_contents(db)
+    if before is None:
+        yield Violation("chain", f"the ledger has no commit, so all that it held was removed {BY_OTHERS}")
+    elif chain.digest_of(contents) != before.digest:
+        yield Violation("chain", f"the table contents is not that of commit {before.number}: changed {BY_OTHERS}")
+    recorded = {name: (num_rows, row_hashes) for name, num_rows, row_hashes in contents}
+    for table in TABLES:
+        yield from _check_table(db, table, recorded.get(table))
+
+
+def _check_table(db: sqlite3.Connection, table: str, recorded: tuple[int, str] | None) -> Iterator[Violation]:
+    found = Sum.of(db.execute(f"SELECT * FROM {table}"))
+    if recorded is None:
+        yield Violation("chain", f"contents has no row for the table {table}: removed {BY_OTHERS}")
+    elif found.num_rows != recorded[0]:
+        text = f"the table {table} has {found.num_rows} rows where the last commit left {recorded[0]}"
+        yield Violation("chain", f"{text}: added or removed {BY_OTHERS}")
+    elif found.row(table) != (table, *recorded):
+        yield Violation(
+            "chain", f"rows of the table {table} are not those that the last commit left: changed {BY_OTHERS}"
+        )
+
+
+def missing_heads(db: sqlite3.Connection, heads: Collection[str]) -> set[str]:
+    """Those of `heads` that no commit has."""
+    return set(heads) - {commit.head for commit in chain.read_commits(db) if commit.head in heads}
+
+
+def is_cut_off(db: sqlite3.Connection) -> bool:
+    """A resume has rewound the ledger and booked nothing since: the metrics may not be rewound yet."""
+    row = db.execute(
+        "SELECT number > 0 AND first_commit = (SELECT MAX(number) FROM commits)"
+        " FROM incarnations ORDER BY number DESC LIMIT 1"
+    ).fetchone()
+    return row is not None and bool(row[0])
+
+
+def kept_heads(run_dir: Path) -> dict[str, str]:
+    """Checkpoint of the run -> head that it was written after. What is damaged there a resume finds, and names."""
+    heads = {}
+    for _, path in checkpoint.steps_of(run_dir / "checkpoints"):
+        with suppress(ConfigError):
+            heads[path.name] = str(checkpoint_manifest.read(path).get("ledger_head"))
+    return heads
+
+
+def check_checkpoints(db: sqlite3.Connection, heads: Mapping[str, str]) -> Iterator[Violation]:
+    """Checkpoints of commits that the ledger does not have. Those that a resume undoes, it puts aside before."""
+    strange = missing_heads(db, set(heads.values()))
+    for name, head in heads.items():
+        if head in strange:
+            text = f"{name} was written after commit {head}, which the ledger does not have"
+            yield Violation("checkpoints", f"{text}: {LOST_COMMITS}")

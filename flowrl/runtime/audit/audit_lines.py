@@ -1,0 +1,107 @@
+"""The audit of metrics.jsonl: every line is the one that the run wrote, and says what the ledger says.
+
+A line is written after the commit that books its step, and its hash is booked with a later commit. So the ledger of
+a run that was killed may end with steps without a line, and the file with a line whose hash is not booked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.runtime.audit.audit_chain import LOST_COMMITS, is_cut_off, missing_heads
+from flowrl.runtime.audit.violation import Violation
+from flowrl.runtime.telemetry.metrics import METRICS, line_hash, parse
+
+STEPS = "SELECT CAST(step AS INTEGER), line FROM steps WHERE trainer = ?"
+USES = """
+SELECT CAST(step AS INTEGER), TOTAL(tokens), MAX(version - oldest_version) FROM uses WHERE trainer = ? GROUP BY 1
+"""
+BY_OTHERS = "by something other than the run"
+
+
+@dataclass(frozen=True)
+class Booked:
+    """What the ledger says of a step."""
+
+    line: str | None
+    tokens: int
+    staleness: int | None
+
+
+def _booked(db: sqlite3.Connection, trainer: str) -> dict[int, Booked]:
+    used = {step: (int(tokens), age) for step, tokens, age in db.execute(USES, (trainer,))}
+    return {step: Booked(line, *used.get(step, (0, None))) for step, line in db.execute(STEPS, (trainer,))}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the file as it stands there, and what it says."""
+
+    text: str
+    record: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.record["step"])
+
+    @property
+    def head(self) -> str:
+        return str(self.record.get("ledger_head"))
+
+
+def check_lines(db: sqlite3.Connection, trainer: str, lines: Sequence[str], num_known: int) -> Iterator[Violation]:
+    """`lines` of the main trainer's steps; the first `num_known` were there before the ledger was read."""
+    booked = _booked(db, trainer)
+    newest, cut_off = max(booked, default=0), is_cut_off(db)
+    whole: list[Line] = []
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = Line(text, parse(text))
+        except ValueError as problem:
+            yield Violation("metrics", f"{METRICS}:{number} is damaged: {problem}")
+            continue
+        if line.step <= newest or (number <= num_known and not cut_off):
+            whole.append(line)
+    yield from _order(whole)
+    yield from _gone(booked, whole)
+    yield from _heads(db, whole)
+    for line in whole:
+        yield from _compare(line, booked.get(line.step))
+
+
+def _order(lines: Sequence[Line]) -> Iterator[Violation]:
+    if lines and lines[0].step != 1:
+        yield Violation("metrics", f"the first line is that of step {lines[0].step}")
+    for before, after in itertools.pairwise(lines):
+        if after.step != before.step + 1:
+            yield Violation("metrics", f"the line of step {before.step} is followed by that of step {after.step}")
+
+
+def _gone(booked: Mapping[int, Booked], lines: Sequence[Line]) -> Iterator[Violation]:
+    there = {line.step for line in lines}
+    for step in sorted(step for step, of in booked.items() if of.line is not None and step not in there):
+        yield Violation("metrics", f"the line of step {step} was written, and has gone: removed {BY_OTHERS}")
+
+
+def _heads(db: sqlite3.Connection, lines: Sequence[Line]) -> Iterator[Violation]:
+    strange = missing_heads(db, {line.head for line in lines})
+    for line in lines:
+        if line.head in strange:
+            text = f"the line of step {line.step} was written after commit {line.head}, which the ledger does not have"
+            yield Violation("metrics", f"{text}: {LOST_COMMITS}")
+
+
+def _compare(line: Line, booked: Booked | None) -> Iterator[Violation]:
+    if booked is None:
+        yield Violation("metrics", f"there is a line of step {line.step}, which the ledger does not have")
+        return
+    for name, value in (("tokens_trained", booked.tokens), ("staleness_max", booked.staleness)):
+        said = line.record.get(name)
+        if said is not None and value is not None and said != value:
+            yield Violation("metrics", f"step {line.step}: the line says {name} {said}, the ledger {value}")
+    if booked.line is not None and booked.line != line_hash(line.text):
+        yield Violation("metrics", f"the line of step {line.step} is not the one that was written: changed {BY_OTHERS}")

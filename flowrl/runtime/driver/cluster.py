@@ -1,0 +1,269 @@
+"""Ray: start or join it, place the hosts, make the actors.
+
+flowrl starts a local Ray of its own, unless RAY_ADDRESS is set or the driver runs inside a Ray job. That Ray
+listens on the loopback address only, asks for a token, and keeps its files in the user's own directory.
+On a cluster the graph's directory travels as Ray's `working_dir`, and every machine needs flowrl.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.channel.address import socket_root
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.machine import Cluster, Machine
+from flowrl.runtime.host.processes import children
+
+PLACEMENT_TIMEOUT_S = 120.0
+ANSWER_WITHIN_S = 5.0
+HEAD_AWAY_S = 20.0
+"""For how long a run goes on without the head of its cluster; Ray's library gives up after 60 s."""
+ESSENTIAL = ("gcs_server", "raylet")
+EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+"""Variables by which gloo, NCCL and vLLM listen on this machine only."""
+
+
+@dataclass(frozen=True)
+class HostSlot:
+    """What one host asks of its machine, and the environment its process starts with."""
+
+    host: str
+    cpus: float
+    gpus: float
+    cores: tuple[int, ...]
+    machine: int = 0
+    """Index into the cluster's machines."""
+
+
+def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
+    """Threads of every library follow the cores of the host, before anything is imported.
+
+    `alone`: all hosts are on one machine, so that no library has to be reached from another.
+    """
+    threads = str(max(1, len(slot.cores)))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
+    return {
+        **dict.fromkeys(names, threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "PYTHONUNBUFFERED": "1",
+        **({name: os.environ.get(name, value) for name, value in LOOPBACK.items()} if alone else {}),
+    }
+
+
+class RayCluster:
+    """The Ray this run lives on. `start`, `place`, `spawn`, `stop`, in this order."""
+
+    def __init__(self) -> None:
+        self._placement: Any = None
+        self._actors: dict[str, Any] = {}
+        self._addresses: tuple[str, ...] = ()
+        self.owned = False
+        """flowrl started this Ray, and ends it."""
+        self.started = False
+        self._alone = False
+        self._head: tuple[str, int] | None = None
+        self.lost = ""
+        """The process of Ray that has ended before its time."""
+
+    def start(self, *, graph_dir: Path, num_cpus: int, num_gpus: int) -> None:
+        """Join the cluster of RAY_ADDRESS, or start a local Ray."""
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            check_address(address)
+        else:
+            _keep_to_this_machine()
+        import ray
+
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets all else on the machine go before the models
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a host's environment fits none of them
+        self.started = True
+        quiet = {"log_to_driver": bool(os.environ.get("FLOWRL_RAY_LOGS")), "logging_level": logging.ERROR}
+        if not address:
+            self.owned = True
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=num_gpus,
+                    include_dashboard=False,
+                    object_store_memory=100 * 2**20,
+                    _temp_dir=str(ray_directory()),
+                    **quiet,
+                )
+            except Exception as error:  # Ray has no class for this: it raises plain ones
+                why = " ".join(str(error).split())
+                raise FlowrlError(f"Ray did not start on this machine: {why}; see what else runs here") from error
+            return
+        runtime_env = None if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else self._runtime_env(graph_dir)
+        try:
+            ray.init(address=address, runtime_env=runtime_env, **quiet)
+        except ConnectionError as error:
+            raise _nobody(address, error) from None
+        except ray.exceptions.AuthenticationError as error:
+            why = " ".join(error.message.split())
+            raise ConfigError(f"RAY_ADDRESS={address} asks for a token ({why}); set RAY_AUTH_TOKEN to it") from None
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        self._head = host.strip("[]"), int(port)
+
+    @staticmethod
+    def _runtime_env(graph_dir: Path) -> dict[str, Any]:
+        return {"working_dir": str(graph_dir), "excludes": EXCLUDES}
+
+    def machines(self) -> Cluster:
+        """The machines of the joined cluster, the driver's first."""
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
+        self._addresses = tuple(node["NodeManagerAddress"] for node in nodes)
+        return Cluster(
+            tuple(
+                Machine(
+                    tuple(range(int(node["Resources"].get("CPU", 0)))),
+                    int(node["Resources"].get("GPU", 0)),
+                    int(node["Resources"].get("memory", 0)),
+                )
+                for node in nodes
+            )
+        )
+
+    def place(self, slots: Sequence[HostSlot]) -> None:
+        """Reserve a bundle a host. Raises ConfigError when the cluster cannot hold them."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        self._alone = len({slot.machine for slot in slots}) == 1
+        bundles = [self._bundle(slot) for slot in slots]
+        self._placement = placement_group(bundles, strategy="PACK")
+        done, _ = ray.wait([self._placement.ready()], timeout=PLACEMENT_TIMEOUT_S)
+        if not done:
+            has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            raise ConfigError(
+                f"the cluster cannot place the hosts: needed {bundles}, it has {has}; lower cpus/gpus/replicas"
+            )
+
+    def _bundle(self, slot: HostSlot) -> dict[str, float]:
+        bundle = {"CPU": max(slot.cpus, 0.01)}
+        if slot.gpus:
+            bundle["GPU"] = slot.gpus
+        if self._addresses:
+            bundle[f"node:{self._addresses[slot.machine]}"] = 0.001
+        return bundle
+
+    def spawn(self, actor_class: type, index: int, slot: HostSlot, *args: Any) -> Any:
+        """The actor of one host, in its bundle. Never restarted by Ray."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        remote = ray.remote(actor_class).options(
+            num_cpus=max(slot.cpus, 0.01),
+            num_gpus=slot.gpus,
+            max_restarts=0,
+            max_concurrency=64,
+            runtime_env={"env_vars": environment(slot, alone=self._alone)},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index),
+        )
+        self._actors[slot.host] = remote.remote(*args)
+        return self._actors[slot.host]
+
+    def head(self) -> tuple[str, int] | None:
+        """Where the head of a joined cluster listens; None for a Ray of one's own, whose processes are known."""
+        return self._head
+
+    def head_answers(self) -> bool:
+        """Ray's library waits for a minute for one that does not, and ends this process."""
+        if self._head is None:
+            return True
+        try:
+            socket.create_connection(self._head, timeout=ANSWER_WITHIN_S).close()
+        except OSError:
+            return False
+        return True
+
+    def processes(self) -> dict[str, int]:
+        """Name -> pid of the processes without which the run's own Ray does not go on."""
+        return children(*ESSENTIAL) if self.owned else {}
+
+    def has_lost(self, name: str) -> FlowrlError:
+        """The process `name` of Ray has ended: nothing is asked of Ray any more. What there is to tell the user."""
+        self.lost = name
+        logs = f"its logs are in {ray_directory() / 'session_latest' / 'logs'}; " if self.owned else ""
+        return FlowrlError(
+            f"Ray's {name} has ended (killed, out of memory, or crashed), and the run with it; {logs}go on with "
+            "--resume from the newest checkpoint"
+        )
+
+    def kill(self, host: str) -> None:
+        """End one host's process at once."""
+        import ray
+
+        actor = self._actors.pop(host, None)
+        if actor is not None and not self.lost:
+            ray.kill(actor, no_restart=True)
+
+    def stop(self) -> None:
+        """End every host and give back what was reserved; ends a Ray that flowrl started."""
+        if not self.started:
+            return
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if not self.lost and not self.head_answers():
+            self.lost = "head"
+        for host in list(self._actors):
+            self.kill(host)
+        if self.lost:
+            for pid in self.processes().values():
+                os.kill(pid, signal.SIGKILL)  # a child that nobody has waited for: the number is its own
+        if self._placement is not None and not self.owned and not self.lost:
+            remove_placement_group(self._placement)
+        ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Raise ConfigError unless somebody listens at RAY_ADDRESS: Ray itself would go on trying for minutes."""
+    if address in ("auto", "local"):
+        return
+    host, colon, port = address.rpartition(":")
+    if "://" in address or not colon or not port.isdigit():
+        raise ConfigError(f"RAY_ADDRESS={address} is no address of a cluster's head; write it as HOST:6379, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_WITHIN_S).close()
+    except (OSError, OverflowError) as error:
+        raise _nobody(address, error) from None
+
+
+def _nobody(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one with `ray start --head`, or unset "
+        "RAY_ADDRESS to let flowrl start its own"
+    )
+
+
+def _keep_to_this_machine() -> None:
+    """For a Ray of one's own: loopback only, and a token that nobody else knows.
+
+    Ray has no option for the first. It does so where it supports no clusters, which this variable says of any
+    system: processes that are started read it, this one may have imported Ray already.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def ray_directory() -> Path:
+    """Where a Ray of one's own keeps its sockets and logs: RAY_TMPDIR, or a directory of the user's alone."""
+    return Path(os.environ.get("RAY_TMPDIR") or socket_root() / "ray")

@@ -1,0 +1,210 @@
+"""The host processes of a run, seen from the driver: start, ask all, follow, end.
+
+A host answers with plain data; a failure comes back as a mapping and is raised here as NodeFailed,
+once. A host whose process died is named with the node it ran: by the kernel's word if it ran on this
+machine (that does not need Ray to be alive), else by Ray's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flowrl.channel.endpoint import Address, Endpoint
+from flowrl.errors import FlowrlError, NodeFailed
+from flowrl.runtime.driver.cluster import HEAD_AWAY_S, HostSlot, RayCluster
+from flowrl.runtime.driver.lifeline import outlive
+from flowrl.runtime.host.actor import HostActor
+from flowrl.runtime.host.host_engine import HostSpec
+from flowrl.runtime.host.processes import Processes, pid_space
+
+STOP_WITHIN_S = 6.0
+ANSWER_WITHIN_S = 1.5
+"""A process that answers at all does it sooner, also while a node holds its event loop."""
+KILLED_WITHIN_S = 2.0
+"""Ray kills a host at once, if Ray is alive."""
+
+
+class Hosts:
+    """All hosts of one run, by name."""
+
+    def __init__(
+        self, cluster: RayCluster, endpoint: Endpoint, on_death: Callable[[FlowrlError], None] = lambda _: None
+    ) -> None:
+        self._cluster = cluster
+        self._on_death = on_death
+        self._processes = Processes()
+        """Those of the hosts on this machine."""
+        self._rays = Processes()
+        self._head: asyncio.Task[None] | None = None
+        self._endpoint = endpoint
+        self._actors: dict[str, Any] = {}
+        self._specs: dict[str, HostSpec] = {}
+        self._late: dict[str, tuple[float, asyncio.Future[list[dict[str, Any]]]]] = {}
+        """Host that has not answered in time -> (asked at, its answer)."""
+        self.pids: dict[str, int] = {}
+        self.death: FlowrlError | None = None
+        """The first death of a process; what else fails in the meantime is its consequence."""
+
+    def __iter__(self) -> Any:
+        return iter(self._actors)
+
+    async def start(self, slots: Sequence[HostSlot], specs: Mapping[str, HostSpec]) -> None:
+        """Processes up, sockets bound, everybody connected to everybody, nodes built."""
+        self._specs = dict(specs)
+        self._follow_ray()
+        for index, slot in enumerate(slots):
+            self._actors[slot.host] = self._cluster.spawn(HostActor, index, slot, specs[slot.host])
+        opened = await self.ask("open")
+        self.pids = {host: answer["pid"] for host, answer in opened.items()}
+        addresses: dict[str, Address] = {host: answer["address"] for host, answer in opened.items()}
+        addresses[self._endpoint.host] = self._endpoint.address
+        for host, address in addresses.items():
+            if host != self._endpoint.host:
+                self._endpoint.connect(host, address)
+        for host, answer in opened.items():
+            if answer["pids"] == pid_space() and answer["pid"] != os.getpid():
+                self._processes.follow(host, answer["pid"], self._has_ended)
+        meeting = {host: answer["meeting"] for host, answer in opened.items()}
+        await self.ask("wire", addresses, self._gang_addresses(meeting))
+
+    def _follow_ray(self) -> None:
+        for name, pid in self._cluster.processes().items():
+            self._rays.follow(name, pid, self._ray_has_ended)
+        if (head := self._cluster.head()) is not None:
+            self._head = asyncio.create_task(outlive(head, patience_s=HEAD_AWAY_S))
+            self._head.add_done_callback(self._head_has_ended)
+
+    def _has_ended(self, host: str) -> None:
+        self._on_death(self._dead(host, ""))
+
+    def _head_has_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._ray_has_ended("head")
+
+    def _ray_has_ended(self, name: str) -> None:
+        """Ray's library would end this process a minute later."""
+        error = self._cluster.has_lost(name)
+        self.death = self.death or error
+        self._on_death(error)
+
+    def _dead(self, host: str, why: str) -> FlowrlError:
+        """The process of `host` is no more: what waits for it fails. A host does not outlive Ray: then that is told."""
+        self._rays.look()
+        if self.death is None and not self._cluster.head_answers():
+            self._ray_has_ended("head")
+        place = self._specs[host].places[0]
+        reason = f"the process of host {host!r} (pid {self.pids.get(host)}) died: killed, out of memory, or crashed"
+        self.death = self.death or NodeFailed(self._node(host), place.replica, reason + why)
+        self._endpoint.peer_failed(host, reason)
+        return self.death
+
+    def _gang_addresses(self, meeting: Mapping[str, str]) -> dict[str, str]:
+        """Where the ranks of each node meet: on the machine of its replica 0."""
+        return {
+            place.node: meeting[host]
+            for host, spec in self._specs.items()
+            for place in spec.places
+            if place.replica == 0
+        }
+
+    async def ask(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call `method` on every host at once. Raises the first NodeFailed."""
+        answers = await asyncio.gather(*(self.ask_one(host, method, *args) for host in self._actors))
+        return dict(zip(self._actors, answers, strict=True))
+
+    async def ask_one(self, host: str, method: str, *args: Any) -> Any:
+        """Call `method` on one host; a failure, or the death of its process, is raised."""
+        from ray.exceptions import ActorDiedError, RayActorError, RayError
+
+        try:
+            answer = await asyncio.wrap_future(getattr(self._actors[host], method).remote(*args).future())
+        except (ActorDiedError, RayActorError) as error:
+            raise self._dead(host, _rays_word(error)) from None
+        except RayError as error:
+            raise NodeFailed(self._node(host), 0, f"its host {host!r} could not do {method!r}: {error}") from None
+        if isinstance(answer, dict) and "failure" in answer:
+            raise _failure(answer["failure"])
+        return answer
+
+    def _node(self, host: str) -> str:
+        return ", ".join(place.node for place in self._specs[host].places)
+
+    async def reports(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """What the replicas of every host do and wait for, and the hosts that do not answer, with for how long.
+
+        Takes ANSWER_WITHIN_S at most. Raises NodeFailed for a host whose process has died.
+        """
+        now = time.monotonic()
+        asked = {host: self._late.get(host) or (now, self._ask_for_report(host)) for host in self._actors}
+        if asked:
+            await asyncio.wait([answer for _, answer in asked.values()], timeout=ANSWER_WITHIN_S)
+        for host, late in asked.items():
+            if late[1].done():
+                self._late.pop(host, None)
+            else:
+                self._late.setdefault(host, late)
+        reports = [report for _, answer in asked.values() if answer.done() for report in answer.result()]
+        return reports, self.silent()
+
+    def _ask_for_report(self, host: str) -> asyncio.Future[list[dict[str, Any]]]:
+        return asyncio.ensure_future(self.ask_one(host, "waits"))
+
+    def silent(self) -> dict[str, float]:
+        """The hosts that let the last question pass -> for how many seconds they have not answered it."""
+        now = time.monotonic()
+        return {host: now - since for host, (since, answer) in self._late.items() if not answer.done()}
+
+    def replica_ids(self, host: str) -> list[str]:
+        """The node replicas of a host."""
+        return [place.replica_id for place in self._specs[host].places]
+
+    async def stop(self, *, within_s: float = STOP_WITHIN_S) -> list[NodeFailed]:
+        """Orderly if the hosts still answer, by force after `within_s` seconds. Returns what went wrong with it."""
+        self._processes.expect_ends()
+        self._rays.expect_ends()
+        for _, answer in self._late.values():
+            answer.cancel()
+        tasks = {host: asyncio.ensure_future(self.ask_one(host, "stop")) for host in self._actors}
+        if tasks:
+            _, late = await asyncio.wait(tasks.values(), timeout=within_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for host in self._actors:
+            self._cluster.kill(host)
+        await self._processes.end(within_s=0.0 if self._cluster.lost else KILLED_WITHIN_S)
+        self._rays.close()
+        if self._head is not None:
+            self._head.cancel()
+        return [failed for host, task in tasks.items() for failed in self._ill_closed(host, task, within_s)]
+
+    def _ill_closed(self, host: str, task: asyncio.Future[Any], within_s: float) -> list[NodeFailed]:
+        """How the nodes of a host failed to close; nothing where a process has died, which is told as such."""
+        if self.death is not None:
+            return []
+        if task.cancelled():
+            return [NodeFailed(self._node(host), 0, f"it had not closed after {within_s:g} s, and was killed")]
+        if isinstance(error := task.exception(), NodeFailed):
+            return [error]
+        return [_failure(report) for report in task.result()]
+
+
+def _rays_word(error: Exception) -> str:
+    """What Ray knows about a death beyond its list of common causes."""
+    line = next((line for line in str(error).splitlines() if "Worker exit detail:" in line), "")
+    detail = line.partition("Worker exit detail:")[2].partition("Some common causes")[0].strip()
+    return f" ({detail.rstrip('.')})" if detail else ""
+
+
+def _failure(report: Mapping[str, Any]) -> NodeFailed:
+    return NodeFailed(
+        report["node"],
+        report["replica"],
+        report["reason"],
+        remote_traceback=report.get("traceback", ""),
+        ticket=report.get("ticket"),
+    )

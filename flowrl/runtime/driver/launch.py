@@ -1,0 +1,346 @@
+"""`flowrl run`: from a declared graph to a finished run directory.
+
+What a user can get wrong is found before Ray starts: the graph's checks, the run directory, then every
+node's preflight (models, tokenizer, task, reward, one trial reward).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.check import check
+from flowrl.graph.graph import Graph
+from flowrl.graph.load import dump, user_code
+from flowrl.graph.machine import Cluster
+from flowrl.graph.plan import HostPlan, Plan, make_plan, routes_of
+from flowrl.runtime.checkpoints import resume
+from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
+from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.ledger.terms import Terms
+
+if TYPE_CHECKING:
+    from flowrl.channel.endpoint import CurveKeys
+    from flowrl.runtime.audit.audit import AuditReport
+    from flowrl.runtime.driver.cluster import RayCluster
+    from flowrl.runtime.driver.driver import Driver, Outcome
+    from flowrl.runtime.telemetry.view import View
+
+RAY_PARTS = 10_000
+"""Ray counts resources in ten-thousandths; rounded down, parts never add up to more than the whole."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run can say of itself."""
+
+    run_dir: Path
+    outcome: Outcome
+    audit: AuditReport | None
+    """None for graphs without admission: they have no tickets to prove anything by."""
+
+
+@dataclass
+class Launch:
+    """One launch of one graph."""
+
+    graph_file: Path
+    graph: Graph
+    config: Any
+    options: RunOptions
+
+    def run(self) -> Result:
+        """Check, prepare, run, audit. Raises FlowrlError with all there is to say."""
+        from flowrl.runtime.driver.cluster import RayCluster
+
+        cluster = RayCluster()
+        directory = RunDir(self.options.run_dir or RunDir.fresh(self.graph.name))
+        try:
+            machines = self._machines(cluster)
+            with user_code(self.graph_file):
+                check(self.graph, machines).raise_for_problems()
+            directory.claim(resume=self.options.resume)
+            return self._claimed(directory, machines, cluster)
+        finally:
+            cluster.stop()
+            directory.release()
+
+    def _machines(self, cluster: RayCluster) -> Cluster:
+        """A running cluster is joined now, as the plan follows its machines; one's own Ray starts later."""
+        if not os.environ.get("RAY_ADDRESS"):
+            return Cluster.here()
+        cluster.start(graph_dir=self.graph_file.parent, num_cpus=0, num_gpus=0)
+        return cluster.machines()
+
+    def _claimed(self, directory: RunDir, machines: Cluster, cluster: RayCluster) -> Result:
+        from flowrl.runtime.audit.audit import audit
+
+        version, resume_from = directory.newest_checkpoint() if self.options.resume else (0, None)
+        if resume_from is not None:
+            self._check_steps(version)
+        self._check_keep_best()
+        plan = make_plan(self.graph, machines)
+        if plan.admission is None and not any(node.gang for node in self.graph.nodes.values()):
+            self._check_stepless()
+        versions: dict[str, int] = {}
+        if resume_from is not None:
+            versions = resume.require(resume_from, self.graph, plan, self.options.seed)
+        self._preflight()
+        view = self._open_view(plan, directory.path)
+        view.progress("driver", f"records go to {directory.path}")
+        if resume_from is not None and (changed := directory.changed_config(dump(self.config))):
+            view.warning(f"--resume with other options than the run was started with: {'; '.join(changed)}")
+        for problem in directory.damaged:
+            assert resume_from is not None
+            view.warning(f"checkpoint {problem}; going on from {resume_from.name}, and it is put aside")
+        try:
+            with private():
+                if resume_from is None:
+                    self.describe(directory, plan)
+                if not cluster.started:
+                    view.progress("driver", "starting Ray")
+                    num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
+                    cluster.start(graph_dir=self.graph_file.parent, num_cpus=num_cpus, num_gpus=machines.num_gpus)
+                job = _Prepared(self, directory, plan, version, resume_from, versions)
+                try:
+                    outcome = asyncio.run(job.drive(cluster, view))
+                except asyncio.CancelledError:  # a second interrupt
+                    raise KeyboardInterrupt from None
+        finally:
+            view.close()
+        return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
+
+    def _preflight(self) -> None:
+        """Every node's trial. All that is wrong becomes one message; what several nodes say is said once."""
+        found: dict[str, None] = {}
+        for node in self.graph.nodes.values():
+            try:
+                with user_code(self.graph_file):
+                    node.preflight()
+            except ConfigError as error:
+                found[str(error)] = None
+        if len(found) > 1:
+            raise ConfigError(
+                f"the run cannot start, {len(found)} problems:" + "".join(f"\n- {text}" for text in found)
+            )
+        if found:
+            raise ConfigError(*found)
+
+    def _open_view(self, plan: Plan, run_dir: Path) -> View:
+        from rich.console import Console
+
+        from flowrl.runtime.telemetry.board import Board
+        from flowrl.runtime.telemetry.view import open_view
+
+        board = Board(
+            name=self.graph.name,
+            run_dir=str(run_dir),
+            steps=self.options.steps,
+            bound=plan.numbers.max_staleness,
+            capacities={edge.name: edge.capacity for edge in plan.edges},
+        )
+        return open_view(board, Console(force_terminal=False if self.options.plain else None))
+
+    def _check_steps(self, version: int) -> None:
+        if self.options.steps is not None and self.options.steps <= version:
+            raise ConfigError(
+                f"--resume: the newest checkpoint is of step {version} and --steps is {self.options.steps}; nothing is "
+                "left to do, ask for more steps"
+            )
+
+    def _check_stepless(self) -> None:
+        for option, value in (("--steps", self.options.steps), ("--save-every", self.options.save_every)):
+            if value:
+                raise ConfigError(
+                    f"{option} counts the batches of a trainer, and the graph has none: it runs until its data end; "
+                    f"leave {option} out"
+                )
+
+    def _check_keep_best(self) -> None:
+        if self.options.keep_best and not any(hasattr(node, "evaluate") for node in self.graph.nodes.values()):
+            raise ConfigError(
+                "--keep-best needs held-out scores, but the graph evaluates nothing; add an Evaluation node (in the "
+                "graphs of flowrl: --evaluate N), or leave --keep-best out"
+            )
+
+    def describe(self, directory: RunDir, plan: Plan) -> None:
+        """Write what the run is, `config.json` and `graph.json`."""
+        directory.write("config.json", self._describe())
+        directory.write("graph.json", plan.to_json())
+
+    def _describe(self) -> dict[str, Any]:
+        options = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self.options).items()}
+        return {
+            "graph": self.graph.name,
+            "graph_file": str(self.graph_file),
+            "config": dump(self.config),
+            "options": options,
+            "command": sys.argv,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **provenance(self.graph_file),
+        }
+
+
+@dataclass
+class _Prepared:
+    """A launch whose checks are done."""
+
+    launch: Launch
+    directory: RunDir
+    plan: Plan
+    version: int
+    resume_from: Path | None
+    versions: Mapping[str, int]
+    """Trainer -> the version that it goes on from."""
+
+    async def drive(self, cluster: RayCluster, view: View) -> Outcome:
+        """Open the driver's endpoint and the ledger, and run."""
+        from flowrl.channel.endpoint import CurveKeys, Endpoint
+        from flowrl.channel.sweep import remove_run, sweep
+        from flowrl.runtime.driver.cluster import HostSlot
+        from flowrl.runtime.driver.driver import Driver, Job
+
+        sweep()
+        run_id = uuid.uuid4().hex[:12]
+        tcp = len({host.machine for host in self.plan.hosts}) > 1
+        curve = CurveKeys.new() if tcp else None
+        endpoint = Endpoint(
+            "driver",
+            run_id=run_id,
+            driver_pid=os.getpid(),
+            curve=curve,
+            failed=lambda error: driver.fail(error),
+        )
+        await endpoint.open(tcp=tcp)
+        slots = tuple(HostSlot(h.name, *self._claim(h), h.cores, h.machine) for h in self.plan.hosts)
+        cluster.place(slots)
+        job = Job(
+            graph=self.launch.graph,
+            plan=self.plan,
+            options=self.launch.options,
+            run_dir=self.directory.path,
+            slots=slots,
+            specs={host.name: self._spec(host, run_id, tcp, curve) for host in self.plan.hosts},
+            resume_from=self.resume_from,
+            start_version=self.version,
+            start_versions=self.versions,
+            rewind=self._rewind,
+        )
+        with writing(self.directory.path):
+            driver = Driver(job, cluster, endpoint, view, dump(self.launch.config))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: driver.unretrieved(context))
+        try:
+            with _signals(driver, view):
+                return await driver.run()
+        finally:
+            await endpoint.close()
+            remove_run(run_id)
+
+    def _rewind(self) -> None:
+        """Make the run's files those of the checkpoint that it goes on from; nothing to do for a fresh run."""
+        if self.resume_from is not None:
+            terms = Terms.of(self.plan.to_json())
+            resume.rewind(self.directory.path, self.resume_from, self.version, terms)
+            self.launch.describe(self.directory, self.plan)
+
+    def _claim(self, host: HostPlan) -> tuple[float, float]:
+        """(cpus, gpus) that Ray reserves: hosts that take turns reserve their devices once, in equal parts."""
+        sharers = sum(other.lease == host.lease for other in self.plan.hosts) if host.lease else 1
+        cpus, gpus = (math.floor(amount / sharers * RAY_PARTS) / RAY_PARTS for amount in (host.cpus, host.num_gpus))
+        return cpus, gpus
+
+    def _spec(self, host: HostPlan, run_id: str, tcp: bool, curve: CurveKeys | None) -> Any:
+        from flowrl.runtime.host.host_engine import HostSpec
+
+        return HostSpec(
+            host=host.name,
+            run_id=run_id,
+            driver_pid=os.getpid(),
+            graph_file=str(self.launch.graph_file.resolve()),
+            config=dump(self.launch.config),
+            places=tuple(self._place(replica_id, host, run_id) for replica_id in host.nodes),
+            plan=self.plan,
+            cores=host.cores,
+            tcp=tcp,
+            curve=curve,
+        )
+
+    def _place(self, replica_id: str, host: HostPlan, run_id: str) -> Any:
+        from flowrl.runtime.host.context import ReplicaPlace
+
+        node, replica = replica_id.split("/")
+        return ReplicaPlace(
+            node=node,
+            replica=int(replica),
+            num_replicas=self.launch.graph.placed[node].replicas,
+            run_dir=str(self.directory.path.resolve()),
+            seed=self.launch.options.seed,
+            steps=self.launch.options.steps,
+            cores=host.cores,
+            gpus=host.gpus,
+            resume_dir=str(self.resume_from.resolve()) if self.resume_from else None,
+            start_version=self.versions.get(node, self.version),
+            run_id=run_id,
+            max_staleness=self.plan.numbers.max_staleness,
+            window=self.plan.numbers.window,
+            own_clock=node in self.plan.own_clock,
+            lease=host.lease,
+            weight_routes=routes_of(self.plan, node),
+        )
+
+
+class _signals:
+    """SIGINT and SIGTERM end the run in order, a second one at once; SIGUSR1 tells who waits for what.
+
+    Who sends SIGTERM kills some time after it, so a checkpoint is made as soon as can be.
+    """
+
+    def __init__(self, driver: Driver, view: View) -> None:
+        self._driver = driver
+        self._view = view
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def __enter__(self) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop(begin: Callable[[], None]) -> None:
+            if not self._driver.interrupted:
+                begin()
+            elif not task.cancelling():
+                self._view.progress("driver", "stopping at once")
+                task.cancel()
+
+        loop.add_signal_handler(signal.SIGINT, stop, self._driver.interrupt)
+        loop.add_signal_handler(signal.SIGTERM, stop, self._driver.terminate)
+        loop.add_signal_handler(signal.SIGUSR1, self._tell)
+
+    def __exit__(self, *error: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _tell(self) -> None:
+        async def report() -> None:
+            self._view.warning(await self._driver.describe())
+
+        task = asyncio.get_running_loop().create_task(report())
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+
+def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions) -> Result:
+    """Run `graph`, built from `graph_file` with `config`."""
+    return Launch(graph_file, graph, config, options).run()
+
+
+__all__ = ["Launch", "Result", "run"]

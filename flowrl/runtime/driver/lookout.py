@@ -1,0 +1,165 @@
+"""The driver's lookout: deadlocks are proven, standstills and hosts that do not answer are told by name.
+
+A deadlock is proven by two looks that show the same replicas stuck (`stall`) and unmoved, and between
+them FLUSHES rounds in which every process hears that all it had sent has arrived: frames of a link keep their order.
+One round would do for messages; what arrives may be answered by the driver, and a connection that was made anew
+first asks what was lost, so there are more.
+
+Waits: each question to a host has a limit. A host that lets it pass is not asked again until it has answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from flowrl.channel.endpoint import Endpoint
+from flowrl.errors import Stalled
+from flowrl.runtime.driver.hosts import Hosts
+from flowrl.runtime.driver.stall import Report, Standstill, Topology, deadlocked, describe
+
+LOOK_EVERY_S = 5.0
+FLUSHES = 3
+FLUSHED_WITHIN_S = 5.0
+TELL_AFTER_S = 10.0
+"""A host that has not answered for so long is named, and again each time it has been twice as long."""
+SILENT = "it is stopped, or held by code that keeps the GIL"
+
+
+class Lookout:
+    """Watches the hosts of one run. `warn(text)` tells the user."""
+
+    def __init__(self, hosts: Hosts, endpoint: Endpoint, topology: Topology, warn: Callable[[str], None]) -> None:
+        self._hosts = hosts
+        self._endpoint = endpoint
+        self._topology = topology
+        self._warn = warn
+        self._standstill = Standstill()
+        self._doing: list[str] = []
+        self._blocking: set[str] = set()
+        """Lines of code that have been reported to hold an event loop."""
+        self._tell_of_host_at_s: dict[str, float] = {}
+        """Host that does not answer -> the silence that is told of next."""
+        endpoint.on("ping", self._ping)
+
+    async def _ping(self, host: str, body: Any) -> None:
+        """What `host` sent before has arrived."""
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """The driver works on something that will move the run: a checkpoint, the set-up."""
+        self._doing.append(what)
+        try:
+            yield
+        finally:
+            self._doing.remove(what)
+
+    async def watch(self, every_s: float) -> None:
+        """Look again and again. Raises Stalled for a deadlock, NodeFailed for a host that has died."""
+        while True:
+            await asyncio.sleep(every_s)
+            await self.look()
+
+    async def look(self) -> None:
+        reports = await self._reports()
+        self._tell_of_blocking(reports)
+        self._tell_of_silence()
+        if self._stuck(reports) and (proof := await self._proof()):
+            raise Stalled(f"the run is deadlocked: no node works and nothing is under way.\n{proof}")
+        if (for_s := self._standstill.look(reports, time.monotonic())) is not None:
+            self._warn(f"nothing has moved for {for_s:.0f} s.\n{self._described(reports)}")
+
+    async def describe(self) -> str:
+        """What everybody does and waits for, within some seconds whatever state the hosts are in."""
+        return self._described(await self._reports())
+
+    def _described(self, reports: list[Report]) -> str:
+        return "\n".join([describe(reports, self._topology), *(f"  the driver: {what}" for what in self._doing)])
+
+    # Deadlocks
+
+    def _stuck(self, reports: list[Report]) -> set[str]:
+        return deadlocked(reports, self._topology, driver=self._doing)
+
+    async def _proof(self) -> str:
+        """What the deadlocked nodes wait for; "" if they are not proven to be deadlocked."""
+        first = await self._reports()
+        if not self._stuck(first) or not await self._flushed():
+            return ""
+        second = await self._reports()
+        stuck = self._stuck(first) & self._stuck(second)
+        moved = {report["node"] for report in first} - _unmoved(first, second)
+        return "" if not stuck or stuck & moved else self._described(second)
+
+    async def _flushed(self) -> bool:
+        """Whether everything that was under way between any two processes has arrived."""
+        hosts = list(self._hosts)
+        body = {"peers": [*hosts, self._endpoint.host]}
+        try:
+            async with asyncio.timeout(FLUSHED_WITHIN_S):
+                for _ in range(FLUSHES):
+                    await asyncio.gather(*(self._endpoint.request(host, "flush", body) for host in hosts))
+        except TimeoutError:
+            return False
+        return True
+
+    # Hosts
+
+    async def _reports(self) -> list[Report]:
+        """Of every replica. Those in a host that does not answer are taken for alive."""
+        reports, silent = await self._hosts.reports()
+        unknown = [(replica_id, host) for host in silent for replica_id in self._hosts.replica_ids(host)]
+        return [*reports, *(self._of_silent(replica_id, host, silent[host]) for replica_id, host in unknown)]
+
+    def _of_silent(self, replica_id: str, host: str, for_s: float) -> Report:
+        text = f"its process, host {host!r}, has not answered for {for_s:.0f} s: {SILENT}"
+        return {"node": replica_id, "alive": [text], "waits": [], "moves": -1, "ended": False}
+
+    def _tell_of_blocking(self, reports: list[Report]) -> None:
+        """Name code that holds an event loop right now, once; the host tells how long it was afterwards."""
+        for report in reports:
+            if (where := report.get("still")) and where not in self._blocking:
+                self._blocking.add(where)
+                self._warn(f"{report['node']}: its event loop stands still at {where}")
+
+    def _tell_of_silence(self) -> None:
+        """Name hosts that have not answered for long, rarely, and tell when they answer again."""
+        silent = self._hosts.silent()
+        for host in [host for host in self._tell_of_host_at_s if host not in silent]:
+            del self._tell_of_host_at_s[host]
+            self._warn(f"host {host!r} answers again")
+        for host, for_s in silent.items():
+            if for_s >= self._tell_of_host_at_s.get(host, TELL_AFTER_S):
+                self._tell_of_host_at_s[host] = 2 * for_s
+                nodes = ", ".join(self._hosts.replica_ids(host))
+                self._warn(f"host {host!r} ({nodes}) has not answered for {for_s:.0f} s: {SILENT}")
+
+    async def answers(self, kind: str, asked: Mapping[str, Awaitable[Any]]) -> list[Any]:
+        """The answers of hosts to `kind`; whose answer is long in coming is told. Raises the first failure."""
+        tasks = {host: asyncio.ensure_future(answer) for host, answer in asked.items()}
+        began, tell_after_s = time.monotonic(), TELL_AFTER_S
+        try:
+            while True:
+                done, late = await asyncio.wait(
+                    tasks.values(), timeout=tell_after_s, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for task in done:
+                    task.result()
+                if not late:
+                    return [task.result() for task in tasks.values()]
+                names = ", ".join(host for host, task in tasks.items() if task in late)
+                self._warn(f"{kind!r} waits for {names}, for {time.monotonic() - began:.0f} s now")
+                tell_after_s *= 2
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+def _unmoved(first: list[Report], second: list[Report]) -> set[str]:
+    """The replicas that have not moved between two looks."""
+    before = {report["node"]: report["moves"] for report in first}
+    return {report["node"] for report in second if before.get(report["node"]) == report["moves"]}

@@ -1,0 +1,52 @@
+"""What the command line says about a run besides the graph's own config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flowrl.errors import ConfigError
+from flowrl.runtime.telemetry.alarms import Limits
+from flowrl.runtime.telemetry.sinks import check_sinks
+from flowrl.runtime.telemetry.trace_file import TraceMode
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `flowrl run`."""
+
+    steps: int | None = None
+    """Stop after this version; None: when the data end."""
+    run_dir: Path | None = None
+    """Where the run's records go; None: runs/GRAPH-TIME."""
+    resume: bool = False
+    """Go on from the newest checkpoint in `run_dir`."""
+    save_every: int = 0
+    """A checkpoint every n steps; 0: by time alone, and the one at the end."""
+    save_minutes: float = 10.0
+    """A checkpoint at the end of the batch after so many minutes without one; 0: none by time."""
+    keep: int = 2
+    """Checkpoints kept; 0: all."""
+    keep_best: bool = False
+    """Keep the checkpoint of the best held-out score as well; `best.json` names it."""
+    seed: int = 0
+    """Order of the data, sampling and initial values follow from it."""
+    plain: bool = False
+    """Plain lines instead of the live view."""
+    track: tuple[str, ...] = ()
+    """Further sinks of the metrics: tensorboard, wandb, trackio."""
+    trace: TraceMode = "sampled"
+    """sampled: `trace.json` has at most 16 MiB, and of a long run every nth group from prompt to gradient; full:
+    everything, however large; off: no trace."""
+    alarms: Limits = field(default_factory=Limits)
+    """Limits of the alarms in view and metrics."""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"--steps is {self.steps}; a run has at least 1, leave it out to use all the data")
+        for name in ("save_every", "save_minutes", "keep", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it has to be 0 or more")
+        if self.resume and self.run_dir is None:
+            raise ConfigError("--resume needs to know which run: give its directory with --run-dir")
+        check_sinks(self.track)

@@ -1,0 +1,52 @@
+"""What the driver asks of running hosts and node replicas, over the control link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flowrl.channel.endpoint import Endpoint
+from flowrl.graph.plan import Plan
+from flowrl.runtime.driver.lookout import Lookout
+
+
+class Orders:
+    """Requests to the hosts of one run. Every one raises what the host's answer is, if that is an error."""
+
+    def __init__(self, endpoint: Endpoint, plan: Plan, hosts: Iterable[str], lookout: Lookout) -> None:
+        self.plan = plan
+        self.hosts = hosts
+        self._endpoint = endpoint
+        self._lookout = lookout
+
+    async def ask(self, host: str, kind: str, body: Any = None) -> Any:
+        """The answer of one host to `kind`."""
+        return await self._endpoint.request(host, kind, body if body is not None else {})
+
+    async def ask_all(self, kind: str, body: Callable[[str], Any] = lambda host: {}) -> list[Any]:
+        """The answers of all hosts to `kind`; `body(host)` goes with it."""
+        return await self._lookout.answers(kind, {host: self.ask(host, kind, body(host)) for host in self.hosts})
+
+    def replicas(self, node: str) -> list[str]:
+        """["trainer/0", "trainer/1"]"""
+        found = [one for host in self.plan.hosts for one in host.nodes if one.rpartition("/")[0] == node]
+        return sorted(found, key=lambda one: int(one.rpartition("/")[2]))
+
+    def host_of(self, replica_id: str) -> str:
+        """The name of the host in which a node replica runs."""
+        return self.plan.host_of(replica_id).name
+
+    async def on_node(self, replica_id: str, method: str, **arguments: Any) -> Any:
+        """Call a coroutine method of one node replica in its host."""
+        body = {"replica_id": replica_id, "method": method, "arguments": arguments}
+        return await self.ask(self.host_of(replica_id), "node", body)
+
+    async def gate(self, replica_id: str, by: str, *, open_: bool) -> dict[str, int]:
+        """Let one node replica take items, as far as `by` goes, or not. Returns what each of its ports has taken."""
+        body = {"replica_id": replica_id, "by": by, "open": open_}
+        taken: dict[str, int] = await self.ask(self.host_of(replica_id), "gate", body)
+        return taken
+
+    async def reach(self, replica_id: str, taken: Mapping[str, int]) -> None:
+        """Let each port of a node replica take up to these numbers of items, and wait until it has."""
+        await self.ask(self.host_of(replica_id), "reach", {"replica_id": replica_id, "taken": taken})

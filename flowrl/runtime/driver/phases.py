@@ -1,0 +1,151 @@
+"""The phases of a run after its start, and the evaluations between them.
+
+Every evaluation sees one version. Before and after training admission is closed. One during training is
+due at the end of a batch: the trainers then take no further batch until it has ended, whereas prompts,
+generators and rewards work on what the tickets allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from flowrl.graph.graph import Graph, owner
+from flowrl.graph.plan import Plan
+from flowrl.runtime.checkpoints.best import Best
+from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.orders import Orders
+from flowrl.runtime.ledger.accounting import Accounting
+from flowrl.runtime.telemetry.metrics import Metrics
+from flowrl.runtime.telemetry.view import View
+
+
+class Run(Protocol):
+    """The state of a run that changes while it goes on, and what ends in a checkpoint: the driver."""
+
+    version: int
+    best: Best | None
+    accounting: Accounting
+    metrics: Metrics
+
+    @property
+    def interrupted(self) -> bool: ...
+    def unless_cancelled(self, task: asyncio.Task[Any]) -> None: ...
+    async def keep(self, best: Best) -> None: ...
+    async def write_checkpoint(self, version: int, *, best: Best | None = None) -> None: ...
+
+
+class Phases:
+    """Leads one run from its wired hosts to its last checkpoint."""
+
+    def __init__(self, run: Run, graph: Graph, plan: Plan, options: RunOptions, orders: Orders, view: View) -> None:
+        self._run = run
+        self._graph = graph
+        self._publish_every = plan.numbers.publish_every
+        self._options = options
+        self._orders = orders
+        self._view = view
+        self._during: asyncio.Task[None] | None = None
+        nodes = graph.nodes
+        self._evaluations = [name for name, node in nodes.items() if hasattr(node, "evaluate")]
+        self.trainers = [replica_id for name in plan.trainers for replica_id in orders.replicas(name)]
+        self._ended = {replica_id: asyncio.Event() for name in nodes for replica_id in orders.replicas(name)}
+        """Set when the body of the replica has returned."""
+        own = plan.own_clock
+        self._standing = [replica_id for replica_id in self.trainers if replica_id.split("/")[0] not in own]
+        """The trainers that stand at the batch's end after which an evaluation is due."""
+
+    async def run(self, running: Mapping[str, asyncio.Task[Any]]) -> dict[str, dict[str, float]]:
+        """Returns the results by phase when every host has ended."""
+        run, results = self._run, {}
+        if self._evaluations and run.version == 0:
+            results["before"] = await self._evaluate("before", self._evaluations)
+        self._view.progress("driver", "training")
+        run.accounting.resume_admission("start")
+        await self._end_of_training()
+        if self._during is not None:
+            await self._during
+        run.accounting.end_admission()
+        if self._evaluations and not run.interrupted:
+            await run.accounting.until_held(run.version)
+            results["after"] = await self._evaluate("after", self._evaluations)
+        for name in self._evaluations:
+            await self._orders.on_node(f"{name}/0", "finish")
+        await asyncio.gather(*running.values())
+        await run.write_checkpoint(run.version, best=self._better(results.get("after")))
+        return results
+
+    def due(self, version: int) -> bool:
+        """An evaluation follows the batch that made `version`."""
+        return bool(self._due(version)) and version != self._options.steps and not self._run.interrupted
+
+    async def hold(self, version: int) -> None:
+        """The trainers stand at the end of that batch: let them take no other, and evaluate."""
+        await self._gate(open_=False)
+        self._during = asyncio.create_task(self._evaluate_held(version))
+        self._during.add_done_callback(self._run.unless_cancelled)
+
+    def _due(self, version: int) -> list[str]:
+        """The evaluations of the first published version from each multiple of their `every` on."""
+        published = self._publish_every
+        if version % published:
+            return []
+        every = {name: getattr(self._graph.nodes[name], "every", 0) for name in self._evaluations}
+        return [name for name, n in every.items() if n and version // n > (version - published) // n]
+
+    async def _evaluate_held(self, version: int) -> None:
+        await self._run.accounting.until_held(version)
+        figures = await self._evaluate("during", self._due(version))
+        best = self._better(figures) if self._evaluations[0] in self._due(version) else None
+        if best is not None:
+            await self._run.keep(best)
+        await self._gate(open_=True)
+
+    async def _gate(self, *, open_: bool) -> None:
+        """Let the trainers take batches, or not."""
+        gate = self._orders.gate
+        await asyncio.gather(*(gate(replica_id, "evaluation", open_=open_) for replica_id in self._standing))
+
+    def _better(self, figures: Mapping[str, float] | None) -> Best | None:
+        """The current version, if it is to be kept as the best so far: the first evaluation decides."""
+        if figures is None or not self._options.keep_best:
+            return None
+        found = Best.of(self._run.version, figures)
+        return found if found.beats(self._run.best) else None
+
+    def node_ended(self, host: str, body: Mapping[str, str]) -> None:
+        """The word of a host that the body of a node replica has returned."""
+        self._ended[body["node"]].set()
+
+    async def _end_of_training(self) -> None:
+        """Until every trainer has taken its last batch. Without one: until all that an evaluation does not keep."""
+        kept = _kept_open(self._graph, self._evaluations)
+        rest = [replica_id for replica_id in self._ended if replica_id.split("/")[0] not in kept]
+        await asyncio.gather(*(self._ended[replica_id].wait() for replica_id in self.trainers or rest))
+
+    async def _evaluate(self, phase: str, names: Sequence[str]) -> dict[str, float]:
+        version = self._run.version
+        self._view.progress("driver", f"evaluation {phase} training, at version {version}")
+        answers = await asyncio.gather(
+            *(self._orders.on_node(f"{name}/0", "evaluate", phase=phase, step=version) for name in names)
+        )
+        figures: dict[str, float] = {}
+        for name, answer in zip(names, answers, strict=True):
+            for task in [key.removesuffix("exact_match") for key in answer if key.endswith("exact_match")]:
+                score, count = answer[f"{task}exact_match"], int(answer[f"{task}num_answers"])
+                self._view.evaluation(phase, version, score, count, task.removesuffix("/"))
+            prefix = "" if name == self._evaluations[0] else f"{name}/"
+            figures |= {f"{prefix}{key}": value for key, value in answer.items()}
+        self._run.metrics.evaluation(version, {f"evaluation/{key}": value for key, value in figures.items()})
+        if phase == "during":
+            self._view.progress("driver", "training")
+        return figures
+
+
+def _kept_open(graph: Graph, evaluations: Iterable[str]) -> set[str]:
+    """The evaluations, the nodes that go on answering them, and those that take from these."""
+    kept, edges = set(evaluations), [(owner(edge.out), owner(edge.into)) for edge in graph.edges]
+    while more := {receiver for sender, receiver in edges if sender in kept} - kept:
+        kept |= more
+    return kept

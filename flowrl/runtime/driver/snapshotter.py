@@ -1,0 +1,152 @@
+"""Takes snapshots of the running hosts and puts them back; `checkpoints.checkpoint` says what a snapshot is.
+
+Waits: for invocations to end or to wait, for what is under way to arrive, and for the threads that write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import threading
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flowrl.graph.node import Node
+from flowrl.runtime.checkpoints import checkpoint
+from flowrl.runtime.checkpoints.best import Best
+from flowrl.runtime.driver.orders import Orders
+from flowrl.runtime.ledger.accounting import Accounting
+from flowrl.runtime.ledger.ledger_file import LEDGER
+
+T = TypeVar("T")
+
+ASKED_FOR = 50
+"""Rounds in which hosts are asked whether anything moves at all; after them, whether messages do."""
+
+
+class Snapshotter:
+    """Snapshots of one run. The trainers stand at a batch's end and admission is closed whenever one is taken."""
+
+    def __init__(self, orders: Orders, nodes: Mapping[str, Node], run_dir: Path, *, keep: int) -> None:
+        self._orders = orders
+        self._nodes = nodes
+        self._run_dir = run_dir
+        self._keep = keep
+
+    async def write(
+        self, facts: Mapping[str, Any], accounting: Accounting, *, best: Best | None, spared: Collection[int]
+    ) -> str:
+        """Make a snapshot the newest checkpoint, and `best` what best.json says; returns the checkpoint's name.
+
+        Of the older checkpoints the last `keep` stay, and those of the `spared` steps.
+        """
+        version = facts["version"]
+        final = self._run_dir / "checkpoints" / f"step_{version:06d}"
+        temporary = final.with_name(f".{final.name}.tmp")
+
+        def publish(stop: threading.Event) -> None:
+            checkpoint.publish(temporary, final, {"step": version, "ledger_head": head}, stop)
+            if best is not None:
+                best.write(self._run_dir)
+            checkpoint.prune(final.parent, self._keep, spared=spared)
+
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            head = await self.take(facts, temporary, accounting)
+            await to_its_end(publish)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return final.name
+
+    async def take(self, facts: Mapping[str, Any], directory: Path, accounting: Accounting) -> str:
+        """Pause the graph, let it go on, and write all that it was, with `facts`, below `directory`.
+
+        What nodes write themselves they write while everything stands. Returns the head of the ledger there.
+        """
+        orders, snapshot = self._orders, checkpoint.Snapshot()
+        generators = self._with_method("snapshot")
+        for prefixes in await asyncio.gather(*(orders.on_node(replica_id, "snapshot") for replica_id in generators)):
+            snapshot.prefixes.update(prefixes)
+        await orders.ask_all("pause")
+        await self._until_still()
+        await asyncio.gather(*(self._take_from(host, snapshot) for host in orders.hosts))
+        await asyncio.gather(
+            *(
+                orders.on_node(replica_id, "checkpoint", path=str(directory))
+                for replica_id in self._with_method("checkpoint")
+            )
+        )
+        ledger, versions = accounting.as_of_now(), accounting.tickets.versions
+        head = accounting.ledger.head
+        await orders.ask_all("resume")
+        await asyncio.gather(*(orders.on_node(replica_id, "resume") for replica_id in generators))
+
+        def write(stop: threading.Event) -> None:
+            ledger.copy(directory / LEDGER)
+            checkpoint.write_state(directory, snapshot, {**facts, "versions": versions})
+
+        await to_its_end(write)
+        return head
+
+    async def _take_from(self, host: str, snapshot: checkpoint.Snapshot) -> None:
+        part = await self._orders.ask(host, "snapshot")
+        while page := await self._orders.ask(host, "kept"):
+            snapshot.messages += checkpoint.unpage(page)
+        snapshot.add(part)
+
+    async def _until_still(self) -> None:
+        """Until nothing is under way between any two hosts: a credit or an ack may call for another when it arrives.
+
+        The hosts are paused, so that comes to an end. Requests made outside of invocations may go on for ever; the
+        snapshot holds nothing of them, and they are waited for ASKED_FOR rounds only.
+        """
+        hosts = list(self._orders.hosts)
+        before: list[list[int]] = []
+        for number in itertools.count():
+            moved = await self._orders.ask_all("quiesce", lambda host: {"peers": hosts})
+            if moved == before or (number >= ASKED_FOR and [m for m, _ in moved] == [m for m, _ in before]):
+                return
+            before = moved
+
+    async def put_back(self, state: Mapping[str, Any]) -> None:
+        """Give states and messages of a checkpoint (`read_state`) to the hosts, before their nodes run."""
+        orders = self._orders
+        messages: dict[str, list[checkpoint.Saved]] = {host: [] for host in orders.hosts}
+        for producer, edge, consumer, envelope in state["messages"]:
+            name, replica = producer.split("/")
+            index = int(replica) % len(orders.replicas(name))
+            replica_id = f"{name}/{index}"
+            messages[orders.host_of(replica_id)].append((replica_id, edge, consumer, envelope))
+        states = {replica_id: checkpoint.beside(data) for replica_id, data in state["states"].items()}
+        told = {"sent": state["sent"], "cursors": state["cursors"], "states": states}
+        await orders.ask_all("restore", lambda host: told)
+        await asyncio.gather(*(self._give(host, kept) for host, kept in messages.items()))
+
+    async def _give(self, host: str, kept: list[checkpoint.Saved]) -> None:
+        for page in checkpoint.pages(kept):
+            await self._orders.ask(host, "send again", page)
+
+    def _with_method(self, method: str) -> list[str]:
+        """The replicas of the nodes that have it."""
+        names = [name for name, node in self._nodes.items() if hasattr(node, method)]
+        return [replica_id for name in names for replica_id in self._orders.replicas(name)]
+
+
+async def to_its_end(work: Callable[[threading.Event], T]) -> T:
+    """What `work(stop)` returns, in a thread. Cancelled, this sets `stop`, and ends when the thread has ended."""
+    stop = threading.Event()
+    # No task, but the executor's own future: the end of a loop cancels tasks, which does not end their threads.
+    thread = asyncio.get_running_loop().run_in_executor(None, work, stop)
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        stop.set()
+        while not thread.done():
+            with suppress(asyncio.CancelledError):  # once more is no reason to leave it writing
+                await asyncio.wait((thread,))
+        thread.exception()  # nobody waits for what it says now
+        raise

@@ -1,0 +1,166 @@
+"""Who waits for whom: the proof of a deadlock, and what is told of a standstill.
+
+A deadlock is a set of nodes of which none can move unless another of the set does. Each is without anything pending
+of its own (`host.pending`), and whoever could end any of its waits is in the set too. The driver is in it
+if it does nothing itself and all nodes are. That nothing is on its way to them either, `lookout` makes
+sure between two looks. No elapsed time enters into it.
+
+Everything else is a standstill: told after STALL_S with what each node does, and again each time it has become twice
+as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.graph.plan import Plan
+
+STALL_S = 120.0
+DRIVER = "the driver"
+
+Report = Mapping[str, Any]
+"""What `Replica.report` says of one node replica."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who can end whose wait: node names by port, by edge, and those behind the tickets."""
+
+    producers: Mapping[str, tuple[str, ...]]
+    """In or Serve port "node.port": nodes that send into it, or ask there."""
+    consumers: Mapping[str, tuple[str, ...]]
+    """Edge name: nodes that take from it."""
+    servers: Mapping[str, tuple[str, ...]]
+    """Call port "node.port": nodes that answer it."""
+    ticket_holders: tuple[str, ...]
+    """Nodes whose progress returns tickets: the senders of the edges `admit` waits for."""
+
+    @staticmethod
+    def of(plan: Plan) -> Topology:
+        """The topology of a plan's edges and admission."""
+        producers: dict[str, list[str]] = {}
+        servers: dict[str, list[str]] = {}
+        for edge in plan.edges:
+            producers.setdefault(edge.into, []).append(_owner(edge.out))
+            if edge.kind == "call":
+                servers.setdefault(edge.out, []).append(_owner(edge.into))
+        return Topology(
+            producers={port: tuple(nodes) for port, nodes in producers.items()},
+            consumers={edge.name: (_owner(edge.into),) for edge in plan.edges},
+            servers={port: tuple(nodes) for port, nodes in servers.items()},
+            ticket_holders=tuple(dict.fromkeys(policy for _, policy in plan.consumers)),
+        )
+
+    def others(self, kind: str, what: str) -> tuple[str, ...]:
+        """The nodes that end such a wait, for the telling."""
+        return self.ticket_holders if kind == "ticket" else self.enders(kind, what)
+
+    def enders(self, kind: str, what: str) -> tuple[str, ...]:
+        """All who can end such a wait. The driver stands for everybody: it moves when any node has moved."""
+        known = {"item": self.producers, "credit": self.consumers, "reply": self.servers}.get(kind, {})
+        return known.get(what, (DRIVER,))
+
+
+def _owner(port: str) -> str:
+    return port.split(".")[0]
+
+
+def deadlocked(reports: Iterable[Report], topology: Topology, *, driver: Sequence[str]) -> set[str]:
+    """The replicas that can only move when another of them does, if nothing is on its way to them.
+
+    `driver`: what the driver does by itself.
+    """
+    by_node: dict[str, list[Report]] = {}
+    for report in reports:
+        by_node.setdefault(_node(report), []).append(report)
+    stuck = {node for node, replicas in by_node.items() if not any(map(_moves_by_itself, replicas))}
+    if not driver and len(stuck) == len(by_node):
+        stuck.add(DRIVER)
+    while free := {node for node in stuck if not _enders(by_node.get(node, ()), topology) <= stuck}:
+        stuck -= free
+    return {str(r["node"]) for node in stuck for r in by_node.get(node, ()) if not r["ended"]}
+
+
+def _moves_by_itself(report: Report) -> bool:
+    return bool(report["alive"]) or not (report["waits"] or report["ended"])
+
+
+def _enders(replicas: Iterable[Report], topology: Topology) -> set[str]:
+    return {ender for report in replicas for kind, what, _ in report["waits"] for ender in topology.enders(kind, what)}
+
+
+def _node(report: Report) -> str:
+    return str(report["node"]).split("/")[0]
+
+
+def wait_for_cycle(waits: Mapping[str, Sequence[tuple[str, str]]], topology: Topology) -> list[str]:
+    """A cycle of nodes each waiting for the next, as lines; empty if there is none.
+
+    `waits` maps a node name to its (kind, what) waits.
+    """
+    steps = {
+        node: [(other, kind, what) for kind, what in held for other in topology.others(kind, what)]
+        for node, held in waits.items()
+    }
+    for start in steps:
+        path = _path_back(start, start, steps, {start})
+        if path:
+            return [f"{node} waits for {kind} of {what}, held up by {other}" for node, other, kind, what in path]
+    return []
+
+
+def _path_back(
+    node: str, goal: str, steps: Mapping[str, list[tuple[str, str, str]]], seen: set[str]
+) -> list[tuple[str, str, str, str]]:
+    for other, kind, what in steps.get(node, ()):
+        if other == goal:
+            return [(node, other, kind, what)]
+        if other not in seen:
+            seen.add(other)
+            rest = _path_back(other, goal, steps, seen)
+            if rest:
+                return [(node, other, kind, what), *rest]
+    return []
+
+
+def describe(reports: Iterable[Report], topology: Topology) -> str:
+    """The wait-for cycle if there is one, and what each node does or waits for."""
+    reports = list(reports)
+    waits: dict[str, list[tuple[str, str]]] = {}
+    for report in reports:
+        waits.setdefault(_node(report), []).extend((kind, what) for kind, what, _ in report["waits"])
+    cycle = wait_for_cycle(waits, topology)
+    head = ["wait-for cycle:", *(f"  {line}" for line in cycle)] if cycle else []
+    return "\n".join([*head, "every node:", *(f"  {_line(report)}" for report in reports)])
+
+
+def _line(report: Report) -> str:
+    if report["ended"]:
+        return f"{report['node']} has ended"
+    waits = "; ".join(f"{kind} of {what} for {for_s:.0f} s" for kind, what, for_s in report["waits"])
+    if not report["alive"]:
+        return f"{report['node']} waits: {waits or 'nothing it could name'}"
+    return f"{report['node']} works: {'; '.join(report['alive'])}" + (f" (waits: {waits})" if waits else "")
+
+
+@dataclass
+class Standstill:
+    """Since when nothing has moved, and when that is to be told."""
+
+    _last: Any = None
+    _since_s: float = 0.0
+    _tell_at_s: float = field(default=STALL_S)
+
+    def look(self, reports: Iterable[Report], now_s: float) -> float | None:
+        """For how many seconds nothing has moved, if that is to be told now."""
+        moves = {report["node"]: (report["moves"], report["ended"]) for report in reports}
+        if moves != self._last:
+            self._last, self._since_s, self._tell_at_s = moves, now_s, STALL_S
+            return None
+        for_s = now_s - self._since_s
+        if for_s < self._tell_at_s:
+            return None
+        self._tell_at_s = 2 * for_s
+        return for_s

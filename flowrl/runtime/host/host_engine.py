@@ -1,0 +1,383 @@
+"""One host's engine: builds the graph again, joins its nodes to their lanes, and runs them.
+
+Lifecycle: open -> wire -> setup -> run -> stop. Everything happens on one event loop, which nothing may
+block: nodes do heavy work in `blocking`. The first node that fails ends the run of its host; the driver
+ends the other hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.channel.control import Answer
+from flowrl.channel.endpoint import Address, Endpoint
+from flowrl.channel.stored import dump, dump_value, load_value
+from flowrl.channel.sweep import sweep
+from flowrl.errors import FlowrlError, WireError
+from flowrl.graph.load import rebuild
+from flowrl.runtime.activity.activity import OUTSIDE
+from flowrl.runtime.activity.ending import as_failure, ended_by_itself, is_cancelled
+from flowrl.runtime.activity.lease import Lease
+from flowrl.runtime.checkpoints.checkpoint import beside, pages, unpage
+from flowrl.runtime.host.context import DRIVER, ReplicaPlace
+from flowrl.runtime.host.failures import NodeError, attributed, failure_of, leaves_of, report_of
+from flowrl.runtime.host.meeting import meeting_place
+from flowrl.runtime.host.processes import pid_space
+from flowrl.runtime.host.replica import Replica
+from flowrl.runtime.host.wiring import join
+from flowrl.runtime.telemetry.trace import TraceBuffer
+
+REPORT_EVERY_S = 1.0
+TOLD_EVERY_S = 60.0
+"""Interval between warnings that name the invocations a checkpoint waits for."""
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """Everything a host process needs; plain data."""
+
+    host: str
+    run_id: str
+    driver_pid: int
+    graph_file: str
+    config: dict[str, Any]
+    places: tuple[ReplicaPlace, ...]
+    plan: Any
+    cores: tuple[int, ...]
+    tcp: bool
+    curve: Any = None
+
+
+class HostEngine:
+    """The engine of one host process; used on its own loop only."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self.spec = spec
+        self.trace = TraceBuffer()
+        self.endpoint = Endpoint(spec.host, run_id=spec.run_id, driver_pid=spec.driver_pid, curve=spec.curve)
+        self.replicas: dict[str, Replica] = {}
+        self._reporting: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._kept: Iterator[list[Any]] = iter(())
+        """The messages of a snapshot that are still to be handed over, in pages."""
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().set_exception_handler(self._unretrieved)
+
+    def fail(self, error: BaseException) -> None:
+        """An exception that nobody waits for ends the run of this host."""
+        self._fail(self._host_failure(error if isinstance(error, Exception) else ended_by_itself(error)))
+
+    def _fail(self, failure: dict[str, Any]) -> None:
+        if not self._broken.done():
+            self._broken.set_exception(NodeError(failure))
+            self._broken.exception()  # it counts as retrieved: there may be no run to raise it
+
+    def _unretrieved(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback or task raised, and nobody waited for it."""
+        error = context.get("exception")
+        if error is not None and not isinstance(error, asyncio.CancelledError):
+            self.fail(error)
+        else:
+            loop.default_exception_handler(context)
+
+    async def open(self) -> dict[str, Any]:
+        """Bind. The answer goes to every other host through the driver."""
+        if self.spec.tcp:
+            sweep()  # the driver does on its own machine
+        address: Address = await self.endpoint.open(tcp=self.spec.tcp)
+        handlers: dict[str, Answer] = {
+            "pause": self._pause,
+            "resume": self._resume,
+            "gate": self._gate,
+            "reach": self._reach,
+            "give up": self._give_up,
+            "quiesce": self._quiesce,
+            "ping": self._ping,
+            "flush": self._flush,
+            "snapshot": self._snapshot,
+            "kept": self._next_page,
+            "restore": self._restore,
+            "send again": self._send_again,
+            "node": self._node,
+            "report": self._report_now,
+            "trace level": self._set_trace_level,
+        }
+        for kind, handler in handlers.items():
+            self.endpoint.on(kind, handler)
+        meeting = meeting_place(alone=not self.spec.tcp)
+        return {"pid": os.getpid(), "pids": pid_space(), "address": address, "meeting": meeting}
+
+    async def wire(self, addresses: Mapping[str, Address], gangs: Mapping[str, str]) -> None:
+        """Build the graph again, one for each replica index, and join this host's nodes to their lanes."""
+        for host, address in addresses.items():
+            if host != self.spec.host:
+                self.endpoint.connect(host, address)
+        graphs = {place.replica: rebuild(self._graph_file(), self.spec.config)[0] for place in self.spec.places}
+        lease = Lease(self.spec.places[0].lease, self.spec.host, self.endpoint)
+        for place in self.spec.places:
+            graph = graphs[place.replica]
+            replica = Replica(graph.nodes[place.node], place, self.endpoint, self.trace, lease)
+            replica.context.gang_address = gangs[place.node]
+            replica.activity.died = functools.partial(self._died, replica)
+            self.replicas[place.replica_id] = replica
+            join(replica, graph, self.spec.plan, self.endpoint)
+        lease.nodes = [replica.node for replica in self.replicas.values()]
+        self._reporting = asyncio.get_running_loop().create_task(self._report())
+
+    def _graph_file(self) -> Path:
+        """Where the driver has it, or on another machine in the directory that Ray has brought along."""
+        path = Path(self.spec.graph_file)
+        return path if path.is_file() else Path.cwd() / path.name
+
+    async def setup(self) -> None:
+        """Every node's own set-up, one after the other: heavy imports in two threads at once break."""
+        await self._unless_broken(self._set_up_nodes())
+
+    async def _set_up_nodes(self) -> None:
+        for replica in self.replicas.values():
+            activity = replica.activity
+            with activity.pending.named(), activity.waiting(OUTSIDE, "its set-up", inside=None):
+                await self._named(replica, replica.node.setup())
+
+    async def run(self) -> None:
+        """Every node's body, until all have returned, or one has failed."""
+        await self._unless_broken(self._run_nodes())
+        self._send_report()
+
+    async def _unless_broken(self, body: Coroutine[Any, Any, None]) -> None:
+        """Until `body` has ended, or something that nobody waits for has failed."""
+        self._running = asyncio.create_task(body)
+        await asyncio.wait((self._running, self._broken), return_when=asyncio.FIRST_COMPLETED)
+        if not self._running.done():
+            self._broken.result()
+        await self._running
+
+    async def _run_nodes(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for replica in self.replicas.values():
+                tasks.create_task(self._run_node(replica))
+
+    async def _run_node(self, replica: Replica) -> None:
+        await self._named(replica, replica.run())
+        self.endpoint.notify(DRIVER, "ended", {"node": replica.place.replica_id})
+
+    async def _named(self, replica: Replica, body: Coroutine[Any, Any, None]) -> None:
+        """Run a node's coroutine; its failure becomes plain data that names the node. A node boundary."""
+        try:
+            await body
+        except BaseException as error:
+            failure = as_failure(error, cancelled=is_cancelled())
+            if not isinstance(failure, Exception):
+                raise
+            raise NodeError(failure_of(replica, failure)) from error
+
+    def _died(self, replica: Replica, error: BaseException) -> None:
+        """A task that the node started has died, and nobody awaits it."""
+        self._fail(failure_of(replica, error))
+
+    async def guarded(self, body: Coroutine[Any, Any, Any]) -> Any:
+        """The answer of `body`, or {"failure": ...} of the node that failed first."""
+        try:
+            return await body
+        except* NodeError as group:
+            failures = [error.report for error in leaves_of(group)]
+        except* FlowrlError as group:
+            first = leaves_of(group)[0]
+            failures = [self._host_failure(first)]
+        failures.sort(key=lambda report: report["consequence"])
+        return {"failure": failures[0]}
+
+    def _host_failure(self, error: BaseException) -> dict[str, Any]:
+        """A failure that belongs to no single node."""
+        place = self.spec.places[0]
+        return report_of(error) | {"node": ", ".join(p.node for p in self.spec.places), "replica": place.replica}
+
+    async def stop(self) -> list[dict[str, Any]]:
+        """End the bodies that still run, then close nodes and sockets. Returns how nodes failed to close."""
+        for replica in self.replicas.values():
+            replica.activity.died = _ignored
+        for task in (self._reporting, self._running):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait((task,))
+        failures = [failure for replica in self.replicas.values() if (failure := await self._close(replica))]
+        self._send_report()
+        await self.endpoint.close()
+        return failures
+
+    async def _close(self, replica: Replica) -> dict[str, Any] | None:
+        """None, or how the node failed to close; the others are closed in any case."""
+        try:
+            await self._named(replica, replica.node.close())
+        except NodeError as error:
+            return error.report
+        finally:
+            replica.context.close()
+        return None
+
+    async def waits(self) -> list[dict[str, Any]]:
+        return [replica.report() for replica in self.replicas.values()]
+
+    # What the driver asks over the control link
+
+    async def _pause(self, host: str, body: Any) -> None:
+        """Take nothing more, and when every invocation has ended or stands in a wait, send nothing more."""
+        for replica in self.replicas.values():
+            replica.gate("checkpoint", open_=False)
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle(), TOLD_EVERY_S)
+                break
+            for replica in self.replicas.values():
+                self._tell_of_turns(replica)
+        for replica in self.replicas.values():
+            replica.hold(True)
+
+    def _tell_of_turns(self, replica: Replica) -> None:
+        if replica.activity.working:
+            text = (
+                "a checkpoint waits for its invocations to end. If they wait for another item of this node, which "
+                "comes only after the checkpoint, put the wait inside `with self.context.waiting('what for'):`"
+            )
+            self.endpoint.notify(DRIVER, "warning", {"node": replica.place.replica_id, "text": text})
+
+    async def _resume(self, host: str, body: Any) -> None:
+        for replica in self.replicas.values():
+            replica.hold(False)
+            replica.gate("checkpoint", open_=True)
+
+    async def _idle(self) -> None:
+        """Until no invocation of any node here is inside user code."""
+        while any(replica.activity.working for replica in self.replicas.values()):
+            for replica in self.replicas.values():
+                await replica.activity.idle()
+
+    async def _gate(self, host: str, body: dict[str, Any]) -> dict[str, int]:
+        """Let one node take items, or not; invocations that have begun go on. How many each of its ports has taken."""
+        replica = self.replicas[body["replica_id"]]
+        replica.gate(body["by"], open_=body["open"])
+        return {name: port.num_taken for name, port in replica.inbound.items()}
+
+    def _give_up(self, host: str, body: dict[str, str]) -> None:
+        """A node has dropped a whole group."""
+        for replica in self.replicas.values():
+            replica.open_items.given_up.add(body["group_id"], body["state"], body["reason"])
+
+    async def _reach(self, host: str, body: dict[str, Any]) -> None:
+        """Let a node take so many items by each port, whatever its gates say."""
+        ports = self.replicas[body["replica_id"]].inbound
+        await asyncio.gather(*(ports[name].reach(taken) for name, taken in body["taken"].items()))
+
+    async def _quiesce(self, host: str, body: dict[str, Any]) -> tuple[int, int]:
+        """Everything that was under way from here has arrived. Counts of what ever moved here: messages, waits."""
+        await self._idle()
+        await asyncio.gather(*(self.endpoint.request(peer, "ping") for peer in body["peers"]))
+        return self.endpoint.moves(), sum(replica.activity.moves for replica in self.replicas.values())
+
+    async def _ping(self, host: str, body: Any) -> None:
+        """Frames of a link keep their order: what `host` sent before has arrived."""
+
+    async def _flush(self, host: str, body: dict[str, Any]) -> None:
+        """Returns when everything that was under way from here has arrived."""
+        await asyncio.gather(*(self.endpoint.request(peer, "ping") for peer in body["peers"]))
+
+    async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
+        """This host's part of a snapshot, but for the messages, which "kept" asks for; the host is paused."""
+        replicas = self.replicas.values()
+        for replica in replicas:
+            replica.context.ledger.flush()
+        self._kept = pages(
+            (replica.place.replica_id, *kept)
+            for replica in replicas
+            for out in replica.outbound.values()
+            for kept in out.unacked()
+        )
+        outs = {
+            f"{replica_id} {name}": out for replica_id, r in self.replicas.items() for name, out in r.outbound.items()
+        }
+        return {
+            "ended": [place for replica in replicas for place in replica.open_items.waiting_for_children()],
+            "lost": [(*place, dump(marker)) for replica in replicas for place, marker in replica.open_items.lost()],
+            "parts": [parts for out in outs.values() for parts in out.parts()],
+            "sent": [key for replica in replicas for key in replica.sent_already()],
+            "sent_before": list(set().union(*(out.sent_before for out in outs.values()))),
+            "left_out": list(set().union(*(out.left_out for out in outs.values()))),
+            "cursors": {name: out.cursor for name, out in outs.items()},
+            "states": {replica_id: beside(self._state(replica)) for replica_id, replica in self.replicas.items()},
+        }
+
+    def _state(self, replica: Replica) -> bytes:
+        with attributed(replica):
+            try:
+                return dump_value(dict(replica.node.state()))
+            except WireError as error:
+                raise FlowrlError(f"its `state()` cannot be stored in a checkpoint: {error}") from error
+
+    async def _next_page(self, host: str, body: Any) -> list[Any]:
+        """The next of this host's messages for the snapshot; none when all were asked for."""
+        return next(self._kept, [])
+
+    async def _restore(self, host: str, body: dict[str, Any]) -> None:
+        """Take up the states of a checkpoint."""
+        for replica_id, replica in self.replicas.items():
+            if replica_id in body["states"]:
+                with attributed(replica):
+                    replica.node.load_state(load_value(body["states"][replica_id]))
+            for name, out in replica.outbound.items():
+                out.sent_before.update(body["sent"])
+                out.cursor = body["cursors"].get(f"{replica_id} {name}", 0)
+
+    async def _send_again(self, host: str, page: list[Any]) -> None:
+        """Messages of a checkpoint: they go out on their lanes when the nodes run."""
+        for replica_id, edge, consumer, envelope in unpage(page):
+            self.replicas[replica_id].restore((edge, consumer, envelope))
+
+    async def _node(self, host: str, body: dict[str, Any]) -> Any:
+        """Call a node's coroutine method: checkpoint, snapshot, evaluate, finish."""
+        replica = self.replicas[body["replica_id"]]
+        method = getattr(replica.node, body["method"])
+        replica.activity.pending.enter()
+        with attributed(replica):
+            return await method(**body.get("arguments", {}))
+
+    # Reports
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            self._send_report()
+
+    async def _report_now(self, host: str, body: Any) -> None:
+        """The report is on its way before the answer, and so arrives before it."""
+        self._send_report()
+
+    def _set_trace_level(self, host: str, level: int) -> None:
+        self.trace.level = level
+
+    def _send_report(self) -> None:
+        self.endpoint.notify(
+            DRIVER,
+            "statistics",
+            {
+                "nodes": {replica_id: replica.context.meters.read() for replica_id, replica in self.replicas.items()},
+                "lanes": {name: stats.as_dict() for name, stats in self.endpoint.statistics().items()},
+                "trace": self.trace.drain(),
+            },
+        )
+
+    def loop_blocked(self, culprit: tuple[str, str], for_s: float) -> None:
+        """Told by the watch thread after the fact: the loop stood still."""
+        node, where = culprit
+        text = f"the event loop stood still for {for_s:.1f} s at {where}; use `await self.blocking(...)` there"
+        self.endpoint.notify(DRIVER, "warning", {"node": node or self.spec.host, "text": text})
+
+
+def _ignored(error: BaseException) -> None:
+    """The host is ending: do not report the exceptions that cancelling its tasks raises."""

@@ -1,0 +1,18 @@
+"""Where the ranks of a gang meet."""
+
+from __future__ import annotations
+
+import socket
+
+
+def meeting_place(*, alone: bool) -> str:
+    """ "host:port" on this machine, free right now, at which the ranks of a gang can meet.
+
+    `alone`: they are all on this machine.
+    """
+    import ray
+
+    address = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return f"{address}:{probe.getsockname()[1]}"

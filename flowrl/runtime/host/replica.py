@@ -1,0 +1,238 @@
+"""One node replica in its host: the node, its open items and its live ports."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.envelope import Envelope
+from flowrl.errors import FlowrlError
+from flowrl.graph.node import Node
+from flowrl.messages import Prompt, Tombstone
+from flowrl.runtime.activity.activity import Activity, in_invocation
+from flowrl.runtime.activity.ending import as_failure
+from flowrl.runtime.activity.lease import Lease
+from flowrl.runtime.activity.pending import reasons
+from flowrl.runtime.host.context import DRIVER, NodeContext, ReplicaPlace
+from flowrl.runtime.ports.inbound import Inbound
+from flowrl.runtime.ports.items import NOT_ROUTED, Item, OpenItems, samples_of
+from flowrl.runtime.ports.outbound import Kept, Outbound
+from flowrl.runtime.ports.requests import LiveCall
+from flowrl.runtime.telemetry.trace import TraceBuffer
+
+TRACED_WAIT_NS = 1_000_000
+"""Shorter waits are not worth a slice."""
+
+
+class Replica:
+    """Runs one node. Also where its in ports leave what is lost (`inbound.Losses`)."""
+
+    def __init__(self, node: Node, place: ReplicaPlace, endpoint: Endpoint, trace: TraceBuffer, lease: Lease) -> None:
+        self.node = node
+        self.place = place
+        self.activity = Activity(place.replica_id)
+        self.context = NodeContext(place, endpoint, self.activity, trace)
+        self.open_items = OpenItems(place.replica_id, self._ended)
+        self.inbound: dict[str, Inbound] = {}
+        self.outbound: dict[str, Outbound] = {}
+        self.calls: list[LiveCall] = []
+        self.lease = lease
+        self.trainers: frozenset[str] = frozenset()
+        """Those that what comes in here can come to, this node among them."""
+        self.every_trainer: frozenset[str] = frozenset()
+        """Those that an admitted group can come to by any branch."""
+        self._trace = trace
+        self._tasks = asyncio.TaskGroup()
+        self._restored: list[tuple[Outbound, Kept]] = []
+        self.ended = False
+        self._stopped_by: set[str] = set()
+        """Who keeps in ports from taking or out ports from sending."""
+        node.context = self.context
+
+    async def run(self) -> None:
+        """The body, then the end of its out ports. Raises what the body, or a loss on its way, raised."""
+        with self.activity.pending.named():
+            async with self._tasks as tasks:
+                for out, kept in self._restored:
+                    tasks.create_task(self._send_again(out, kept))
+                self._restored = []
+                tasks.create_task(self._body(asyncio.current_task()))
+        self.ended = True
+        self.context.ledger.flush()
+        for out in self.outbound.values():
+            out.close()
+        for call in self.calls:
+            call.close()
+
+    async def _body(self, whole: asyncio.Task[None] | None) -> None:
+        """The node's own code; the engine cancels it by cancelling `whole`, the task that `run` is."""
+        with self.open_items.noting_failure():
+            try:
+                await self.node.run()
+            except BaseException as error:
+                failure = as_failure(error, cancelled=whole is None or bool(whole.cancelling()))
+                raise failure from failure.__cause__
+
+    async def _send_again(self, out: Outbound, kept: Kept) -> None:
+        with self.activity.waiting("credit", kept[0], inside=None):
+            await out.restore(kept)
+
+    def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
+        self.book(items, marker)
+        if not self._unheard(items) and marker.state == "failed" and items[0].sent_on:
+            self.context.metric("failed_after_send", 1)  # all of it is on its way: the failure is its node's alone
+        self.forward(items, marker)
+
+    def book(self, items: Sequence[Item], marker: Tombstone) -> None:
+        lost_at = self.trainers.difference(*(out.trainers for out in self._sent(items)))
+        if lost_at:
+            self.context.ledger.lost(marker, sorted(lost_at))
+
+    def give_up(self, item: Item, state: str, reason: str) -> None:
+        """See `inbound.Losses`. Raises FlowrlError where a branch that does not pass here may still want the group."""
+        group_id = item.envelope.group_id
+        if not group_id:
+            raise FlowrlError(f"it dropped the group of a {type(item.body).__name__} that is of no group")
+        if others := self.every_trainer - self.trainers:
+            raise FlowrlError(
+                f"it dropped a whole group, which can still come to {', '.join(sorted(others))} by branches that do "
+                "not pass here; drop the sample alone"
+            )
+        marker = Tombstone(group_id, -1, state, reason, self.place.replica_id)
+        self.context.ledger.lost(marker, sorted(self.trainers))
+        body = {"group_id": group_id, "state": state, "reason": reason}
+        self.context.endpoint.notify(DRIVER, "give up", body)
+
+    def _ended(self, item: Item) -> None:
+        """What a trainer has let go of has to be booked by it."""
+        if self.place.node in self.trainers and item.lost is None:
+            self.context.ledger.finished(self.place.node, [sample.sample_id for sample in samples_of(item.body)])
+
+    def _sent(self, items: Sequence[Item]) -> list[Outbound]:
+        """The out ports on which something was made from `items`."""
+        names = set().union(*(item.sent_on for item in items))
+        return [out for out in self.outbound.values() if out.port in names]
+
+    def _unheard(self, items: Sequence[Item]) -> list[Outbound]:
+        """The out ports whose consumers have nothing of `items`, and take tombstones."""
+        sent = self._sent(items)
+        return [out for out in self.outbound.values() if out not in sent and out.carries_tombstones]
+
+    def forward(self, items: Sequence[Item], marker: Tombstone) -> None:
+        self._begin_forward(items, marker, self._unheard(items))
+
+    def _begin_forward(
+        self, items: Sequence[Item], marker: Tombstone, outs: Sequence[Outbound]
+    ) -> asyncio.Task[None] | None:
+        if not outs:
+            for item in items:
+                self.open_items.end(item)
+            return None
+        for item in items:
+            item.held = True  # its invocation may end before the marker is on its way
+        for out in outs:
+            out.leaving(+1)
+        forwarding = self._forward(items, marker, outs)
+        try:
+            return self._tasks.create_task(forwarding)
+        except RuntimeError:  # the node is ending by a failure: nothing goes out any more
+            forwarding.close()
+            return None
+
+    async def _forward(self, items: Sequence[Item], marker: Tombstone, outs: Sequence[Outbound]) -> None:
+        in_invocation.set(None)  # the invocation that it comes from goes on, or has ended
+        for out in outs:
+            await out.send_tombstone(marker, items)
+            out.leaving(-1)
+        for item in items:
+            self.open_items.end(item)
+
+    async def leave(self, items: Sequence[Item]) -> None:
+        """See `inbound.Losses`. Cancelled, it goes on by itself."""
+        if len(self.outbound) > 1 and (leaving := self._tell_elsewhere(items)) is not None:
+            await asyncio.shield(leaving)
+
+    def use_up(self, items: Sequence[Item]) -> None:
+        if len(self.outbound) == 1 or self._tell_elsewhere(items) is None:
+            for item in items:
+                self.open_items.end(item)
+
+    def _tell_elsewhere(self, items: Sequence[Item]) -> asyncio.Task[None] | None:
+        """Where samples are counted, those that were sent on other ports only are told of; None if there is nobody."""
+        outs = [out for out in self._unheard(items) if out.counted]
+        if not outs or not any(item.sent_on for item in items) or any(item.lost for item in items):
+            return None
+        first = items[0].envelope
+        alike = all(item.envelope.member == first.member for item in items)
+        ids = tuple(dict.fromkeys(sample.sample_id for item in items for sample in samples_of(item.body)))
+        member = first.member if alike else -1
+        marker = Tombstone(first.group_id, member, "dropped", NOT_ROUTED, self.place.replica_id, ids)
+        self.book(items, marker)
+        return self._begin_forward(items, marker, outs)
+
+    def sent_already(self) -> list[bytes]:
+        """Ids of what was made from items, or for a group, whose invocation goes on."""
+        admitted = [key for out in self.outbound.values() for key in out.sent_of_open_group()]
+        waiting = {key for out in self.outbound.values() for key in out.not_sent()}
+        outside = [key for out in self.outbound.values() for key in out.sent_outside()]
+        return [key for key in self.open_items.sent_by_open_items() if key not in waiting] + admitted + outside
+
+    async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
+        return await self.context.ledger.admit(self.place.node, samples, trainers=trainers)
+
+    def sent(self, envelope: Envelope) -> None:
+        self._trace.sent(self.place.replica_id, envelope)
+
+    def waited(self, what: str, since_ns: int) -> None:
+        now = time.time_ns()
+        if now - since_ns >= TRACED_WAIT_NS:
+            self._trace.slice(self.place.replica_id, what, since_ns, now, kind="wait")
+
+    def restore(self, kept: Kept) -> None:
+        """Send a checkpoint's message again, as soon as the node runs: the lane may have to wait for credit."""
+        ports = [out for out in self.outbound.values() if kept[0].startswith(f"{out.port} -> ")]
+        for out in ports:
+            out.leaving(+1)
+        self._restored += [(out, kept) for out in ports]
+
+    def flow(self, item: Item, *, begins: bool) -> None:
+        self._trace.item(self.place.replica_id, item.envelope, begins=begins)
+
+    def gate(self, by: str, *, open_: bool) -> None:
+        """Let in ports take items, or not, as far as `by` goes."""
+        self._stopped(by, not open_)
+        for port in self.inbound.values():
+            port.gate(by, open_=open_)
+
+    def hold(self, held: bool) -> None:
+        """Let out ports send, or not."""
+        self._stopped("hold", held)
+        for port in self.outbound.values():
+            port.hold(held)
+
+    def _stopped(self, by: str, stopped: bool) -> None:
+        if stopped:
+            self._stopped_by.add(by)
+        else:
+            self._stopped_by.discard(by)
+
+    def report(self) -> dict[str, Any]:
+        """What the stall watch is told: `alive` says why the node will move by itself, if it will."""
+        now = time.monotonic()
+        waits = [(wait.kind, wait.what, now - wait.since_s) for wait in self.activity.waits.values()]
+        if self._stopped_by and not self.ended:
+            waits.append(("barrier", "the driver, which keeps its ports closed", 0.0))
+        return {
+            "node": self.place.replica_id,
+            "ended": self.ended,
+            "moves": self.activity.moves,
+            "waits": waits,
+            "open": len(self.open_items),
+            "alive": self._alive(),
+        }
+
+    def _alive(self) -> list[str]:
+        return [] if self.ended else reasons(self.activity, asyncio.get_running_loop().time())

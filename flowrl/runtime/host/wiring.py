@@ -1,0 +1,123 @@
+"""Joins one node replica's ports to the lanes that the plan gives it."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from typing import Any, cast
+
+from flowrl.channel.control import Answer
+from flowrl.channel.dispatch import Inbox, OutEdge, Rule
+from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.lane import LaneSpec
+from flowrl.graph.branches import PortPlan, by_name
+from flowrl.graph.graph import Graph
+from flowrl.graph.plan import LanePlan, Plan
+from flowrl.graph.ports import Call, In, Out, Serve
+from flowrl.runtime.host.replica import Replica
+from flowrl.runtime.ports.inbound import Inbound
+from flowrl.runtime.ports.join import Joined
+from flowrl.runtime.ports.outbound import Outbound
+from flowrl.runtime.ports.requests import LiveCall, LiveServe
+
+
+def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None:
+    """Give every port of `replica` its live side. Ignored ports get one without lanes, unused calls none."""
+    node = graph.nodes[replica.place.node]
+    ways = by_name(plan.ports)
+    admitted = [ways[plan.admission["out"]]] if plan.admission is not None else plan.ports
+    replica.every_trainer = frozenset(trainer for way in admitted for trainer in _ends(plan, way))
+    rules: dict[str, Rule] = {edge.name: cast(Rule, edge.dispatch) for edge in plan.edges if edge.kind != "call"}
+    ends = {end for edge in plan.edges for end in (edge.out, edge.into)}
+    sink = not any(isinstance(port, Out) for port in node.ports.values())
+    for port in node.ports.values():
+        label = f"{replica.place.node}.{port.name}"
+        port.connected = label in ends
+        if isinstance(port, In):
+            arrivals = ways[label].arrivals
+            port.live = replica.inbound[port.name] = _inbound(replica, plan, endpoint, label, arrivals, sink=sink)
+            replica.trainers |= frozenset(_ends(plan, ways[label]))
+        elif isinstance(port, Out):
+            port.live = replica.outbound[port.name] = _outbound(replica, plan, endpoint, ways[label], rules)
+        elif isinstance(port, Call):
+            port.live = _call(replica, plan, endpoint, label)
+        elif isinstance(port, Serve):
+            port.live = _serve(replica, plan, endpoint, label)
+
+
+def _spec(lane: LanePlan) -> LaneSpec:
+    return LaneSpec(
+        name=lane.name,
+        edge=lane.edge,
+        producer=lane.producer,
+        consumer=lane.consumer,
+        producer_host=lane.producer_host,
+        consumer_host=lane.consumer_host,
+        capacity=lane.capacity,
+        kind="latest" if lane.kind == "latest" else "queue",
+        types=lane.types,
+    )
+
+
+def _ends(plan: Plan, way: PortPlan) -> tuple[str, ...]:
+    """The trainers beyond a port; in a graph without any, the one end that all branches have."""
+    return way.trainers if plan.trainers else ("",)
+
+
+def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, arrivals: int, *, sink: bool) -> Inbound:
+    inbox = Inbox(label)
+    for lane in plan.lanes:
+        if lane.consumer == replica.place.replica_id and lane.edge.endswith(f" -> {label}"):
+            inbox.add(endpoint.receiver(_spec(lane)))
+            sink = sink or lane.kind == "latest"
+    services = (replica.open_items, replica.activity, replica, replica.lease)
+    port = Inbound(label, inbox, *services, sink=sink, arrivals=arrivals)
+    port.joined = Joined
+    return port
+
+
+def _outbound(replica: Replica, plan: Plan, endpoint: Endpoint, way: PortPlan, rules: dict[str, Rule]) -> Outbound:
+    label = way.name
+    lanes: dict[str, list[LanePlan]] = defaultdict(list)
+    for lane in plan.lanes:
+        if lane.producer == replica.place.replica_id and lane.edge.startswith(f"{label} -> "):
+            lanes[lane.edge].append(lane)
+    edges = [
+        OutEdge([endpoint.sender(_spec(lane)) for lane in members], rules[edge]) for edge, members in lanes.items()
+    ]
+    for out in edges:
+        out.on_taken(replica.open_items.arrived)
+    return Outbound(label, edges, replica, _ends(plan, way), counted=way.counted)
+
+
+def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveCall | None:
+    ways = [w for w in plan.calls if w.caller == replica.place.replica_id and w.edge.startswith(f"{label} -> ")]
+    if not ways:
+        return None
+    live = LiveCall(label, ways, replica.place.replica_id, endpoint, replica.activity)
+    replica.calls.append(live)
+    return live
+
+
+def _serve(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveServe | None:
+    ways = [w for w in plan.calls if w.server == replica.place.replica_id and w.edge.endswith(f" -> {label}")]
+    return LiveServe(label, ways, _Doors(endpoint, replica), replica.activity, replica.lease) if ways else None  # type: ignore[arg-type]
+
+
+class _Doors:
+    """Stands for the endpoint of a Serve port: what answers there works in the name of its node."""
+
+    def __init__(self, endpoint: Endpoint, replica: Replica) -> None:
+        self._endpoint = endpoint
+        self._pending = replica.activity.pending
+
+    def on(self, kind: str, handler: Answer) -> None:
+        if not inspect.iscoroutinefunction(handler):
+            self._endpoint.on(kind, handler)
+            return
+
+        async def answer(host: str, body: Any) -> Any:
+            self._pending.enter()
+            return await handler(host, body)
+
+        self._endpoint.on(kind, answer)

@@ -1,0 +1,400 @@
+"""Accounting: tickets and ledger of one run, kept in the driver and fed by every host.
+
+Invariants
+- A group stands committed in the ledger before `admit` answers, so before its first prompt leaves.
+- No group and no sample is admitted twice: `_admitting`, `_fates` and the ledger know every one there is.
+- A sample is in flight until its fate at every trainer that it can come to is known (`fates`), and
+  its group's ticket is out until the state of the last of them is. What is lost on a branch that leads to no
+  trainer changes nothing here.
+- No trainer's use of a token that is older than the bound is booked: it ends the run.
+- What is made of a sample again after a resume changes its row only if what was made before is gone.
+- Other events are committed with the next admission or step, and COMMIT_WITHIN_S after they came at
+  the latest.
+
+Waits: `admit` waits for a returned ticket, the end of a pause, or the end of admission; `until_held`
+for consumers to load or to die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, Protocol
+
+from flowrl.channel.tickets import Tickets
+from flowrl.errors import FlowrlError
+from flowrl.runtime.ledger.fates import LEFT_AT_END, Fates, require_fresh, require_next, used_after_all
+from flowrl.runtime.ledger.ledger import Fate, Ledger, LedgerSnapshot
+from flowrl.runtime.ledger.ledger_client import LedgerClient, Use
+from flowrl.runtime.ledger.ledger_file import LEDGER
+from flowrl.runtime.ledger.terms import Terms
+
+__all__ = ["LEDGER", "Accounting", "LedgerClient", "Use"]
+
+COMMIT_WITHIN_S = 0.5
+
+Row = Sequence[Any]
+
+
+class Handlers(Protocol):
+    """Where accounting registers its handlers: `flowrl.channel.endpoint.Endpoint`."""
+
+    def on(self, kind: str, handler: Callable[..., Any]) -> None: ...
+
+
+class Accounting:
+    """Tickets, ledger and the admission queue. Not thread-safe: the driver's event loop only.
+
+    `tickets` names the trainers, the main one first: its steps are the run's, and the other trainers' records
+    stand in its next record, under their names. `on_step` gets that record. `bound` is the largest staleness of
+    a trained token; the age of a use by one of `own_clock` counts from the weights of its own that were held
+    when the group was admitted. With `resume` the groups that the ledger has in flight keep their tickets.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tickets: Tickets,
+        *,
+        on_step: Callable[[dict[str, Any]], object],
+        bound: int | None = None,
+        own_clock: Collection[str] = (),
+        resume: bool = False,
+    ) -> None:
+        self.tickets = tickets
+        self.ledger = Ledger(run_dir / LEDGER, Terms.read(run_dir))
+        self._main = tickets.trainers[0]
+        self._bound = bound
+        self._own_clock = frozenset(own_clock)
+        self._on_step = on_step
+        self._other_records: dict[str, Any] = {}
+        self._fates = Fates(tickets.trainers)
+        self._admitting: dict[str, str] = {}
+        """Sample whose `admit` has not been answered yet -> its group."""
+        self._taken_up: dict[str, int] = {}
+        """Group that the resume found in flight -> its ticket, until its source asks for it."""
+        self._generated_before: set[str] = set()
+        self._scored_before: set[str] = set()
+        self._waiters: list[asyncio.Future[None]] = []
+        self._committing: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._book: dict[str, Callable[..., None]] = {
+            "generated": self._generated,
+            "scored": self._scored,
+            "lost": self._lost,
+            "step": self._step,
+            "finished": self._fates.finished,
+            "holds": self._holds,
+            "evaluation": self._evaluation,
+        }
+        if resume:
+            self._take_up()
+
+    def serve(self, endpoint: Handlers) -> None:
+        """Answer the `LedgerClient` of every host."""
+
+        async def admit(host: str, body: Mapping[str, Any]) -> int | None:
+            return await self.admit(body["node"], body["group_id"], body["rows"], trainers=body["trainers"])
+
+        def record(host: str, body: Mapping[str, Any]) -> None:
+            self.record(body["events"])
+
+        async def ages(host: str, body: Mapping[str, Any]) -> None:
+            trainer = body["trainer"]
+            for group in (self._fates.groups[name] for name in body["group_ids"] if name in self._fates.groups):
+                require_fresh(trainer, body["version"], group.held.get(trainer), group.group_id, self._bound)
+
+        endpoint.on("admit", admit)
+        endpoint.on("ledger", record)
+        endpoint.on("ages", ages)
+
+    # Admission
+
+    async def admit(
+        self, node: str, group_id: str, rows: Sequence[Row], *, trainers: Sequence[str] | None = None
+    ) -> int | None:
+        """A committed ticket for the group, or None when admission has ended.
+
+        `rows`: (sample_id, prompt_id, epoch, member, prompt_tokens); `trainers`: those that the group can come to,
+        all by default. A group that a resume found in flight, because the checkpoint came while its source was sending
+        it, gets the ticket it has, once. Raises FlowrlError for what was admitted before, or is being admitted.
+        """
+        sample_ids = [row[0] for row in rows]
+        if group_id in self._taken_up:
+            return self._take_again(node, group_id, sample_ids)
+        if repeated := self._repeated(group_id, sample_ids, [row[3] for row in rows]):
+            raise FlowrlError(
+                f"node {node!r} admitted {repeated}; a source has to give every group of every epoch its own "
+                "group_id, and every member of a group its own sample_id and number"
+            )
+        self._admitting |= dict.fromkeys(sample_ids, group_id)  # nobody else takes these ids during the waits
+        try:
+            while (ticket := self.tickets.try_admit(trainers)) is None:
+                if self.tickets.closed:
+                    return None
+                await self._change()
+            self._open(ticket, group_id, rows, self.tickets.trainers if trainers is None else trainers)
+            await self._commit_this_turn()
+            return ticket
+        finally:
+            for sample_id in sample_ids:
+                del self._admitting[sample_id]
+
+    def _take_again(self, node: str, group_id: str, sample_ids: Sequence[str]) -> int:
+        if strange := set(sample_ids) - self.ledger.samples_of(group_id):
+            raise FlowrlError(
+                f"node {node!r} admitted group {group_id!r} again after --resume, with samples that it did not have "
+                f"before ({', '.join(sorted(strange))}); resume with the options that the run was started with"
+            )
+        return self._taken_up.pop(group_id)
+
+    def _repeated(self, group_id: str, sample_ids: Sequence[str], members: Sequence[int]) -> str:
+        """What of the group was admitted before, in words; "" if nothing was."""
+        known = group_id in self._fates.groups or group_id in self._admitting.values()
+        if known or self.ledger.samples_of(group_id):
+            return f"group {group_id!r} a second time"
+        if (number := Counter(members).most_common(1)[0])[1] > 1:
+            return f"group {group_id!r} with {number[1]} members of the number {number[0]}"
+        for sample_id, times in Counter(sample_ids).items():
+            if times > 1:
+                return f"group {group_id!r} with {times} samples of the same id, {sample_id!r}"
+            if (other := self._admitting.get(sample_id) or self.ledger.group_of(sample_id)) is not None:
+                return f"sample {sample_id!r} a second time, in group {group_id!r} after group {other!r}"
+        return ""
+
+    def _open(self, ticket: int, group_id: str, rows: Sequence[Row], trainers: Sequence[str]) -> None:
+        floors, now = self.tickets.floors(), time.time()
+        held = {trainer: floors[trainer] for trainer in trainers}
+        self.ledger.add("ticket", ticket, group_id, json.dumps(held))
+        for sample_id, prompt_id, epoch, member, prompt_tokens in rows:
+            born = floors[self._main]
+            self.ledger.add("admitted", sample_id, group_id, prompt_id, epoch, member, prompt_tokens, born, now)
+        self._fates.open(group_id, ticket, held, {row[3]: row[0] for row in rows})
+
+    def _change(self) -> asyncio.Future[None]:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        return waiter
+
+    def _changed(self) -> None:
+        """Let all that wait look again, in order of asking."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in [waiter for waiter in waiters if not waiter.done()]:
+            waiter.set_result(None)
+
+    def pause_admission(self, reason: str) -> None:
+        """Admit nothing until `resume_admission(reason)`: for checkpoints and evaluations."""
+        self.tickets.pause(reason)
+
+    def resume_admission(self, reason: str) -> None:
+        self.tickets.resume(reason)
+        self._changed()
+
+    def end_admission(self) -> None:
+        """Waiting and later admissions get None: no further group is wanted."""
+        self.tickets.close()
+        self._changed()
+
+    def consumer_died(self, replica: str) -> None:
+        self.tickets.died(replica)
+        self._changed()
+
+    def consumer_returned(self, replica: str, loads: Mapping[str, int]) -> None:
+        """Call before the replica begins to load; see `Tickets.returned`."""
+        self.tickets.returned(replica, loads)
+
+    async def until_held(self, version: int) -> None:
+        """Returns when every live consumer holds `version`, or a newer one, of the first policy."""
+        while self.tickets.floor(self._main) < version:
+            await self._change()
+
+    def kept(self, generated: Set[str], scored: Set[str]) -> None:
+        """A checkpoint has these samples generated, and scored, already.
+
+        An invocation that the snapshot found in its last send makes them once more, and that copy goes nowhere.
+        """
+        self._generated_before |= generated
+        self._scored_before |= scored
+
+    # Events
+
+    def record(self, events: Sequence[Row]) -> None:
+        """Book events in order; `LedgerClient` makes them."""
+        for kind, *fields in events:
+            self._book[kind](*fields)
+        self._changed()
+        self._commit_later()
+
+    def _generated(
+        self, sample_id: str, generator: str, tokens: int, oldest: int | None, newest: int | None, at_s: float
+    ) -> None:
+        if sample_id in self._generated_before:
+            self.ledger.add("redone", tokens, sample_id)
+            return
+        self.ledger.add("generated", generator, tokens, oldest, newest, at_s, sample_id)
+
+    def _scored(self, sample_id: str, reward: float, at_s: float) -> None:
+        if sample_id not in self._scored_before:
+            self.ledger.add("scored", reward, at_s, sample_id)
+
+    def _lost(
+        self,
+        trainers: Sequence[str] | None,
+        group_id: str,
+        member: int,
+        sample_ids: Sequence[str],
+        state: str,
+        reason: str,
+        tokens: int,
+    ) -> None:
+        """A loss at `trainers` (None: at all) of the samples that `Fates.samples` finds."""
+        lost = self._fates.samples(group_id, member, sample_ids)
+        if tokens and len(lost) == 1:
+            self.ledger.add("partial", tokens, lost[0])
+        for sample_id in lost:
+            for trainer in self.tickets.trainers if trainers is None else trainers:
+                self._settle(sample_id, trainer, Fate(state=state, reason=reason))
+
+    def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[Row]) -> None:
+        """A batch is finished and made version `record["step"]` of `trainer`."""
+        step = int(record["step"])
+        require_next(trainer, step, self.tickets.versions)
+        self.ledger.add("step", trainer, step, time.time())
+        for sample_id, _, tokens, stale_tokens, masked_tokens, oldest in uses:
+            self._use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
+        self.tickets.made(trainer, step)
+        self.commit()
+        main = trainer == self._main
+        if main:
+            self._on_step(record | self._other_records)
+        self._other_records = {} if main else self._other_records | {trainer: record}
+
+    def _use(
+        self, trainer: str, step: int, sample_id: str, tokens: int, stale: int, masked: int, oldest: int | None
+    ) -> None:
+        group = self._fates.group_of(sample_id)
+        if group is None and self.ledger.group_of(sample_id) is not None:
+            raise used_after_all(trainer, step, sample_id)
+        # Its generator tells of it in its own time; until then, and if that never comes, this is what there was.
+        self.ledger.add("partial", tokens + stale + masked, sample_id)
+        if trainer in self._own_clock:
+            oldest = None if group is None else group.held.get(trainer)
+        if not tokens and (stale or masked):
+            why = ("dropped", "stale") if stale else ("filtered", "masked")
+            self._settle(sample_id, trainer, Fate(step, 0, stale, masked, None, *why))
+            return
+        if tokens:
+            require_fresh(trainer, step - 1, oldest, sample_id, self._bound)
+        self.ledger.add("used", sample_id, trainer, step - 1, step, tokens, stale, masked, oldest)
+        self._settle(sample_id, trainer, Fate(step, tokens, stale, masked, oldest))
+
+    def _settle(self, sample_id: str, trainer: str, fate: Fate) -> None:
+        """Note a fate, and what follows from it for the sample, its group's ticket, and admission."""
+        group = self._fates.settle(sample_id, trainer, fate)
+        if group is None:
+            return
+        if not fate.trained and len(group.held) > 1:
+            self.ledger.add("left_out", sample_id, trainer, fate.state, fate.reason)
+        if (state := self._fates.state(group, sample_id)) is not None:
+            self._close(sample_id, state)
+        if group.is_done(trainer):
+            made = group.made(trainer)
+            if made is None:
+                self.tickets.left_out(group.ticket, trainer)
+            else:
+                self.tickets.trained(group.ticket, trainer, made)
+        if not group.open:
+            step = self._fates.step_of(group)
+            self.ledger.add("settled", "dropped" if step is None else "trained", step, group.ticket)
+
+    def _close(self, sample_id: str, fate: Fate) -> None:
+        """The state of a sample is known."""
+        if not fate.trained:
+            row = (fate.state, fate.reason, fate.stale_tokens, fate.masked_tokens)
+            self.ledger.add("unused", *row, sample_id)
+            return
+        assert fate.step is not None
+        tokens = (fate.tokens, fate.stale_tokens, fate.masked_tokens)
+        oldest = fate.oldest_version
+        self.ledger.add("trained", *tokens, oldest, fate.step - 1, fate.step, time.time(), sample_id)
+
+    def _holds(self, replica: str, policy: str, version: int) -> None:
+        self.tickets.holds(replica, policy, version)
+
+    def line(self, step: int, line: str) -> None:
+        """The metrics line of that step is written; `line` is its hash."""
+        self.ledger.add("line", line, self._main, step)
+        self._commit_later()
+
+    def _evaluation(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.ledger.add("evaluated", *row)
+
+    # Storage
+
+    def commit(self) -> None:
+        """Write what is buffered, and let the admissions that wait for it go on.
+
+        Raises FlowrlError where the ledger cannot be written; so do the waiting admissions. Called by the
+        loop, it goes to the loop's exception handler: the driver ends the run before a node hears of it.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._committing = self._committing, None
+        try:
+            if self.ledger.dirty:
+                self.ledger.commit()
+        except FlowrlError as error:
+            if waiting is not None:
+                waiting.set_exception(error)
+            raise
+        else:
+            if waiting is not None:
+                waiting.set_result(None)
+
+    def _commit_this_turn(self) -> asyncio.Future[None]:
+        """One commit for all that is admitted in this tick of the loop."""
+        if self._committing is None:
+            loop = asyncio.get_running_loop()
+            self._committing = loop.create_future()
+            loop.call_soon(self.commit)
+        return asyncio.shield(self._committing)
+
+    def _commit_later(self) -> None:
+        if self._timer is None and self.ledger.dirty:
+            self._timer = asyncio.get_running_loop().call_later(COMMIT_WITHIN_S, self.commit)
+
+    def _take_up(self) -> None:
+        """The groups that the ledger has in flight, with the fates that it knows."""
+        self._fates.take_up(self.ledger.in_flight(), self.ledger.fates())
+        self._taken_up = self.in_flight()
+        groups = self._fates.groups.values()
+        self.tickets.restore({g.ticket: (tuple(g.held), g.known()) for g in groups}, self.ledger.next_ticket())
+
+    def unbooked(self) -> str:
+        """See `Fates.unbooked`."""
+        return self._fates.unbooked()
+
+    def in_flight(self) -> dict[str, int]:
+        """Group in flight -> its ticket, in order of admission."""
+        return {group_id: group.ticket for group_id, group in self._fates.groups.items()}
+
+    def as_of_now(self) -> LedgerSnapshot:
+        """The ledger as it is now, for a checkpoint."""
+        self.commit()
+        return self.ledger.as_of_now()
+
+    def close(self, *, orderly: bool) -> None:
+        """The last commit. At an orderly end what is still in flight is dropped, reason `run_end`."""
+        self.end_admission()
+        if orderly:
+            for sample_id, trainer in self._fates.still_open():
+                self._settle(sample_id, trainer, LEFT_AT_END)
+            self.ledger.add("ended in order", time.time())
+        self.commit()
+        self.ledger.close()

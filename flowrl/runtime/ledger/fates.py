@@ -1,0 +1,205 @@
+"""Fates: what becomes of each sample at each trainer that it can come to. Pure bookkeeping.
+
+Invariants
+- A sample has one fate at each trainer that its group can come to: a use, or a loss. The first word stands. A later
+  loss changes nothing, a later use is an error of the graph or of flowrl.
+- A sample's state is known with its last fate: trained if any trainer used it, else what its loss at the first
+  trainer says.
+- A trainer is done with a group when it has a fate for each of the group's samples.
+
+`trainers` is in order, the main one first; a graph without trainers has the one name "".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flowrl.errors import FlowrlError
+from flowrl.runtime.ledger.ledger import Fate, OpenSample
+
+LEFT_AT_END = Fate(state="dropped", reason="run_end")
+
+
+@dataclass(slots=True)
+class GroupFates:
+    """A group of which the fate of some sample is open."""
+
+    group_id: str
+    ticket: int
+    held: Mapping[str, int]
+    """Trainer that it can come to -> the version of its weights that was held everywhere at admission."""
+    members: Mapping[int, str]
+    """Member -> sample."""
+    open: dict[str, set[str]]
+    """Sample -> the trainers at which its fate is open; samples without any are gone."""
+    fates: dict[str, dict[str, Fate]] = field(default_factory=dict)
+    """Sample -> trainer -> fate."""
+
+    def is_done(self, trainer: str) -> bool:
+        """Whether every sample has its fate at `trainer`."""
+        return not any(trainer in trainers for trainers in self.open.values())
+
+    def made(self, trainer: str) -> int | None:
+        """The newest version of `trainer` whose batch had a sample of the group; None: it left all out."""
+        steps = [fate.step for fates in self.fates.values() if (fate := fates.get(trainer)) is not None]
+        return max((step for step in steps if step is not None), default=None)
+
+    def known(self) -> dict[str, int | None]:
+        """Trainer that is done with the group -> what it made."""
+        return {trainer: self.made(trainer) for trainer in self.held if self.is_done(trainer)}
+
+
+class Fates:
+    """The groups in flight, and the fates of their samples."""
+
+    def __init__(self, trainers: Sequence[str]) -> None:
+        self.trainers = tuple(trainers)
+        self.groups: dict[str, GroupFates] = {}
+        """In order of admission."""
+        self._group_of: dict[str, GroupFates] = {}
+        """Sample with an open fate -> its group."""
+        self._finished: dict[str, dict[str, None]] = {trainer: {} for trainer in trainers}
+        """Trainer -> samples of batches that it has let go of, of which it has booked nothing."""
+
+    def open(self, group_id: str, ticket: int, held: Mapping[str, int], members: Mapping[int, str]) -> GroupFates:
+        """A group is admitted."""
+        group = GroupFates(group_id, ticket, held, members, {sample: set(held) for sample in members.values()})
+        self.groups[group_id] = group
+        self._group_of |= dict.fromkeys(members.values(), group)
+        return group
+
+    def take_up(self, samples: Iterable[OpenSample], known: Iterable[tuple[str, str, str, Fate]]) -> None:
+        """The samples that a resumed run finds in flight, and (group, sample, trainer, fate) of what is known."""
+        for row in samples:
+            group = self.groups.setdefault(row.group_id, GroupFates(row.group_id, row.ticket, row.held, {}, {}))
+            group.members = {**group.members, row.member: row.sample_id}
+            group.open[row.sample_id] = set(row.held)
+            self._group_of[row.sample_id] = group
+        for group_id, sample_id, trainer, fate in known:
+            group = self.groups[group_id]
+            group.fates.setdefault(sample_id, {})[trainer] = fate
+            group.open.get(sample_id, set()).discard(trainer)
+
+    def group_of(self, sample_id: str) -> GroupFates | None:
+        """The group of a sample with an open fate."""
+        return self._group_of.get(sample_id)
+
+    def samples(self, group_id: str, member: int, sample_ids: Sequence[str]) -> list[str]:
+        """The samples with an open fate that a loss is about.
+
+        That is `member` of the group; the named ones if it is about several; the whole group if none is named.
+        """
+        group = self.groups.get(group_id)
+        if group is None:
+            return [sample for sample in sample_ids if not group_id and sample in self._group_of]
+        if member >= 0:
+            chosen = [sample for number, sample in group.members.items() if number == member]
+        else:
+            chosen = list(sample_ids or group.open)
+        return [sample for sample in chosen if sample in group.open]
+
+    def settle(self, sample_id: str, trainer: str, fate: Fate) -> GroupFates | None:
+        """Note a fate. None if it was known before: then nothing changes.
+
+        Raises FlowrlError where `trainer` uses a sample of which another word stands.
+        """
+        group = self._group_of.get(sample_id)
+        known = {} if group is None else group.fates.get(sample_id, {})
+        if group is None or trainer not in group.open[sample_id]:
+            if fate.trained and trainer in known:
+                raise FlowrlError(_contradiction(sample_id, trainer, fate, known[trainer]))
+            return None
+        group.fates.setdefault(sample_id, {})[trainer] = fate
+        group.open[sample_id].discard(trainer)
+        self._finished[trainer].pop(sample_id, None)
+        if not group.open[sample_id]:
+            del group.open[sample_id], self._group_of[sample_id]
+        if not group.open:
+            del self.groups[group.group_id]
+        return group
+
+    def finished(self, trainer: str, sample_ids: Iterable[str]) -> None:
+        """`trainer` has let go of a batch with these samples."""
+        for sample_id in sample_ids:
+            group = self._group_of.get(sample_id)
+            if group is not None and trainer in group.open[sample_id]:
+                self._finished[trainer][sample_id] = None
+
+    def unbooked(self) -> str:
+        """The mistake of a trainer that finishes samples without booking what it did with them, in words; else ""."""
+        for trainer, samples in self._finished.items():
+            if samples:
+                return (
+                    f"trainer {trainer!r} finished batches with {len(samples)} samples that it booked in no step "
+                    f"(first {next(iter(samples))!r}); context.ledger.step takes the uses of the whole batch, "
+                    "of a gang those of all ranks"
+                )
+        return ""
+
+    def state(self, group: GroupFates, sample_id: str) -> Fate | None:
+        """What became of the sample in all; None while a fate is open."""
+        if sample_id in group.open:
+            return None
+        fates = [group.fates[sample_id][t] for t in self._in_order(group) if t in group.fates[sample_id]]
+        return next((fate for fate in fates if fate.trained), fates[0])
+
+    def step_of(self, group: GroupFates) -> int | None:
+        """The version that the group helped to make at the first trainer that used it; None if none did."""
+        for trainer in self._in_order(group):
+            used = [fates[trainer] for fates in group.fates.values() if trainer in fates and fates[trainer].trained]
+            if used:
+                return max(fate.step or 0 for fate in used)
+        return None
+
+    def _in_order(self, group: GroupFates) -> list[str]:
+        return [trainer for trainer in self.trainers if trainer in group.held]
+
+    def still_open(self) -> Iterator[tuple[str, str]]:
+        """(sample, trainer) of every open fate, as a list made now."""
+        groups = list(self.groups.values())
+        yield from [(s, t) for group in groups for s, trainers in group.open.items() for t in sorted(trainers)]
+
+
+def require_next(trainer: str, step: int, versions: Mapping[str, int]) -> None:
+    """Raise FlowrlError unless `step` is the one that follows the newest of the trainer's `versions`."""
+    if trainer not in versions:
+        raise FlowrlError(
+            f"node {trainer!r} booked a step, but the graph does not know it as a trainer; declare trains=True in its "
+            "facts()"
+        )
+    if step != versions[trainer] + 1:
+        raise FlowrlError(
+            f"trainer {trainer!r} booked step {step} after step {versions[trainer]}; it has to book each batch once, "
+            "in order, with the version that it makes: context.start_version counts on after a resume, and of a gang "
+            "only one replica books"
+        )
+
+
+def require_fresh(trainer: str, version: int, oldest: int | None, of: str, bound: int | None) -> None:
+    """Raise FlowrlError for an update of `version` with tokens whose age counts from a version beyond the bound.
+
+    The last line of defence: the tickets and the window have made sure of it before.
+    """
+    if bound is not None and oldest is not None and version - oldest > bound:
+        raise FlowrlError(
+            f"{trainer!r} updates version {version} with tokens of {of!r}, whose age counts from version {oldest}: "
+            f"a staleness of {version - oldest} where the graph allows {bound}. Form its batches in the order of "
+            "tickets (`self.PORT.ordered()`), as TokenBatch does"
+        )
+
+
+def used_after_all(trainer: str, step: int, sample_id: str) -> FlowrlError:
+    """A use of a sample of which the last fate is known."""
+    return FlowrlError(
+        f"{trainer!r} used sample {sample_id!r} at step {step}, whose state is known: two branches bring it the same "
+        "sample, or a node sends on what it has dropped"
+    )
+
+
+def _contradiction(sample_id: str, trainer: str, now: Fate, before: Fate) -> str:
+    if before.trained:
+        was = f"used it at step {before.step} already; two branches bring it the same sample, join them"
+    else:
+        was = f"was told that it is {before.state} ({before.reason}); a node drops what it has sent under another name"
+    return f"trainer {trainer!r} used sample {sample_id!r} at step {now.step}, but {was}"

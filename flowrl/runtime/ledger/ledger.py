@@ -1,0 +1,211 @@
+"""The ledger file: what became of every admitted sample and of every policy token.
+
+Storage only; `Accounting` decides. Rows are buffered and written in one transaction by `commit`, together with the link
+that binds what all tables then hold (`chain`). The file and its tables: `ledger_file`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import FlowrlError
+from flowrl.runtime.ledger import ledger_file
+from flowrl.runtime.ledger.chain import Chain
+from flowrl.runtime.ledger.terms import Terms
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of a sample at one trainer."""
+
+    step: int | None = None
+    """The version that its batch made; None: it came into no batch."""
+    tokens: int = 0
+    stale_tokens: int = 0
+    masked_tokens: int = 0
+    oldest_version: int | None = None
+    state: str = "trained"
+    """trained, or why nothing of it entered the loss: filtered, failed, dropped."""
+    reason: str | None = None
+
+    @property
+    def trained(self) -> bool:
+        return self.state == "trained"
+
+
+STATES = ("in_flight", "trained", "filtered", "failed", "dropped")
+
+# A transaction runs these in this order, each one's rows in order of their events: a sample's later events never
+# meet a missing row. That is not the order in which the events came, and need not be; of one row of `samples`
+# - `partial` and `generated` both write response_tokens, but a finished rollout's stand in any order: `generated`
+#   replaces what `partial` wrote, and `partial` leaves a generated row alone;
+# - `generated` and `redone` both write redone_tokens, but only add to them;
+# - `trained` and `unused` write state and tokens, but `Accounting` adds one of the two at most.
+# The first `settled` of a ticket stands. No other two statements write the same column of a row.
+# A second generation of one sample (a crash came between) counts as redone: the first one where the second replaces
+# it, and the second ("redone") where a checkpoint kept the first.
+STATEMENTS = {
+    "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL, ?)",
+    "admitted": "INSERT INTO samples VALUES (?, ?, ?, ?, ?, 'in_flight', NULL, ?, 0, 0, 0, 0, NULL, ?,"
+    " NULL, NULL, NULL, NULL, NULL, NULL, ?, NULL, NULL, NULL, 0)",
+    "partial": "UPDATE samples SET response_tokens = ? WHERE sample_id = ? AND generated_s IS NULL",
+    "generated": "UPDATE samples SET"
+    " redone_tokens = redone_tokens + (CASE WHEN generated_s IS NULL THEN 0 ELSE response_tokens END),"
+    " generator = ?, response_tokens = ?, oldest_version = ?, newest_version = ?, generated_s = ?"
+    " WHERE sample_id = ?",
+    "redone": "UPDATE samples SET redone_tokens = redone_tokens + ? WHERE sample_id = ?",
+    "scored": "UPDATE samples SET reward = ?, scored_s = ? WHERE sample_id = ?",
+    "trained": "UPDATE samples SET state = 'trained', trained_tokens = ?, stale_tokens = ?, masked_tokens = ?,"
+    " oldest_trained_version = ?, trained_version = ?, step = ?, trained_s = ? WHERE sample_id = ?",
+    "unused": "UPDATE samples SET state = ?, reason = ?, stale_tokens = ?, masked_tokens = ? WHERE sample_id = ?",
+    "used": "INSERT INTO uses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+    "left_out": "INSERT INTO losses VALUES (?, ?, ?, ?)",
+    "step": "INSERT INTO steps VALUES (?, ?, (SELECT MAX(number) FROM incarnations), ?, NULL)",
+    "line": "UPDATE steps SET line = ? WHERE trainer = ? AND step = ?",
+    "ended in order": "UPDATE incarnations SET ended_s = ? WHERE number = (SELECT MAX(number) FROM incarnations)",
+    "settled": "UPDATE tickets SET state = ?, step = ? WHERE ticket = ? AND state = 'open'",
+    "evaluated": "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+}
+
+
+@dataclass(frozen=True)
+class OpenSample:
+    """A sample in flight, as a resumed run finds it."""
+
+    ticket: int
+    group_id: str
+    sample_id: str
+    member: int
+    held: Mapping[str, int]
+
+
+class Ledger:
+    """Buffered writes to one ledger file, and the few reads that accounting needs.
+
+    A file that is not there is made, with `terms` for its first incarnation.
+    """
+
+    def __init__(self, path: Path, terms: Terms | None = None) -> None:
+        self.path = path
+        if not path.exists():
+            ledger_file.create(path, terms or Terms())
+        self._db = ledger_file.open_to_write(path)
+        self._chain = Chain(self._db, ledger_file.TABLES)
+        self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in STATEMENTS}
+
+    def add(self, statement: str, *row: Any) -> None:
+        """Buffer one row for the statement of that name."""
+        self._rows[statement].append(row)
+
+    @property
+    def dirty(self) -> bool:
+        """Something is buffered."""
+        return any(self._rows.values())
+
+    @property
+    def head(self) -> str:
+        """Of the last commit: it binds all that is committed."""
+        return self._chain.head
+
+    def commit(self) -> None:
+        """Write all that is buffered, in one transaction.
+
+        Raises FlowrlError where that fails; then nothing of it is written, and everything is still buffered.
+        """
+        linked = None
+        try:
+            with self._db:  # ends in COMMIT, or in ROLLBACK
+                self._db.execute("BEGIN")
+                for name, rows in self._rows.items():
+                    self._db.executemany(STATEMENTS[name], rows)
+                state = self._chain.extend(time.time())
+            linked = state
+        except (sqlite3.Error, OverflowError) as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the primary one
+            remedy = "make room there" if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) else "fix that"
+            raise FlowrlError(
+                f"the ledger {self.path} cannot be written ({error}); the run cannot go on unbooked; {remedy} and "
+                "go on with --resume"
+            ) from error
+        finally:
+            self._chain.settle(linked)
+        for rows in self._rows.values():
+            rows.clear()
+
+    def group_of(self, sample_id: str) -> str | None:
+        """The group of a committed sample, None if there is no such sample."""
+        row = self._db.execute("SELECT group_id FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def samples_of(self, group_id: str) -> set[str]:
+        """The committed samples of a group; empty if there is no such group."""
+        rows = self._db.execute("SELECT sample_id FROM samples WHERE group_id = ?", (group_id,))
+        return {sample_id for (sample_id,) in rows}
+
+    def in_flight(self) -> list[OpenSample]:
+        """Every committed sample in flight, in order of admission."""
+        rows = self._db.execute(
+            "SELECT t.ticket, s.group_id, s.sample_id, s.member, t.held FROM samples s JOIN tickets t USING (group_id)"
+            " WHERE s.state = 'in_flight' ORDER BY t.ticket, s.member"
+        )
+        return [
+            OpenSample(ticket, group_id, sample_id, member, json.loads(held))
+            for ticket, group_id, sample_id, member, held in rows
+        ]
+
+    def fates(self) -> list[tuple[str, str, str, Fate]]:
+        """(group_id, sample_id, trainer, fate): what is known of the groups with a sample in flight."""
+        open_groups = "(SELECT group_id FROM samples WHERE state = 'in_flight')"
+        used = self._db.execute(
+            "SELECT s.group_id, sample_id, trainer, u.step, tokens, u.stale_tokens, u.masked_tokens, u.oldest_version"
+            f" FROM uses u JOIN samples s USING (sample_id) WHERE s.group_id IN {open_groups}"
+        )
+        lost = self._db.execute(
+            "SELECT s.group_id, sample_id, trainer, l.state, l.reason"
+            f" FROM losses l JOIN samples s USING (sample_id) WHERE s.group_id IN {open_groups}"
+        )
+        found = [(group, sample, trainer, Fate(step, *rest)) for group, sample, trainer, step, *rest in used]
+        return found + [(group, sample, t, Fate(state=state, reason=why)) for group, sample, t, state, why in lost]
+
+    def next_ticket(self) -> int:
+        """The number after the last ticket taken."""
+        return int(self._db.execute("SELECT COALESCE(MAX(ticket) + 1, 0) FROM tickets").fetchone()[0])
+
+    def counts(self) -> dict[str, int]:
+        """Samples by state; states without samples are absent."""
+        return dict(self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state"))
+
+    def as_of_now(self) -> LedgerSnapshot:
+        """Commit; the ledger as it is then."""
+        self.commit()
+        return LedgerSnapshot(self.path)
+
+    def close(self) -> None:
+        """Commit, fold the WAL into the file, and close it."""
+        self.commit()
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._db.close()
+
+
+class LedgerSnapshot:
+    """A ledger as it is committed now, however the run writes on; for `copy`, once, in any thread.
+
+    That is a reader's transaction on a connection of its own: WAL mode lets it see nothing newer, and holds nobody up.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("BEGIN")
+        self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # it begins with the first read
+
+    def copy(self, path: Path) -> None:
+        """Write all of it to a new file at `path`."""
+        with closing(self._db), closing(sqlite3.connect(path)) as copy:
+            self._db.backup(copy)

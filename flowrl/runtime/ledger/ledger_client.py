@@ -1,0 +1,176 @@
+"""What a node replica reports to the ledger: its `context.ledger`.
+
+Events are collected and sent as one notification within SEND_WITHIN_S. Those that can set something
+in motion (a loss, a step, weights held) go at once, together with all collected before them, so the
+ledger sees the events of one replica in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from flowrl.messages import Bool, Prompt, Sample, Scored, Tombstone
+
+SEND_WITHIN_S = 0.05
+DRIVER = "driver"
+
+
+class LedgerLink(Protocol):
+    """What the client needs of `flowrl.channel.endpoint.Endpoint`."""
+
+    async def request(self, host: str, kind: str, body: dict[str, Any]) -> Any: ...
+    def notify(self, host: str, kind: str, body: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Use:
+    """What one batch did with one sample."""
+
+    sample_id: str
+    group_id: str
+    tokens: int
+    """Policy tokens that entered the loss, each counted once."""
+    stale_tokens: int = 0
+    """Policy tokens masked out of the loss for their age."""
+    oldest_version: int | None = None
+    """Of the tokens that entered the loss; None if none did, or no policy sampled them."""
+    masked_tokens: int = 0
+    """Policy tokens that a node's `loss_mask` kept out of the loss."""
+
+    @classmethod
+    def of(cls, sample: Sample, loss_mask: Bool | None = None) -> Use:
+        """The use of `sample` with the tokens of `loss_mask` (default: all that its own lets into the loss).
+
+        What its own mask lets in and `loss_mask` does not is too old.
+        """
+        own: Bool | None = getattr(sample, "loss_mask", None)
+        allowed = sample.policy_mask if own is None else own & sample.policy_mask
+        mask = allowed if loss_mask is None else loss_mask & allowed
+        tokens, num_allowed = int(mask.sum()), int(allowed.sum())
+        oldest = _known(int(sample.versions[mask].min())) if tokens else None
+        stale, masked = num_allowed - tokens, sample.response_tokens - num_allowed
+        return cls(sample.sample_id, sample.group_id, tokens, stale, oldest, masked)
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """One answer of an evaluation. `phase` is before, during or after (the training)."""
+
+    phase: str
+    step: int
+    prompt_id: str
+    member: int
+    score: float
+    correct: bool
+    response_tokens: int
+    oldest_version: int | None
+    """Of its tokens; None if it has none."""
+    newest_version: int | None
+    task: str = ""
+
+
+class LedgerClient:
+    """The events of one node replica."""
+
+    def __init__(self, link: LedgerLink, replica: str) -> None:
+        self.replica = replica
+        self._link = link
+        self._events: list[tuple[Any, ...]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def admit(self, node: str, samples: Sequence[Prompt], *, trainers: Sequence[str] | None = None) -> int | None:
+        """A ticket for one group, committed in the ledger; None when no further group is wanted.
+
+        `samples` are the members of one group, `trainers` those that they can come to (all by default). Waits for
+        the ticket.
+        """
+        rows = [(s.sample_id, s.prompt_id, s.epoch, s.member, len(s.token_ids)) for s in samples]
+        body = {"node": node, "group_id": samples[0].group_id, "rows": rows, "trainers": trainers}
+        ticket: int | None = await self._link.request(DRIVER, "admit", body)
+        return ticket
+
+    def generated(self, sample: Sample) -> None:
+        """A rollout is finished, with the versions of its policy tokens (of a dataset's: -1, so none)."""
+        versions = sample.versions[sample.policy_mask]
+        oldest, newest = (int(versions.min()), int(versions.max())) if len(versions) else (-1, -1)
+        at_s = sample.generated_s or time.time()
+        self._add("generated", sample.sample_id, sample.generator, len(versions), _known(oldest), _known(newest), at_s)
+
+    def scored(self, sample: Scored) -> None:
+        """A sample has its reward."""
+        self._add("scored", sample.sample_id, float(sample.reward), sample.scored_s or time.time())
+
+    def lost(self, marker: Tombstone, trainers: Sequence[str] | None = None) -> None:
+        """The marker's sample, or its whole group, is filtered, failed or dropped at `trainers` (default: at all)."""
+        who = (marker.group_id, marker.member, marker.sample_ids)
+        self._add("lost", trainers, *who, marker.state, marker.reason, marker.response_tokens)
+        self.flush()
+
+    async def assert_bound(self, trainer: str, version: int, group_ids: Sequence[str]) -> None:
+        """Before `trainer` updates `version` with these groups. Raises FlowrlError for one that is too old.
+
+        For trainers whose versions are not those of the tokens; the others see the age of every token.
+        """
+        await self._link.request(DRIVER, "ages", {"trainer": trainer, "version": version, "group_ids": group_ids})
+
+    def step(self, record: Mapping[str, Any], uses: Sequence[Use], *, policy: str) -> None:
+        """A batch is finished: its metrics line, and what it did with each of its samples.
+
+        `record["step"]` is the version that the batch made. Called once a batch, with the uses of all
+        ranks. `policy` is the name the weights are published under: the trainer node's.
+        """
+        rows = [(u.sample_id, u.group_id, u.tokens, u.stale_tokens, u.masked_tokens, u.oldest_version) for u in uses]
+        self._add("step", policy, {name: _plain(value) for name, value in record.items()}, rows)
+        self.flush()
+
+    def finished(self, trainer: str, sample_ids: Sequence[str]) -> None:
+        """`trainer` has let go of a batch with these samples, which it books in a step before or after."""
+        self._add("finished", trainer, sample_ids)
+
+    def holds(self, replica: str, policy: str, version: int) -> None:
+        """`replica` now serves with `version` of `policy`; tickets may wait for that."""
+        self._add("holds", replica, policy, version)
+        self.flush()
+
+    def evaluation(self, rows: Sequence[EvaluationRow]) -> None:
+        """Results of one evaluation; they stand in their own table."""
+        now = time.time()
+        table = [(*dataclasses.astuple(row), now) for row in rows]
+        self._add("evaluation", _plain(table))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is collected. The host calls it once more when the replica ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._events:
+            events, self._events = self._events, []
+            self._link.notify(DRIVER, "ledger", {"events": events})
+
+    def _add(self, *event: Any) -> None:
+        self._events.append(event)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SEND_WITHIN_S, self.flush)
+
+
+def _known(version: int) -> int | None:
+    return version if version >= 0 else None
+
+
+def _plain(value: Any) -> Any:
+    """numpy and torch scalars as Python numbers, containers likewise."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic) or hasattr(value, "item"):
+        return value.item()
+    return value

@@ -1,0 +1,249 @@
+"""The ledger file: its tables, and how it is made, opened and rewound.
+
+WAL mode with synchronous=NORMAL: what is committed survives the death of any process, and a reader (`flowrl audit`,
+the sqlite3 shell) never blocks the run.
+
+A file with this name is whole at any time. A new ledger, and one that a resume has rewound, is written beside it with
+its first commit, which begins an incarnation, and then takes its place in one step.
+
+All `*_s` columns are seconds since the Unix epoch.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+from flowrl.errors import ConfigError
+from flowrl.runtime.ledger import chain
+from flowrl.runtime.ledger.chain import Chain
+from flowrl.runtime.ledger.terms import COLUMNS, Terms
+
+LEDGER = "ledger.sqlite"
+FORMAT = 2
+"""The file's `user_version`; 0 had no chain."""
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS incarnations (
+    number INTEGER PRIMARY KEY,         -- from 0; those that a resume has undone are not counted
+    started_s REAL NOT NULL,
+    ended_s REAL,                       -- in order; NULL while it goes on, and after a failure
+    first_commit INTEGER NOT NULL,      -- the one that began it
+    first_ticket INTEGER NOT NULL,      -- the first that it takes
+    trainers TEXT,                      -- JSON list of node names, the main trainer first
+    own_clock TEXT,                     -- JSON list of the trainers that count age in their own versions
+    holders TEXT,                       -- JSON list of the nodes that hold weights
+    max_staleness INTEGER,
+    tickets INTEGER,
+    window INTEGER,                     -- 0: stale tokens are masked
+    groups_per_batch INTEGER,
+    group_size INTEGER
+);
+CREATE TABLE IF NOT EXISTS steps (
+    trainer TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    incarnation INTEGER NOT NULL,       -- that finished it
+    finished_s REAL NOT NULL,
+    line TEXT,                          -- hash of its line in metrics.jsonl, once written
+    PRIMARY KEY (trainer, step)
+);
+CREATE TABLE IF NOT EXISTS samples (
+    sample_id TEXT PRIMARY KEY,
+    group_id TEXT NOT NULL,
+    prompt_id TEXT NOT NULL,
+    epoch INTEGER NOT NULL,
+    member INTEGER NOT NULL,
+    state TEXT NOT NULL,                -- in_flight, trained, filtered, failed, dropped
+    reason TEXT,                        -- why it was filtered, failed or dropped
+    prompt_tokens INTEGER NOT NULL,
+    response_tokens INTEGER NOT NULL,   -- policy tokens
+    trained_tokens INTEGER NOT NULL,
+    stale_tokens INTEGER NOT NULL,      -- masked out of the loss for their age
+    redone_tokens INTEGER NOT NULL,     -- generated again after a crash, not in response_tokens
+    reward REAL,
+    born_version INTEGER NOT NULL,      -- smallest version held by any generator at admission
+    oldest_version INTEGER,             -- of its policy tokens
+    newest_version INTEGER,
+    oldest_trained_version INTEGER,
+    trained_version INTEGER,            -- the version being updated: step - 1
+    step INTEGER,
+    generator TEXT,
+    admitted_s REAL NOT NULL,
+    generated_s REAL,
+    scored_s REAL,
+    trained_s REAL,
+    masked_tokens INTEGER NOT NULL      -- kept out of the loss by a node's loss_mask
+);
+CREATE INDEX IF NOT EXISTS samples_by_group ON samples (group_id);
+CREATE TABLE IF NOT EXISTS uses (
+    sample_id TEXT NOT NULL,
+    trainer TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    stale_tokens INTEGER NOT NULL,
+    masked_tokens INTEGER NOT NULL,
+    oldest_version INTEGER              -- what its age is counted from, in versions of the trainer
+);
+CREATE INDEX IF NOT EXISTS uses_by_sample ON uses (sample_id);
+CREATE TABLE IF NOT EXISTS losses (     -- of graphs with several trainers: who will not use it
+    sample_id TEXT NOT NULL,
+    trainer TEXT NOT NULL,
+    state TEXT NOT NULL,                -- filtered, failed, dropped
+    reason TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS losses_by_sample ON losses (sample_id);
+CREATE TABLE IF NOT EXISTS tickets (
+    ticket INTEGER PRIMARY KEY,
+    group_id TEXT NOT NULL UNIQUE,
+    state TEXT NOT NULL,                -- open, trained, dropped
+    step INTEGER,
+    held TEXT NOT NULL                  -- JSON, trainer: version of its weights held everywhere at admission
+);
+CREATE TABLE IF NOT EXISTS evaluations (
+    phase TEXT NOT NULL,                -- before, during, after
+    step INTEGER NOT NULL,
+    prompt_id TEXT NOT NULL,
+    member INTEGER NOT NULL,
+    score REAL NOT NULL,
+    correct INTEGER NOT NULL,
+    response_tokens INTEGER NOT NULL,
+    oldest_version INTEGER,             -- of its tokens
+    newest_version INTEGER,
+    task TEXT NOT NULL,
+    evaluated_s REAL NOT NULL
+);
+"""
+
+TABLES = ("incarnations", "steps", "samples", "uses", "losses", "tickets", "evaluations")
+BEGIN_INCARNATION = (
+    "INSERT INTO incarnations VALUES ((SELECT COUNT(*) FROM incarnations), ?, NULL,"
+    " (SELECT COALESCE(MAX(number) + 1, 0) FROM commits), (SELECT COALESCE(MAX(ticket) + 1, 0) FROM tickets),"
+    " ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+
+
+def restore(backup: Path, path: Path, terms: Terms | None = None) -> None:
+    """Rewind the ledger at `path` to `backup` and begin another incarnation there; no process may be writing it.
+
+    It takes one step: until then the old ledger stands as it was. Raises ConfigError for a backup that is no ledger.
+    """
+    fresh = _beside(path)
+    with closing(open_to_read(backup)) as source, closing(sqlite3.connect(fresh)) as target:
+        source.backup(target)
+    _begin(fresh, terms or Terms())
+    _replace(path, fresh)
+
+
+def open_to_write(path: Path) -> sqlite3.Connection:
+    """The connection of the one process that keeps the ledger. Raises ConfigError for what is no ledger."""
+    db = _connect(path)
+    try:
+        _require_format(db, path)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing, and leaves no file behind. Raises ConfigError for what is no ledger."""
+    db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, isolation_level=None)
+    try:
+        db.execute("PRAGMA query_only = ON")  # mode=ro would leave a WAL file behind
+        _require_format(db, path)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def read_terms(db: sqlite3.Connection) -> Terms:
+    """Those of the newest incarnation."""
+    query = f"SELECT {', '.join(COLUMNS)} FROM incarnations ORDER BY number DESC LIMIT 1"
+    row = db.execute(query).fetchone()
+    return Terms() if row is None else Terms.of_row(row)
+
+
+def unreadable(path: Path, error: sqlite3.DatabaseError) -> str:
+    """What to say of a file that SQLite cannot read."""
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
+        return f"{path} is no ledger of flowrl: {error}"
+    return (
+        f"{path} is damaged ({error}), so nothing can be proven; each checkpoint has a copy, and flowrl run --resume "
+        "goes on from the newest"
+    )
+
+
+def _require_format(db: sqlite3.Connection, path: Path) -> None:
+    try:
+        found = db.execute("PRAGMA user_version").fetchone()[0]
+        there = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    except sqlite3.DatabaseError as error:
+        raise ConfigError(unreadable(path, error)) from None
+    if found != FORMAT and "samples" in there:
+        raise ConfigError(
+            f"{path} is a ledger of format {found}, and this flowrl reads format {FORMAT}; audit and resume that run "
+            "with the flowrl that wrote it"
+        )
+    if missing := sorted({*TABLES, *chain.TABLES} - there):
+        raise ConfigError(f"{path} is no ledger of flowrl: it has no table {', '.join(missing)}")
+
+
+def create(path: Path, terms: Terms) -> None:
+    """A ledger with its first commit. Nothing stands at `path` before."""
+    fresh = _beside(path)
+    _begin(fresh, terms)
+    fresh.rename(path)
+
+
+def _beside(path: Path) -> Path:
+    """Where a ledger is written before it takes the place of `path`. What a killed run left there goes."""
+    fresh = path.with_name(f".{path.name}.new")
+    for file in (fresh, *_side_files(fresh)):
+        file.unlink(missing_ok=True)
+    return fresh
+
+
+def _side_files(path: Path) -> tuple[Path, ...]:
+    """What SQLite keeps beside a file that is in WAL mode, and open."""
+    return path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = NORMAL")
+    return db
+
+
+def _begin(path: Path, terms: Terms) -> None:
+    """The first commit of an incarnation, in a ledger of its own or in one that a checkpoint kept."""
+    with closing(_connect(path)) as db, db:
+        db.execute("BEGIN")
+        for statement in (SCHEMA + chain.SCHEMA).split(";\n"):
+            db.execute(statement)
+        links, now = Chain(db, TABLES), time.time()
+        db.execute(BEGIN_INCARNATION, (now, *terms.row()))
+        links.extend(now)
+        db.execute(f"PRAGMA user_version = {FORMAT}")
+
+
+def _replace(path: Path, fresh: Path) -> None:
+    """Put `fresh` into the place of `path`: the one or the other stands there at any time.
+
+    An old ledger is overwritten by SQLite, in one transaction: its WAL, which a killed run has left, would otherwise
+    be taken for the new one's. What is no database has no WAL that counts.
+    """
+    if path.exists():
+        try:
+            with closing(sqlite3.connect(fresh)) as source, closing(sqlite3.connect(path)) as target:
+                source.backup(target)
+            fresh.unlink()
+            return
+        except sqlite3.DatabaseError:
+            pass  # damaged beyond reading
+    for file in _side_files(path):
+        file.unlink(missing_ok=True)
+    fresh.replace(path)

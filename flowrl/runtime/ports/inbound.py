@@ -1,0 +1,380 @@
+"""The live side of an In port: invocations, holds, groups, and tombstones forwarded unseen.
+
+Waits: taking an item ends with a message, end of stream, or LaneFailed when a producer's process died.
+A closed gate is opened again by the checkpoint that closed it. Takes may be cancelled: what has come stays for the
+next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from flowrl.channel.dispatch import Delivery, EndOfStream, Inbox
+from flowrl.errors import FlowrlError, SampleFailed
+from flowrl.graph.ports import Members
+from flowrl.messages import Message, Tombstone
+from flowrl.runtime.activity.activity import Activity
+from flowrl.runtime.activity.ending import as_failure
+from flowrl.runtime.activity.lease import Lease
+from flowrl.runtime.ports.invocation import Invocation, Invocations
+from flowrl.runtime.ports.items import Item, OpenGroup, OpenItems, tombstone
+from flowrl.runtime.ports.merge import Merge
+
+Take = Callable[[], Awaitable[Item | None]]
+
+
+class Losses(Protocol):
+    """Where losses go: the ledger, and the node's out ports."""
+
+    def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """Book `marker` where nothing was made of `items`, and forward it there."""
+
+    def book(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """The same without forwarding."""
+
+    def forward(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """Send `marker` on every out port that has nothing of `items`, and end these once it has arrived."""
+
+    async def leave(self, items: Sequence[Item]) -> None:
+        """The work on `items` is over: tell of them where they were not sent."""
+
+    def give_up(self, item: Item, state: str, reason: str) -> None:
+        """The whole group of `item` is lost: end its other members wherever they are."""
+
+    def flow(self, item: Item, *, begins: bool) -> None:
+        """An invocation began or ended: for the trace."""
+
+
+@dataclass
+class _Each:
+    """One `each`: its body, the slots for its invocations, and whether it is being left while some go on."""
+
+    body: Callable[[Any], Awaitable[None]]
+    slots: asyncio.Semaphore
+    task: asyncio.Task[Any] | None
+    left: bool = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Its invocations are cancelled: one of them has failed, or what it is part of was cancelled."""
+        return self.left or self.task is None or bool(self.task.cancelling())
+
+
+class Inbound:
+    """LiveIn of one In port of one node replica.
+
+    `arrivals` is the number of things that come for each sample to a node that counts them; a node that does not
+    count (`counts`) forwards each by itself.
+    """
+
+    def __init__(
+        self,
+        port: str,
+        inbox: Inbox,
+        open_items: OpenItems,
+        activity: Activity,
+        losses: Losses,
+        lease: Lease,
+        *,
+        sink: bool,
+        arrivals: int = 1,
+    ) -> None:
+        self.port = port
+        self.joined: Callable[[Sequence[Inbound]], Any] | None = None
+        """Makes the live join of this port and others; set by the wiring."""
+        self._inbox = inbox
+        self._open_items = open_items
+        self._activity = activity
+        self._losses = losses
+        self._lease = lease
+        self._sink = sink
+        self._merge = Merge(port, arrivals) if arrivals > 1 else None
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._closed_by: set[str] = set()
+        self._ahead: deque[Delivery] = deque()
+        """Taken from the inbox, and kept by a gate that closed meanwhile."""
+        self._groups: dict[str, OpenGroup] = {}
+        self.num_taken = 0
+        """Deliveries that have gone into the node."""
+        self._wanted = 0
+        """So many deliveries go in whatever the gates say."""
+        self._reached: list[tuple[int, asyncio.Future[None]]] = []
+
+    @property
+    def num_open_groups(self) -> int:
+        """Groups of which members are still to come."""
+        return len(self._groups)
+
+    def gate(self, by: str, *, open_: bool) -> None:
+        """Lets no further item in until each that closed it has opened it: a checkpoint, an evaluation."""
+        if open_:
+            self._closed_by.discard(by)
+        else:
+            self._closed_by.add(by)
+        self._turn_gate()
+
+    def _turn_gate(self) -> None:
+        if self._closed_by and self.num_taken >= self._wanted:
+            self._gate.clear()
+        else:
+            self._gate.set()
+
+    async def reach(self, num_taken: int) -> None:
+        """Let in what is wanting to so many deliveries, and wait until they are in."""
+        self._wanted = max(self._wanted, num_taken)
+        self._turn_gate()
+        if self.num_taken < num_taken:
+            reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._reached.append((num_taken, reached))
+            await reached
+
+    def _count(self) -> None:
+        self.num_taken += 1
+        if self._wanted:
+            self._turn_gate()
+            for number, reached in self._reached:
+                if number <= self.num_taken and not reached.done():
+                    reached.set_result(None)
+            self._reached = [entry for entry in self._reached if not entry[1].done()]
+
+    async def take(self) -> Item | None:
+        """The next item, tombstones included; None at end of stream."""
+        while (delivery := await self._delivery()) is not None:
+            item = self._open_items.take(delivery, self.port)
+            if isinstance(lost := item.body, Tombstone) and lost.whole_group:
+                self._open_items.given_up.add(lost.group_id, lost.state, lost.reason)
+            if self._merge is None:
+                return item
+            going, over = self._merge.add(item)
+            self._end(over)
+            if going is not None:
+                return going
+        if self._merge is not None:
+            self._end(self._merge.rest())
+        return None
+
+    def _end(self, items: Sequence[Item]) -> None:
+        for item in items:
+            self._open_items.end(item)
+
+    async def _delivery(self) -> Delivery | None:
+        with self._activity.waiting("item", self.port, inside=None):
+            while True:
+                if not self._ahead:
+                    try:
+                        self._ahead.append(await self._inbox.take())
+                    except EndOfStream:
+                        return None
+                await self._gate.wait()
+                if self._ahead:  # another take may have been quicker
+                    self._count()
+                    return self._ahead.popleft()
+
+    async def _next(self) -> Item | None:
+        """The next item that is for user code; tombstones go on by themselves."""
+        while (item := await self.take()) is not None:
+            if isinstance(item.body, Tombstone):
+                self.forward(item)
+            elif (why := self._open_items.given_up.why(item.envelope.group_id)) is not None:
+                self._drop(item, *why)
+            else:
+                return item
+        return None
+
+    def forward(self, item: Item) -> None:
+        """Forward the tombstone `item`, which user code must not see."""
+        assert isinstance(item.body, Tombstone)
+        self._losses.forward(item.whole, item.body)
+
+    def lost_here(self, parts: Sequence[Item], marker: Tombstone) -> None:
+        """A join has found that `marker` stands for a sample of which other parts came: book it."""
+        self._losses.book(parts, marker)
+
+    def work_on(self, item: Item) -> Invocation:
+        """The invocation of one item, or of a joined sample by one of its parts. The engine ends it."""
+        return self._invocation(item.given, [item], whole=item, end=self._finish)
+
+    def _invocation(self, value: Any, items: list[Item], **ends: Any) -> Invocation:
+        return Invocation(value, items, lease=self._lease, activity=self._activity, trace=self._losses, **ends)
+
+    async def _finish(self, item: Item) -> None:
+        await self._losses.leave(item.whole)
+        for part in item.whole:
+            self._open_items.end_turn(part, sink=self._sink)
+
+    def iterate(self) -> AsyncIterator[Any]:
+        return Invocations(self._next_invocation)
+
+    async def _next_invocation(self) -> Invocation | None:
+        item = await self._next()
+        return None if item is None else self.work_on(item)
+
+    async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None:
+        each = _Each(body, asyncio.Semaphore(concurrency), asyncio.current_task())
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                while True:
+                    await each.slots.acquire()
+                    item = await self._next()
+                    if item is None:
+                        return
+                    tasks.create_task(self._work(each, item))
+            except BaseException:
+                each.left = True
+                raise
+
+    async def _work(self, each: _Each, item: Item) -> None:
+        work = self.work_on(item)
+        await work.begin()
+        work.enter()
+        with self._open_items.noting_failure():
+            await self._run(each, item)
+            work.leave()
+            await work.finish()
+        each.slots.release()
+
+    async def _run(self, each: _Each, item: Item) -> None:
+        given_up, group_id = self._open_items.given_up, item.envelope.group_id
+        given_up.begin(group_id)
+        try:
+            await each.body(item.body)
+        except SampleFailed as failed:
+            self._drop(item, "failed", str(failed))
+        except BaseException as error:
+            why = given_up.why(group_id)
+            if why is None or each.cancelled or not isinstance(error, asyncio.CancelledError):
+                failure = as_failure(error, cancelled=each.cancelled)
+                raise failure from failure.__cause__
+            self._drop(item, *why)
+        finally:
+            given_up.end(group_id)
+
+    def groups(self, size: int) -> AsyncIterator[Members[Any]]:
+        return self.grouped(self.take, size)
+
+    def join(self, others: Sequence[Any]) -> Any:
+        assert self.joined is not None, "the wiring sets it"
+        return self.joined((self, *others))
+
+    def grouped(self, take: Take, size: int, close: Callable[[], None] = lambda: None) -> Invocations:
+        """The groups that the items of `take` make up; a joined sample stands there as one of its parts."""
+
+        async def pull() -> Invocation | None:
+            while (item := await take()) is not None:
+                group = self._join(item, size)
+                if not group.complete:
+                    continue
+                why = self._open_items.given_up.why(group.group_id)
+                if group.items and why is None:
+                    return self._invocation(self._members(group), list(group.items.values()))
+                last: Any = next(iter(group.lost.values())).body if group.lost else None
+                state, reason = why or (last.state, last.reason)
+                self._lose_group(group, state, reason)
+            return None
+
+        return Invocations(pull, close)
+
+    def _join(self, item: Item, size: int) -> OpenGroup:
+        """Put a member on hold with its group."""
+        envelope = item.envelope
+        if not envelope.group_id or envelope.member < 0:
+            raise FlowrlError(
+                f"{self.port} brought a {type(item.body).__name__} of no single sample, which cannot be grouped; group "
+                "messages with the fields group_id and member, or such as are made from one of them"
+            )
+        group = self._groups.get(envelope.group_id)
+        if group is None:
+            group = self._groups[envelope.group_id] = OpenGroup(envelope.group_id, envelope.ticket, size)
+        if envelope.member in group.items or envelope.member in group.lost:
+            raise FlowrlError(
+                f"{self.port} brought member {envelope.member} of group {envelope.group_id!r} twice before its {size} "
+                "members were complete; every member needs a number of its own, and one message"
+            )
+        for part in item.whole:
+            part.held, part.group = True, group
+        lost = isinstance(item.body, Tombstone)
+        (group.lost if lost else group.items)[envelope.member] = item
+        if group.complete:
+            del self._groups[envelope.group_id]
+        return group
+
+    def _members(self, group: OpenGroup) -> Members[Any]:
+        return Members(
+            group.group_id,
+            group.ticket,
+            group.size,
+            tuple(group.items[m].given for m in sorted(group.items)),
+            tuple(group.lost[m].body for m in sorted(group.lost)),  # type: ignore[misc]
+        )
+
+    def _lose_group(self, group: OpenGroup, state: str, reason: str) -> None:
+        """Nothing of the group is left: one marker for the whole group travels on, at its ticket."""
+        items = [part for item in (*group.items.values(), *group.lost.values()) for part in item.whole]
+        ids = dict.fromkeys(i for item in items for i in tombstone(item, self._open_items.node, "", "").sample_ids)
+        marker = Tombstone(group.group_id, -1, state, reason, self._open_items.node, tuple(ids), group.size)
+        self._losses.forward(items, marker)
+
+    def ordered(self) -> AsyncIterator[tuple[int, Any]]:
+        return Invocations(self._next_ordered)
+
+    async def _next_ordered(self) -> Invocation | None:
+        item = await self.take()
+        if item is None:
+            return None
+        ticket = item.envelope.ticket
+        if not isinstance(item.body, Tombstone):
+            item.held = True
+            return self._invocation((ticket, item.body), [item])
+        self._end(item.whole)
+        return self._invocation((ticket, None), [item])
+
+    def hold(self, item: Message) -> None:
+        for part in self._open_items.of(item).whole:
+            part.held = part.accounted = True
+
+    def drop(self, item: Message, reason: str, state: str, *, group: bool = False) -> None:
+        dropped = self._open_items.of(item)
+        if group:
+            self._losses.give_up(dropped, state, reason)
+        self._drop(dropped, state, reason, whole_group=group)
+
+    def _drop(self, dropped: Item, state: str, reason: str, *, whole_group: bool = False) -> None:
+        for part in dropped.whole:
+            part.accounted = True
+        marker = tombstone(dropped, self._open_items.node, reason, state)
+        if whole_group:
+            marker = replace(marker, whole_group=True)
+        for part in dropped.whole:
+            part.lost = marker
+        group = dropped.group
+        if group is None:
+            self._losses.lose(dropped.whole, marker)
+            return
+        self._losses.book(dropped.whole, marker)
+        if group.sent:
+            self._end(dropped.whole)
+            return
+        group.dropped.append(dropped)
+        if len(group.dropped) == len(group.items):
+            self._lose_group(group, state, reason)
+
+    def finish(self, item: Message) -> None:
+        finished = self._open_items.of(item)
+        for part in finished.whole:
+            part.held = part.accounted = True
+            self._open_items.end(part)
+        group = finished.group
+        if group is not None and not any(self._open_items.holds(member) for member in group.present):
+            for rest in (*group.lost.values(), *group.dropped):
+                self._end(rest.whole)
+
+    def newest(self) -> Any:
+        return self._inbox.newest()
+
+    def ticket(self, item: Message) -> int:
+        return self._open_items.of(item).envelope.ticket

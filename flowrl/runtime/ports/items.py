@@ -1,0 +1,242 @@
+"""Items: messages being worked on in one host, and when each is finished.
+
+Invariants
+- Every delivery taken in becomes one `Item`, and every item is acked exactly once: when its invocation has
+  ended and everything made from it has been taken in by the next process (`Custody` counts that).
+- An invocation ends by the engine (next item asked for, body returned), by a send that names the item, or by
+  a drop. An item that ends its invocation with none of send, hold and drop is the node's error.
+- The parts of a joined sample (`Item.whole`) are made from, held, dropped and ended together.
+- Tombstones are items too, but user code never sees them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.channel.custody import Custody
+from flowrl.channel.dispatch import Delivery
+from flowrl.channel.envelope import Envelope
+from flowrl.errors import FlowrlError
+from flowrl.messages import Message, Prompt, Sample, Tombstone
+from flowrl.runtime.ports.given_up import GivenUp
+
+NOT_ROUTED = "not_routed"
+"""Reason of a tombstone for a sample that its node sent on other ports only."""
+ItemKey = tuple[str, bytes]
+"""(in port as "node.port", message id)"""
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One message in the hands of a node."""
+
+    delivery: Delivery
+    port: str = ""
+    """The in port that it came to."""
+    ordinals: dict[str, int] = field(default_factory=dict)
+    """How many messages were made from it so far, by out port."""
+    accounted: bool = False
+    """A send, hold or drop has spoken for it."""
+    held: bool = False
+    lost: Tombstone | None = None
+    """Its loss is booked, and this marker stands for it from then on, also in a checkpoint."""
+    group: OpenGroup | None = None
+    children: list[bytes] = field(default_factory=list)
+    sent_on: set[str] = field(default_factory=set)
+    """Out ports on which something was made from it."""
+    parts: tuple[Item, ...] = ()
+    """Of a joined sample: what each port brought of it, this item among them."""
+    others: tuple[Item, ...] = ()
+    """Of a tombstone that stands for several: the others."""
+
+    @property
+    def whole(self) -> tuple[Item, ...]:
+        """The items that share this one's fate."""
+        if not self.parts and not self.others:
+            return (self,)
+        return tuple(item for part in self.parts or (self,) for item in (part, *part.others))
+
+    @property
+    def given(self) -> Any:
+        """What user code gets: the message, or the messages of all parts."""
+        return tuple(part.body for part in self.parts) if self.parts else self.body
+
+    @property
+    def place(self) -> ItemKey:
+        """What names it in its node: a message that an edge brings to two ports is two items."""
+        return self.port, self.envelope.id
+
+    @property
+    def envelope(self) -> Envelope:
+        return self.delivery.envelope
+
+    @property
+    def body(self) -> Message:
+        return self.delivery.envelope.body
+
+
+@dataclass(slots=True, eq=False)
+class OpenGroup:
+    """A group whose members stand on hold until one send names it, or all are dropped."""
+
+    group_id: str
+    ticket: int
+    size: int
+    items: dict[int, Item] = field(default_factory=dict)
+    lost: dict[int, Item] = field(default_factory=dict)
+    dropped: list[Item] = field(default_factory=list)
+    sent: bool = False
+
+    @property
+    def present(self) -> list[Item]:
+        """The members that are neither lost nor dropped."""
+        return [item for item in self.items.values() if item not in self.dropped]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.items) + len(self.lost) >= self.size
+
+
+current: ContextVar[tuple[Item, ...]] = ContextVar("flowrl_current_items", default=())
+"""What the present invocation works on: nothing, an item, or all parts of a joined sample."""
+at_hand: ContextVar[int] = ContextVar("flowrl_ticket_at_hand", default=-1)
+"""The ticket that the present invocation works for, -1 outside of invocations."""
+
+
+class OpenItems:
+    """All items of one node replica, by the identity of their bodies."""
+
+    def __init__(self, node: str, ended: Callable[[Item], None] = lambda item: None) -> None:
+        self.node = node
+        self.ended = ended
+        """Is told of every item of which the invocation has ended."""
+        self._custody: Custody[Hashable] = Custody()
+        """Of items by their place, and of what is made from them by its id."""
+        self._open: dict[int, Item] = {}
+        self._by_place: dict[Hashable, Item] = {}
+        self.given_up = GivenUp()
+        self.failed_ticket: int | None = None
+        """What the node worked on when its first exception was raised, None if that was on no ticket."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def take(self, delivery: Delivery, port: str) -> Item:
+        item = Item(delivery, port)
+        if id(item.body) in self._open:  # two branches of one process passed on the very same object
+            delivery.envelope = dataclasses.replace(item.envelope, body=copy.copy(item.body))
+        self._open[id(item.body)] = item
+        self._by_place[item.place] = item
+        self._custody.begin(item.place)
+        return item
+
+    def of(self, body: Message) -> Item:
+        """The open item of a message object. Raises ValueError where there is none."""
+        item = self._open.get(id(body))
+        if item is None:
+            raise ValueError(
+                f"node {self.node!r}: this {type(body).__name__} is not open here (already finished, or not received "
+                "by this node); use it before its invocation ends, or `hold` it"
+            )
+        return item
+
+    def holds(self, item: Item) -> bool:
+        """Whether the item's invocation has not ended."""
+        return id(item.body) in self._open
+
+    def made(self, parents: Iterable[Item], child_id: bytes) -> None:
+        """`child_id` was made from `parents`."""
+        for item in parents:
+            item.accounted = True
+            item.children.append(child_id)
+
+    def owes(self, parents: Iterable[Item], child_id: bytes, num_lanes: int) -> None:
+        """What was made from `parents` goes out as `child_id`, and must be taken in on `num_lanes` lanes."""
+        self._custody.child([item.place for item in parents], child_id, num_lanes)
+
+    def arrived(self, child_ids: Iterable[bytes]) -> None:
+        for child_id in child_ids:
+            self._ack(self._custody.arrived(child_id))
+
+    def end(self, item: Item) -> None:
+        """End the item's invocation. Ends of an item that has ended already are ignored."""
+        if self._open.pop(id(item.body), None) is not None:
+            self.ended(item)
+            self._ack(self._custody.end(item.place))
+
+    def waiting_for_children(self) -> list[ItemKey]:
+        """Items whose invocation has ended, not yet acked: a checkpoint keeps their children instead."""
+        return [item.place for item in self._by_place.values() if id(item.body) not in self._open]
+
+    def lost(self) -> list[tuple[ItemKey, Tombstone]]:
+        """Items whose loss is booked and whose marker is not on its way: a checkpoint keeps the marker instead."""
+        return [(item.place, item.lost) for item in self._open.values() if item.lost is not None]
+
+    def sent_by_open_items(self) -> list[bytes]:
+        """Ids of what was made from items whose invocation goes on."""
+        return [child for item in self._open.values() for child in item.children]
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Keeps the ticket of the first invocation that raises; the exception goes on."""
+        try:
+            yield
+        except Exception:
+            ticket = at_hand.get()
+            if self.failed_ticket is None and ticket >= 0:
+                self.failed_ticket = ticket
+            raise
+
+    def _ack(self, places: Iterable[Hashable]) -> None:
+        for place in places:
+            self._by_place.pop(place).delivery.ack()
+
+    def end_turn(self, item: Item, *, sink: bool) -> None:
+        """The body has let go of the item: finish it unless it is on hold."""
+        if item.held:
+            return
+        if not item.accounted and not sink:
+            raise FlowrlError(
+                f"it let go of a {type(item.body).__name__} (ticket {item.envelope.ticket}) without a "
+                "send, hold or drop; end it with `self.PORT.drop(item, reason)` if nothing is to be made from it"
+            )
+        self.end(item)
+
+
+def tombstone(item: Item, node: str, reason: str, state: str) -> Tombstone:
+    """The marker that stands for `item` from here on."""
+    body, envelope = item.body, item.envelope
+    if isinstance(body, Tombstone):
+        return body
+    samples = samples_of(body)
+    return Tombstone(
+        group_id=envelope.group_id,
+        member=envelope.member,
+        state=state,
+        reason=reason,
+        node=node,
+        sample_ids=tuple(sample.sample_id for sample in samples),
+        group_size=getattr(body, "group_size", 0),
+        response_tokens=sum(sample.response_tokens for sample in samples if isinstance(sample, Sample)),
+    )
+
+
+def samples_of(body: Any) -> tuple[Prompt | Sample, ...]:
+    """The samples that a message is, or holds in its fields, however deep."""
+    if isinstance(body, Prompt | Sample):
+        return (body,)
+    if isinstance(body, Tombstone):
+        return ()
+    if isinstance(body, Message):
+        return tuple(s for f in dataclasses.fields(body) for s in samples_of(getattr(body, f.name)))  # type: ignore[arg-type]
+    if isinstance(body, Mapping):
+        return tuple(sample for value in body.values() for sample in samples_of(value))
+    if isinstance(body, tuple | list):
+        return tuple(sample for value in body for sample in samples_of(value))
+    return ()

@@ -1,0 +1,81 @@
+"""Merge: ways of samples that meet again in one In port of a node that counts them.
+
+Each way brings one thing for each sample: the message, or a tombstone where the sample went another way or was lost.
+
+Invariants
+- A message goes on at once. A tombstone waits until all ways have brought theirs: it is over if one of them was a
+  message, else all of them go on as one.
+- Tombstones that wait are unfinished, so a crash or a checkpoint repeats them. Where the message of their sample was
+  finished before that, they wait until the end of the stream.
+
+Pure bookkeeping: nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flowrl.errors import FlowrlError
+from flowrl.messages import Tombstone
+from flowrl.runtime.ports.items import NOT_ROUTED, Item
+
+
+@dataclass(slots=True)
+class _Sample:
+    num_came: int = 0
+    message_came: bool = False
+    tombstones: list[Item] = field(default_factory=list)
+
+
+class Merge:
+    """What has come of each sample to one port, of `arrivals` things."""
+
+    def __init__(self, port: str, arrivals: int) -> None:
+        self._port = port
+        self._arrivals = arrivals
+        self._samples: dict[tuple[str, int], _Sample] = {}
+
+    def add(self, item: Item) -> tuple[Item | None, Sequence[Item]]:
+        """(what goes on now, if anything; what is over now)."""
+        envelope = item.envelope
+        if not envelope.group_id:
+            return item, ()
+        key = envelope.group_id, envelope.member
+        sample = self._samples.setdefault(key, _Sample())
+        sample.num_came += 1
+        lost = isinstance(item.body, Tombstone)
+        if lost:
+            sample.tombstones.append(item)
+        elif sample.message_came:
+            raise FlowrlError(
+                f"{self._port} got member {key[1]} of group {key[0]!r} by two ways; a node with several Out ports that "
+                "meet again has to send each sample on one of them, or the ways have to be joined "
+                "(`join` of an In port for each)"
+            )
+        else:
+            sample.message_came = True
+        return self._went_on(key, sample, None if lost else item)
+
+    def _went_on(
+        self, key: tuple[str, int], sample: _Sample, message: Item | None
+    ) -> tuple[Item | None, Sequence[Item]]:
+        if sample.num_came < self._arrivals:
+            return message, ()
+        del self._samples[key]
+        if sample.message_came:
+            return message, sample.tombstones
+        return _together(sample.tombstones), ()
+
+    def rest(self) -> list[Item]:
+        """At the end of the stream: what still waits is over."""
+        waiting = [item for sample in self._samples.values() for item in sample.tombstones]
+        self._samples.clear()
+        return waiting
+
+
+def _together(tombstones: list[Item]) -> Item:
+    """One tombstone that stands for all; the reason is that of a loss, not of a way that was not taken."""
+    first = next((item for item in tombstones if getattr(item.body, "reason", "") != NOT_ROUTED), tombstones[0])
+    first.others = tuple(item for item in tombstones if item is not first)
+    return first

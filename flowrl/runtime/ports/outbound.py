@@ -1,0 +1,323 @@
+"""The live side of an Out port: ids from lineage, custody of what is sent, admission.
+
+Waits: a send waits for credit on its lane, an admission for a ticket. Both end when the run stops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from flowrl.channel.dispatch import OutEdge
+from flowrl.channel.envelope import Envelope, message_id, source_id
+from flowrl.errors import FlowrlError
+from flowrl.messages import Message, Prompt, Sample, Tombstone
+from flowrl.runtime.activity.activity import Activity, in_invocation
+from flowrl.runtime.ports.items import Item, OpenItems, current, samples_of
+
+
+class OutboundOwner(Protocol):
+    """The node replica of the port."""
+
+    open_items: OpenItems
+    activity: Activity
+
+    async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
+        """A ticket for one group that can come to `trainers`, committed; None when no further group is wanted."""
+
+    def book(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """Samples of `items` are lost where nothing was made of these."""
+
+    def use_up(self, items: Sequence[Item]) -> None:
+        """What `items` were held for is sent: end them."""
+
+    def sent(self, envelope: Envelope) -> None:
+        """For the trace."""
+
+    def waited(self, what: str, since_ns: int) -> None:
+        """For the trace: a wait that ends now."""
+
+
+Kept = tuple[str, str, Envelope]
+"""What a checkpoint keeps on an edge: (edge, consumer as in `OutEdge.addressed`, message)."""
+
+
+@dataclass(frozen=True)
+class WaitingSend:
+    """A message that waits for credit."""
+
+    envelope: Envelope
+    first: int
+    """The first edge that has not got it yet."""
+    again: bool
+    """A resumed run makes it again (`_makes_again`); otherwise a checkpoint keeps it."""
+    outside: bool
+    """It was made outside of invocations."""
+
+
+class Outbound:
+    """LiveOut of one Out port of one node replica."""
+
+    def __init__(
+        self,
+        port: str,
+        edges: Sequence[OutEdge],
+        owner: OutboundOwner,
+        trainers: Sequence[str] = (),
+        *,
+        counted: bool = False,
+    ) -> None:
+        self.port = port
+        self.edges = tuple(edges)
+        self.trainers = frozenset(trainers)
+        """Those that its messages can come to."""
+        self.counted = counted
+        """Somebody beyond it has to hear of every sample, be it that it went elsewhere."""
+        self._owner = owner
+        self._open_items = owner.open_items
+        self._activity = owner.activity
+        self._cursor = 0
+        self._outside = 0
+        """Sends outside of invocations that wait now. A resumed run repeats them, with the same ids."""
+        self._admitted: dict[int, list[bytes]] = {}
+        """What is already sent of groups whose other members still wait for credit, by ticket."""
+        self._restoring: list[Kept] = []
+        """A checkpoint's messages that still wait for credit."""
+        self._waiting: dict[bytes, WaitingSend] = {}
+        self._num_leaving = 0
+        """Tombstones and kept messages on their way out; the stream ends after them."""
+        self._ending = False
+        self.sent_before: set[bytes] = set()
+        """Ids of what invocations cut off by a checkpoint had sent: their repetitions leave it out."""
+        self.left_out: set[bytes] = set()
+        """Those that were left out."""
+
+    @property
+    def carries_tombstones(self) -> bool:
+        """Gangs and latest edges take whole batches and weights: a lost sample means nothing to them."""
+        return any(edge.rule in ("share", "key", "broadcast") for edge in self.edges)
+
+    async def send(self, item: Message, made_from: Sequence[Message] | None) -> None:
+        if self._ending:
+            raise FlowrlError(f"{self.port} was closed, and then a {type(item).__name__} was sent on it")
+        parents = self._parents(made_from)
+        envelope = self._envelope(item, parents)
+        if parents:
+            self._book_left_out(item, parents)
+            await self._send(envelope, parents)
+            return
+        self._outside += 1
+        try:
+            await self._send(envelope, ())
+        finally:
+            self._outside -= 1
+
+    async def admit(self, items: Sequence[Message]) -> bool:
+        prompts = [item for item in items if isinstance(item, Prompt)]
+        began = time.time_ns()
+        with self._activity.waiting("ticket", self.port, inside=in_invocation.get()):
+            ticket = await self._owner.admit(prompts, sorted(self.trainers))
+        self._owner.waited("ticket", began)
+        if ticket is None:
+            return False
+        for prompt in prompts:
+            key = source_id(self._open_items.node.split("/")[0], prompt.sample_id)
+            await self._send(Envelope(key, ticket, prompt.group_id, prompt.member, prompt), ())
+            self._admitted.setdefault(ticket, []).append(key)
+        self._admitted.pop(ticket, None)
+        return True
+
+    def was_sent(self) -> bool:
+        parents = self._parents(None)
+        if not parents or not self._left_out(self._next_id(parents), parents):
+            return False
+        self._count(parents)
+        return True
+
+    async def send_tombstone(self, marker: Tombstone, items: Sequence[Item]) -> None:
+        """Pass a tombstone on in the place of what would have been made from `items`."""
+        if self.carries_tombstones:
+            # An id apart from those of what the invocations sent, whatever they had sent when their item was lost.
+            key = message_id(sorted(item.envelope.id for item in items), f"{self.port} lost", 0)
+            ticket = items[0].envelope.ticket
+            alike = all(item.envelope.ticket == ticket for item in items)
+            envelope = Envelope(key, ticket if alike else -1, marker.group_id, marker.member, marker)
+            await self._send(envelope, items, uses_up=False)
+
+    def leaving(self, change: int) -> None:
+        """A message that is not the body's own begins its way out (+1), or is out (-1)."""
+        self._num_leaving += change
+        if self._ending and not self._num_leaving:
+            self._close_edges()
+
+    async def restore(self, kept: Kept) -> None:
+        """Send a message that a checkpoint kept, on the edge where it was under way."""
+        self._restoring.append(kept)
+        name, consumer, envelope = kept
+        for edge in self.edges:
+            if edge.name == name:
+                await edge.send_to(consumer, envelope)
+        self._restoring.remove(kept)
+        self.leaving(-1)
+
+    def unacked(self) -> list[Kept]:
+        """All that no consumer has finished."""
+        queues = [edge for edge in self.edges if edge.rule != "latest"]
+        kept = [(edge.name, *one) for edge in queues for one in edge.unacked()]
+        for waiting in self._waiting.values():
+            if not waiting.again:
+                later = [edge for edge in self.edges[waiting.first :] if edge in queues]
+                kept += [(edge.name, *one) for edge in later for one in edge.addressed(waiting.envelope)]
+        return kept + self._restoring
+
+    def parts(self) -> list[tuple[str, bytes, dict[str, bytes]]]:
+        """Of gangs' messages among `unacked`: (edge, its id, `OutEdge.parts`)."""
+        return [(edge.name, key, parts) for edge in self.edges for key, parts in edge.parts().items()]
+
+    def not_sent(self) -> list[bytes]:
+        """Ids of what waits for credit and is not among `unacked`."""
+        return [key for key, waiting in self._waiting.items() if waiting.again]
+
+    def sent_outside(self) -> list[bytes]:
+        """Ids of what waits for credit, made outside of invocations, and is among `unacked`."""
+        return [key for key, waiting in self._waiting.items() if waiting.outside and not waiting.again]
+
+    @property
+    def cursor(self) -> int:
+        """How many messages were sent outside of invocations; a send that waits is repeated by the resumed run."""
+        return self._cursor - self._outside
+
+    @cursor.setter
+    def cursor(self, value: int) -> None:
+        self._cursor = value
+
+    def hold(self, held: bool) -> None:
+        """While held, nothing is sent."""
+        for edge in self.edges:
+            edge.hold(held)
+
+    def sent_of_open_group(self) -> list[bytes]:
+        """Ids of the members that are sent of a group whose admission has not returned yet."""
+        return [key for keys in self._admitted.values() for key in keys]
+
+    def close(self) -> None:
+        """End of stream, after what is on its way out."""
+        if not self._ending:
+            self._ending = True
+            self.leaving(0)
+
+    def _close_edges(self) -> None:
+        for edge in self.edges:
+            edge.close()
+
+    def _book_left_out(self, body: Message, parents: Sequence[Item]) -> None:
+        """Samples of `parents` that are not in `body` end here, as far as this port leads."""
+        if not self.trainers or (len(parents) == 1 and isinstance(parents[0].body, Sample | Prompt)):
+            return
+        kept = {sample.sample_id for sample in samples_of(body)}
+        for parent in parents if kept else ():
+            gone = [s.sample_id for s in samples_of(parent.body) if s.sample_id not in kept]
+            if gone and parent.lost is None:
+                head, node = parent.envelope, self._open_items.node
+                self._owner.book([parent], Tombstone(head.group_id, -1, "filtered", "left_out", node, tuple(gone)))
+
+    def _parents(self, made_from: Sequence[Message] | None) -> list[Item]:
+        if made_from is None:
+            return list(current.get())
+        items = [self._open_items.of(parent) for parent in made_from]
+        for group in {id(i.group): i.group for i in items if i.group is not None}.values():
+            group.sent = True
+            items.extend(group.lost.values())
+            items.extend(group.dropped)
+            group.lost, group.dropped = {}, []
+        return list(dict.fromkeys(part for item in items for part in item.whole))
+
+    def _envelope(self, body: Message, parents: Sequence[Item]) -> Envelope:
+        if not parents:
+            self._cursor += 1
+            key = source_id(f"{self._open_items.node} {self.port}", str(self._cursor))
+            return Envelope(key, -1, *_own_lineage(body), body)
+        key = self._next_id(parents)
+        self._count(parents)
+        heads = [parent.envelope for parent in parents]
+        first = heads[0]
+        return Envelope(
+            key,
+            first.ticket if all(head.ticket == first.ticket for head in heads) else -1,
+            first.group_id if all(head.group_id == first.group_id for head in heads) else "",
+            first.member if all(head.member == first.member for head in heads) else -1,
+            body,
+        )
+
+    def _next_id(self, parents: Sequence[Item]) -> bytes:
+        """Of the next message that is made from these."""
+        return message_id([item.envelope.id for item in parents], self.port, parents[0].ordinals.get(self.port, 0))
+
+    def _count(self, parents: Sequence[Item]) -> None:
+        """That message has its id now."""
+        parents[0].ordinals[self.port] = parents[0].ordinals.get(self.port, 0) + 1
+
+    def _left_out(self, key: bytes, parents: Sequence[Item]) -> bool:
+        """A checkpoint has the message already: it counts as sent by its invocation."""
+        if key not in self.sent_before:
+            return False
+        self.sent_before.discard(key)
+        self.left_out.add(key)
+        self._mark(parents, key)
+        return True
+
+    def _mark(self, parents: Sequence[Item], key: bytes) -> None:
+        self._open_items.made(parents, key)
+        for item in parents:
+            item.sent_on.add(self.port)
+
+    async def _send(self, envelope: Envelope, parents: Sequence[Item], *, uses_up: bool = True) -> None:
+        if not self._left_out(envelope.id, parents):
+            await self._send_on_all(envelope, parents)
+        if uses_up and (held := [item for item in parents if item.held]):
+            self._owner.use_up(held)
+
+    async def _send_on_all(self, envelope: Envelope, parents: Sequence[Item]) -> None:
+        for item in parents:
+            item.accounted = True
+        if any(edge.rule != "latest" for edge in self.edges):
+            self._mark(parents, envelope.id)
+        try:
+            for number, edge in enumerate(self.edges):
+                again = not number and _makes_again(parents)
+                self._waiting[envelope.id] = WaitingSend(envelope, number, again, not parents)
+                await self._send_on(edge, envelope, parents)
+        finally:
+            self._waiting.pop(envelope.id, None)
+        self._owner.sent(envelope)
+
+    async def _send_on(self, edge: OutEdge, envelope: Envelope, parents: Sequence[Item]) -> None:
+        owed = edge.arrivals(envelope) if parents else []
+        for key, num_lanes in owed:
+            self._open_items.owes(parents, key, num_lanes)
+        began = time.time_ns()
+        try:
+            with self._activity.waiting("credit", edge.name, inside=in_invocation.get()):
+                await edge.send(envelope)
+        except BaseException:  # a send is all or nothing: what never left is not waited for
+            for key, num_lanes in owed:
+                self._open_items.arrived([key] * num_lanes)
+            raise
+        self._owner.waited(f"credit {edge.name}", began)
+        for key in edge.ids(envelope) if edge.rule in ("broadcast", "gang") else ():
+            self._owner.sent(replace(envelope, id=key))
+
+
+def _own_lineage(body: Message) -> tuple[str, int]:
+    """(group, member) of a message that is made from nothing: what it says of itself."""
+    group_id, member = getattr(body, "group_id", ""), getattr(body, "member", -1)
+    return (group_id, member) if isinstance(group_id, str) and isinstance(member, int) else ("", -1)
+
+
+def _makes_again(parents: Sequence[Item]) -> bool:
+    """Whether a resumed run lets the node make this anew rather than keep it: the node's state says that of what
+    it held and has not sent yet, or reads at its own pace. What an invocation made of its one item is kept, since
+    that may have been work."""
+    return not parents or any(item.held for item in parents)

@@ -1,0 +1,213 @@
+"""What the live view shows, and how it is drawn. Pure: a `Board` in, a rich renderable out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, bottleneck
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 32
+BAR_WIDTH = 20
+LABEL_WIDTH = 11
+
+
+@dataclass
+class Board:
+    """Everything known about the run now. `steps` and `bound` are None where there is no such number."""
+
+    name: str
+    run_dir: str = ""
+    steps: int | None = None
+    bound: int | None = None
+    capacities: Mapping[str, int] = field(default_factory=dict)
+    """Messages that one lane holds, by edge name."""
+    elapsed_s: float = 0.0
+    progress: dict[str, str] = field(default_factory=dict)
+    """Node replica -> the last line of its set-up."""
+    records: list[Mapping[str, Any]] = field(default_factory=list)
+    """Metrics lines of this run, oldest first."""
+    evaluations: dict[str, list[tuple[str, int, float, int]]] = field(default_factory=dict)
+    """Task, "" for the first: (phase, step, mean score, number of answers)"""
+    nodes: Sequence[NodeNow] = ()
+    edges: Sequence[EdgeNow] = ()
+    generated_per_s: float = 0.0
+    admission: str = ""
+    """What the next group waits for, "" if nothing."""
+    warning: str = ""
+
+
+def draw(board: Board) -> RenderableType:
+    """The whole view: set-up lines before the first step, then the figures, nodes and edges."""
+    parts = [_figures(board)] if board.records else [_setup(board)]
+    if board.nodes and board.records:
+        parts += [_bottleneck(board), _nodes(board), _edges(board)]
+    if board.warning:
+        parts.append(Text(f"! {board.warning}", style="yellow"))
+    title = Text.assemble(("flowrl", "bold"), f" {board.name}")
+    if board.records and "driver" in board.progress:
+        title.append(f" · {board.progress['driver']}", style="dim")
+    body = Group(*(Padding(part, (0, 0, 1, 0)) for part in parts[:-1]), parts[-1])
+    return Panel(body, title=title, title_align="left", subtitle=board.run_dir, subtitle_align="left", padding=(0, 1))
+
+
+def _setup(board: Board) -> RenderableType:
+    table = _figure_grid()
+    table.add_row("setting up", Text(clock(board.elapsed_s)))
+    for replica_id, text in board.progress.items():
+        table.add_row(Text(replica_id, style="cyan"), Text(text))
+    for task, rows in board.evaluations.items():
+        table.add_row("held-out", _held_out(task, rows))
+    return table
+
+
+def _figures(board: Board) -> RenderableType:
+    record = board.records[-1]
+    table = _figure_grid()
+    table.add_row("step", _step(board))
+    table.add_row("reward", _reward(board))
+    for task, rows in board.evaluations.items():
+        table.add_row("held-out", _held_out(task, rows))
+    table.add_row("tokens", _tokens(board))
+    table.add_row("staleness", _staleness(board))
+    losses = ("loss", "kl", "entropy", "grad_norm", "clip_fraction")
+    table.add_row("training", Text("  ".join(f"{name} {_number(record.get(name))}" for name in losses)))
+    for name, text in (record.get("alarms") or {}).items():
+        table.add_row("alarm", Text(f"{name}: {text}", style="bold red"))
+    table.add_row("admission", Text(board.admission or "open", no_wrap=True, overflow="ellipsis"))
+    return table
+
+
+def _step(board: Board) -> Text:
+    step = board.records[-1]["step"]
+    if board.steps is None:
+        return Text(f"{step}   {clock(board.elapsed_s)}")
+    return Text(f"{step} of {board.steps}   {clock(board.elapsed_s)}   {_left(board)}")
+
+
+def _left(board: Board) -> str:
+    """The time the rest needs at the pace of the last steps."""
+    recent = board.records[-10:]
+    if len(recent) < 2 or board.steps is None:
+        return ""
+    pace = (recent[-1]["time_s"] - recent[0]["time_s"]) / (len(recent) - 1)
+    return f"{clock(pace * max(board.steps - recent[-1]['step'], 0))} left"
+
+
+def _reward(board: Board) -> Text:
+    rewards = [record["reward_mean"] for record in board.records if record.get("reward_mean") is not None]
+    if not rewards:
+        return Text("none yet")
+    text = Text(f"{rewards[-1]:.3f}  ")
+    text.append(sparkline(rewards, SPARK_WIDTH), style="green")
+    return text.append(f"  {min(rewards):.3f} to {max(rewards):.3f}", style="dim")
+
+
+def _held_out(task: str, rows: Sequence[tuple[str, int, float, int]]) -> Text:
+    """The first score and the last three."""
+    shown = rows if len(rows) <= 4 else [rows[0], *rows[-3:]]
+    scores = [f"{score:.3f} {phase if phase != 'during' else f'at step {step}'}" for phase, step, score, _ in shown]
+    return Text(" → ".join(scores)).append(f"   {rows[-1][3]} answers{f', {task}' if task else ''}", style="dim")
+
+
+def _tokens(board: Board) -> Text:
+    recent = board.records[-10:]
+    text = f"{board.generated_per_s:,.0f}/s generated"
+    seconds = recent[-1]["time_s"] - recent[0]["time_s"]
+    if seconds > 0:
+        trained = sum(record.get("tokens_trained") or 0 for record in recent[1:])
+        text += f"   {trained / seconds:,.0f}/s trained"
+    length = recent[-1].get("response_tokens_mean")
+    return Text(text + (f"   {length:.0f} a response" if length is not None else ""))
+
+
+def _staleness(board: Board) -> Text:
+    record = board.records[-1]
+    bound = "" if board.bound is None else f", bound {board.bound}"
+    return Text(f"mean {_number(record.get('staleness_mean'))}, max {_number(record.get('staleness_max'))}{bound}")
+
+
+def _bottleneck(board: Board) -> Text:
+    node, why = bottleneck(board.nodes, board.edges)
+    return Text.assemble("bottleneck  ", (node or "none", "bold magenta"), f"  {why}")
+
+
+def _nodes(board: Board) -> RenderableType:
+    slowest, _ = bottleneck(board.nodes, board.edges)
+    table = _bar_grid()
+    for now in board.nodes:
+        name = Text(now.node, style="bold magenta" if now.node == slowest else "cyan")
+        replicas = f"×{now.num_replicas}" if now.num_replicas > 1 else ""
+        table.add_row(name, replicas, bar(now.busy), f"{now.busy:4.0%} busy")
+    return table
+
+
+def _edges(board: Board) -> RenderableType:
+    table = _bar_grid()
+    table.add_row(*(Text(head, style="dim") for head in ("edge", "full", "depth", "sender waits")))
+    for edge in board.edges:
+        capacity = board.capacities.get(edge.edge, 0) * edge.num_lanes
+        depth = f"{edge.depth}/{capacity}" if capacity else f"{edge.depth}"
+        waits = Text(f"{edge.blocked:.0%}", style="yellow" if edge.blocked >= 0.5 else "")
+        table.add_row(edge.edge, bar(edge.depth / capacity, 10) if capacity else "", depth, waits)
+    return table
+
+
+def _figure_grid() -> Table:
+    """A label and a figure, which may take several lines."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="dim", width=LABEL_WIDTH)
+    table.add_column()
+    return table
+
+
+def _bar_grid() -> Table:
+    """A name, a bar, and what it means; the name gives way in a narrow terminal."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    return table
+
+
+def bar(fraction: float, width: int = BAR_WIDTH) -> Text:
+    """A bar of `width` cells."""
+    full = round(min(max(fraction, 0.0), 1.0) * width)
+    return Text("█" * full + "░" * (width - full), style="blue")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """One character for each of at most `width` means of neighbouring values."""
+    num = min(len(values), width)
+    bounds = [round(i * len(values) / num) for i in range(num + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BARS[0] * num
+    return "".join(BARS[min(int((mean - low) / (high - low) * len(BARS)), len(BARS) - 1)] for mean in means)
+
+
+def evaluation_text(phase: str, step: int, score: float, count: int, task: str) -> str:
+    """As "0.412 at step 30 (512 answers)"."""
+    where = f"at step {step}" if phase == "during" else f"{phase} training"
+    return f"{score:.3f} {where} ({count} answers{f', {task}' if task else ''})"
+
+
+def clock(seconds: float) -> str:
+    """As 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _number(value: Any) -> str:
+    return "–" if value is None else f"{value:.3g}"

@@ -1,0 +1,192 @@
+"""`metrics.jsonl`: one line a batch, and the same record to TensorBoard, W&B or Trackio if asked.
+
+The trainer's record wins; the counters of all nodes since the line before are added to it. A name in
+NAMES that nothing reported stands there as null.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.graph import Graph
+from flowrl.runtime.telemetry.alarms import NAMES as ALARMS
+from flowrl.runtime.telemetry.alarms import Alarms, Limits
+from flowrl.runtime.telemetry.sinks import Sink
+from flowrl.runtime.telemetry.statistics import Statistics
+
+METRICS = "metrics.jsonl"
+NAMES = (
+    "step",
+    "optimizer_steps",
+    "time_s",
+    "reward_mean",
+    "loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "clip_fraction",
+    "staleness_mean",
+    "staleness_max",
+    "logprob_mismatch",
+    "behavior_gap",
+    "tokens_generated",
+    "tokens_trained",
+    "response_tokens_mean",
+    "generator_busy_s",
+    "trainer_busy_s",
+    "weight_update_pause_s",
+    "ledger_head",
+)
+
+
+class Metrics:
+    """Writes the lines. `roles` maps a node's name to the one under which its busy time stands.
+
+    A graph may call its generator "actor": `generator_busy_s` is still that node's. `time_s` counts
+    from the start of the run and goes on where the file ends when a run is resumed. `book` gets the step and
+    the hash of each line that is written, for the ledger.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        statistics: Statistics,
+        *,
+        roles: Mapping[str, str],
+        sinks: Sequence[Sink] = (),
+        limits: Limits | None = None,
+        book: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self._statistics = statistics
+        self._roles = dict(roles)
+        self._sinks = tuple(sinks)
+        self._book = book
+        self._step = 0
+        before = read(run_dir / METRICS)
+        self._alarms = Alarms(limits or Limits(), before)
+        self._start_s = time.monotonic() - (before[-1]["time_s"] if before else 0.0)
+        self._file = (run_dir / METRICS).open("a")
+
+    def line(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete, write and return the record of a finished batch."""
+        full: dict[str, Any] = dict.fromkeys(NAMES)
+        full["time_s"] = round(time.monotonic() - self._start_s, 3)
+        for name, value in self._statistics.since_line().items():
+            full[self._public(name)] = value
+        full.update({name: value for name, value in record.items() if value is not None})
+        full = _finite(full)
+        full["alarms"] = self._alarms.look(full)
+        text = json.dumps(full)
+        self._file.write(text + "\n")
+        self._file.flush()
+        self._step = full["step"]
+        if self._book is not None:
+            self._book(self._step, line_hash(text))
+        scalars = {name: value for name, value in flat(full).items() if name != "step"}
+        scalars |= {f"alarm/{name}": float(name in full["alarms"]) for name in ALARMS}
+        for sink in self._sinks:
+            sink.write(self._step, scalars)
+        return full
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Results of an evaluation go to the sinks; the ledger has them answer by answer.
+
+        One beside the training ends some steps later, and W&B takes no step twice back: so it stands at
+        the newest step, and `evaluation/step` says which one it is of.
+        """
+        for sink in self._sinks:
+            sink.write(max(step, self._step), {**values, "evaluation/step": step})
+
+    def close(self) -> None:
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _public(self, name: str) -> str:
+        node = name.removesuffix("_busy_s")
+        return f"{self._roles.get(node, node)}_busy_s" if node != name else name
+
+
+def line_hash(text: str) -> str:
+    """What the ledger keeps of a line, its end left out."""
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a metrics file, [] if there is none, to the byte; a half-written last one is left out."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_bytes().decode(errors="surrogateescape").rpartition("\n")
+    return whole.split("\n") if whole else []
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file, parsed. Raises ConfigError for one that is no JSON."""
+    return [_parse(path, number, line) for number, line in enumerate(whole_lines(path), start=1)]
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        return parse(line)
+    except ValueError as problem:
+        raise ConfigError(f"{path}:{number} is damaged: {problem}; remove that line, or the file") from None
+
+
+def parse(line: str) -> dict[str, Any]:
+    """One line's record. Raises ValueError, with what is wrong, for what is none."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"no JSON ({problem.msg})") from None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError("it has no step")
+    return record
+
+
+def rewind(path: Path, step: int) -> None:
+    """Keep the lines up to `step`, as they stand, as a resumed run goes on from the checkpoint of that step."""
+    lines = zip(whole_lines(path), read(path), strict=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    kept = "".join(line + "\n" for line, record in lines if record["step"] <= step)
+    temporary.write_bytes(kept.encode(errors="surrogateescape"))
+    temporary.replace(path)
+
+
+def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a record, nested names joined with "/", for sinks that know only scalars."""
+    scalars: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            scalars |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            scalars[prefix + name] = float(value)
+    return scalars
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN: what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def roles(graph: Graph) -> dict[str, str]:
+    """Node name -> role, so that `generator_busy_s` is a generator's whatever its name in the graph.
+
+    Of several nodes of one kind (actor and critic are trainers) the first one has the role.
+    """
+    found: dict[str, str] = {}
+    for name, node in graph.nodes.items():
+        for role in ("generator", "trainer"):
+            if type(node).__name__.lower().endswith(role):
+                found.setdefault(role, name)
+    return {name: role for role, name in found.items()}

@@ -1,0 +1,186 @@
+"""What the hosts report about once a second, put together for the whole run.
+
+A report holds running totals, so a lost or late one costs nothing. `since_line` gives what was added
+since the metrics line before; `nodes` and `edges` give fractions of the last WINDOW_S seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+WINDOW_S = 5.0
+REPLICA = re.compile(r"/\d+")
+
+
+@dataclass(frozen=True)
+class NodeNow:
+    """One node, all replicas together."""
+
+    node: str
+    num_replicas: int
+    busy: float
+    """Mean fraction of the time in which a replica worked."""
+
+
+@dataclass(frozen=True)
+class EdgeNow:
+    """One edge, all lanes together."""
+
+    edge: str
+    producer: str
+    consumer: str
+    depth: int
+    """Messages sent and not yet taken in."""
+    num_lanes: int
+    blocked: float
+    """Fraction of the time in which a sender waited for credit; the largest of its producers."""
+
+
+@dataclass
+class _Meter:
+    """A running total over the last seconds, and its growth since the last metrics line."""
+
+    total: float = 0.0
+    since_line: float = 0.0
+    _points: deque[tuple[float, float]] = field(default_factory=deque)
+
+    def read(self, total: float, now_s: float) -> None:
+        """A replica that was started again counts from 0 again."""
+        self.since_line += float(total - self.total if total >= self.total else total)
+        if total < self.total:
+            self._points.clear()
+        self.total = total
+        self._points.append((now_s, total))
+        while len(self._points) > 2 and self._points[1][0] <= now_s - WINDOW_S:
+            self._points.popleft()
+
+    @property
+    def rate(self) -> float:
+        """Growth per second over the window."""
+        if len(self._points) < 2:
+            return 0.0
+        (start_s, start), (end_s, end) = self._points[0], self._points[-1]
+        return (end - start) / (end_s - start_s) if end_s > start_s else 0.0
+
+    def take(self) -> float:
+        value, self.since_line = self.since_line, 0.0
+        return value
+
+
+class Statistics:
+    """Feed it the bodies of the hosts' "statistics" notifications."""
+
+    def __init__(self) -> None:
+        self._busy: dict[str, _Meter] = defaultdict(_Meter)
+        """By node replica."""
+        self._counters: dict[tuple[str, str], _Meter] = defaultdict(_Meter)
+        """By (node replica, name)."""
+        self._observed: dict[str, list[float]] = {}
+        self._blocked: dict[str, _Meter] = defaultdict(_Meter)
+        """By lane."""
+        self._depth: dict[str, int] = {}
+
+    def absorb(self, body: Mapping[str, Any], now_s: float) -> None:
+        """Take in one host's report. A lane's two ends may both report it; the sender's blocking counts."""
+        for replica_id, meters in body.get("nodes", {}).items():
+            self._busy[replica_id].read(meters["busy_s"], now_s)
+            for name, total in meters["counters"].items():
+                self._counters[replica_id, name].read(total, now_s)
+            for name, values in meters["observed"].items():
+                self._observed.setdefault(name, []).extend(values)
+        for lane, report in body.get("lanes", {}).items():
+            if report["sent"]:
+                self._depth[lane] = report["depth"]
+                self._blocked[lane].read(report["blocked_s"], now_s)
+
+    def since_line(self) -> dict[str, Any]:
+        """Sums, means and edges since the last call, by the names of a metrics line."""
+        line: dict[str, Any] = {}
+        for (_, name), meter in self._counters.items():
+            line[name] = line.get(name, 0) + _whole(meter.take())
+        for replica_id, meter in self._busy.items():
+            name = f"{node_of(replica_id)}_busy_s"
+            line[name] = line.get(name, 0.0) + meter.take()
+        for name, values in self._observed.items():
+            line[name], line[f"{name}_max"] = sum(values) / len(values), max(values)
+        self._observed = {}
+        line["edges"] = self._edge_lines()
+        return line
+
+    def _edge_lines(self) -> dict[str, dict[str, float]]:
+        lines: dict[str, dict[str, float]] = {}
+        for lane, meter in self._blocked.items():
+            line = lines.setdefault(edge_of(lane), {"depth": 0, "blocked_s": 0.0})
+            line["depth"] += self._depth[lane]
+            line["blocked_s"] += meter.take()
+        return lines
+
+    def counter_rate(self, name: str) -> float:
+        """Growth per second of a counter, over all replicas."""
+        return sum(meter.rate for (_, key), meter in self._counters.items() if key == name)
+
+    def total(self, name: str) -> float:
+        """A counter over all replicas as last reported."""
+        return sum(meter.total for (_, key), meter in self._counters.items() if key == name)
+
+    def nodes(self) -> list[NodeNow]:
+        """Every node with its busy fraction, in order of first report."""
+        rates: dict[str, list[float]] = {}
+        for replica_id, meter in self._busy.items():
+            rates.setdefault(node_of(replica_id), []).append(min(meter.rate, 1.0))
+        return [NodeNow(node, len(busy), sum(busy) / len(busy)) for node, busy in rates.items()]
+
+    def edges(self) -> list[EdgeNow]:
+        """Every edge with its depth and blocking, in order of first report."""
+        lanes: dict[str, list[str]] = {}
+        for lane in self._blocked:
+            lanes.setdefault(edge_of(lane), []).append(lane)
+        return [self._edge(edge, names) for edge, names in lanes.items()]
+
+    def _edge(self, edge: str, lanes: Sequence[str]) -> EdgeNow:
+        producer, consumer = (port.split(".")[0] for port in edge.split(" -> "))
+        depth = sum(self._depth[lane] for lane in lanes)
+        blocked = max(min(self._blocked[lane].rate, 1.0) for lane in lanes)
+        return EdgeNow(edge, producer, consumer, depth, len(lanes), blocked)
+
+
+def _whole(value: float) -> float:
+    """Counts stay whole numbers in JSON."""
+    return int(value) if value.is_integer() else value
+
+
+def node_of(replica_id: str) -> str:
+    """The node of a replica: "generator" of "generator/0"."""
+    return REPLICA.sub("", replica_id)
+
+
+def edge_of(lane: str) -> str:
+    """The edge of a lane: "generator.rollouts -> reward.rollouts"."""
+    return REPLICA.sub("", lane)
+
+
+def bottleneck(nodes: Iterable[NodeNow], edges: Iterable[EdgeNow]) -> tuple[str, str]:
+    """(node, why) of the node that holds the others up now; ("", why) if none does.
+
+    The busiest node, where time that it spends waiting to send does not count: a node behind which
+    messages pile up is held up itself.
+    """
+    edges = list(edges)
+    ranked = sorted(((now.busy - _held_up(now.node, edges), now) for now in nodes), key=lambda pair: pair[0])
+    if not ranked or ranked[-1][0] < 0.5:
+        return "", "no node works more than half of the time"
+    now = ranked[-1][1]
+    waiting = [e for e in edges if e.consumer == now.node and e.blocked >= 0.05]
+    why = f"works {now.busy:.0%} of the time"
+    if waiting:
+        worst = max(waiting, key=lambda e: e.blocked)
+        why += f", {worst.producer} waits for it {worst.blocked:.0%}"
+    return now.node, why
+
+
+def _held_up(node: str, edges: Iterable[EdgeNow]) -> float:
+    return max((edge.blocked for edge in edges if edge.producer == node), default=0.0)

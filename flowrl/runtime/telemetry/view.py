@@ -1,0 +1,144 @@
+"""The view of a run while it goes: live in a terminal, lines elsewhere.
+
+Both kinds take the same calls from the driver. The live one draws again when something it shows has
+changed, at most REDRAW_PER_S times a second, and leaves its last picture on the screen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from flowrl.runtime.telemetry.board import Board, clock, draw, evaluation_text
+from flowrl.runtime.telemetry.statistics import Statistics, bottleneck
+
+REDRAW_PER_S = 4.0
+
+
+class View(Protocol):
+    """What the driver tells a view."""
+
+    def progress(self, replica_id: str, text: str) -> None:
+        """A node replica (or the driver itself) is at this point of its set-up."""
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A batch is finished; `record` is its metrics line."""
+
+    def statistics(self, statistics: Statistics, admission: str) -> None:
+        """New reports; `admission` is `Tickets.why_waiting()`."""
+
+    def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
+        """An evaluation of `count` answers is finished; `task` is given for all but the first one."""
+
+    def warning(self, text: str) -> None:
+        """Something the user should know that does not end the run."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was; what was shown last stays."""
+
+
+class LiveView:
+    """Draws the board in place."""
+
+    def __init__(self, board: Board, console: Console) -> None:
+        self._board = board
+        self._start_s = time.monotonic()
+        self._drawn_s = 0.0
+        self._live = Live(get_renderable=self._draw, console=console, auto_refresh=False)
+        self._live.start()
+
+    def progress(self, replica_id: str, text: str) -> None:
+        self._board.progress[replica_id] = text
+        self._redraw()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self._board.records.append(record)
+        self._redraw()
+
+    def statistics(self, statistics: Statistics, admission: str) -> None:
+        board = self._board
+        board.nodes, board.edges = statistics.nodes(), statistics.edges()
+        board.generated_per_s = statistics.counter_rate("tokens_generated")
+        board.admission = admission
+        self._redraw()
+
+    def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
+        self._board.evaluations.setdefault(task, []).append((phase, step, score, count))
+        self._redraw()
+
+    def warning(self, text: str) -> None:
+        self._board.warning = text
+        self._redraw()
+
+    def close(self) -> None:
+        self._live.update(self._draw(), refresh=True)
+        self._live.stop()
+
+    def _redraw(self) -> None:
+        now = time.monotonic()
+        if now - self._drawn_s >= 1 / REDRAW_PER_S:
+            self._drawn_s = now
+            self._live.refresh()
+
+    def _draw(self) -> RenderableType:
+        self._board.elapsed_s = time.monotonic() - self._start_s
+        return draw(self._board)
+
+
+class PlainView:
+    """One line an event, for logs and pipes."""
+
+    def __init__(self, board: Board, console: Console) -> None:
+        self._board = board
+        self._console = console
+        self._start_s = time.monotonic()
+        self._bottleneck = ""
+        self._ringing: set[str] = set()
+
+    def progress(self, replica_id: str, text: str) -> None:
+        if self._board.progress.get(replica_id) != text:
+            self._board.progress[replica_id] = text
+            self._print(f"{replica_id}: {text}")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        of = f"/{self._board.steps}" if self._board.steps is not None else ""
+        names = ("reward_mean", "loss", "kl", "staleness_max", "tokens_generated", "tokens_trained")
+        figures = "  ".join(f"{name} {record[name]:.4g}" for name in names if record.get(name) is not None)
+        self._print(f"step {record['step']}{of}  {figures}" + self._bottleneck)
+        self._alarms(record.get("alarms") or {})
+
+    def _alarms(self, ringing: Mapping[str, str]) -> None:
+        """Those that begin and those that end."""
+        for name in ringing.keys() - self._ringing:
+            self._print(f"alarm: {name}: {ringing[name]}")
+        for name in self._ringing - ringing.keys():
+            self._print(f"alarm over: {name}")
+        self._ringing = set(ringing)
+
+    def statistics(self, statistics: Statistics, admission: str) -> None:
+        node, why = bottleneck(statistics.nodes(), statistics.edges())
+        self._bottleneck = f"  bottleneck {node} ({why})" if node else ""
+
+    def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
+        self._print(f"held-out {evaluation_text(phase, step, score, count, task)}")
+
+    def warning(self, text: str) -> None:
+        self._print(f"warning: {text}")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _print(self, text: str) -> None:
+        self._console.print(
+            f"[{clock(time.monotonic() - self._start_s):>7}] {text}", markup=False, highlight=False, soft_wrap=True
+        )
+
+
+def open_view(board: Board, console: Console | None = None) -> View:
+    """The live view if the console is a terminal, else lines."""
+    console = console or Console()
+    return LiveView(board, console) if console.is_terminal else PlainView(board, console)

@@ -1,0 +1,109 @@
+"""`Task`: what a policy is trained and judged on. Plain data; reading the rows is `flowrl.tasks.load_rows`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.tasks.rewards import parse_reward
+from flowrl.tasks.weighted_sums import PLUS, Term, terms
+
+_COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^\[(]*[\])])")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts with answers, split into training and held-out rows, and the reward that judges responses."""
+
+    name: str = "arithmetic"
+    """`arithmetic`, `reasoning_gym/NAME`, a `.jsonl` or `.parquet` file, or a dataset directory.
+
+    Options follow a colon: `reasoning_gym/chain_sum:max_terms=3,max_digits=1`, `questions.jsonl:prompt=problem`,
+    `gsm8k.jsonl:prompt=question,check=math`. Several sources with weights: `0.7*problems.jsonl + 0.3*arithmetic`.
+    With `extract=number` a reasoning_gym verifier is shown the last number of a response, with `extract=tag` its
+    last <answer>…</answer>.
+    """
+    reward: str = ""
+    """`file.py:function`, `package.module:function`, `http://HOST:PORT/PATH`, or a weighted sum of such.
+
+    As `verifier + 0.1*rules.py:short`; "" is the task's own verifier. See `flowrl.tasks.rewards`.
+    """
+    system_prompt: str = ""
+    """First message of every conversation; "" leaves it to the model's chat template."""
+
+    def __post_init__(self) -> None:
+        if len(self.sources) > 1:
+            self._check_sources()
+            return
+        if not self.source:
+            raise ConfigError(f"task {self.name!r} names no source; write e.g. arithmetic or reasoning_gym/chain_sum")
+        _ = self.options
+        if self.reward:
+            parse_reward(self.reward)
+
+    def _check_sources(self) -> None:
+        for term in self.sources:
+            Task(term.text, self.reward)
+            if term.weight <= 0:
+                raise ConfigError(
+                    f"task {self.name!r}: the weight of {term.text} is {term.weight:g}; it has to be above 0"
+                )
+        if len({term.text for term in self.sources}) < len(self.sources):
+            raise ConfigError(f"task {self.name!r} names a source twice; add up its weights")
+
+    @property
+    def sources(self) -> tuple[Term, ...]:
+        """The sources of a mixture with their weights, else the task's name alone."""
+        return terms(self.name) if len(PLUS.split(self.name)) > 1 else (Term(self.name),)
+
+    @property
+    def source(self) -> str:
+        """The name without its options."""
+        return _split(self.name)[0]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of the name; values are Python literals where they parse as such, else text."""
+        text = _split(self.name)[1]
+        return dict(_option(self.name, part) for part in _COMMA_OUTSIDE_BRACKETS.split(text) if part)
+
+    @property
+    def verifier(self) -> str:
+        """The reward that scores responses, as text."""
+        return self.reward or self.own_verifier
+
+    @property
+    def own_verifier(self) -> str:
+        """The function that comes with the source, as `place:function`."""
+        if len(self.sources) > 1:
+            return "flowrl.tasks.mixture:score"
+        if self.options.get("check") == "math":
+            return "flowrl.tasks.maths:score"
+        if self.source.startswith("reasoning_gym/"):
+            return "flowrl.tasks.reasoning:score"
+        return "flowrl.tasks.verify:exact_match"
+
+    @property
+    def path(self) -> Path:
+        """Where a task of rows on disk lies; meaningless for generated tasks."""
+        return Path(self.source).expanduser()
+
+
+def _split(name: str) -> tuple[str, str]:
+    source, colon, options = name.partition(":")
+    return (source, options) if colon else (name, "")
+
+
+def _option(name: str, part: str) -> tuple[str, Any]:
+    key, equals, text = part.partition("=")
+    if not equals or not key.strip().isidentifier():
+        raise ConfigError(f"task {name!r}: {part!r} is no option; write them as SOURCE:key=value,key=value")
+    try:
+        return key.strip(), ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return key.strip(), text.strip()

@@ -1,0 +1,20 @@
+"""Which tokens of a sample enter the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowrl.messages import Bool, Trainable
+
+
+def trained_mask(sample: Trainable) -> Bool:
+    """The tokens of `sample` that enter the loss, before staleness masking by the trainer."""
+    return sample.policy_mask if sample.loss_mask is None else sample.loss_mask
+
+
+def loss_masks(samples: Sequence[Trainable], mask_staleness: int, version: int) -> list[Bool]:
+    """The tokens of each sample that enter the loss in an update of `version`; -1 masks none for its age."""
+    masks = [trained_mask(sample) for sample in samples]
+    if mask_staleness < 0:
+        return masks
+    return [mask & (version - s.versions <= mask_staleness) for s, mask in zip(samples, masks, strict=True)]

@@ -1,0 +1,239 @@
+"""Losses of the policy and the value model: pure functions of tensors.
+
+Axes: B sequences, T policy tokens of the longest one; a padded place has mask 0.
+
+Every function returns (loss, stats). Both are sums over *denominators*: by default the mask's own, so
+that one call gives the mean; a trainer passes those of the whole optimizer step, and then results of
+its micro-batches and ranks add up to the global mean exactly.
+
+Three policies appear: π_θ (`logprobs`, trained now), π_p (`old_logprobs`, proximal: the weights at
+the batch's first optimizer step) and π_b (`behavior_logprobs`, what sampled the tokens).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Kind = Literal["ppo", "gspo", "cispo", "reinforce"]
+Correction = Literal["tis", "icepop", "sequence_mask", "decoupled"]
+Aggregation = Literal["token", "sequence", "constant"]
+KLEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
+
+LOG_RATIO_LIMIT = 20.0
+KL_LIMIT = 10.0
+
+
+def policy_loss(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    kind: Kind = "ppo",
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    behavior_logprobs_BT: Tensor | None = None,
+    correction: Correction | None = None,
+    correction_range: tuple[float, float] = (0.0, 2.0),
+    correction_level: Literal["token", "sequence"] = "token",
+    aggregation: Aggregation = "token",
+    num_tokens: Tensor | float | None = None,
+    num_sequences: Tensor | float | None = None,
+    length: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy gradient loss.
+
+    ppo (1707.06347): −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)A), ρ = π_θ/π_p; with `dual_clip` c > 1
+    (1912.09729) not below −cA where A < 0. gspo (2507.18071): the sequence's geometric mean ratio in
+    place of ρ. cispo (2506.13585): −sg(clip(ρ, clip_low, clip_high))·A·log π_θ with absolute bounds.
+    reinforce: −A log π_θ. Both bounds are 0.2 by default; for cispo the lower is 0, the upper is needed.
+
+    `correction` weighs each token by a detached function of u = π_p/π_b, see `correction_weights`.
+    Stats: clip_fraction, ratio_mean, correction_mean (with a correction).
+    """
+    mask = mask_BT.to(logprobs_BT.dtype)
+    # What stands at masked places, even infinity, reaches neither loss nor gradient.
+    logprobs_BT, advantages_BT = (torch.where(mask > 0, values_BT, 0.0) for values_BT in (logprobs_BT, advantages_BT))
+    ratio_BT = _ratios(logprobs_BT, old_logprobs_BT, mask, kind)
+    low, high = _bounds(kind, clip_low, clip_high)
+    loss_BT, clipped_BT = _surrogate(kind, logprobs_BT, ratio_BT, advantages_BT, low, high, dual_clip)
+    stats_BT = {"clip_fraction": clipped_BT, "ratio_mean": ratio_BT.detach()}
+    if correction is not None:
+        if behavior_logprobs_BT is None:
+            raise ValueError(f"correction {correction!r} needs behavior_logprobs_BT")
+        weights_BT = correction_weights(
+            old_logprobs_BT, behavior_logprobs_BT, mask, correction, correction_range, correction_level
+        )
+        loss_BT = loss_BT * weights_BT
+        stats_BT["correction_mean"] = weights_BT
+    loss = aggregate(loss_BT, mask, aggregation, num_tokens=num_tokens, num_sequences=num_sequences, length=length)
+    return loss, {name: aggregate(s.to(mask.dtype), mask, num_tokens=num_tokens) for name, s in stats_BT.items()}
+
+
+def _ratios(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask: Tensor, kind: Kind) -> Tensor:
+    difference_BT = torch.where(mask > 0, logprobs_BT - old_logprobs_BT, 0.0)
+    if kind != "gspo":
+        return difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    mean_B1 = _sequence_mean(difference_BT.detach(), mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    # The sequence's ratio, its gradient dealt to the tokens: exact also where A varies by token.
+    return mean_B1.exp() * (logprobs_BT - logprobs_BT.detach()).exp()
+
+
+def _bounds(kind: Kind, low: float | None, high: float | None) -> tuple[float, float]:
+    """Least and greatest ratio that is not clipped."""
+    if kind != "cispo":
+        return 1.0 - (0.2 if low is None else low), 1.0 + (0.2 if high is None else high)
+    if high is None:
+        raise ValueError("kind 'cispo' needs clip_high, the absolute upper bound of its weight")
+    return 0.0 if low is None else low, high
+
+
+def _surrogate(
+    kind: Kind,
+    logprobs_BT: Tensor,
+    ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    low: float,
+    high: float,
+    dual: float | None,
+) -> tuple[Tensor, Tensor]:
+    """(loss per token, 1 where the clipped term is the smaller one)."""
+    if kind == "reinforce":
+        return -advantages_BT * logprobs_BT, torch.zeros_like(advantages_BT)
+    if kind == "cispo":
+        clipped_BT = ratio_BT.detach().clamp(low, high)
+        smaller_BT = clipped_BT * advantages_BT < ratio_BT.detach() * advantages_BT
+        return -clipped_BT * advantages_BT * logprobs_BT, smaller_BT
+    if kind not in ("ppo", "gspo"):
+        raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(get_args(Kind))}")
+    unclipped_BT = ratio_BT * advantages_BT
+    clipped_BT = ratio_BT.clamp(low, high) * advantages_BT
+    term_BT = torch.minimum(unclipped_BT, clipped_BT)
+    if dual is not None:
+        term_BT = torch.where(advantages_BT < 0, torch.maximum(term_BT, dual * advantages_BT), term_BT)
+    return -term_BT, clipped_BT < unclipped_BT
+
+
+def correction_weights(
+    old_logprobs_BT: Tensor,
+    behavior_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    correction: Correction,
+    correction_range: tuple[float, float],
+    level: Literal["token", "sequence"] = "token",
+) -> Tensor:
+    """The detached weight of each token from u = π_p/π_b and (low, high).
+
+    tis: u clamped, per token or per sequence's product. icepop (2510.18855): u inside the range, else
+    0. sequence_mask: token TIS, 0 for sequences whose geometric mean of u lies outside the range.
+    decoupled (2110.00641, 2505.24298): u, 0 above high.
+    """
+    low, high = correction_range
+    log_u_BT = torch.where(mask_BT > 0, (old_logprobs_BT - behavior_logprobs_BT).detach(), 0.0)
+    u_BT = log_u_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if correction == "tis":
+        if level == "sequence":
+            product_B1 = log_u_BT.sum(dim=-1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+            return product_B1.clamp(low, high).expand_as(u_BT)
+        return u_BT.clamp(low, high)
+    if correction == "icepop":
+        return torch.where((u_BT >= low) & (u_BT <= high), u_BT, 0.0)
+    if correction == "sequence_mask":
+        mean_B1 = _sequence_mean(log_u_BT, mask_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        return torch.where((mean_B1 >= low) & (mean_B1 <= high), u_BT.clamp(low, high), 0.0)
+    if correction == "decoupled":
+        return torch.where(u_BT <= high, u_BT, 0.0)
+    raise ValueError(f"unknown correction {correction!r}; choose one of {', '.join(get_args(Correction))}")
+
+
+def aggregate(
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    aggregation: Aggregation = "token",
+    *,
+    num_tokens: Tensor | float | None = None,
+    num_sequences: Tensor | float | None = None,
+    length: int | None = None,
+) -> Tensor:
+    """Masked values as one number: Σ/N, mean of sequence means, or Σ/(sequences × length) (Dr.GRPO).
+
+    Sequences without a masked-in token do not count. Denominators default to the mask's own.
+    """
+    mask = mask_BT.to(values_BT.dtype)
+    values_BT = torch.where(mask > 0, values_BT, 0.0)
+    if aggregation == "token":
+        return values_BT.sum() / _count(mask.sum() if num_tokens is None else num_tokens)
+    sequences = _count((mask.sum(dim=-1) > 0).sum() if num_sequences is None else num_sequences)
+    if aggregation == "sequence":
+        return _sequence_mean(values_BT, mask).sum() / sequences
+    if aggregation != "constant":
+        raise ValueError(f"unknown aggregation {aggregation!r}; choose one of {', '.join(get_args(Aggregation))}")
+    if length is None:
+        raise ValueError("aggregation 'constant' needs length, the constant L of Σ/(sequences × L)")
+    return values_BT.sum() / (sequences * length)
+
+
+def _sequence_mean(values_BT: Tensor, mask: Tensor) -> Tensor:
+    return values_BT.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+def _count(number: Tensor | float) -> Tensor | float:
+    return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
+
+
+def kl(
+    logprobs_BT: Tensor,
+    ref_logprobs_BT: Tensor,
+    *,
+    estimator: KLEstimator,
+    behavior_logprobs_BT: Tensor | None = None,
+) -> Tensor:
+    """Estimates of KL(π‖π_ref) token by token, clamped to ±10: d = log π − log π_ref, d²/2, e^{−d} − 1 + d.
+
+    As a loss, k2 has the gradient of KL(π‖ref) and plain k3 that of KL(ref‖π); k3_unbiased is k3
+    times π_θ/sg(π_b). k1 has an expected gradient of zero: it is for rewards alone.
+    """
+    d_BT = logprobs_BT - ref_logprobs_BT
+    if estimator == "k1":
+        return d_BT.clamp(-KL_LIMIT, KL_LIMIT)
+    if estimator == "k2":
+        return (d_BT.square() / 2).clamp(max=KL_LIMIT)
+    d_BT = d_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    k3_BT = (torch.expm1(-d_BT) + d_BT).clamp(max=KL_LIMIT)
+    if estimator == "k3":
+        return k3_BT
+    if estimator != "k3_unbiased":
+        raise ValueError(f"unknown KL estimator {estimator!r}; choose one of {', '.join(get_args(KLEstimator))}")
+    if behavior_logprobs_BT is None:
+        raise ValueError("estimator 'k3_unbiased' needs behavior_logprobs_BT")
+    difference_BT = logprobs_BT - behavior_logprobs_BT.detach()
+    return k3_BT * difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def value_loss(
+    values_BT: Tensor,
+    old_values_BT: Tensor,
+    returns_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip: float | None = None,
+    num_tokens: Tensor | float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """0.5·(V − R)², or 0.5·max of it and (V_old + clip(V − V_old, ±clip) − R)²; mean over tokens.
+
+    Stats: clip_fraction, value_mean, value_error.
+    """
+    values_BT = torch.where(mask_BT.bool(), values_BT, returns_BT)
+    error_BT = (values_BT - returns_BT).square()
+    worst_BT, clipped_BT = error_BT, torch.zeros_like(error_BT)
+    if clip is not None:
+        near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
+        limited_BT = (near_BT - returns_BT).square()
+        worst_BT, clipped_BT = torch.maximum(error_BT, limited_BT), (limited_BT > error_BT).to(error_BT.dtype)
+    stats_BT = {"clip_fraction": clipped_BT, "value_mean": values_BT.detach(), "value_error": error_BT.detach()}
+    loss = aggregate(0.5 * worst_BT, mask_BT, num_tokens=num_tokens)
+    return loss, {name: aggregate(s, mask_BT, num_tokens=num_tokens) for name, s in stats_BT.items()}

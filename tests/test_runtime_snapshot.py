@@ -1,0 +1,136 @@
+"""Graphs whose runs are snapshot and gone on with: nothing lost, nothing taken for something else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from flowrl.errors import NodeFailed
+from flowrl.runtime.activity.activity import Activity
+from flowrl.runtime.checkpoints import checkpoint
+from flowrl.runtime.host import host_engine
+from tests.graphs_snapshot.parts import NUM_PROMPTS
+from tests.snapshot_rig import LOST, SEEN, TOLD, NoLedger, run_with_cuts, running
+
+ALL = [f"s{index}" for index in range(NUM_PROMPTS)]
+
+
+@pytest.mark.parametrize("cut_s", [0.06, 0.11, 0.25])
+def test_two_consumers_of_one_stream_each_have_their_own(cut_s: float, tmp_path: Path) -> None:
+    run_with_cuts("fan", tmp_path, cut_s)
+    assert sorted(SEEN) == sorted(ALL)
+
+
+def test_two_ports_of_one_node_each_have_their_own(tmp_path: Path) -> None:
+    run_with_cuts("fan", tmp_path, 0.05, 0.05, one_node=True)
+    assert {name for who, name in SEEN if who == "fast"} == set(ALL) == {name for who, name in SEEN if who == "slow"}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("cuts_s", [(), (0.1,), (0.1, 0.1)])
+def test_what_is_sent_outside_of_turns_arrives_once(replicas: int, cuts_s: tuple[float, ...], tmp_path: Path) -> None:
+    run_with_cuts("line", tmp_path, *cuts_s, kind="plain", replicas=replicas)
+    wanted = [f"r{replica}{name}" for replica in range(replicas) for name in ALL]
+    assert sorted(SEEN) == sorted(wanted)
+
+
+@pytest.mark.parametrize("cuts_s", [(), (0.1,), (0.2, 0.1)])
+def test_each_replica_has_its_copy_of_a_broadcast(cuts_s: tuple[float, ...], tmp_path: Path) -> None:
+    run_with_cuts("line", tmp_path, *cuts_s, kind="broadcast")
+    worked = [note for note in SEEN if isinstance(note, tuple)]
+    assert sorted(worked) == sorted((replica, name) for replica in (0, 1) for name in ALL)
+    assert sorted(note for note in SEEN if isinstance(note, str)) == sorted(2 * ALL)
+
+
+@pytest.mark.parametrize("cuts_s", [(), (0.015,), (0.06,), (0.05, 0.02, 0.05)])
+def test_each_rank_of_a_gang_does_its_own_part_once(cuts_s: tuple[float, ...], tmp_path: Path) -> None:
+    """A snapshot finds the ranks at different parts, and what they have made of them under way."""
+    run_with_cuts("line", tmp_path, *cuts_s, kind="gang")
+    arrived = [note for note in SEEN if isinstance(note, str)]
+    assert sorted(arrived) == sorted(ALL)
+    parts = [note for note in SEEN if isinstance(note, tuple)]
+    assert {(rank, int(name[1:]) % 2) for rank, names in parts for name in names} == {(0, 0), (1, 1)}
+
+
+@pytest.mark.parametrize("cuts_s", [(0.02,), (0.06,), (0.03, 0.03, 0.03)])
+def test_a_loss_that_is_booked_stays_one(cuts_s: tuple[float, ...], tmp_path: Path) -> None:
+    run_with_cuts("line", tmp_path, *cuts_s, kind="losses")
+    groups = [note for note in SEEN if isinstance(note[0], list)]
+    assert sorted(name for came, lost in groups for name in (*came, *lost)) == sorted(ALL)
+    failed = sorted(name for index, name in enumerate(ALL) if index % 3 == 0)
+    assert sorted(name for _, lost in groups for name in lost) == failed
+    tried = [note[1] for note in SEEN if not isinstance(note[0], list)]
+    assert sorted(name for name in tried if name in failed) == failed
+    assert len(LOST) == len(failed)
+
+
+@pytest.mark.parametrize("cuts_s", [(0.05,), (0.05, 0, 0, 0.02), (0.1, 0.03, 0.03)])
+def test_a_turn_that_had_sent_sends_only_the_rest_however_often_it_is_cut(
+    cuts_s: tuple[float, ...], tmp_path: Path
+) -> None:
+    run_with_cuts("line", tmp_path, *cuts_s, kind="several")
+    assert sorted(SEEN) == sorted(f"{part}{name}" for name in ALL for part in "abc")
+
+
+@pytest.mark.parametrize("limit", ["PAGE_BYTES", "PAGE_MESSAGES"])
+def test_a_large_cut_travels_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(checkpoint, limit, 1)
+    run_with_cuts("line", tmp_path, 0.1, kind="plain")
+    assert len(checkpoint.read_state(tmp_path / "cut0")["messages"]) > 5
+    assert sorted(SEEN) == sorted(f"r0{name}" for name in ALL)
+
+
+def test_a_state_that_cannot_be_stored_is_told_with_its_node(tmp_path: Path) -> None:
+    with pytest.raises(NodeFailed, match=r"(?s)sink.*`state\(\)` cannot be stored in a checkpoint.*set"):
+        run_with_cuts("line", tmp_path, 0.02, kind="plain", state=True)
+
+
+def test_a_cut_says_whose_turns_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_engine, "TOLD_EVERY_S", 0.05)
+
+    async def body() -> None:
+        async with running("line", {"kind": "plain", "sink_s": 0.3}, None) as (snapshotter, _):
+            await asyncio.sleep(0.02)
+            await snapshotter.take({}, tmp_path, NoLedger())
+
+    TOLD.clear()
+    asyncio.run(body())
+    assert TOLD and all("sink/0: a checkpoint waits for its invocations to end" in line for line in TOLD)
+
+
+def test_a_checkpoint_leaves_closed_what_an_evaluation_has_closed() -> None:
+    async def body() -> None:
+        async with running("line", {"kind": "plain"}, None) as (snapshotter, task):
+            orders = snapshotter._orders
+            await orders.ask("core", "gate", {"replica_id": "sink/0", "by": "evaluation", "open": False})
+            await orders.ask("core", "pause")
+            seen = len(SEEN)
+            await orders.ask("core", "resume")
+            await asyncio.sleep(0.1)
+            assert len(SEEN) == seen
+            await orders.ask("core", "gate", {"replica_id": "sink/0", "by": "evaluation", "open": True})
+            assert await task is None
+            assert len(SEEN) == NUM_PROMPTS
+
+    SEEN.clear()
+    asyncio.run(body())
+
+
+def test_a_turn_that_waits_twice_at_once_stands_and_counts_once() -> None:
+    async def body() -> None:
+        activity = Activity("node/0")
+        turn, other = activity.begin(), activity.begin()
+        with activity.waiting("credit", "a", inside=turn):
+            with activity.waiting("credit", "b", inside=turn):
+                assert activity.working == 1, "the other turn"
+            assert activity.working == 1
+            other.end()
+            assert activity.working == 0
+            turn.end()
+            assert activity.working == 0
+        turn.end()
+        assert activity.working == 0
+
+    asyncio.run(body())

@@ -1,0 +1,130 @@
+"""One word for one thing: names that were given up do not come back, and no two things have one name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CODE = [path for folder in ("flowrl", "graphs", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+MOST_LINES = 400
+
+GIVEN_UP = {
+    "Turn": "ActiveInvocation",
+    "in_turn": "in_invocation",
+    "turning": "time_shared",
+    "Books": "Accounting",
+    "Cutter": "Snapshotter",
+    "Cut": "Snapshot",
+    "thaw": "resume",
+    "standing": "waiting",
+    "Desk": "OpenItems",
+    "desk": "open_items",
+    "_desk": "_open_items",
+    "Tally": "BatchStats",
+    "_told": "metrics or _reported",
+    "Piece": "MicroBatch",
+    "make_piece": "make_micro_batch",
+    "Crossed": "MismatchedRows",
+    "bury": "send_tombstone",
+    "pass_on": "forward",
+    "hasty": "urgent",
+    "ripe": "flush_due",
+    "owing": "unflushed",
+    "Doorman": "Authenticator",
+    "Inlet": "Listener",
+    "mend": "fix or recover",
+    "Asking": "RewardClient",
+    "way_of_asking": "route_of",
+    "Rung": "LadderCase",
+    "rung": "case",
+    "rungs": "cases",
+    "tallies": "stats",
+}
+"""Identifier -> what the thing is called."""
+
+ELSEWHERE = {
+    "turn": ("conversations: tasks, models and nodes that render them", r"tasks/|models/|training/|nodes/|graph/svg"),
+    "turns": ("conversations", r"tasks/|models/|training/|nodes/|messages|benchmarks/reward_accuracy"),
+    "epoch": ("passes over data", r"tasks/|nodes/|training/|messages|ledger|audit/|benchmarks/stages"),
+    "track": (
+        "traces, the option --track, an argument of zmq's send",
+        r"telemetry/|driver/|channel/link|channel_peers",
+    ),
+    "freeze": ("arrays made read-only, gc", r"channel/|host/actor|weights/vllm_worker|training/"),
+}
+"""Identifier -> what it means where it stays, and the files that may have it."""
+
+FILES_GIVEN_UP = {"books.py", "cutter.py", "pieces.py", "tally.py", "asking.py", "rungs.py", "recipes.py"}
+
+SAME_FILE_NAMES = {"__init__.py", "__main__.py"}
+
+
+def identifiers(path: Path) -> Iterator[tuple[str, int]]:
+    """Names that a file defines, binds, reads or passes, with their lines."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        line = getattr(node, "lineno", 0)
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield name, line
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name, line
+            case ast.keyword(arg=str(name)) | ast.alias(asname=str(name)):
+                yield name, line
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_names_that_were_given_up_do_not_come_back() -> None:
+    found = [
+        f"{short(path)}:{line}: {name} is {GIVEN_UP[name]} now"
+        for path in CODE
+        for name, line in identifiers(path)
+        if name in GIVEN_UP
+    ]
+    assert not found
+
+
+def test_a_word_with_another_meaning_stays_where_it_has_that() -> None:
+    found = [
+        f"{short(path)}:{line}: {name} means {ELSEWHERE[name][0]}"
+        for path in CODE
+        for name, line in identifiers(path)
+        if name in ELSEWHERE and not re.search(ELSEWHERE[name][1], short(path))
+    ]
+    assert not found
+
+
+def test_options_that_were_given_up_do_not_come_back() -> None:
+    docs = [path for path in (ROOT / "docs").glob("*.md") if path.name != "names.md"]
+    texts = [*CODE, ROOT / "README.md", *docs]
+    assert [short(path) for path in texts if "--turns" in path.read_text(encoding="utf-8")] == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in CODE:
+        if path.is_relative_to(ROOT / "flowrl"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(short(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_two_files_have_one_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in CODE:
+        if path.is_relative_to(ROOT / "flowrl") and path.name not in SAME_FILE_NAMES:
+            places[path.name].append(short(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert not FILES_GIVEN_UP & places.keys()
+
+
+def test_no_file_is_longer_than_can_be_read() -> None:
+    lengths = {short(path): len(path.read_text(encoding="utf-8").splitlines()) for path in CODE}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
