@@ -1,6 +1,6 @@
 """Every error that flowrl raises on purpose.
 
-An error says what was found, what was needed and the change that mends it. The command line
+An error states what was found, what was needed and the change that fixes it. The command line
 prints `str(error)` and nothing else, so the message has to be complete on its own.
 """
 
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 
 class FlowrlError(Exception):
-    """Base of all errors a user can cause or has to read. Its text is shown without a traceback."""
+    """Base of all errors that a user can cause or has to read. The text is shown without a traceback."""
 
 
 class ConfigError(FlowrlError):
-    """A setting, path, task, model or reward that cannot work."""
+    """A setting, path, task, model or reward is invalid."""
 
 
 class GraphError(FlowrlError):
-    """A graph that cannot run. `problems` holds one complete sentence or more for each finding."""
+    """The graph cannot run. `problems` holds one or more complete sentences for each finding."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -26,22 +26,22 @@ class GraphError(FlowrlError):
 
 
 class WireError(FlowrlError):
-    """Bytes that are no valid frame, or a message of the wrong schema. Names the lane."""
+    """The bytes are not a valid frame, or a message has the wrong schema. Names the lane."""
 
 
 class SchemaError(FlowrlError):
-    """A stored message whose fields do not fit its class. Names the fields."""
+    """The fields of a stored message do not match its class. Names the fields."""
 
 
 class LaneFailed(FlowrlError):
-    """The process at the other end of a lane failed; never to be taken for end of stream."""
+    """The process at the other end of a lane failed. Must never be treated as end of stream."""
 
 
 class NodeFailed(FlowrlError):
     """A node raised, or its process died.
 
     `remote_traceback` is the text of the traceback in the node's own process, "" if the process
-    died without one. `ticket` is the ticket of the item it was working on, None if there was none.
+    died without one. `ticket` is the ticket of the item that the node was processing, None if there was none.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class NodeFailed(FlowrlError):
 
 
 class Stalled(FlowrlError):
-    """Nothing can move any more. The text holds the wait-for cycle, or what each node waits for."""
+    """No node can make progress. The text holds the wait-for cycle, or what each node waits for."""
 
 
 class SampleFailed(FlowrlError):
-    """Raised in a node body to fail one sample: it becomes a tombstone and the run goes on."""
+    """Raised in a node body to fail one sample: the sample becomes a tombstone and the run continues."""

@@ -1,11 +1,11 @@
 """The messages that travel along edges.
 
-A message is a frozen dataclass, subclass of `Message`, of scalars, str, bytes, tuples, lists, dicts (or
-`MappingProxyType`), messages and numpy arrays and numbers. Everything in it keeps its type, whichever way it
-goes: within a process, between two, or into a checkpoint. What cannot (a named tuple, an enum, an OrderedDict,
-a masked array, a torch tensor, an integer beyond 64 bits, text with lone surrogates) is refused by `send`.
+A message is a frozen dataclass, a subclass of `Message`. Its fields hold scalars, str, bytes, tuples, lists, dicts
+(or `MappingProxyType`), messages and numpy arrays and numbers. Every value keeps its type on every path: within a
+process, between processes, and in a checkpoint. `send` rejects values that cannot (a named tuple, an enum, an
+OrderedDict, a masked array, a torch tensor, an integer beyond 64 bits, text with lone surrogates).
 Arrays are read-only on arrival and valid until the item is finished; copy what has to live longer. A message
-is frozen after `send`: lists and dicts in it are not to be changed either.
+is frozen after `send`: do not change lists and dicts in it either.
 
 Array axes: T tokens of one sample, prompt included.
 """
@@ -31,11 +31,11 @@ Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 
 _registry: dict[str, type[Message]] = {}
-"""Every message class of this process, by `type_name`; of classes of one name the newest."""
+"""Every message class of this process, by `type_name`; if several have one name, the newest."""
 _modules: dict[str, str] = {}
-"""Names of modules that are not the same in every process -> what stands for them in names of types."""
+"""Module names that differ between processes -> the stable name that type names use instead."""
 INT64 = range(-(1 << 63), 1 << 64)
-"""The integers that can travel: 64 bits, signed or not."""
+"""The integers that can be sent: 64 bits, signed or unsigned."""
 
 
 class Message:
@@ -51,9 +51,9 @@ class Message:
 
 
 def type_name(cls: type) -> str:
-    """What a message class is called in lanes and in storage: the same in every process and on every machine.
+    """The name of a message class in lanes and in storage: the same in every process and on every machine.
 
-    flowrl's own go by their bare names, a user's by module and name: it may be called what one of flowrl's is.
+    flowrl's own classes use the bare name. A user's class uses module and name, so it may share a name with flowrl's.
     """
     module = cls.__module__
     if module.partition(".")[0] == "flowrl":
@@ -64,22 +64,22 @@ def type_name(cls: type) -> str:
 
 
 def _name_of_program(module: str) -> str:
-    """The name by which a process that imports this one's program knows it."""
+    """The module name of this process's program in a process that imports it."""
     program = sys.modules[module]
     spec, file = getattr(program, "__spec__", None), getattr(program, "__file__", None)
     return str(spec.name) if spec is not None else Path(file).stem if file else "__main__"
 
 
 def name_module(name: str, stable: str) -> None:
-    """Types of the module `name`, which is called so in this process alone, go by `stable` everywhere."""
+    """Use `stable` in type names of the module `name`, if only this process calls the module `name`."""
     _modules[name] = stable
 
 
 def message_type(name: str) -> type[Message]:
-    """The message class called `name`. Raises SchemaError if there is none, or are several.
+    """The message class called `name`. Raises SchemaError if there is none or more than one.
 
-    A bare name, or that of a class which has moved to another module since it was stored, finds the one class
-    of a user's that ends so.
+    A bare name, or the name of a class that has moved to another module since it was stored, matches the only
+    user class with the same last part.
     """
     if name in _registry:
         return _registry[name]
@@ -98,7 +98,7 @@ def known_types() -> tuple[type[Message], ...]:
 
 
 def schema_hash(cls: type[Message]) -> int:
-    """32 bits over the class's name and its fields' names and types, in order; cached on the class."""
+    """A 32-bit hash of the class's name and its fields' names and types, in order; cached on the class."""
     if "schema_hash" not in cls.__dict__:
         hints = get_type_hints(cls)
         text = type_name(cls) + "".join(f";{f.name}:{_spelt(hints[f.name])}" for f in dataclasses.fields(cls))  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def _spelt(hint: Any) -> str:
 
 
 def scalar_problem(value: str | int) -> str:
-    """Why a text or an integer cannot travel or be stored, "" if it can."""
+    """Why a text or an integer cannot be sent or stored; "" if it can."""
     if isinstance(value, int):
         return "" if value in INT64 else f"the integer {_digits(value)}, beyond 64 bits; write it as text"
     if value.isascii():
@@ -129,17 +129,17 @@ def scalar_problem(value: str | int) -> str:
 
 
 def _digits(value: int) -> str:
-    """An integer for an error; Python refuses to write out thousands of digits."""
+    """An integer as text for an error message; Python refuses to print thousands of digits."""
     return str(value) if value.bit_length() < 128 else f"of {value.bit_length()} bits"
 
 
 @dataclass(frozen=True)
 class Prompt(Message):
-    """One sample still to be generated: member `member` of group `group_id`.
+    """One sample that is not generated yet: member `member` of group `group_id`.
 
     `seed` is derived from run seed, prompt, epoch and member, so it does not depend on replicas or
-    timing. The `prefix_*` arrays (equal lengths) hold what was already generated before a
-    checkpoint; they are empty for a fresh prompt and count as response.
+    timing. The `prefix_*` arrays (equal lengths) hold the tokens generated before a checkpoint;
+    they are empty for a fresh prompt and count as response.
     """
 
     sample_id: str
@@ -160,7 +160,7 @@ class Prompt(Message):
 
 @dataclass(frozen=True)
 class Sample(Message):
-    """A finished rollout: one shape for single-turn, multi-turn, tools and images.
+    """A finished rollout: one class for single-turn, multi-turn, tools and images.
 
     `policy_mask` marks the tokens that the policy sampled; `behavior_logprobs` and `versions` are
     meaningful only there (0 and -1 elsewhere).
@@ -208,7 +208,7 @@ class Sample(Message):
 
 @dataclass(frozen=True)
 class Scored(Sample):
-    """A sample with its reward. `raw_reward` is before shaping; parts are logged by name."""
+    """A sample with its reward. `raw_reward` is the reward before shaping; parts are logged by name."""
 
     reward: float = 0.0
     raw_reward: float = 0.0
@@ -218,7 +218,7 @@ class Scored(Sample):
 
 @dataclass(frozen=True)
 class Mismatched(Message):
-    """A prompt with the completion of another row: what KTO measures its baseline on."""
+    """A prompt with the completion of another row; KTO computes its baseline on it."""
 
     token_ids: Int32
     mask: Bool
@@ -245,7 +245,7 @@ class Trainable(Scored):
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens that a pass over the sample needs room for."""
+        """The number of tokens that a pass over the sample needs space for."""
         longest = self.token_ids.size
         return int(longest if self.mismatched is None else max(longest, self.mismatched.token_ids.size))
 
@@ -263,11 +263,11 @@ class Group(Message):
 
 @dataclass(frozen=True)
 class Batch(Message):
-    """One optimizer batch, or a rank's part of it: makes one version.
+    """One optimizer batch, or one rank's part of it. A batch makes one version.
 
     `num_sequences` and `num_tokens` are those of the whole batch, so that every rank has the global
-    denominators. `micro_batches` holds indices into `samples`; all ranks have equally many, an empty
-    one runs on padding because ZeRO-3's collectives need every rank.
+    denominators. `micro_batches` holds indices into `samples`; all ranks have the same number of them. An empty
+    one runs on padding, because ZeRO-3's collectives need every rank.
     """
 
     samples: tuple[Trainable, ...]
@@ -306,13 +306,13 @@ class Batch(Message):
 
 
 def packed(samples: Sequence[Trainable]) -> list[packing.PackedUnit]:
-    """The units that stay together: pairs, and samples alone."""
+    """The units that stay together: pairs, and single samples."""
     return packing.units_of([sample.pass_tokens for sample in samples], [sample.pair for sample in samples])
 
 
 @dataclass(frozen=True)
 class Values(Message):
-    """A critic's answer about the samples of a batch, in their order: V before each policy token, 0 elsewhere."""
+    """A critic's values for the samples of a batch, in their order: V before each policy token, 0 elsewhere."""
 
     version: int
     """Of the critic; the same for all."""
@@ -321,11 +321,11 @@ class Values(Message):
 
 @dataclass(frozen=True)
 class Weights(Message):
-    """The manifest of one published version; the tensors lie in the transport it names.
+    """The manifest of one published version; the tensors are in the transport it names.
 
     `tensors` holds (name, dtype, shape, offset_bytes, num_bytes) in the transport's order.
-    `probe_logprobs` are the trainer's logprobs of the fixed probe sequences, empty when this
-    publication carries no probe.
+    `probe_logprobs` are the trainer's logprobs of the fixed probe sequences; empty if this
+    publication has no probe.
     """
 
     policy: str
@@ -346,9 +346,9 @@ class Weights(Message):
 
 @dataclass(frozen=True)
 class Tombstone(Message):
-    """Stands for a sample (member >= 0) or a whole group (member -1) that will not come.
+    """Replaces a sample (member >= 0) or a whole group (member -1) that will not arrive.
 
-    `state` is how the ledger closes it: failed, filtered or dropped.
+    `state` is the state in which the ledger closes it: failed, filtered or dropped.
     """
 
     group_id: str

@@ -1,10 +1,10 @@
-"""Cutting a batch into ranks, optimizer steps and micro-batches, by the lengths of its samples. numpy only.
+"""Split a batch into ranks, optimizer steps and micro-batches by the lengths of its samples. Needs numpy only.
 
-Invariants, held by a property test:
+Invariants, checked by a property test:
 - every sample is in exactly one micro-batch of exactly one rank;
 - neighbours of one pair are in the same micro-batch, in their order;
-- an optimizer step trains the same samples whatever the number of ranks and the token budget;
-- all ranks have the same `step_ends`, hence equally many micro-batches (ZeRO-3's collectives need
+- an optimizer step trains the same samples for every number of ranks and every token budget;
+- all ranks have the same `step_ends`, hence the same number of micro-batches (ZeRO-3's collectives need
   every rank in each of them); a rank with nothing to do has an empty one;
 - a micro-batch padded to its longest sample holds at most `token_budget` tokens.
 """
@@ -22,7 +22,7 @@ from flowrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class PackedUnit:
-    """Samples that stay together: a pair, or one sample alone."""
+    """Samples that stay together: a pair, or a single sample."""
 
     indices: tuple[int, ...]
     longest: int
@@ -31,14 +31,14 @@ class PackedUnit:
 
     @property
     def padded(self) -> int:
-        """Tokens, padding included."""
+        """Number of tokens, padding included."""
         return len(self.indices) * self.longest
 
 
 def units_of(lengths: Sequence[int], pairs: Sequence[str]) -> list[PackedUnit]:
-    """Neighbours with the same non-empty pair as one unit each, in the order of the samples.
+    """Group neighbours with the same non-empty pair into one unit each, in the order of the samples.
 
-    `lengths` are the tokens that a pass over each sample needs room for.
+    `lengths` are the numbers of tokens that a pass over each sample needs space for.
     """
     runs: list[list[int]] = []
     for index, pair in enumerate(pairs):
@@ -51,7 +51,7 @@ def units_of(lengths: Sequence[int], pairs: Sequence[str]) -> list[PackedUnit]:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank trains."""
+    """The samples that one rank trains."""
 
     samples: tuple[int, ...]
     """Indices of the whole batch's samples, in this rank's order."""
@@ -62,7 +62,7 @@ class RankPart:
 
 
 def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, token_budget: int) -> list[RankPart]:
-    """The parts of all ranks: balanced by tokens, micro-batches sorted by length, longest first."""
+    """The parts of all ranks, balanced by tokens; the micro-batches are sorted by length, longest first."""
     owned: list[list[int]] = [[] for _ in range(num_ranks)]
     micro_batches: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
     step_ends: list[int] = []
@@ -96,7 +96,7 @@ def require_budget(units: Sequence[PackedUnit], token_budget: int, names: Sequen
 
 
 def deal(units: Sequence[PackedUnit], n: int) -> list[list[PackedUnit]]:
-    """`units` dealt to `n` ranks, longest first, each to the rank with the fewest tokens so far."""
+    """Distribute `units` to `n` ranks, longest first, each to the rank with the fewest tokens so far."""
     ranks: list[list[PackedUnit]] = [[] for _ in range(n)]
     loads = [(0, rank) for rank in range(n)]
     for unit in sorted(units, key=lambda unit: (-unit.longest, unit.indices)):
@@ -107,7 +107,7 @@ def deal(units: Sequence[PackedUnit], n: int) -> list[list[PackedUnit]]:
 
 
 def micro_batches_of(units: Sequence[PackedUnit], token_budget: int) -> list[list[int]]:
-    """Indices of `units`, which come longest first, cut so that count × longest stays within the budget."""
+    """Indices of `units` (sorted longest first), cut so that count × longest stays within the budget."""
     cut: list[list[int]] = []
     longest = 0
     for unit in units:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from flowrl.channel.codec import freeze
+from flowrl.channel.codec import freeze, freeze_inside
 from flowrl.channel.stored import dump, dump_value, load, load_value
 from flowrl.errors import WireError
 from flowrl.messages import Int32, Message, Tombstone
@@ -41,6 +41,12 @@ def test_a_value_keeps_its_type_between_processes_in_one_and_in_storage(thing: A
         load(dump(body)),
     ):  # type: ignore[attr-defined]
         assert same(body.inner, after.inner) and same(body.columns, after.columns)
+
+
+def test_an_array_in_a_request_is_read_only_within_a_process_too() -> None:
+    bare, held = np.arange(3), np.zeros(2)
+    freeze_inside({"bare": bare, "more": [(held,)], "other": {"text": "a"}})
+    assert not bare.flags.writeable and not held.flags.writeable
 
 
 def same(a: Any, b: Any) -> bool:

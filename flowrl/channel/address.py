@@ -1,4 +1,4 @@
-"""Where an endpoint can be reached, and the keys that protect it off its machine."""
+"""The addresses of endpoints, and the keys that protect connections between machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOCKET_PATH_LIMIT = 107
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """One key pair for the whole run: who has it belongs to the run, nobody else gets in."""
+    """One key pair for the whole run: only processes that have it can connect."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -32,7 +32,7 @@ class CurveKeys:
 
 @dataclass(frozen=True)
 class Address:
-    """An open endpoint. Plain data: it travels to the other processes through Ray."""
+    """The address of an open endpoint. Plain data: Ray carries it to the other processes."""
 
     host: str
     incarnation: int
@@ -40,18 +40,18 @@ class Address:
     pid: int
     ipc: str
     tcp: str = ""
-    """"tcp://host:port", "" if the endpoint was not asked to listen beyond its machine."""
+    """"tcp://host:port", "" if the endpoint listens only on its machine."""
 
 
 def this_machine() -> str:
-    """Two processes with the same value share /dev/shm and can meet over ipc."""
+    """The same value in two processes means that they share /dev/shm and can connect over ipc."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     shared = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else 0
     return f"{socket.gethostname()}:{boot.read_text().strip() if boot.exists() else ''}:{shared}"
 
 
 def socket_root() -> Path:
-    """The directory of all of this user's flowrl sockets, private to the user."""
+    """The directory of all flowrl sockets of this user; only the user has access."""
     root = Path(tempfile.gettempdir()) / f"flowrl-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     status = root.lstat()
@@ -65,17 +65,17 @@ def socket_root() -> Path:
 
 
 def run_name(run_id: str) -> str:
-    """What every name that a run leaves on the machine starts with; `presence` tells by it whose they are."""
+    """The prefix of every file name of a run on the machine; `presence` finds the run's files by it."""
     return blake2b(run_id.encode(), digest_size=6).hexdigest()
 
 
 def run_prefix(run_id: str, pid: int) -> str:
-    """The run's name, and for whoever looks at the files the process that they are of."""
+    """The run's name and a process id, which shows people the process that made the files."""
     return f"{run_name(run_id)}-{pid}"
 
 
 def ipc_path(run_id: str, driver_pid: int, host: str, incarnation: int) -> Path:
-    """The unix socket of an endpoint. Its directory is made."""
+    """The path of an endpoint's unix socket. Creates its directory."""
     folder = socket_root() / run_prefix(run_id, driver_pid)
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{blake2b(host.encode(), digest_size=5).hexdigest()}-{incarnation}"
@@ -85,14 +85,14 @@ def ipc_path(run_id: str, driver_pid: int, host: str, incarnation: int) -> Path:
 
 
 def remove_socket(path: str) -> None:
-    """Remove an endpoint's socket, and its directory if it was the run's last."""
+    """Remove an endpoint's socket, and the directory if the socket was the last one in it."""
     Path(path).unlink(missing_ok=True)
     with suppress(OSError):
         Path(path).parent.rmdir()
 
 
 def local_ip() -> str:
-    """The address under which other machines reach this one (no packet is sent)."""
+    """The IP address at which other machines reach this one (sends no packet)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -1,21 +1,21 @@
-"""Message bodies as msgpack, arrays beside it.
+"""Codec: message bodies as msgpack, with large arrays outside of them.
 
 A body is the tuple of a message's group id, its plain arrays and its field values. A plain array is a
-short, one-dimensional one that is a field itself: it travels as its raw values, and its dtype's code
-stands among the plain arrays, one byte for each field that is declared as an array. Any other array is a
-msgpack extension, which costs several calls each, that starts with dtype and shape, followed by
+short, one-dimensional array that is itself a field: it is sent as its raw values, and the entry "plain arrays"
+holds the code of its dtype, one byte for each field that is declared as an array. Any other array is a
+msgpack extension, which costs several calls each. It starts with dtype and shape, followed by
 
 - INLINE: the raw values (small arrays),
 - FRAME:  the index of the raw frame that holds them,
-- SLAB:   where they lie in a shared-memory slab.
+- SLAB:   their address in a shared-memory slab.
 
-What msgpack does not have itself is an extension too, so that it arrives as what it was: a nested message (its
-schema hash and its own body, without a group id), a list, a read-only mapping, a numpy number. Nothing is ever
-pickled. Arrays arrive read-only, and are made read-only at the sender too. A message arrives with the fields it
-had, those with `init=False` too: no `__init__` or `__post_init__` runs again.
+Types that msgpack lacks are extensions too, so that they keep their type: a nested message (its schema hash and
+its own body, without a group id), a list, a read-only mapping, a numpy number. Nothing is ever pickled. Arrays
+arrive read-only, and are made read-only at the sender too. A message arrives with all its fields, including
+those with `init=False`: no `__init__` or `__post_init__` runs again.
 
 The bodies of requests and notes are less strict outside of the messages in them: lists arrive as tuples, other
-mappings as dicts, numpy numbers as Python's.
+mappings as dicts, numpy numbers as Python numbers.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ Buffer = bytes | memoryview | np.ndarray[Any, Any]
 
 
 class ArrayPlace(Protocol):
-    """Shared memory to put arrays into."""
+    """Puts arrays into shared memory."""
 
     def __call__(self, array: np.ndarray[Any, Any]) -> bytes | None:
-        """The address of a copy of `array` there, None where that is not possible."""
+        """Copy `array` into shared memory and return the address, None if that is not possible."""
 
     def take_back(self, address: bytes) -> None:
-        """Free what lies at `address`, which was not sent after all."""
+        """Free the array at `address`, which was not sent."""
 
 
 _shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(MAX_AXES + 1))
@@ -86,13 +86,13 @@ _index = Struct("<Q")
 _hash = Struct("<I")
 WITHIN.update({MESSAGE_CODE: _hash.size, LIST_CODE: 0, PROXY_CODE: 0})
 UNPARSABLE = (ValueError, TypeError, LookupError, OverflowError, StructError, UnpackException)
-"""What bytes that are no body make the parser raise."""
+"""The errors that the parser raises for bytes that are no body."""
 _extension = partial(tuple.__new__, msgpack.ExtType)
 """An ExtType without the checks of its constructor."""
 
 
 def payload_bytes(value: Any) -> int:
-    """Rough size of a value in memory: array and text bytes, 8 for any other scalar."""
+    """Approximate size of a value in memory: the bytes of arrays and texts, 8 for any other scalar."""
     kind = type(value)
     if kind is np.ndarray:
         return int(value.nbytes)
@@ -108,20 +108,20 @@ def payload_bytes(value: Any) -> int:
 
 
 class Encoder:
-    """Packs values. After `pack`, `frames` holds the arrays that travel beside the packed bytes.
+    """Packs values. After `pack`, `frames` holds the arrays that are sent beside the packed bytes.
 
-    The caller clears `frames` when it begins a new multipart; indices count from its start. After each value
-    that put arrays there, or into shared memory, it calls `keep` or, for one that is not to travel, `undo`.
+    The caller clears `frames` when it begins a new multipart; indices count from its start. After each value that
+    put arrays into `frames` or into shared memory, the caller calls `keep`, or `undo` if the value will not be sent.
     """
 
     def __init__(self, place: ArrayPlace | None = None, *, beside: bool = True) -> None:
         self.frames: list[Buffer] = []
         self.steps: list[Callable[[], object]] = []
-        """What takes back the arrays of the value at hand."""
+        """Functions that take back the arrays of the current value."""
         self.cost = 0
-        """What an Allowance counts for containers in the messages of the value at hand, and for its extensions."""
+        """What an Allowance counts for the extensions of the current value, and for containers in its messages."""
         self.beside_bytes = 0
-        """Of the value's arrays in `frames`."""
+        """Bytes of the current value's arrays in `frames`."""
         self._place = place
         self._beside = beside
         self._packers = [msgpack.Packer(default=self._default)]
@@ -129,22 +129,22 @@ class Encoder:
         self.pack: Callable[[Any], bytes] = self._packers[0].pack
 
     def keep(self) -> None:
-        """The value at hand will travel."""
+        """The current value will be sent."""
         self.steps.clear()
         self.cost = self.beside_bytes = 0
 
     def undo(self) -> None:
-        """The value at hand will not travel: take back the arrays it put elsewhere."""
+        """The current value will not be sent: take back its arrays from `frames` and from shared memory."""
         for step in self.steps:
             step()
         self.steps.clear()
         self.cost = self.beside_bytes = 0
 
     def carried(self, value: Any, nested: int = 0) -> Any:
-        """What a packer takes for `value`, which is in a message. Raises WireError for what cannot travel.
+        """Convert `value`, which is in a message, to what a packer takes. Raises WireError if it cannot be sent.
 
-        Integers and texts are left to the packer, which looks at each. `nested` is the number of tuples and dicts
-        around it since the last message or list.
+        Integers and texts are not checked here: the packer checks each. `nested` is the number of tuples and dicts
+        around `value` since the last message or list.
         """
         kind = kind_of(value)
         if kind == TUPLE:
@@ -188,8 +188,8 @@ class Encoder:
         raise refusal(value)
 
     def _within(self, code: int, make: Callable[[], Any], head: bytes = b"") -> Any:
-        """An extension with a body of its own."""
-        # A packer cannot be entered twice: one for each depth of nesting.
+        """Pack an extension that has a body of its own."""
+        # A packer is not reentrant: each depth of nesting has its own.
         self._depth += 1
         try:
             check_depth(self._depth)
@@ -220,9 +220,9 @@ class Encoder:
 
 
 class Decoder:
-    """Unpacks what an Encoder packed: what was stored, or, after `begin`, what a peer has sent.
+    """Unpacks what an Encoder packed: stored data, or, after `begin`, data that a peer has sent.
 
-    Of that what would cost more than its bytes allow is refused.
+    Data from a peer is refused if decoding it costs more than its number of bytes allows.
     """
 
     def __init__(self, attach: Callable[[bytes, int], Any] | None = None) -> None:
@@ -231,18 +231,19 @@ class Decoder:
         self._allowance = allowance = Allowance()
         self._num_bytes = 0
         self._attached: dict[bytes, Any] = {}
-        """Of the body at hand, by address: an array that is dropped is taken for done with by its owner."""
+        """Arrays of the current body by address, kept until the body is decoded: if the last reference to one goes,
+        its block is released to the owner."""
         self._depth = 0
         self._plain = partial(msgpack.unpackb, ext_hook=self._ext, use_list=False, strict_map_key=False)
         self._short = partial(self._plain, max_array_len=SHORT, max_map_len=SHORT)
-        """Longer containers are refused."""
+        """As `_plain`, but refuses containers longer than SHORT."""
         self._counted = partial(self._short, list_hook=allowance.array, object_hook=allowance.mapping)
         self._weighing = False
         self._read = self._plain
-        """How bodies are unpacked now."""
+        """The function that unpacks bodies of the current multipart."""
 
     def begin(self, num_bytes: int, frames: Sequence[Any]) -> None:
-        """A multipart of so many bytes is at hand, whose raw frames these are."""
+        """Begin a multipart of `num_bytes` bytes with the raw frames `frames`."""
         self._frames, self._num_bytes = frames, num_bytes
         if num_bytes <= TINY_BYTES:
             self._read = self._short
@@ -252,12 +253,12 @@ class Decoder:
             self._allowance.begin(num_bytes)
 
     def pay(self, num_bytes: int) -> None:
-        """Count what is made beside bodies. Raises Costly."""
+        """Count memory that is used outside of bodies. Raises Costly."""
         if self._read is self._counted:
             self._allowance.pay(num_bytes)
 
     def unpack(self, data: bytes | memoryview) -> Any:
-        """The value; arrays in it are read-only views. Raises WireError."""
+        """The value in `data`; arrays in it are read-only views. Raises WireError."""
         try:
             return self._parsed(data)
         except UNPARSABLE as error:
@@ -277,7 +278,7 @@ class Decoder:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
 
     def _parsed(self, data: bytes | memoryview) -> Any:
-        """What `data` holds. Counts while it unpacks; what is too much, or long, is weighed before it is."""
+        """The value in `data`. Counts while it unpacks; a body that costs too much, or is long, is weighed first."""
         if self._read is self._plain:
             return self._plain(data)
         try:
@@ -293,7 +294,7 @@ class Decoder:
         if len(data) <= SMALL_BYTES and not allowance.careful:
             try:
                 return self._read(data)
-            except (Costly, ValueError):  # too much, or a container that is too long to be counted in time
+            except (Costly, ValueError):  # too costly, or a container too long to be counted before it is built
                 pass
             if self._read is self._short:
                 self._read = self._counted
@@ -331,7 +332,7 @@ class Decoder:
         return self._shared(data[start:], shape, dtype)
 
     def _body(self, code: int, body: memoryview, data: bytes) -> Any:
-        """What an extension with a body of its own stands for."""
+        """The value of an extension that has a body of its own."""
         values = self._nested(body)
         if code == LIST_CODE:
             return [*values]

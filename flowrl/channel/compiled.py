@@ -1,7 +1,7 @@
-"""A message class's way into a body and out of one, as a function each, with the fields in its code.
+"""Generates one function per message class for each conversion to and from a body, with the fields in its code.
 
-As dataclasses make `__init__`: every message passes here, and a general loop over the fields takes twice as
-long, on the sending and on the receiving side.
+This is how dataclasses generate `__init__`. Every message passes here, and a general loop over the fields takes
+twice as long, on the sending and on the receiving side.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ DTYPES = tuple(
 )
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 NOT_PLAIN = 255
-"""In place of a dtype's code: what this field holds is no plain array."""
+"""In place of a dtype's code: the value of this field is no plain array."""
 INLINE_LIMIT_BYTES = 8192
-"""Above it an array travels as its own frame. zmq allocates frames of this size by themselves, so
+"""A larger array is sent as a frame of its own. zmq allocates frames of this size separately, so
 that their data are aligned."""
 
 Head = tuple[bytes, int, int]
-"""What the wire says of a message beside its body: id, ticket, member."""
+"""The part of a message on the wire that is not in its body: id, ticket, member."""
 Freeze = Callable[[Any, int], None]
 TakeApart = Callable[[str | None, Any, Callable[[Any], Any]], tuple[Any, ...]]
 PutTogether = Callable[[Iterable[Head], Iterable[Sequence[Any]]], list[Envelope]]
@@ -35,14 +35,14 @@ _FROZEN = {
     int: "type(v) is not int or not -9223372036854775808 <= v <= 18446744073709551615",
     str: "type(v) is not str or not v.isascii()",
 }
-"""By a field's type: when its value `v` needs a closer look."""
+"""By a field's type: the condition under which its value `v` needs the full check."""
 _SENT = {int: "type(v{at}) is not int", str: "type(v{at}) is not str"}
-"""The same where the value is packed, which looks at each integer and text itself."""
+"""The same for a value that will be packed: the packer itself checks each integer and text."""
 
 
 def freezing(hints: Mapping[str, Any], arrays: Sequence[int], check: Callable[[Any, int], None]) -> Freeze:
-    """(message, number of messages around it): makes its arrays read-only. `check` does so for any value, and
-    raises WireError for what cannot travel."""
+    """Generate freeze(message, number of messages around it), which makes the message's arrays read-only. `check` does
+    this for any value, and raises WireError for a value that cannot be sent."""
     lines = ["def freeze(message, depth):", " pass"]
     for at, (name, hint) in enumerate(hints.items()):
         lines.append(f" v = message.{name}")
@@ -56,10 +56,10 @@ def freezing(hints: Mapping[str, Any], arrays: Sequence[int], check: Callable[[A
 
 
 def taking_apart(hints: Mapping[str, Any], arrays: Sequence[int], scalars: frozenset[type]) -> TakeApart:
-    """(group id, message, carried) -> the values of its body: group id, the arrays' codes (None without), the
-    fields. `carried` makes what stands for a value that msgpack does not have itself, or contains others.
+    """Generate take_apart(group id, message, carried) -> the values of the message's body: group id, the arrays' codes
+    (None without such fields), the fields. `carried` converts a value that contains others, or that msgpack lacks.
 
-    `arrays` are the positions of the fields that may hold plain arrays. They are made read-only here.
+    `arrays` are the positions of the fields that may hold plain arrays. These arrays are made read-only here.
     """
     lines = ["def take_apart(group_id, message, carried):"]
     for at, (name, hint) in enumerate(hints.items()):
@@ -84,9 +84,9 @@ def taking_apart(hints: Mapping[str, Any], arrays: Sequence[int], scalars: froze
 
 
 def putting_together(cls: type[Message], names: Sequence[str], arrays: Sequence[int], *, slotted: bool) -> PutTogether:
-    """(the heads of messages, the values of their bodies) -> the messages in their envelopes.
+    """Generate put_together(heads of messages, values of their bodies) -> the messages in their envelopes.
 
-    Bypasses `__init__`: the sender constructed the message, and a frozen dataclass pays for every field there.
+    It bypasses `__init__`: the sender has constructed the message, and in a frozen dataclass `__init__` is slow.
     """
     lines = [
         "def put_together(heads, bodies):",
@@ -101,7 +101,7 @@ def putting_together(cls: type[Message], names: Sequence[str], arrays: Sequence[
 
 
 def building(cls: type[Message], names: Sequence[str], arrays: Sequence[int], *, slotted: bool) -> Build:
-    """The values of one body -> the message."""
+    """Generate build(values of one body) -> the message."""
     lines = [
         "def build(body):",
         f" ({_body('_', names)}) = body",
@@ -112,12 +112,12 @@ def building(cls: type[Message], names: Sequence[str], arrays: Sequence[int], *,
 
 
 def _body(first: str, names: Sequence[str]) -> str:
-    """What the values of a body are called."""
+    """The names of the variables for the values of a body."""
     return ", ".join([first, "codes", *(f"v{at}" for at in range(len(names)))])
 
 
 def _message(names: Sequence[str], arrays: Sequence[int], slotted: bool) -> Iterator[str]:
-    """Lines that make `message` from the values of a body."""
+    """Lines of code that make `message` from the values of a body."""
     if arrays:
         yield f"[{', '.join(f'c{at}' for at in arrays)}] = codes"
     for at in arrays:

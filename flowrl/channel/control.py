@@ -1,15 +1,15 @@
 """Requests and notes between endpoints: the control link beside the lanes.
 
 Invariants
-- Every request gets one answer: a value, the other side's error, or LaneFailed when its process failed. A handler
-  that ends in any other way than by returning is an error, unless the asker cancelled it.
-- A cancelled request cancels its handler's task at the other end; an answer that still comes is dropped. Who asks
-  for the right to something gives it back when cancelled: the right may be on its way.
-- A connection that breaks is no failure: frames come once and in order all the same (`once`).
-- Notes and requests from one process to another come in in the order in which they were made. A note has been heard
-  when what follows it begins; a request's handler begins in the next tick of the loop, after notes that came with it.
+- Every request gets one answer: a value, the other side's error, or LaneFailed when the other process failed. A
+  handler that ends in any other way than by returning is an error, unless the requester cancelled it.
+- A cancelled request cancels its handler's task at the other end; an answer that still arrives is dropped. A caller
+  that requests a right to something must give it back when it is cancelled: the answer may already be in flight.
+- A broken connection is no failure: frames still arrive once and in order (`once`).
+- Notes and requests from one process to another arrive in the order in which they were made. A note's (plain) handler
+  has run before the next frame is handled; a request's handler begins in the next tick, after notes that came with it.
 
-Ends of waits: a request waits for its answer, the failure of the other process, its own cancellation or
+What ends a wait: a request waits for its answer, the failure of the other process, its own cancellation or
 the closing of the endpoint.
 """
 
@@ -33,20 +33,20 @@ Answer = Callable[[str, Any], Any]
 
 
 class Work:
-    """A handler at work on a request or note of `host`."""
+    """A running handler of a request or note from `host`."""
 
     task: asyncio.Task[None]
 
     def __init__(self, host: str, number: int, kind: str) -> None:
         self.host = host
         self.number = number
-        """Of the request, 0 for a note."""
+        """Number of the request, 0 for a note."""
         self.kind = kind
         self.wanted = True
-        """Nobody has cancelled it: how it ends matters."""
+        """True until it is cancelled: its result or error is reported only then."""
 
     def stop(self) -> None:
-        """Cancel it, because the asker has, or its process or this one ends."""
+        """Cancel it: the requester has cancelled, or the requester's process or this one ends."""
         self.wanted = False
         self.task.cancel()
 
@@ -58,7 +58,7 @@ class Control:
         self._post = post
         self._report = report
         self._context = contextvars.copy_context()
-        """Handlers begin in it, and not in that of whoever's frame happened to bring the request."""
+        """Handlers' tasks run in a copy of it, not in the context that happened to be active when the request came."""
         self._answers: dict[str, Answer] = {}
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[str, str, float, asyncio.Future[Any]]] = {}
@@ -87,11 +87,11 @@ class Control:
         self._post(host, (NOTIFY, 0, 0, 0, (kind, body)))
 
     def waiting(self) -> list[tuple[str, str, float]]:
-        """(host, kind, time.monotonic when it was made) of every request without an answer yet."""
+        """(host, kind, time.monotonic() of its start) of every request that has no answer yet."""
         return [(host, kind, since) for host, kind, since, _ in self._waiting.values()]
 
     def peer_failed(self, host: str, reason: str) -> None:
-        """Fail what waits for `host`, and stop working for it."""
+        """Fail the requests that wait for `host`, and stop the handlers that work for it."""
         for peer, kind, _, reply in self._waiting.values():
             if peer == host and not reply.done():
                 reply.set_exception(LaneFailed(f"request {kind!r} to {host!r}: {reason}"))
@@ -100,7 +100,7 @@ class Control:
                 work.stop()
 
     async def close(self) -> None:
-        """Fail what waits, cancel what works, and see its end."""
+        """Fail all waiting requests, cancel all running handlers, and wait until they have ended."""
         self._closed = True
         for host, kind, _, reply in self._waiting.values():
             if not reply.done():
@@ -134,13 +134,13 @@ class Control:
             work.task.add_done_callback(lambda _: self._ended(key, work))
 
     def _ended(self, key: tuple[str, int], work: Work) -> None:
-        if self._works.get(key) is work:  # a new incarnation of the host may use the number again
+        if self._works.get(key) is work:  # a new incarnation of the host may reuse the number
             del self._works[key]
 
     def _note(self, answer: Answer, host: str, kind: str, body: Any) -> None:
         try:
             answer(host, body)
-        except BaseException as error:  # the sender does not wait: whoever owns this endpoint hears of it
+        except BaseException as error:  # the sender does not wait: report it to the owner of this endpoint
             self._report(as_exception(f"the handler of {kind!r}", error))
 
     async def _work(self, work: Work, answer: Answer | None, body: Any) -> None:
@@ -150,9 +150,9 @@ class Control:
             value = answer(work.host, body)
             if isinstance(value, Awaitable):
                 value = await value
-        except GeneratorExit:  # the loop is no more
+        except GeneratorExit:  # the loop has ended
             raise
-        except BaseException as error:  # carried to the asker, or to the endpoint's owner
+        except BaseException as error:  # sent to the requester, or reported to the endpoint's owner
             self._fail(work, as_exception(f"the handler of {work.kind!r}", error))
         else:
             self._reply(work, value)
@@ -165,7 +165,7 @@ class Control:
             return
         try:
             self._post(work.host, (REPLY, 0, 0, work.number, (False, _as_data(error))))
-        except WireError:  # its text holds what cannot travel
+        except WireError:  # the error's text holds a character that cannot be sent
             plain = FlowrlError(ascii(str(error)))
             self._post(work.host, (REPLY, 0, 0, work.number, (False, _as_data(plain))))
 
@@ -189,13 +189,13 @@ class Control:
 
 
 def is_cancel(error: BaseException) -> bool:
-    """Whether the present task was cancelled from outside; else a CancelledError is that of something it awaited."""
+    """Whether the current task was cancelled from outside. If not, a CancelledError comes from something it awaited."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def as_exception(what: str, error: BaseException) -> Exception:
-    """What `what` raised. What is no failure by itself (a cancel, sys.exit()) becomes one."""
+    """The error that `what` raised, as an Exception: a cancel or sys.exit() becomes a RuntimeError."""
     if isinstance(error, Exception):
         return error
     problem = RuntimeError(
@@ -207,7 +207,7 @@ def as_exception(what: str, error: BaseException) -> Exception:
 
 
 def _as_data(error: BaseException) -> Mapping[str, Any]:
-    """An error as plain values; `_as_error` makes it one again."""
+    """Convert an error to plain values; `_as_error` converts it back."""
     data: dict[str, Any] = {"type": type(error).__name__, "text": str(error)}
     if isinstance(error, NodeFailed):
         data["node"] = (error.node, error.replica, error.reason, error.remote_traceback, error.ticket)
@@ -217,7 +217,7 @@ def _as_data(error: BaseException) -> Mapping[str, Any]:
 
 
 def _as_error(host: str, kind: str, data: Mapping[str, Any]) -> FlowrlError:
-    """The error that `_as_data` took apart; the codec has seen that `data` holds one."""
+    """The error that `_as_data` converted; `frames.fits` has checked that `data` holds one."""
     if "node" in data:
         node, replica, reason, remote, ticket = data["node"]
         return NodeFailed(node, replica, reason, remote_traceback=remote, ticket=ticket)
@@ -233,4 +233,4 @@ _OF_TEXT: Mapping[str, type[FlowrlError]] = {
     for cls in vars(errors).values()
     if isinstance(cls, type) and issubclass(cls, FlowrlError) and cls.__init__ is FlowrlError.__init__
 }
-"""flowrl's errors that are made of their text alone."""
+"""flowrl's errors whose constructor takes only their text."""

@@ -1,14 +1,14 @@
-"""What a body costs its receiver: memory, and time of the event loop, known before either is spent.
+"""What a body costs its receiver in memory and event-loop time, determined before either is spent.
 
-A byte of msgpack can make a mapping of 88 bytes, and five bytes an array of 32 GB. So whoever decodes has an
-allowance for what it makes: PER_BYTE for each byte that came and FLOOR_BYTES for a multipart, and never more
-than MOST_BYTES, which take some 40 ms to make. The sender counts likewise: what would pass the allowance
-leaves in several multiparts, and what cannot is refused there.
+One byte of msgpack can make a mapping of 88 bytes, and five bytes an array of 32 GB. So a decoder has an
+allowance for what it makes: PER_BYTE for each received byte and FLOOR_BYTES for a multipart, and never more
+than MOST_BYTES, which take some 40 ms to make. The sender counts in the same way: it splits data that would
+exceed the allowance into several multiparts, and refuses data that cannot be split.
 
-Two ways to count. While it decodes, an `Allowance` counts containers by msgpack's hooks, as if all in them
-were of the costliest kind; a container longer than SHORT, of which the hook would hear too late, ends this way.
-What passes is fine, and nearly all does. Otherwise `weigh` reads the bytes one value at a time, exactly, before
-anything is decoded; that takes longer than decoding.
+There are two ways to count. During decoding, an `Allowance` counts containers through msgpack's hooks, as if all
+their items were of the costliest kind; it gives up at a container longer than SHORT, because the hook is called
+only when the container is already built. A body that passes is accepted, and nearly all pass. For the others,
+`weigh` reads the bytes one value at a time, exactly, before anything is decoded; this takes longer than decoding.
 """
 
 from __future__ import annotations
@@ -21,37 +21,39 @@ from flowrl.errors import WireError
 PER_BYTE = 16
 FLOOR_BYTES = 1 << 20
 MOST_BYTES = 24 << 20
-"""Beside the bytes of texts and of bytes themselves, which are copied fast."""
+"""Not counting the content of texts and bytes, which is copied fast."""
 MOST_VALUES = 150_000
-"""In the bodies of a multipart that are weighed: reading and decoding them takes some 40 ms."""
+"""Most values in those bodies of a multipart that are weighed: reading and decoding them takes some 40 ms."""
 MOST_TEXT_BYTES = 8 << 20
-"""Of text in one body that is weighed: where characters are of different widths it takes five bytes a byte."""
+"""Most bytes of text in one body that is weighed: if its characters have different widths, each byte of it takes five
+bytes of memory."""
 SHORT = 256
 """Longest container that is decoded without being weighed first."""
 SMALL_BYTES = 1 << 18
-"""Longest body that is decoded without being weighed first: so much may be decoded in vain, once in a multipart."""
+"""Longest body that is decoded without being weighed first. So at most this much is decoded in vain, and that only
+once per multipart."""
 
 ENVELOPE, FRAME, EXTENSION = 512, 300, 1024
-"""A message, another frame, and an array or message in a body."""
+"""The cost of a message, of another frame, and of an array or message in a body."""
 _SLOT, _TUPLE, _DICT, _ITEM = 88, 128, 256, 200
 WORST = 400
-"""No byte of a body counts for more in an Allowance."""
+"""The most that an Allowance counts for one byte of a body."""
 TINY_BYTES = FLOOR_BYTES // WORST
-"""Longest multipart of which nothing needs to be counted."""
+"""Longest multipart that needs no counting at all."""
 FEW_BYTES = 1024
-"""Control frames this short are taken for the costliest."""
+"""Control frames up to this length are counted at the highest cost per byte, WORST."""
 _BULK_BYTES = 4096
-"""Longer text and bytes count by themselves."""
+"""Longer texts and bytes are counted separately."""
 
 ADVICE = "hold numbers in numpy arrays, not in tuples, and send what is large in several messages"
 
 
 class Costly(Exception):
-    """What is decoded may cost more than is allowed."""
+    """The data being decoded may cost more than the allowance."""
 
 
 class Allowance:
-    """What may still be spent on the multipart at hand. `array` and `mapping` are msgpack's hooks."""
+    """What decoding the current multipart may still cost. `array` and `mapping` are msgpack's hooks."""
 
     __slots__ = ("_bulk", "_values", "careful", "left")
 
@@ -59,22 +61,22 @@ class Allowance:
         self.begin(num_bytes)
 
     def begin(self, num_bytes: int) -> None:
-        """A multipart of so many bytes is at hand."""
+        """Begin a multipart of `num_bytes` bytes."""
         most = FLOOR_BYTES + PER_BYTE * num_bytes
         self.left = min(most, MOST_BYTES)
         self._bulk = most - self.left
         self._values = MOST_VALUES
         self.careful = False
-        """A body was decoded in vain: the others are weighed first."""
+        """True after a body was decoded in vain: the other bodies of the multipart are weighed first."""
 
     def pay(self, num_bytes: int) -> None:
-        """Raises Costly if this is more than is left."""
+        """Spend `num_bytes`. Raises Costly if that is more than is left."""
         self.left -= num_bytes
         if self.left < 0:
             raise Costly
 
     def weigh(self, data: bytes | memoryview, *, deep: bool = False) -> None:
-        """Pay for what decoding `data` takes. Raises Costly, and WireError as `weigh` does: then nothing is left."""
+        """Pay for decoding `data`. Raises Costly, or WireError as `weigh` does; after either, nothing is left."""
         left, self.left = self.left, -1
         weight = weigh(data, self._values, deep=deep)
         self.left = left
@@ -107,19 +109,19 @@ def of_dict(length: int) -> int:
 
 
 class Weight(NamedTuple):
-    """What decoding a body makes."""
+    """What decoding a body costs."""
 
     num_bytes: int
     bulk_bytes: int
-    """Of long texts and bytes, beside `num_bytes`."""
+    """Bytes of long texts and bytes, which `num_bytes` does not include."""
     num_values: int
 
 
 def weigh(data: bytes | memoryview, most_values: int = MOST_VALUES, *, deep: bool = False) -> Weight:
-    """What decoding `data` makes. Bodies of messages within it count as bytes unless `deep`.
+    """What decoding `data` costs. Bodies of messages within it count as bytes unless `deep`.
 
     Raises WireError for bytes that end within a value, for more values than `most_values`, for more text than may
-    be decoded at once and for more memory than ever.
+    be decoded at once, and for more memory than any allowance permits.
     """
     scale = _Scale(data, deep)
     values = cost = at = 0
@@ -149,14 +151,14 @@ def weigh(data: bytes | memoryview, most_values: int = MOST_VALUES, *, deep: boo
 
 
 def too_costly(reason: str = "") -> WireError:
-    """What says that a body takes too much memory, or time, to decode."""
+    """The error for a body that takes too much memory, or time, to decode."""
     reason = reason or f"takes more than {PER_BYTE} bytes of memory a byte, or more than {MOST_BYTES}, to decode"
     return WireError(f"a body that {reason}; {ADVICE}")
 
 
 class _Scale:
-    """The values whose length their bytes tell: each method takes where one begins and how long it is, and says
-    where it ends and what it weighs."""
+    """Weighs the values whose length is encoded in their bytes. Each method takes the start and the length of a value,
+    and returns where the value ends and what it weighs."""
 
     def __init__(self, data: bytes | memoryview, deep: bool) -> None:
         self.bulk_bytes = 0
@@ -175,7 +177,7 @@ class _Scale:
         if length > _BULK_BYTES:
             self.bulk_bytes += 4 * length
             return end, 0
-        # One character outside of ASCII can make every other take four bytes.
+        # One character outside of ASCII can make every other character take four bytes.
         return end, 64 + length if bytes(self._data[start:end]).isascii() else 80 + 4 * length
 
     def binary(self, start: int, length: int) -> tuple[int, int]:
@@ -205,12 +207,12 @@ _Sized = Callable[[_Scale, int], tuple[int, int]]
 
 
 def _sized(what: Callable[[_Scale, int, int], tuple[int, int]], num_bytes: int) -> _Sized:
-    """A value whose length stands in so many bytes behind its mark."""
+    """A value whose length is encoded in `num_bytes` bytes after its mark."""
     return lambda scale, at: what(scale, at + 1 + num_bytes, scale.length(at, num_bytes))
 
 
 def _fixed(num_bytes: int) -> _Sized:
-    """An extension of a length that its mark tells."""
+    """An extension whose length follows from its mark."""
     return lambda scale, at: scale.extension(at + 1, num_bytes)
 
 
@@ -223,8 +225,8 @@ def _dict_bytes(length: int) -> int:
 
 
 def _flat(mark: int) -> tuple[int, int]:
-    """(size, weight) of the values whose size their mark alone tells; (0, 0) for others."""
-    if mark <= 0x7F or mark >= 0xFB or mark in (0xC0, 0xC1, 0xC2, 0xC3):  # small integers exist already
+    """(size, weight) of a value whose size follows from its mark alone; (0, 0) for others."""
+    if mark <= 0x7F or mark >= 0xFB or mark in (0xC0, 0xC1, 0xC2, 0xC3):  # small integers are cached
         return 1, 0
     if mark >= 0xE0:
         return 1, 32
@@ -235,7 +237,7 @@ def _flat(mark: int) -> tuple[int, int]:
         return 1, _dict_bytes(mark & 0x0F)
     if 0x90 <= mark <= 0x9F:
         return 1, _tuple_bytes(mark & 0x0F)
-    if 0xA0 <= mark <= 0xA3:  # a text of one character exists already
+    if 0xA0 <= mark <= 0xA3:  # texts of at most one character are cached
         return mark - 0x9F, 0 if mark <= 0xA1 else 80
     return 0, 0
 

@@ -1,14 +1,14 @@
-"""Custody: when may a node let go of what it took in?
+"""Custody: decides when a node may ack an item that it took.
 
-An item is due for its ack when its invocation has ended and every message made from it (its children) has
-been taken in by the next process, on every lane it was sent on. From then on the child's own producer
-keeps the copy that a crash would need.
+An item is due for its ack when its invocation has ended and the next process has taken every message made from
+it (its children), on every lane on which the child was sent. From then on the child's own producer keeps the
+copy that a crash would need.
 
 Invariants
 - Each item counts what it still waits for: its open invocation, its holds, and one for each lane on which a
-  child has not arrived. It is due exactly when the count reaches 0, and then forgotten.
-- A child counts on all of its parents, and is forgotten when it has arrived on all of its lanes.
-- Arrivals of unknown children (replays of children whose parents are long acked) change nothing.
+  child has not arrived. The item is due exactly when the count reaches 0, and is then forgotten.
+- A child is counted at all of its parents, and is forgotten when it has arrived on all of its lanes.
+- Arrivals of unknown children (replays of children whose parents were acked earlier) change nothing.
 
 Pure bookkeeping: nothing here waits.
 """
@@ -30,18 +30,18 @@ class Custody(Generic[K]):
         self._lanes: dict[K, int] = {}
 
     def __len__(self) -> int:
-        """Number of items taken in and not yet due."""
+        """Number of items taken and not yet due."""
         return len(self._counts)
 
     def begin(self, item: K) -> None:
-        """The node took `item` in: its invocation is open."""
+        """The node took `item`: its invocation is open."""
         assert item not in self._counts, "an item is taken in once; receivers drop repetitions"
         self._counts[item] = 1
 
     def child(self, parents: Sequence[K], child: K, num_lanes: int = 1) -> None:
-        """`child` is made from `parents` and goes out on `num_lanes` more lanes.
+        """`child` is made from `parents` and will be sent on `num_lanes` more lanes.
 
-        Call it before the send. Several edges add up. Parents must still be open here.
+        Call this before the send. Calls for several edges add up. All parents must still be open here.
         """
         if num_lanes == 0:
             return
@@ -57,7 +57,7 @@ class Custody(Generic[K]):
             self._lanes[child] = self._lanes.get(child, 1) + num_lanes
 
     def arrived(self, child: K) -> Sequence[K]:
-        """`child` was taken in on one of its lanes."""
+        """The next process took `child` on one of its lanes."""
         lanes = self._lanes.pop(child, 1)
         if lanes > 1:
             self._lanes[child] = lanes - 1
@@ -78,7 +78,7 @@ class Custody(Generic[K]):
         return (item,) if self._less(item) else ()
 
     def drop(self, item: K) -> Sequence[K]:
-        """`item` ends without (further) children: the same as `end`, whatever its holds."""
+        """`item` ends without (further) children: the same as `end`; its holds still count."""
         return self.end(item)
 
     def _less(self, item: K) -> bool:

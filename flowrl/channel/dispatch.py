@@ -1,14 +1,14 @@
-"""Dispatch: which lanes of an edge a message takes.
+"""Dispatch: chooses the lanes of an edge on which a message is sent.
 
 - share: the lane with most free credits, in turn among equals
 - key: the lane that the group id hashes to
-- broadcast: every lane; the slowest gates. Each lane's copy has an id of its own, so that what two replicas
-  make of it is not taken for a repetition
-- gang: each lane its own part, made by the message's `split(n)`, with an id of its own too; all or nothing
+- broadcast: every lane; the slowest lane limits the rate. Each lane's copy has its own id, so that the messages
+  that two replicas make from their copies are not dropped as repetitions
+- gang: each lane gets its own part, made by the message's `split(n)`, also with its own id; all or nothing
 - latest: every lane, overwriting; never waits
 
-Invariant: a message goes to all the lanes its rule names in one step, or to none.
-Ends of waits: a send waits for the credits its rule needs, see `flowrl.channel.ends`.
+Invariant: a message is sent in one step on all the lanes that its rule names, or on none.
+What ends a wait: a send waits for the credits its rule needs, see `flowrl.channel.ends`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rule = Literal["share", "key", "broadcast", "gang", "latest"]
 
 
 class OutEdge:
-    """One edge at one producing node replica."""
+    """The lanes of one edge that start at one producing node replica."""
 
     def __init__(self, lanes: Sequence[SendLane], rule: Rule, capacity: int | None = None) -> None:
         assert lanes, "an edge has at least one lane"
@@ -40,9 +40,9 @@ class OutEdge:
         self.gate = SendGate()
         self._first = 0
         self._wholes: dict[bytes, Envelope] = {}
-        """What a gang has not finished, as it was before it was split: other ranks may need other parts of it."""
+        """Id -> message, not split, that the gang has not finished: other ranks may need other parts of it."""
         self._part_of: dict[bytes, bytes] = {}
-        """Part that its rank has not finished -> what it is a part of."""
+        """Id of a part that its rank has not finished -> id of the whole message."""
         self._only = self.lanes[0] if rule == "share" and len(lanes) == 1 else None
         for lane in lanes:
             lane.gate = self.gate
@@ -50,30 +50,30 @@ class OutEdge:
                 lane.on_acked(self._finished)
 
     def ids(self, envelope: Envelope) -> list[bytes]:
-        """Of the messages that it travels as: each consumer of a broadcast, and each rank, gets one of its own."""
+        """Ids of the messages that are sent for it: each consumer of a broadcast, and each rank, gets its own."""
         if self.rule in ("broadcast", "gang"):
             return [_own_id(envelope, lane) for lane in self.lanes]
         return [envelope.id]
 
     def arrivals(self, envelope: Envelope) -> list[tuple[bytes, int]]:
-        """(id, on how many lanes it must be taken in) for `Custody.child`; a latest edge needs none."""
+        """(id, number of lanes on which it must be taken) for `Custody.child`; none for a latest edge."""
         return [] if self.rule == "latest" else [(own, 1) for own in self.ids(envelope)]
 
     def addressed(self, envelope: Envelope) -> list[tuple[str, Envelope]]:
-        """(consumer, its message): one for each consumer of a broadcast; elsewhere the rule chooses, and it is ""."""
+        """(consumer, its message) for each consumer of a broadcast. Other rules choose later: one entry, with ""."""
         if self.rule != "broadcast":
             return [("", envelope)]
         return [(lane.spec.consumer, replace(envelope, id=_own_id(envelope, lane))) for lane in self.lanes]
 
     async def send(self, envelope: Envelope) -> None:
-        """Send by the edge's rule, waiting for its credits. Cancelled while waiting it sends nothing.
+        """Send by the edge's rule, and wait for the credits it needs. Sends nothing if cancelled while waiting.
 
-        Raises LaneFailed when a lane it needs has failed, WireError for a body that cannot travel.
+        Raises LaneFailed when a lane it needs has failed, WireError for a body that cannot be sent.
         """
         only, rule = self._only, self.rule
         stands = self.gate.held or self.gate.waiting
         if only is not None and not stands and only.machine.credits > 0 and not only.machine.failed:
-            only.put(envelope)  # most sends: one lane, with credit; every call less counts here
+            only.put(envelope)  # most sends: one lane, with credit. This path avoids function calls
         elif rule == "share":
             if stands or not self._any():
                 await self._wait(self.lanes, self._any)
@@ -90,7 +90,7 @@ class OutEdge:
                 lane.put(envelope)
 
     async def send_to(self, consumer: str, envelope: Envelope) -> None:
-        """Send one consumer's message of `addressed`, or one rank's part. A consumer that is no more gets none."""
+        """Send one consumer's message of `addressed`, or one rank's part. Does nothing if no lane has this consumer."""
         if not consumer:
             await self.send(envelope)
             return
@@ -99,7 +99,7 @@ class OutEdge:
                 await lane.send(self._part(envelope, index) if self.rule == "gang" else envelope)
 
     def _any(self) -> bool:
-        # A list, so that every failed lane is noticed.
+        # A list, so that a failed lane raises even if an earlier one has credit; a generator stops at the first True.
         return any([lane.can_send() for lane in self.lanes])  # noqa: C419
 
     def _freest(self) -> SendLane:
@@ -126,7 +126,7 @@ class OutEdge:
         return [self._part_with(envelope, lane, part) for lane, part in zip(self.lanes, parts, strict=True)]
 
     def _part(self, envelope: Envelope, index: int) -> Envelope:
-        """One rank's part; a tombstone stands for the part itself."""
+        """One rank's part; a tombstone is not split, it replaces the part."""
         body = envelope.body if isinstance(envelope.body, Tombstone) else self._split(envelope.body)[index]
         return self._part_with(envelope, self.lanes[index], body)
 
@@ -148,36 +148,36 @@ class OutEdge:
         return parts
 
     def _finished(self, ids: Sequence[bytes]) -> None:
-        """Ranks have finished these parts."""
+        """Ranks have finished these parts: forget each message of which no part is left."""
         for part in ids:
             whole = self._part_of.pop(part, None)
             if whole is not None and whole not in self._part_of.values():
                 del self._wholes[whole]
 
     def hold(self, held: bool) -> None:
-        """While held, nothing is sent: sends wait, whatever their credits. Latest edges never wait."""
+        """Stop or resume sending: while held, sends wait, whatever their credits. Latest edges never wait."""
         self.gate.held = held
         self.gate.wake()
 
     def on_taken(self, callback: Ids) -> None:
-        """As `SendLane.on_taken`; of a message on several lanes once for each."""
+        """As `SendLane.on_taken`; a message on several lanes is reported once for each lane."""
         for lane in self.lanes:
             lane.on_taken(callback)
 
     def on_acked(self, callback: Ids) -> None:
-        """As `SendLane.on_acked`; of a message on several lanes once for each."""
+        """As `SendLane.on_acked`; a message on several lanes is reported once for each lane."""
         for lane in self.lanes:
             lane.on_acked(callback)
 
     def unacked(self) -> list[tuple[str, Envelope]]:
-        """Everything kept for a replay, as `addressed`; a gang's message whole, `parts` tells which are left of it."""
+        """All messages kept for a replay, as `addressed`; a gang's are whole, `parts` names the unfinished parts."""
         if self.rule == "gang":
             return [("", whole) for whole in self._wholes.values()]
         named = self.rule == "broadcast"
         return [(lane.spec.consumer if named else "", kept) for lane in self.lanes for kept in lane.unacked()]
 
     def parts(self) -> dict[bytes, dict[str, bytes]]:
-        """Of each of a gang's `unacked` messages: rank -> id of its part, "" of one that it has finished."""
+        """For each of a gang's `unacked` messages: rank -> id of its part, b"" if the rank has finished it."""
         found: dict[bytes, dict[str, bytes]] = {}
         for key, whole in self._wholes.items():
             own = {lane.spec.consumer: _own_id(whole, lane) for lane in self.lanes}
@@ -185,12 +185,12 @@ class OutEdge:
         return found
 
     def cancel(self, ids: Sequence[bytes]) -> None:
-        """Ask the consumers to give these messages up: of a broadcast or a gang by the `ids` that each has."""
+        """Ask the consumers to drop these messages; for a broadcast or a gang, `ids` name the copies or parts."""
         for lane in self.lanes:
             lane.cancel(ids)
 
     def close(self) -> None:
-        """End of stream on every lane."""
+        """Signal end of stream on every lane."""
         for lane in self.lanes:
             lane.close()
 

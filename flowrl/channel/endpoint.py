@@ -1,10 +1,10 @@
-"""Endpoint: one host process's place in the run. Lanes, requests and notes to every other host.
+"""Endpoint: connects one host process to the run, with lanes, requests and notes to every other host.
 
-Everything runs on the event loop on which `open` was called. What comes from elsewhere (an endpoint on
-another loop of this process, shared memory freed by a garbage collection) is handed to that loop.
+Everything runs on the event loop on which `open` was called. Calls from elsewhere (an endpoint on another
+loop of this process, shared memory freed by a garbage collection) are forwarded to that loop.
 
-Ends of waits: see `ends` (sends), `inbox` (takes) and `control` (requests); `close` ends them all, and
-itself waits at most a second for what is still to be sent.
+What ends a wait: see `ends` (sends), `inbox` (takes) and `control` (requests); `close` ends them all, and
+itself waits at most a second for frames that are still to be sent.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ __all__ = ["Address", "CurveKeys", "EndOfStream", "Endpoint", "LaneWait"]
 _local: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictionary()
 """The open endpoints of this process, by their ipc path."""
 _contexts: set[zmq.Context[Any]] = set()
-"""Of endpoints that are not closed. A garbage collection that ends a context waits for ever for sockets which are
-garbage themselves, so an endpoint that nobody closed keeps its context until the process ends."""
+"""The contexts of endpoints that are not closed. A garbage collection that ends a context blocks for ever if the
+context's sockets are garbage too, so an endpoint that nobody closes keeps its context until the process ends."""
 
 
 @dataclass(frozen=True)
 class LaneWait:
-    """Something that cannot go on by itself, for stall reports."""
+    """One wait of a sender, receiver or request, for stall reports."""
 
     kind: str
     """credit | item | reply"""
@@ -64,8 +64,8 @@ class LaneWait:
 class Endpoint:
     """See the module.
 
-    `failed(error)` is told what has no other place to go (a note's handler raised, bytes that are no
-    frame); by default the loop's exception handler.
+    `failed(error)` receives every error that no caller can receive (a note's handler raised, received bytes are
+    no frame); the default is the loop's exception handler.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Endpoint:
     # Opening, peers, closing
 
     async def open(self, *, tcp: bool | str = False) -> Address:
-        """Listen: on ipc, and with `tcp` (True, or the local IP to use) on tcp behind CURVE."""
+        """Listen on ipc, and with `tcp` (True, or the local IP to use) also on tcp, encrypted with CURVE."""
         if tcp and self._curve is None:
             raise ConfigError("to listen on tcp an endpoint needs the run's CURVE keys; pass `curve=CurveKeys.new()`")
         self._presence = Presence(self._run_id)
@@ -120,21 +120,21 @@ class Endpoint:
         return self.address
 
     def connect(self, host: str, address: Address) -> None:
-        """Reach `host` at `address`: in process, by ipc or by tcp, whichever is nearest."""
+        """Connect to `host` at `address`: in process, by ipc or by tcp, whichever is nearest."""
         self._router.join(host, address.incarnation, self._link(address))
 
     def peer_failed(self, host: str, reason: str) -> None:
-        """The supervisor's word that the process of `host` is dead: what waits for it raises LaneFailed.
+        """The supervisor reports that the process of `host` is dead: whatever waits for it raises LaneFailed.
 
-        What is kept for it stays kept, for `peer_restarted`.
+        Messages kept for it stay kept, for `peer_restarted`.
         """
         self._router.fail(host, reason, self._router.lanes(host))
 
     def peer_restarted(self, host: str, address: Address, incarnation: int | None = None) -> None:
-        """The supervisor's word that `host` runs anew at `address`: replay to it all that is kept.
+        """The supervisor reports that `host` was restarted at `address`: replay all kept messages to it.
 
-        Sends and takes go on as if nothing had happened, unless `peer_failed` had ended them; requests to
-        the process before raise LaneFailed.
+        Sends and takes continue without an error, unless `peer_failed` has ended them; requests to the
+        previous process raise LaneFailed.
         """
         assert incarnation is None or incarnation == address.incarnation, "the address names the incarnation"
         self._router.fail(host, "its process was restarted", ())
@@ -162,7 +162,7 @@ class Endpoint:
         )
 
     async def close(self) -> None:
-        """Send what is due, end every wait, release sockets and shared memory."""
+        """Send all due frames, end every wait, release sockets and shared memory."""
         if self._router.closed or not hasattr(self, "address"):
             return
         await self._control.close()
@@ -183,7 +183,7 @@ class Endpoint:
     # Lanes
 
     def sender(self, spec: LaneSpec) -> SendLane:
-        """The producer's end of a lane from here. Once per lane."""
+        """Create the producer's end of a lane that starts here. Once per lane."""
         session = self._router.session(spec)
         machine = LatestSender(spec, session) if spec.kind == "latest" else SenderLane(spec, session)
         lane = SendLane(spec, machine, self._router)
@@ -191,7 +191,7 @@ class Endpoint:
         return lane
 
     def receiver(self, spec: LaneSpec) -> ReceiveLane:
-        """The consumer's end of a lane to here. Once per lane; add it to an Inbox."""
+        """Create the consumer's end of a lane that ends here. Once per lane; add it to an Inbox."""
         session = self._router.session(spec)
         machine = LatestReceiver(spec, session) if spec.kind == "latest" else ReceiverLane(spec, session)
         lane = ReceiveLane(spec, machine, self._router)
@@ -201,25 +201,25 @@ class Endpoint:
     # Requests and notes
 
     async def request(self, host: str, kind: str, body: Any = None) -> Any:
-        """Ask `host` and wait for the answer of its handler for `kind`.
+        """Send a request to `host`, and return the answer of its handler for `kind`.
 
         Raises the handler's FlowrlError, FlowrlError with the remote traceback for any other exception,
-        LaneFailed if the host's process fails. Cancelling it cancels the handler.
+        LaneFailed if the host's process fails. Cancelling this call cancels the handler.
         """
         return await self._control.request(host, kind, body)
 
     def notify(self, host: str, kind: str, body: Any = None) -> None:
-        """Tell `host`; nothing comes back."""
+        """Send a note to `host`; there is no answer."""
         self._control.notify(host, kind, body)
 
     def on(self, kind: str, handler: Answer) -> None:
         """Answer `kind` with `handler(host, body)`: a coroutine function for requests, a plain one for notes."""
         self._control.on(kind, handler)
 
-    # What is going on
+    # Statistics and stall reports
 
     def statistics(self) -> dict[str, LaneStatistics]:
-        """By lane name; of a lane within this process both ends in one."""
+        """Statistics by lane name; for a lane within this process, one entry covers both ends."""
         found = {lane.spec.name: lane.statistics() for lane in self._router.receivers.values()}
         for lane in self._router.senders.values():
             mine, other = lane.statistics(), found.get(lane.spec.name)
@@ -227,7 +227,7 @@ class Endpoint:
         return found
 
     def moves(self) -> int:
-        """Grows with every message that is sent, taken in or finished here; latest edges do not count."""
+        """A count that grows with every message sent, taken or finished here; latest edges do not count."""
         senders = [lane.machine for lane in self._router.senders.values()]
         receivers = [lane.machine for lane in self._router.receivers.values()]
         return sum(m.num_sent + m.num_taken + m.num_acked for m in senders if isinstance(m, SenderLane)) + sum(
@@ -235,7 +235,7 @@ class Endpoint:
         )
 
     def watch(self) -> list[LaneWait]:
-        """What every waiting sender, receiver and request here waits for."""
+        """All current waits of senders, receivers and requests here, with what each waits for."""
         now = time.monotonic()
         waits = [
             LaneWait("credit", lane.spec.name, now - since)
@@ -251,32 +251,33 @@ class Endpoint:
         asked = self._control.waiting()
         return waits + [LaneWait("reply", f"{kind} of {host}", now - since) for host, kind, since in asked]
 
-    # Frames that belong to no lane (`router.Control`)
+    # Frames that belong to no lane (`peer.ControlPeer`)
 
     def receive(self, host: str, frame: Frame) -> None:
-        """Called by the router."""
+        """Called by the router: process a frame that belongs to no lane."""
         if frame[0] == RELEASE:
             self._slab.free(host, frame[4])
         else:
             self._control.receive(host, frame)
 
     def unsaid(self, host: str, frame: Frame, error: WireError) -> None:
-        """Called by the router: a frame that waited for `connect` cannot travel. Who asked is answered here."""
+        """Called by the router: a frame that waited for `connect` cannot be sent. If it is a request, its caller
+        gets the error as the answer."""
         if frame[0] == REQUEST:
             self._control.receive(host, (REPLY, 0, 0, frame[3], (False, {"type": "WireError", "text": str(error)})))
         else:
             self._failed(error)
 
     def gone(self, host: str, reason: str) -> None:
-        """Called by the router: nobody at `host` sees our memory or waits for our answers any more."""
+        """Called by the router: `host` no longer reads our shared memory or waits for our answers."""
         self._slab.take_back(host)
         self._attached.forget(host)
         self._control.peer_failed(host, reason)
 
-    # What comes from outside the loop
+    # Calls from outside the loop
 
     def deliver_from(self, loop: asyncio.AbstractEventLoop) -> Callable[[str, int, list[Frame]], None]:
-        """What a link from an endpoint on `loop`, in this process, calls to hand frames over."""
+        """The function that a link from an endpoint on `loop`, in this process, calls to deliver frames."""
         if loop is self._loop:
             return self._router.receive
         return lambda host, incarnation, frames: self._threadsafe(self._router.receive, host, incarnation, frames)
@@ -293,7 +294,7 @@ class Endpoint:
             self._failed(error)
 
     def _unseen(self, host: str, incarnation: int, block: Block) -> None:
-        """A block of a peer's slab is no longer seen by anybody here. Called from any thread."""
+        """No array in this process refers to this block of a peer's slab any more. Called from any thread."""
         self._threadsafe(self._give_back, host, incarnation, block)
 
     def _give_back(self, host: str, incarnation: int, block: Block) -> None:

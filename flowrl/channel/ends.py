@@ -1,11 +1,11 @@
-"""The two ends of a lane as its host uses them: the machines of `lane` and `latest`, with waiting.
+"""The two ends of a lane as its host uses them: they add waiting to the machines of `lane` and `latest`.
 
 Invariants
-- A send is atomic: it waits until its message may go, and then goes at once. Cancelled while waiting it
-  sends nothing.
-- Waiting sends go in the order in which they began to wait.
+- A send is atomic: it waits until its message may be sent, and then sends it in the same step. A send that is
+  cancelled while it waits sends nothing.
+- Waiting sends resume in the order in which they began to wait.
 
-Ends of waits: a send waits for credit; a credit frame, a failure of the lane, its restart or the
+What ends a wait: a send waits for credit; a credit frame, a failure of the lane, its restart or the
 closing of the endpoint wakes it.
 """
 
@@ -27,29 +27,29 @@ Ids = Callable[[Sequence[bytes]], None]
 
 
 class SendGate:
-    """Where sends wait for credit, first come first served. Lanes of one edge share a gate."""
+    """The queue in which sends wait for credit, first come first served. Lanes of one edge share a gate."""
 
     def __init__(self) -> None:
         self.waiting: dict[object, tuple[asyncio.Future[None], Callable[[], bool], float]] = {}
-        """The sends that wait, in their order: (what wakes one, may it go, since when)."""
+        """The waiting sends, in order: (the future that wakes it, whether it may send, when its wait began)."""
         self.held = False
-        """Nothing goes, credit or not: for the snapshot of a checkpoint."""
+        """True during the snapshot of a checkpoint: no send may proceed, whatever its credit."""
 
     def since(self) -> float | None:
-        """When the longest wait began (time.monotonic), None if nothing waits."""
+        """When the longest wait began (time.monotonic), None if no send waits."""
         return next((began for _, _, began in self.waiting.values()), None)
 
     async def wait(self, ready: Callable[[], bool]) -> float:
-        """Return when `ready()` holds, with the seconds waited; the caller must act on it at once.
+        """Wait until `ready()` is true, and return the seconds waited; the caller must send before it awaits again.
 
-        `ready` may raise what is to end the wait.
+        An exception that `ready` raises ends the wait.
         """
         began, me = time.monotonic(), object()
         loop = asyncio.get_running_loop()
         try:
             while True:
                 woken: asyncio.Future[None] = loop.create_future()
-                self.waiting[me] = woken, ready, began
+                self.waiting[me] = woken, ready, began  # assigning the key again keeps this send's place in the order
                 self.wake()
                 await woken
                 if ready() and not self.held:
@@ -57,10 +57,10 @@ class SendGate:
         finally:
             del self.waiting[me]
             if self.waiting:
-                loop.call_soon(self.wake)
+                loop.call_soon(self.wake)  # not now: the caller first uses its credit
 
     def wake(self) -> None:
-        """Let the first wait go on that can. It wakes the next when it has acted, or was cancelled."""
+        """Wake the first send that may proceed. After it has sent, or was cancelled, it wakes the next."""
         for woken, ready, _ in self.waiting.values():
             if woken.done():
                 return
@@ -74,20 +74,20 @@ class SendGate:
 
 
 class LaneOwner(Protocol):
-    """What the ends need from their endpoint."""
+    """The functions that the ends of lanes call on their endpoint."""
 
     def sent(self, lane: SendLane) -> None:
-        """Send what the lane's machine has to say. Raises WireError for what cannot travel."""
+        """Send the frames of the lane's machine. Raises WireError for a value that cannot be sent."""
 
     def owed(self, lane: ReceiveLane) -> None:
-        """The lane's machine has credits, acks or other things to flush, soon."""
+        """The lane's machine has credits, acks or other frames to flush soon."""
 
     def opened(self, lane: ReceiveLane) -> None:
-        """Somebody will take what arrives on `lane`: deliver what came before."""
+        """The lane has a taker now: deliver the frames that arrived before."""
 
 
 class SendLane:
-    """The producer's end. Made by `Endpoint.sender`."""
+    """The producer's end, created by `Endpoint.sender`."""
 
     def __init__(self, spec: LaneSpec, machine: SenderLane | LatestSender, owner: LaneOwner) -> None:
         self.spec = spec
@@ -95,18 +95,18 @@ class SendLane:
         self.gate = SendGate()
         self.blocked_s = 0.0
         self.burst = max(1, min(FRAMES_AT_ONCE, spec.capacity // 2))
-        """So many frames leave before the loop's tick ends, that the consumer may begin."""
+        """Number of frames that are sent before the loop's tick ends, so that the consumer can begin earlier."""
         self._owner = owner
         self._taken: list[Ids] = []
         self._acked: list[Ids] = []
 
     @property
     def credits(self) -> int:
-        """How many messages could be sent now without waiting."""
+        """Number of messages that can be sent now without waiting."""
         return self.machine.credits
 
     def can_send(self) -> bool:
-        """True with a credit. Raises LaneFailed on a failed lane."""
+        """True if the lane has a credit. Raises LaneFailed on a failed lane."""
         machine = self.machine
         if machine.failed:
             raise LaneFailed(f"lane {self.spec.name!r}: {machine.failed}")
@@ -118,13 +118,13 @@ class SendLane:
         self._owner.sent(self)
 
     async def send(self, envelope: Envelope) -> None:
-        """Wait for a credit and send. Cancelled while waiting it sends nothing. Raises LaneFailed."""
+        """Wait for a credit and send. Sends nothing if cancelled while waiting. Raises LaneFailed."""
         if self.gate.held or self.gate.waiting or not self.can_send():
             self.blocked_s += await self.gate.wait(self.can_send)
         self.put(envelope)
 
     def on_taken(self, callback: Ids) -> None:
-        """Call `callback(ids)` when the next process has taken messages in."""
+        """Call `callback(ids)` when the next process has taken messages."""
         self._taken.append(callback)
 
     def on_acked(self, callback: Ids) -> None:
@@ -132,21 +132,21 @@ class SendLane:
         self._acked.append(callback)
 
     def unacked(self) -> list[Envelope]:
-        """Everything kept for a replay, oldest first."""
+        """All messages kept for a replay, oldest first."""
         return self.machine.unacked()
 
     def cancel(self, ids: Sequence[bytes]) -> None:
-        """Ask the consumer to give these messages up. Those it has not taken in are acked unseen."""
+        """Ask the consumer to drop these messages. It acks those it has not taken without delivering them."""
         self.machine.cancel(ids)
         self._owner.sent(self)
 
     def close(self) -> None:
-        """End of stream, once everything sent has been taken in."""
+        """Signal end of stream. The consumer sees it after it has taken everything sent."""
         self.machine.close()
         self._owner.sent(self)
 
     def fail(self, reason: str) -> None:
-        """Fail the lane: at the other end `take` raises LaneFailed, here `send` does."""
+        """Fail the lane: `take` raises LaneFailed at the other end, and `send` raises it here."""
         self.machine.fail(reason)
         self._owner.sent(self)
         self.gate.wake()
@@ -156,7 +156,7 @@ class SendLane:
         blocked_s = self.blocked_s + (time.monotonic() - since if since is not None else 0.0)
         return self.machine.statistics(blocked_s)
 
-    # What the endpoint tells
+    # Called by the endpoint
 
     def taken(self, ids: Sequence[bytes]) -> None:
         if ids:
@@ -172,7 +172,7 @@ class SendLane:
 
 
 class Taker(Protocol):
-    """Who takes a lane's messages: `flowrl.channel.inbox.Inbox`."""
+    """The object that takes a lane's messages: `flowrl.channel.inbox.Inbox`."""
 
     name: str
 
@@ -180,15 +180,15 @@ class Taker(Protocol):
 
 
 class ReceiveLane:
-    """The consumer's end. Made by `Endpoint.receiver`, and read through the `Inbox` it is added to."""
+    """The consumer's end, created by `Endpoint.receiver` and read through the `Inbox` it is added to."""
 
     def __init__(self, spec: LaneSpec, machine: ReceiverLane | LatestReceiver, owner: LaneOwner) -> None:
         self.spec = spec
         self.machine = machine
         self.listed = False
-        """In its inbox's list of lanes with something to take."""
+        """Whether the lane is in its inbox's list of lanes with a message to take."""
         self.changed: Callable[[ReceiveLane], None] | None = None
-        """Told after the machine has changed. Set by the inbox; frames wait until it is."""
+        """Called after the machine has changed. The inbox sets it; frames that arrive before that are parked."""
         self.taker: Taker | None = None
         self.finish: Callable[[bytes], None] = (
             machine.finish if isinstance(machine, LatestReceiver) else machine.seen.finish
@@ -202,12 +202,12 @@ class ReceiveLane:
         self._owner.owed(self)
 
     def open(self, taker: Taker, changed: Callable[[ReceiveLane], None]) -> None:
-        """From now on `taker` takes the lane's messages."""
+        """Let `taker` take the lane's messages from now on."""
         self.taker, self.changed = taker, changed
         self._owner.opened(self)
 
     def on_cancel(self, callback: Ids) -> None:
-        """Call `callback(ids)` when the producer gives up messages taken in and unfinished."""
+        """Call `callback(ids)` when the producer cancels messages that are taken and not finished."""
         self._cancelled.append(callback)
 
     def cancelled(self, ids: Sequence[bytes]) -> None:

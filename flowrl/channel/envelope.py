@@ -1,6 +1,6 @@
 """The envelope around a message, and the ids that make replays recognisable.
 
-An id is a function of what the message was made from, never of time, process or replica: a node
+An id depends only on what the message was made from, never on time, process or replica: a node
 that runs again on a replayed item sends messages with the same ids, and receivers drop them.
 """
 
@@ -17,9 +17,9 @@ ID_BYTES = 16
 
 @dataclass(slots=True)
 class Envelope:
-    """One message on its way: `body` and what the engine knows about it.
+    """One message in transit: `body` and what the engine knows about it.
 
-    `ticket` is -1 outside admission, `member` -1 for what stands for a whole group.
+    `ticket` is -1 outside admission; `member` is -1 if the message represents a whole group.
     """
 
     id: bytes
@@ -30,7 +30,7 @@ class Envelope:
 
     @property
     def lost(self) -> bool:
-        """True if this stands for a sample or group that will not come."""
+        """True if this is a tombstone: it replaces a sample or group that will not arrive."""
         return isinstance(self.body, Tombstone)
 
 

@@ -1,4 +1,4 @@
-"""The kinds of frames, what each holds, and how they lie in a multipart (see `wire`)."""
+"""The kinds of frames, the payload of each kind, and their layout in a multipart (see `wire`)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from flowrl.channel.cost import SHORT, SMALL_BYTES
 MAGIC = b"flow"
 WIRE_VERSION = 5
 MAX_BODY_BYTES = 72 << 20
-"""Of one message or other frame, without the arrays beside it: copied in some 50 ms."""
+"""Largest body of one message or other frame, without the arrays beside it; copying it takes some 50 ms."""
 RECORD_BYTES = SMALL_BYTES
-"""The bodies of messages that share a record take no more than this together."""
+"""Largest total size of the bodies of messages that share a record."""
 MAX_FRAMES = SHORT
-"""Messages and other frames in one multipart."""
+"""Most messages and other frames in one multipart."""
 MAX_PARTS = 16384
-"""Arrays beside the bodies of one multipart."""
+"""Most arrays beside the bodies of one multipart."""
 
 PREAMBLE = Struct("<4sHHIH")
-FOLLOWED = 6  # offset of "whether parts follow"
+FOLLOWED = 6  # offset of the field "whether parts follow"
 HEADER = Struct("<BIIQIII")
 HEAD = Struct("<16sqi")
 ARRAY = Struct(">BI")
 ARRAY_32 = 0xDD  # msgpack's mark of an array with 32 bits of length
 
-# Kinds of frames. A lane's own, to its receiver (hello, data, cancel, tombstone, close, error) and to its
-# sender (credit, ack, resend, sync, refuse); and those of a pair of processes, from REQUEST on.
+# Kinds of frames. Frames of a lane go to its receiver (hello, data, cancel, tombstone, close, error) or to its
+# sender (credit, ack, resend, sync, refuse); frames from REQUEST on belong to a pair of processes.
 HELLO, CREDIT, DATA, ACK, CANCEL, TOMBSTONE, CLOSE, ERROR, RESEND, SYNC, REFUSE = range(1, 12)
 TO_RECEIVER = frozenset((HELLO, DATA, CANCEL, TOMBSTONE, CLOSE, ERROR))
 MESSAGES = frozenset((DATA, TOMBSTONE))
@@ -38,17 +38,17 @@ BARE = frozenset((CLOSE, CREDIT, RESEND, SYNC, ABORT, BYE, CONFIRM))
 """Kinds without a body."""
 
 Frame = tuple[int, int, int, int, Any]
-"""(kind, lane, session, seq, payload): payload is a list of Envelopes for DATA, numbered from `seq`, else a
-msgpack-able value."""
+"""(kind, lane, session, seq, payload). For DATA the payload is a list of Envelopes, numbered from `seq`; for other
+kinds it is a value that msgpack can encode."""
 
 
 def lane_number(name: str) -> int:
-    """32 bits that stand for a lane's name on the wire."""
+    """The 32-bit number that identifies a lane on the wire, made from its name."""
     return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
 def fits(kind: int, payload: Any) -> bool:
-    """Whether frames of this kind hold such a payload. Whoever takes them in relies on it."""
+    """Whether `payload` is valid for frames of this kind. The code that processes frames relies on it."""
     match payload:
         case None:
             return kind in BARE
@@ -76,7 +76,7 @@ def _pair(value: Any, first: type, second: type) -> bool:
 
 
 def _is_error(error: dict[Any, Any]) -> bool:
-    """Whether `control` can make an error of it again."""
+    """Whether `control` can convert this data back to an error."""
     texts = [error.get(name, "") for name in ("type", "text", "traceback")]
     node = error.get("node", ("", 0, "", "", None))
     return (

@@ -1,12 +1,12 @@
-"""Inbox: the lanes that enter one In port, merged.
+"""Inbox: merges the lanes that enter one In port.
 
 Invariants
-- Lanes with something to take are served in turn; within a lane order is kept.
+- Lanes with a message to take are served round-robin; each lane keeps its order.
 - A message leaves its lane in the same step in which `take` returns it, so a cancelled `take` has taken
   nothing.
 - Each message id is delivered once (the lanes share one `Seen`), and acked once.
 
-Ends of waits: `take` waits for a message, the end of all lanes, or the failure of one.
+What ends a wait: `take` waits for a message, the end of all lanes, or the failure of one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from flowrl.errors import LaneFailed
 
 
 class EndOfStream(Exception):
-    """Every producer has closed and everything it sent has been taken in."""
+    """Every producer has closed and everything it sent has been taken."""
 
 
 class Delivery:
-    """One message taken in, to be finished with `ack`."""
+    """One taken message; call `ack` when it is finished."""
 
     __slots__ = ("_finish", "envelope")
 
@@ -38,7 +38,7 @@ class Delivery:
         self._finish = finish
 
     def ack(self) -> None:
-        """The message is finished: everything made from it is with the next process. Once."""
+        """Mark the message as finished: the next process has taken everything made from it. Call once."""
         self._finish(self.envelope.id)
 
 
@@ -55,7 +55,7 @@ class Inbox:
         self._waiting_since = 0.0
 
     def add(self, lane: ReceiveLane) -> None:
-        """Let the messages of `lane` in."""
+        """Deliver the messages of `lane` too."""
         self.lanes.append(lane)
         if isinstance(lane.machine, ReceiverLane):
             lane.machine.seen = self._seen
@@ -63,13 +63,13 @@ class Inbox:
         lane.open(self, self._changed)
 
     def restore(self, envelope: Envelope) -> None:
-        """Deliver a message that a checkpoint kept before anything that arrives; in order of calls."""
+        """Deliver a message from a checkpoint, before any message that arrives; in order of calls."""
         self._seen.restore(envelope.id)
         self._restored.append(envelope)
         self._wake()
 
     async def take(self) -> Delivery:
-        """The next message; its credit goes back, its ack is owed.
+        """Return the next message and give its credit back; the caller has to ack it.
 
         Raises EndOfStream when every lane has closed, LaneFailed when one has failed.
         """
@@ -87,13 +87,13 @@ class Inbox:
             await self._wait()
 
     def newest(self) -> Any:
-        """Latest edges: the newest message that any lane brought, None before the first."""
+        """For latest edges: the newest message of all lanes, None before the first."""
         found = [lane.machine.newest for lane in self.lanes if not isinstance(lane.machine, ReceiverLane)]
         bodies = [envelope.body for envelope in found if envelope is not None]
         return max(bodies, key=lambda body: getattr(body, "version", 0), default=None)
 
     def waiting_since(self) -> float | None:
-        """When the present wait of `take` began (time.monotonic), None if nothing waits."""
+        """When the current wait of `take` began (time.monotonic), None if nobody waits."""
         return self._waiting_since if self._waiting else None
 
     def _next(self) -> Delivery:
@@ -105,7 +105,7 @@ class Inbox:
             ready.popleft()
             lane.listed = False
         elif len(ready) > 1:
-            ready.rotate(-1)
+            ready.rotate(-1)  # round-robin: the next lane is first at the next `take`
         if self._waiting:
             self._wake()
         return Delivery(envelope, lane.finish)
@@ -125,8 +125,8 @@ class Inbox:
             await woken
         except asyncio.CancelledError:
             if not woken.cancelled():
-                self._wake()  # woken and cancelled at once: the message is for the next
-            elif woken in self._waiting:  # else a message came in the same tick of the loop, and went to the next
+                self._wake()  # woken and cancelled in one tick: pass the message on to the next taker
+            elif woken in self._waiting:  # if not, `_wake` has removed this future in the same tick, and woke the next
                 self._waiting.remove(woken)
             raise
 
@@ -142,7 +142,7 @@ class Inbox:
         if machine.ready and not lane.listed:
             lane.listed = True
             self._ready.append(lane)
-        elif lane.listed and not machine.ready:  # its producer has cancelled what waited
+        elif lane.listed and not machine.ready:  # the producer has cancelled the waiting messages
             lane.listed = False
             self._ready.remove(lane)
         if self._waiting and (machine.ready or machine.ended or machine.failed):

@@ -1,25 +1,25 @@
 """The lane protocol: two pure machines, one at each end of a lane.
 
-A lane joins one producer process to one consumer replica on one edge. Frames go in through `on_*`,
-frames to be sent collect in `out`; whoever owns the machine moves them.
+A lane connects one producer process to one consumer replica on one edge. The owner of a machine passes the
+received frames to `on_*`, and sends the frames that the machine collects in `out`.
 
 Invariants
-- At most `capacity` messages are sent and not yet taken in by the consumer, replays included.
-- Messages are numbered from 0 within a session and taken in in that order. A session is the pair of
-  the two processes' epochs: when either process is replaced, both ends begin a new one, and frames of
-  any other are ignored.
-- The sender keeps every message until its ack. At a new session it sends all it keeps again, in the
-  old order, before anything new. Nothing else is ever sent twice, except what a gap made the receiver
-  ask for.
-- What a replaced producer had sent and nobody has taken stays in the queue, outside the new session: no
-  credit goes back for it, whether it is taken or cancelled.
-- A cancel holds until the ack: it is said again behind every replay of its message.
-- A message id enters the node once, on whichever lanes and in whichever sessions it comes (`Seen`). A
-  repetition gives its credit back, and its ack when the first copy has been finished.
-- `close` comes after everything sent. Failure of the other process is never an end of stream.
+- At most `capacity` messages are sent and not yet taken by the consumer, replays included.
+- Messages are numbered from 0 within a session, and the consumer takes them in that order. A session is the
+  pair of the two processes' epochs: when either process is replaced, both ends begin a new session, and
+  ignore frames of any other session.
+- The sender keeps every message until its ack. In a new session it first sends all kept messages again, in
+  the old order, and only then new ones. Otherwise it repeats a message only if the receiver, after a gap,
+  asks for it.
+- Messages that a replaced producer sent and that nobody has taken stay in the queue, outside the new session:
+  the receiver returns no credit for them, whether they are taken or cancelled.
+- A cancel is in force until the ack: the sender repeats it after every replay of its message.
+- A message id enters the node once, even if copies arrive on several lanes or in several sessions (`Seen`). The
+  receiver returns the credit of a repetition, and sends its ack when the first copy is finished.
+- `close` follows everything that was sent. A failure of the other process is never an end of stream.
 
-Ends of waits: a sender without credit waits for a credit frame, a failure or a new session; a receiver
-without a message for data, `close` or a failure. The owner wakes them after each `on_*`.
+What ends a wait: a sender without credit waits for a credit frame, a failure or a new session; a receiver
+without a message waits for data, `close` or a failure. The owner wakes them after each `on_*`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class SenderLane:
         self.session = session
         self.out: list[Frame] = []
         self.failed = ""
-        """Why nothing can be sent any more, "" while all is well."""
+        """Why the lane can send no more messages, "" if it has not failed."""
         self.closed = False
         self.num_sent = 0
         self.num_taken = 0
         self.num_acked = 0
         self.credits = spec.capacity
-        """How many new messages may be sent now. Below 0 while a replay is longer than the capacity."""
+        """Number of new messages that may be sent now. Negative while a replay is longer than the capacity."""
         self._number = spec.number
         self._capacity = spec.capacity
         self._next = 0
@@ -59,9 +59,9 @@ class SenderLane:
         self._untaken: deque[bytes] = deque()
         self._backlog: deque[Envelope] = deque()
         self._taken_before: set[bytes] = set()
-        """Replayed to a new consumer after the one before had taken them in: that was told already."""
+        """Messages replayed to a new consumer that an earlier one had taken: `on_credit` has already reported them."""
         self._cancelled: set[bytes] = set()
-        """What the consumer was asked to give up and has not acked."""
+        """Messages that the consumer was asked to drop and has not acked."""
         self.say_hello()
 
     @property
@@ -69,11 +69,11 @@ class SenderLane:
         return self._next - self._taken + len(self._backlog)
 
     def send(self, envelope: Envelope) -> None:
-        """Send a new message. Only with a credit, before `close`."""
+        """Send a new message. Call only with a credit and before `close`."""
         assert not self.closed and self.credits > 0, f"{self.spec.name}: sent without a credit, or after close"
         self.num_sent += 1
         self.credits -= 1
-        # As `_transmit`, without the call: every message passes here.
+        # A copy of `_transmit`: every message passes here, and a call would cost too much.
         seq = self._next
         self._kept[seq] = envelope
         self._untaken.append(envelope.id)
@@ -88,11 +88,11 @@ class SenderLane:
         self.out.append((DATA, self._number, self.session, seq, [envelope]))
 
     def unacked(self) -> list[Envelope]:
-        """Everything kept, oldest first."""
+        """All kept messages, oldest first."""
         return [*self._kept.values(), *self._backlog]
 
     def close(self) -> None:
-        """No more new messages. Replays still go out."""
+        """Allow no more new messages. Replays are still sent."""
         if not self.closed:
             self.closed = True
             self._say_close()
@@ -102,9 +102,9 @@ class SenderLane:
             self.out.append((CLOSE, self._number, self.session, self._next, None))
 
     def cancel(self, ids: Sequence[bytes]) -> None:
-        """Ask the consumer to give up these messages: an untaken one is skipped, and so acked.
+        """Ask the consumer to drop these messages: it skips, and thereby acks, those it has not taken.
 
-        Also those that an earlier incarnation of this process sent.
+        This includes messages that an earlier incarnation of this process sent.
         """
         self._cancelled |= {envelope.id for envelope in self.unacked()}.intersection(ids)
         self._say_cancel(ids)
@@ -119,16 +119,16 @@ class SenderLane:
         self.out.append((ERROR, self._number, self.session, 0, reason))
 
     def say_hello(self) -> None:
-        """Ask the receiver for its state: at the start, and when the transport may have lost frames."""
+        """Ask the receiver for its state. Done at the start, and when the transport may have lost frames."""
         kept = tuple(self._kept)
         self.out.append((HELLO, self._number, self.session, self._next, (self.spec.schemas(), kept)))
         self._say_cancel(self._cancelled)
         self._say_close()
 
     def on_credit(self, taken: int) -> list[bytes]:
-        """The consumer has taken in all messages below `taken`. Returns the ids that no consumer had taken before.
+        """The consumer has taken all messages below `taken`. Returns the ids that no consumer had taken before.
 
-        A credit for messages that were never sent fails the lane; who waits for credit is woken all the same.
+        A credit for messages that were never sent fails the lane; senders that wait for credit wake up even then.
         """
         if taken > self._next:
             self.fail(f"a credit for {taken} messages, of which {self._next} were sent")
@@ -158,7 +158,7 @@ class SenderLane:
         return new
 
     def on_ack(self, seqs: Iterable[int]) -> list[bytes]:
-        """The consumer has finished these. Returns the ids new among them."""
+        """The consumer has finished these messages. Returns the ids of those not acked before."""
         kept = self._kept
         ids = [kept.pop(seq).id for seq in seqs if seq in kept]
         self.num_acked += len(ids)
@@ -167,7 +167,7 @@ class SenderLane:
         return ids
 
     def on_resend(self, first: int) -> None:
-        """The receiver misses `first` and what followed."""
+        """The receiver misses message `first` and those after it: send them again."""
         for seq in range(max(first, self._taken), self._next):
             if seq in self._kept:
                 self.out.append((DATA, self._number, self.session, seq, [self._kept[seq]]))
@@ -175,16 +175,16 @@ class SenderLane:
         self._say_close()
 
     def on_error(self, reason: str) -> None:
-        """The consumer's end cannot go on."""
+        """The consumer's end has failed."""
         self.failed = self.failed or reason
 
     def flush(self) -> list[Frame]:
-        """Everything to be sent now."""
+        """Return, and remove, all frames to be sent now."""
         frames, self.out = self.out, []
         return frames
 
     def restart(self, session: int) -> None:
-        """The consumer was replaced: begin again with all that is kept."""
+        """The consumer was replaced: begin a new session, and replay all kept messages."""
         self.session = session
         self.failed = ""
         self.out.clear()
@@ -221,11 +221,11 @@ class ReceiverLane:
         self.out: list[Frame] = []
         self.failed = ""
         self.ready = False
-        """There is a message to take."""
+        """A message can be taken."""
         self.num_received = 0
         self.num_finished = 0
         self.on_unflushed: Callable[[ReceiverLane], None] = lambda lane: None
-        """Told when the lane begins to have something to flush, and when `urgent` becomes true."""
+        """Called when the lane begins to have something to flush, and when `urgent` becomes true."""
         self._urgent_at = max(1, spec.capacity // 4)
         self._unflushed = False
         self._number = spec.number
@@ -242,7 +242,7 @@ class ReceiverLane:
 
     @property
     def ended(self) -> bool:
-        """The producer has closed and everything it sent has been taken in."""
+        """The producer has closed and everything it sent has been taken."""
         return self._last is not None and self._expected == self._last and not self._queue
 
     @property
@@ -251,21 +251,21 @@ class ReceiverLane:
 
     @property
     def closed(self) -> bool:
-        """The producer has closed, though not all it sent may be here yet."""
+        """The producer has closed. Some of its messages may not have arrived yet."""
         return self._last is not None
 
     @property
     def urgent(self) -> bool:
-        """What is to be flushed cannot wait: the sender would soon stand still without its credits."""
+        """The lane must be flushed now: without these credits the sender would soon be blocked."""
         return self._taken - self._reported >= self._urgent_at or bool(self.out)
 
     @property
     def has_unflushed(self) -> bool:
-        """There is a credit or an ack to flush of which the owner has not been told."""
+        """The lane has credits or acks to flush and has not yet called `on_unflushed` for them."""
         return not self._unflushed and (self._reported != self._taken or bool(self._acks))
 
     def on_data(self, seq: int, envelopes: Sequence[Envelope]) -> None:
-        """Messages that follow each other, the first of them numbered `seq`."""
+        """Receive consecutive messages, the first of them numbered `seq`."""
         if seq != self._expected:
             self._out_of_order(seq)
             envelopes = envelopes[self._expected - seq :] if seq < self._expected else ()
@@ -288,7 +288,7 @@ class ReceiverLane:
             self.out.append((RESEND, self._number, self.session, self._expected, None))
 
     def _skip(self) -> None:
-        """Take repetitions in as they come to the head of the queue."""
+        """Take the repetitions at the head of the queue, which returns their credits."""
         queue = self._queue
         while queue and queue[0][1] is None:
             queue.popleft()
@@ -297,12 +297,13 @@ class ReceiverLane:
         self.ready = bool(queue)
 
     def take(self) -> Envelope:
-        """The next message; returns its credit. Only when `ready`."""
+        """Return the next message, and give its credit back. Only when `ready`."""
         queue = self._queue
         seq, envelope = queue.popleft()
         assert envelope is not None
         if seq >= 0:
             self._taken += 1
+            # Notify the owner of the first credit or ack to flush and when the lane becomes urgent, not every time.
             if not self._unflushed or self._taken - self._reported == self._urgent_at:
                 self._unflushed = True
                 self.on_unflushed(self)
@@ -313,7 +314,7 @@ class ReceiverLane:
         return envelope
 
     def finish(self, seq: int, session: int) -> None:
-        """Ack a message: called by `Seen`, in any order, once for each seq of a session."""
+        """Ack a message. `Seen` calls this in any order, once for each seq of a session."""
         if session == self.session:
             self._acks.append(seq)
             self.num_finished += 1
@@ -331,7 +332,7 @@ class ReceiverLane:
             self._out_of_order(last)
 
     def on_cancel(self, ids: Iterable[bytes]) -> list[bytes]:
-        """Skip these where they still wait in the queue; returns those taken in and unfinished."""
+        """Skip those of these messages that still wait in the queue. Returns those taken and not finished."""
         wanted = set(ids)
         queue, self._queue = self._queue, deque()
         for seq, envelope in queue:
@@ -346,7 +347,7 @@ class ReceiverLane:
         return [id for id in wanted if self.seen.is_open(id)]
 
     def on_hello(self, sent: int, schemas: Iterable[tuple[str, int]], kept: Iterable[int]) -> None:
-        """Compare schemas; answer with everything the sender may have missed."""
+        """Compare schemas, repeat all credits and acks that may be lost, and ask for messages that are missing."""
         problem = schema_problem(self.spec, schemas)
         if problem:
             self.refuse(problem)
@@ -359,21 +360,21 @@ class ReceiverLane:
             self._out_of_order(sent)
 
     def on_error(self, reason: str) -> None:
-        """The producer's end cannot go on."""
+        """The producer's end has failed."""
         self.failed = self.failed or reason
 
     def refuse(self, reason: str) -> None:
-        """This end cannot go on: fail, and tell the producer."""
+        """Fail this end, and report the reason to the producer."""
         self.failed = reason
         self.out.append((REFUSE, self._number, self.session, 0, reason))
 
     def say_hello(self) -> None:
-        """The transport may have lost frames: make the sender say where it stands."""
+        """The transport may have lost frames: ask the sender for its state."""
         self._reported = -1
         self.out.append((SYNC, self._number, self.session, 0, None))
 
     def flush(self) -> list[Frame]:
-        """Everything to be sent now: `out`, then credit, then acks."""
+        """Return, and remove, all frames to be sent now: `out`, then credit, then acks."""
         self._unflushed = False
         frames, self.out = self.out, []
         if self._reported != self._taken:
@@ -385,7 +386,7 @@ class ReceiverLane:
         return frames
 
     def restart(self, session: int) -> None:
-        """The producer was replaced. What it had sent stays; its repetitions are dropped as such."""
+        """The producer was replaced. Messages it has sent stay in the queue; their repetitions are dropped."""
         self._queue = deque((-1, envelope) for _, envelope in self._queue if envelope is not None)
         self.ready = bool(self._queue)
         self.session = session

@@ -1,4 +1,4 @@
-"""What a lane is, as plain data, and what is counted at its ends."""
+"""The specification of a lane, as plain data, and the statistics of its ends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flowrl.messages import message_type
 
 @dataclass(frozen=True)
 class LaneSpec:
-    """A lane by name. Both ends are made from equal specs."""
+    """The specification of a lane. Both ends are made from equal specs."""
 
     name: str
     edge: str
     producer: str
-    """Node replica, as "generator/0"."""
+    """Name of the node replica, for example "generator/0"."""
     consumer: str
     producer_host: str
     consumer_host: str
@@ -29,7 +29,7 @@ class LaneSpec:
 
     @property
     def number(self) -> int:
-        """32 bits that stand for the name on the wire."""
+        """The 32-bit number that identifies the lane on the wire."""
         return lane_number(self.name)
 
     def schemas(self) -> tuple[tuple[str, int], ...]:
@@ -38,7 +38,7 @@ class LaneSpec:
 
 
 def schema_problem(spec: LaneSpec, schemas: Iterable[tuple[str, int]]) -> str:
-    """Why the sender's schemas do not fit this process's, "" if they do."""
+    """Why the sender's schemas do not match those of this process, "" if they do."""
     here = dict(spec.schemas())
     for name, number in schemas:
         if here.get(name) != number:
@@ -56,10 +56,10 @@ def session_number(producer_epoch: int, consumer_epoch: int) -> int:
 
 @dataclass(frozen=True)
 class LaneStatistics:
-    """One end of a lane at one moment. The counts of the other end are 0."""
+    """Statistics of one end of a lane at one moment. The counts of the other end are 0."""
 
     depth: int = 0
-    """Messages between the nodes: sent, or waiting here, and not taken in."""
+    """Messages between the nodes: sent, or waiting at this end, and not yet taken."""
     sent: int = 0
     received: int = 0
     acked: int = 0
@@ -67,7 +67,7 @@ class LaneStatistics:
     """Messages kept until their ack."""
     unacked_bytes: int = 0
     blocked_s: float = 0.0
-    """Time that senders waited for credit."""
+    """Time for which senders have waited for credit."""
     credits: int = 0
     capacity: int = 0
 

@@ -1,14 +1,14 @@
 """The protocol of a latest edge: one slot, overwriting, never blocking its sender.
 
 Invariants
-- At most one message is on its way; while it is, the sender holds back only the newest other.
-- The receiver keeps the newest message. One that is overwritten before it was taken is acked as it is.
-- Ids may repeat: a producer that was replaced may go back to an older message. Each copy has a claim of its own,
-  and the copies of one id that are in hand are acked in the order in which they were taken.
-- The sender keeps its newest message for good: a consumer that is replaced gets it first of all.
+- At most one message is in flight; meanwhile the sender holds back only the newest other message.
+- The receiver keeps the newest message. It acks a message that is overwritten before it was taken.
+- Ids may repeat: a producer that was replaced may return to an older message. Each copy has a claim of its own,
+  and the taken, unfinished copies of one id are acked in the order in which they were taken.
+- The sender keeps its newest message even after the ack: a replacement of the consumer gets it first.
 - `close` comes after the newest message.
 
-Ends of waits: sending never waits; a receiver waits for a message newer than the last it took, for
+What ends a wait: a send never waits; a receiver waits for a message newer than the last it took, for
 `close` or for a failure. Sessions are as in `flowrl.channel.lane`.
 """
 
@@ -50,7 +50,7 @@ class LatestSender:
         return self._next - self._arrived + self._pending
 
     def send(self, envelope: Envelope) -> None:
-        """Make `envelope` the newest; it leaves now or once the one before has arrived."""
+        """Make `envelope` the newest message; it leaves now, or once the message before it has arrived."""
         assert not self.closed, f"{self.spec.name}: sent after close"
         self.num_sent += 1
         self._newest = envelope
@@ -70,7 +70,7 @@ class LatestSender:
             self.out.append((CLOSE, self._number, self.session, self._next, None))
 
     def unacked(self) -> list[Envelope]:
-        """The newest message, also once it is acked."""
+        """The newest message, even after its ack."""
         return [] if self._newest is None else [self._newest]
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class LatestSender:
             self._say_close()
 
     def cancel(self, ids: Sequence[bytes]) -> None:
-        """A newer message is what replaces an older one here; there is nothing to cancel."""
+        """Does nothing: on a latest edge a newer message replaces an older one."""
 
     def fail(self, reason: str) -> None:
         self.failed = reason
@@ -142,7 +142,7 @@ class LatestSender:
 
 
 class LatestReceiver:
-    """The consumer's end. `newest` stays readable after it was taken."""
+    """The consumer's end. `newest` can still be read after it was taken."""
 
     def __init__(self, spec: LaneSpec, session: int = 0) -> None:
         self.spec = spec
@@ -160,7 +160,7 @@ class LatestReceiver:
         self._reported = 0
         self._last: int | None = None
         self._open: dict[bytes, list[tuple[int, int]]] = {}
-        """Id -> (seq, session) of its copies that are taken or waiting and not finished, oldest first."""
+        """Id -> (seq, session) of each copy that is waiting or taken, and not finished; oldest first."""
         self._acks: list[int] = []
 
     @property
@@ -177,7 +177,7 @@ class LatestReceiver:
 
     @property
     def closed(self) -> bool:
-        """The producer has closed, though not all it sent may be here yet."""
+        """The producer has closed. Some of its messages may not have arrived yet."""
         return self._last is not None
 
     @property
@@ -207,13 +207,13 @@ class LatestReceiver:
         self._open.setdefault(envelope.id, []).append((seq, self.session))
 
     def take(self) -> Envelope:
-        """The newest message, once. Only when `ready`."""
+        """Return the newest message, once. Only when `ready`."""
         assert self.newest is not None and self._fresh
         self._fresh = False
         return self.newest
 
     def finish(self, id: bytes) -> None:
-        """Ack a message that was taken: of several copies in hand the one taken first."""
+        """Ack a taken message; if several copies are taken and unfinished, ack the one taken first."""
         self._ack(id, 0)
 
     def _ack(self, id: bytes, copy: int) -> None:

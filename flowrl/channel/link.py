@@ -1,13 +1,13 @@
-"""Links: how frames reach another endpoint. The only place that touches sockets.
+"""Links: carry frames to another endpoint. In this package, only this module uses zmq sockets.
 
 Invariants
-- A link delivers in order. zmq queues without a high-water mark: what bounds it are the lanes' credits.
-- A tcp connection that breaks is made anew by zmq; `reconnected` tells. The lanes compare notes, and the
-  control link says again what was not confirmed.
+- A link delivers in order. zmq queues without a high-water mark: the lanes' credits bound the queues.
+- zmq restores a tcp connection that breaks, and `reconnected` is called. Then the two ends of each lane compare
+  their state, and the control link repeats the frames that were not confirmed.
 - A link to a process never outlives that process's incarnation: `peer_restarted` makes a new one.
 
-Waits: none. An Listener is drained whenever its descriptor is readable, until nothing is left (the
-descriptor only tells of changes).
+Waits: none. A Listener is drained whenever its descriptor becomes readable, until nothing is left (the
+descriptor signals changes only, not that messages remain).
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ from flowrl.channel.wire import DATA, MAX_PARTS, NOTIFY, REPLY, REQUEST, Frame, 
 from flowrl.errors import ConfigError
 
 COPY_BELOW_BYTES = 1 << 18
-"""Smaller frames are copied into zmq: cheaper than telling Python when zmq has let go of them."""
-# As plain numbers: arithmetic on the enums costs more than the call.
+"""Smaller frames are copied into zmq: that is cheaper than a callback into Python when zmq has released them."""
+# Plain integers: arithmetic on the enums costs more than the zmq call.
 EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 SNDMORE, RCVMORE = int(zmq.SNDMORE), int(zmq.RCVMORE)
 ZAP_DOMAIN = b"flowrl"
 
 
 class Link(Protocol):
-    """A way to one other endpoint."""
+    """Carries frames to one other endpoint."""
 
     eager: bool
-    """The first frames of a tick of the loop should leave at once: another process can begin on them."""
+    """Whether to send the first frames of a tick at once, so that another process can begin to work on them."""
     breaks: bool
-    """Connections may break: what was under way may be lost, and what follows overtake it."""
+    """Whether connections may break: then frames may be lost, and later frames may overtake earlier ones."""
 
     def add(self, frames: Iterable[Frame]) -> int:
-        """Take frames for the next `flush`. Returns how many wait for it. Raises WireError for what cannot travel."""
+        """Add frames to the next `flush`. Returns how many wait for it. Raises WireError for a value that cannot be
+        sent."""
 
     def flush(self) -> None:
-        """Send what was added."""
+        """Send all added frames."""
 
     def close(self, linger_s: float) -> None:
-        """Give up the link; what was flushed may still leave within `linger_s`."""
+        """Close the link; flushed frames may still leave within `linger_s`."""
 
 
 class LocalLink:
-    """To an endpoint in this process: the objects themselves, frozen."""
+    """Link to an endpoint in this process: it delivers the objects themselves, frozen."""
 
     eager = False
     breaks = False
@@ -82,7 +83,7 @@ class LocalLink:
 
 
 class SocketLink:
-    """To another process, over ipc or tcp."""
+    """Link to another process, over ipc or tcp."""
 
     eager = True
 
@@ -98,7 +99,7 @@ class SocketLink:
         reconnected: Callable[[], None],
     ) -> None:
         self._encoder = MessageEncoder(host, incarnation, place)
-        self.add = self._encoder.add  # every call less counts here
+        self.add = self._encoder.add  # bound directly: every frame passes here, and a wrapper costs a call
         self._monitor: Monitor | None = None
         self.breaks = url.startswith("tcp:")
         self._socket = context.socket(zmq.PUSH)
@@ -129,7 +130,7 @@ class SocketLink:
 
 
 class Monitor:
-    """Tells when a connection was lost and made anew: what was under way may be lost with the old one."""
+    """Calls `reconnected` when a connection was lost and restored: frames in flight may be lost with the old one."""
 
     def __init__(self, watched: zmq.Socket[Any], reconnected: Callable[[], None]) -> None:
         self._watched = watched
@@ -138,7 +139,7 @@ class Monitor:
         self._connections = 0
         loop = asyncio.get_running_loop()
         loop.add_reader(self._events.fileno(), self._drain)
-        loop.call_soon(self._drain)  # what came before the reader was added is not told again
+        loop.call_soon(self._drain)  # the descriptor does not signal events from before the reader was added
 
     def _drain(self) -> None:
         while not self._events.closed and self._events.getsockopt(EVENTS) & POLLIN:  # type: ignore[operator]
@@ -154,17 +155,17 @@ class Monitor:
 
 
 class Listener:
-    """The bound sockets of an endpoint: everything other processes send arrives here."""
+    """The bound sockets of an endpoint: all multiparts from other processes arrive here."""
 
     def __init__(self, context: zmq.Context[Any], receive: Callable[[list[Any]], None]) -> None:
         self._context = context
         self._receive = receive
         self._sockets: list[zmq.Socket[Any]] = []
         self._overlong: set[zmq.Socket[Any]] = set()
-        """Those with the rest of a multipart of too many parts."""
+        """Sockets that still hold the rest of a multipart with too many parts."""
 
     def bind(self, url: str, curve: CurveKeys | None = None) -> str:
-        """Listen at `url`; returns the url that was bound. tcp only with keys."""
+        """Listen at `url`, and return the url that was bound. tcp needs `curve`."""
         socket = self._context.socket(zmq.PULL)
         socket.rcvhwm = 0
         socket.linger = 0
@@ -184,7 +185,7 @@ class Listener:
             return
         recv, get, receive = socket.recv, socket.getsockopt, self._receive
         try:
-            first = recv(NOBLOCK)  # a readable descriptor nearly always means a message: not asked for first
+            first = recv(NOBLOCK)  # a readable descriptor nearly always means a message: skip the check of EVENTS
         except zmq.Again:
             return
         while True:
@@ -193,7 +194,7 @@ class Listener:
                 self._add_parts(socket, parts)
             try:
                 receive(parts)
-            except BaseException:  # goes to the loop's handler; what waits behind is still read
+            except BaseException:  # the loop's handler gets it; the messages behind it are still read
                 asyncio.get_running_loop().call_soon(self._drain, socket)
                 raise
             if self._overlong and not self._skipped(socket):
@@ -203,7 +204,8 @@ class Listener:
             first = recv(NOBLOCK)
 
     def _add_parts(self, socket: zmq.Socket[Any], parts: list[Any]) -> None:
-        """The parts that follow the first of a multipart. Of too many one more is kept than may be, which tells."""
+        """Add the parts that follow the first. Of too many, one more than the limit is kept, so that decoding refuses
+        the multipart."""
         while socket.getsockopt(RCVMORE):
             if len(parts) > MAX_PARTS + 1:
                 self._overlong.add(socket)
@@ -211,7 +213,7 @@ class Listener:
             parts.append(socket.recv(NOBLOCK, copy=False).buffer)
 
     def _skipped(self, socket: zmq.Socket[Any]) -> bool:
-        """Whether the rest of a multipart that was too long is dropped; a tick of the loop drops some of it."""
+        """Drop the rest of a multipart with too many parts, up to MAX_PARTS in one tick. True if all is dropped."""
         for _ in range(MAX_PARTS):
             if not socket.getsockopt(RCVMORE):
                 self._overlong.discard(socket)
@@ -221,7 +223,7 @@ class Listener:
         return False
 
     def drain(self) -> None:
-        """Receive what has arrived."""
+        """Receive everything that has arrived."""
         for socket in self._sockets:
             self._drain(socket)
 
@@ -234,7 +236,7 @@ class Listener:
 
 
 class Authenticator:
-    """Answers zmq's authentication requests (ZAP): whoever has the run's public key comes in."""
+    """Answers zmq's authentication requests (ZAP): admits every peer that has the run's public key."""
 
     def __init__(self, context: zmq.Context[Any], curve: CurveKeys) -> None:
         self._key = z85.decode(curve.public)

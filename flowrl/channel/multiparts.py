@@ -1,4 +1,4 @@
-"""Multiparts: the frames for one peer, encoded and collected into what its allowance takes."""
+"""Multiparts: encodes the frames for one peer and collects them into multiparts within the peer's allowance."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from flowrl.errors import WireError
 from flowrl.messages import Tombstone
 
 _FRAME_COST = FLOOR_BYTES // MAX_FRAMES
-"""No less than an Allowance counts for a message beside its body, in a record of its own, or for another frame.
-What costs less than FLOOR_BYTES together is neither too much nor too many."""
+"""At least what an Allowance counts for another frame, or for a message in its own record, without the body.
+Frames that together cost less than FLOOR_BYTES are within the allowance and within MAX_FRAMES."""
 
 
 class _Record:
-    """Messages on their way into one record."""
+    """Messages that are collected for one record."""
 
     __slots__ = ("bodies", "first", "heads", "key", "next", "num_bytes")
 
     def __init__(self, key: tuple[int, int, Schema], seq: int) -> None:
         self.key = key
-        """(lane, session, schema), the same for all."""
+        """(lane, session, schema), the same for all messages of the record."""
         self.first = self.next = seq
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
@@ -59,7 +59,7 @@ class _Record:
 class MessageEncoder:
     """Collects frames for one peer into multiparts. `place` puts large arrays into shared memory.
 
-    A multipart ends before what would pass its receiver's allowance.
+    A multipart ends before the frame that would exceed its receiver's allowance.
     """
 
     def __init__(self, host: str, incarnation: int, place: ArrayPlace | None = None) -> None:
@@ -70,7 +70,7 @@ class MessageEncoder:
         self._encoder = Encoder(place)
         self._carried = self._encoder.carried
         self._before = 0
-        """Number of frames in the multiparts that are full."""
+        """Number of frames in the full multiparts."""
         self._full: list[list[Buffer]] = []
         self._begin_multipart()
 
@@ -78,7 +78,7 @@ class MessageEncoder:
         self._records: list[bytes] = [b""]
         self._encoder.frames = []
         self._open: _Record | None = None
-        """Takes what follows on its lane; the last of the multipart so far."""
+        """The last record of the current multipart, if the next messages of its lane can still join it."""
         self._frames = self._num_bytes = self._cost = 0
 
     @property
@@ -87,9 +87,9 @@ class MessageEncoder:
         return self._before + self._frames
 
     def add(self, frames: Iterable[Frame]) -> int:
-        """Encode `frames` behind those before. Returns `pending`.
+        """Encode `frames` after those added before. Returns `pending`.
 
-        Raises WireError for a value that cannot travel; what came before it does.
+        Raises WireError for a value that cannot be sent; the frames before it are still sent.
         """
         message, envelope = self._message, None
         try:
@@ -108,13 +108,13 @@ class MessageEncoder:
 
     def _message(self, lane: int, session: int, seq: int, envelope: Envelope) -> None:
         encoder, message = self._encoder, envelope.body
-        schema = KNOWN.get(type(message)) or schema_of(type(message))  # every call less counts here
+        schema = KNOWN.get(type(message)) or schema_of(type(message))  # a hot path: the lookup saves a call
         body = encoder.pack(schema.take_apart(envelope.group_id, message, self._carried))
         num_bytes = len(body)
         cost = self._cost + schema.cost + _FRAME_COST
         if encoder.cost:
             cost += encoder.cost
-        if cost <= FLOOR_BYTES and num_bytes <= RECORD_BYTES:  # nearly always
+        if cost <= FLOOR_BYTES and num_bytes <= RECORD_BYTES:  # nearly always: no exact check is needed
             self._cost = cost
             self._num_bytes += num_bytes
         elif not self._takes(cost, num_bytes):
@@ -158,7 +158,7 @@ class MessageEncoder:
             self._cut()
 
     def _takes(self, cost: int, num_bytes: int) -> bool:
-        """Whether the multipart at hand, of which all would cost so much, takes a body of so many bytes."""
+        """Whether the current multipart, which would cost `cost` in total, can take a body of `num_bytes` bytes."""
         beside_bytes = self._num_bytes + self._encoder.beside_bytes
         if (
             cost > MOST_BYTES
@@ -172,7 +172,7 @@ class MessageEncoder:
         return True
 
     def _check_alone(self, body: bytes, cost: int) -> None:
-        """Raises WireError unless `body` may have a multipart for itself; that is then full."""
+        """Raises WireError if `body` does not fit even into a multipart of its own. That multipart is then full."""
         if len(body) > MAX_BODY_BYTES:
             raise WireError(
                 f"a body of {len(body)} bytes; at most {MAX_BODY_BYTES} can be. "
@@ -194,7 +194,7 @@ class MessageEncoder:
         return record
 
     def _close(self) -> None:
-        """Nothing more goes into the open record."""
+        """Finish the open record: it takes no more messages."""
         record, self._open = self._open, None
         if record is not None:
             lane, session, schema = record.key
@@ -206,13 +206,13 @@ class MessageEncoder:
             self._records += record.bodies
 
     def _cut(self) -> None:
-        """The multipart at hand is full: the value at hand, if there is one, is encoded again for the next."""
+        """Finish the current multipart, which is full. The current value, if any, is encoded again for the next one."""
         self._encoder.undo()
         self._before += self._frames
         self._full.append(self._finished())
 
     def _finished(self) -> list[Buffer]:
-        """The multipart at hand; the next one begins."""
+        """Return the current multipart, and begin the next one."""
         if self._open is not None:
             self._close()
         records, arrays = self._records, self._encoder.frames
@@ -221,7 +221,7 @@ class MessageEncoder:
         return [b"".join(records), *arrays]
 
     def multiparts(self) -> list[list[Buffer]]:
-        """Everything added since the last call, as few multiparts."""
+        """Everything added since the last call, in as few multiparts as the allowance permits."""
         full: list[list[Buffer]] = []
         if self._before:
             full, self._full, self._before = self._full, full, 0
@@ -230,6 +230,6 @@ class MessageEncoder:
         return full
 
     def take(self) -> list[Buffer]:
-        """The one multipart of what was added since the last call, which is little."""
+        """The multipart of everything added since the last call, which has to fit into one."""
         (multipart,) = self.multiparts()
         return multipart

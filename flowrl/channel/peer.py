@@ -1,4 +1,4 @@
-"""Peer: another endpoint (or this one) as a router knows it, and what waits to be said to it."""
+"""Peer: a router's state for another endpoint (or this one), with the frames that wait to be sent to it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flowrl.errors import WireError
 
 
 class Debtor(Protocol):
-    """A machine that has something to say: a lane's, or the one that confirms what came in."""
+    """A machine with frames to flush: a lane's, or the `Incoming` that confirms received frames."""
 
     def flush(self) -> list[Frame]: ...
 
 
 @dataclass(eq=False)
 class Peer:
-    """One host (this one included), as known here."""
+    """What the router knows of one host (or of this one)."""
 
     host: str
     incarnation: int | None = None
@@ -32,20 +32,20 @@ class Peer:
     early: list[tuple[int, Sequence[Any]]] = field(default_factory=list)
     """(incarnation, frames) that wait for `join`."""
     outgoing: Outgoing = field(default_factory=Outgoing)
-    """What is said to this incarnation of it over a link that may break."""
+    """Control frames to the peer's current incarnation, over a link that may break."""
     incoming: Incoming = field(default_factory=Incoming)
     unflushed: list[Debtor] = field(default_factory=list)
     dirty: bool = False
-    """Something may be due at the end of the loop's tick."""
+    """Frames may have to be sent at the end of the tick."""
     begun: int = -1
-    """The last tick in which something left at once: what follows in it leaves together."""
+    """The last tick in which frames left at once: later frames of the same tick leave together."""
     busy: bool = False
-    """Something left at once since the last look at what is owed."""
+    """Frames left at once since the router last checked for delayed credits and acks."""
     flush_due: bool = False
-    """What is owed has waited long enough: the next message takes it along."""
+    """Delayed credits and acks have waited long enough: they leave with the next message."""
 
     def say(self, link: Link, frame: Frame) -> None:
-        """Add a frame of the control link to what leaves on `link`. Raises WireError for what cannot travel."""
+        """Add a frame of the control link to `link`. Raises WireError for a value that cannot be sent."""
         if link.breaks and frame[0] in NUMBERED:
             frame = self.outgoing.numbered(frame)
             link.add([frame])
@@ -54,7 +54,7 @@ class Peer:
             link.add([frame])
 
     def say_pending(self, link: Link) -> list[tuple[Frame, WireError]]:
-        """Add what waited for `join`. Returns what of it cannot travel."""
+        """Add the frames that waited for `join`. Returns those that cannot be sent, with the error."""
         pending, self.pending = self.pending, []
         unsaid: list[tuple[Frame, WireError]] = []
         for frame in pending:
@@ -66,7 +66,7 @@ class Peer:
 
 
 class ControlPeer(Protocol):
-    """Where frames go that belong to no lane."""
+    """Receives the frames that belong to no lane."""
 
     def receive(self, host: str, frame: Frame) -> None: ...
     def unsaid(self, host: str, frame: Frame, error: WireError) -> None: ...

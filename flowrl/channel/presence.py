@@ -1,17 +1,17 @@
-"""Which runs have a process on this machine, told by locks that the kernel keeps.
+"""Presence: kernel file locks show which runs have a live process on this machine.
 
-A run leaves files in two places: segments in shared memory, sockets in a directory of the user. In each place
-it has a mark, an empty directory, and every process that makes files for the run holds a shared lock on the
-marks. Nobody holds one any more: the run's files are nobody's, and may go.
+A run has files in two places: segments in shared memory, and sockets in a directory of the user. In each place
+the run has a mark, an empty directory, and every process that makes files for the run holds a shared lock on both
+marks. When no process holds the lock any more, the run's files have no owner, and may be removed.
 
-A lock ends with its process, however that ended. So neither clocks nor process ids matter, which are set, used
-again, and counted differently by containers that share the place.
+The kernel releases a lock when its process ends, for whatever reason. So this does not depend on clocks or process
+ids: clocks are changed, process ids are reused, and containers that share the place count them differently.
 
 Invariants
-- A process holds the marks before it makes its first file of the run.
-- Who removes a run's files holds its mark exclusively, and removes the mark last.
+- A process locks the marks before it makes its first file of the run.
+- A process that removes a run's files holds an exclusive lock on the run's mark, and removes the mark last.
 
-Waits: `Presence` for a sweep that has the mark at that moment; it ends when the sweep has removed it.
+Waits: `Presence` waits for a sweep that holds the mark at that moment, until the sweep has removed the mark.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ NAME = re.compile(r"^(?:flowrl-)?(?P<run>[0-9a-f]{12})(?:-|$)")
 
 
 def places() -> tuple[Path, Path]:
-    """Where runs leave files on this machine."""
+    """The directories in which runs make files on this machine."""
     return SHM, socket_root()
 
 
 def mark(place: Path, run: str) -> Path:
-    """What processes of the run named `run` lock in `place`."""
+    """The directory in `place` that processes of the run named `run` lock."""
     return place / (f"flowrl-{run}" if place == SHM else run)
 
 
 class Presence:
-    """This process makes files for a run, until `close` or its end. The last one that closes removes them."""
+    """Shows that this process makes files for a run, until `close` or its end. The last one to close removes them."""
 
     def __init__(self, run_id: str) -> None:
         self._run = run_name(run_id)
@@ -60,7 +60,7 @@ class Presence:
 
 
 def found(place: Path) -> dict[str, list[Path]]:
-    """Run -> this user's files of it in `place`, the mark not among them. What vanishes meanwhile is left out."""
+    """Run -> this user's files of it in `place`, without the mark. Files that vanish meanwhile are left out."""
     runs: dict[str, list[Path]] = defaultdict(list)
     for path in place.iterdir():
         if (match := NAME.match(path.name)) and _ours(path):
@@ -71,13 +71,13 @@ def found(place: Path) -> dict[str, list[Path]]:
 
 
 def remove_deserted(place: Path, run: str) -> list[Path]:
-    """Remove what a run left in `place`, unless one of its processes lives; returns what is gone."""
+    """Remove a run's files in `place`, unless one of its processes is alive. Returns the removed files."""
     with _deserted(mark(place, run)) as deserted:
         return clear(place, run) if deserted else []
 
 
 def clear(place: Path, run: str) -> list[Path]:
-    """Remove what a run has in `place`; returns the files. Its mark goes last."""
+    """Remove a run's files in `place`, and the mark last. Returns the files."""
     files = found(place).get(run, [])
     for path in files:
         _remove(path)
@@ -86,7 +86,7 @@ def clear(place: Path, run: str) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """What another process removes at the same time is gone all the same."""
+    """Remove a file or directory. It is no error if another process removes it at the same time."""
     with suppress(FileNotFoundError):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -95,12 +95,12 @@ def _remove(path: Path) -> None:
 
 
 def _hold(path: Path) -> int:
-    """A descriptor of the mark with a shared lock on it. The mark is made if it is not there."""
+    """Create the mark if it is missing, and return a descriptor of it that holds a shared lock."""
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
         try:
             held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:  # a sweep came between
+        except FileNotFoundError:  # a sweep removed it in between
             continue
         fcntl.flock(held, fcntl.LOCK_SH)
         if _still(held, path):
@@ -110,7 +110,7 @@ def _hold(path: Path) -> int:
 
 @contextmanager
 def _deserted(path: Path) -> Iterator[bool]:
-    """True if no process holds the mark, and none does while this lasts. So it is where there is no mark."""
+    """True if no process holds the mark; none can lock it within this context. Also True if there is no mark."""
     try:
         held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def _deserted(path: Path) -> Iterator[bool]:
 
 
 def _still(held: int, path: Path) -> bool:
-    """The locked directory is the one that has this name."""
+    """Whether `path` still names the locked directory."""
     try:
         now = path.lstat()
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def _still(held: int, path: Path) -> bool:
 
 
 def _ours(path: Path) -> bool:
-    """A file, socket or directory of this user. Links are nobody's business: flowrl makes none."""
+    """Whether this is a file, socket or directory of this user. Links are ignored: flowrl makes none."""
     try:
         status = path.lstat()
     except FileNotFoundError:

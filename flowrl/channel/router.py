@@ -1,18 +1,18 @@
-"""Router: the frames of one endpoint, between its lanes and the links to its peers.
+"""Router: moves the frames of one endpoint between its lanes and the links to its peers.
 
 Invariants
 - All frames to one peer keep their order. Frames for one peer that become due within one tick of the loop leave as
   one multipart, or as several if they are large.
 - Credits and acks leave with the first message after LATER_S. Without a message they leave alone after another
   LATER_S, and at once if the producer is about to run out of credit. Requests take earlier acks along.
-- Over a link that may break, frames of the control link are numbered, kept until they are confirmed, and let in
+- Over a link that may break, frames of the control link are numbered, kept until they are confirmed, and admitted
   once and in order (`once`).
 - Frames for a lane that is not open here yet are parked. So are frames from a process, or an incarnation of it, that
   `join` has not named yet. Credits bound both.
 - Frames from an earlier incarnation of a peer are dropped: the new incarnation repeats their content.
 - Only the supervisor, or the peer's own BYE, declares a peer's process dead.
 
-Waits: none here. A failed or departed peer fails its lanes, which ends the waits at their ends.
+Waits: none here. If a peer has failed or closed its endpoint, the router fails its lanes, which ends the waits there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CONFIRM_S = 0.05
 
 
 class Router:
-    """See the module. `control` gets the frames of the control link, `failed` errors without another place."""
+    """See the module. `control` gets the frames of the control link, `failed` the errors that no caller can receive."""
 
     def __init__(self, host: str, incarnation: int, failed: Callable[[BaseException], None]) -> None:
         self.host = host
@@ -84,7 +84,7 @@ class Router:
         return peer
 
     def join(self, host: str, incarnation: int, link: Link) -> None:
-        """`host` is alive in `incarnation`, and `link` reaches it: send what waits, replay what is kept."""
+        """`host` is alive in `incarnation`, and `link` reaches it: send the waiting frames, replay the kept ones."""
         peer = self.peer(host)
         if peer.link is not None:
             peer.link.close(LINGER_S if peer.incarnation == incarnation else 0)
@@ -106,7 +106,7 @@ class Router:
             self.receive(host, sent_in, frames)
 
     def fail(self, host: str, reason: str, lanes: Iterable[SendLane | ReceiveLane]) -> None:
-        """`host` is gone: fail `lanes` and the requests to it. What is kept stays kept, for `join`."""
+        """`host` is gone: fail `lanes` and the requests to it. Kept messages stay kept, for `join`."""
         peer = self.peer(host)
         peer.failed = reason
         if peer.link is not None:
@@ -133,7 +133,7 @@ class Router:
             peer.link.flush()
 
     def close(self) -> None:
-        """Send BYE and what is due, and end every wait at a lane."""
+        """Send BYE and all due frames, and end every wait at a lane."""
         for host in self._peers:
             self.post(host, (BYE, 0, 0, 0, None))
         self._flush()
@@ -158,7 +158,7 @@ class Router:
     # Lanes
 
     def session(self, spec: LaneSpec) -> int:
-        """The session of a lane from or to here."""
+        """The session of a lane that starts or ends here."""
         return session_number(
             self.peer(spec.producer_host).incarnation or 0, self.peer(spec.consumer_host).incarnation or 0
         )
@@ -187,7 +187,7 @@ class Router:
     # Frames out
 
     def sent(self, lane: SendLane) -> None:
-        """See `ends.LaneOwner`. Encodes here, so that a body which cannot travel raises in the sender's own call."""
+        """See `ends.LaneOwner`. Encodes here, so that a body which cannot be sent raises in the sender's own call."""
         peer = self._peers[lane.spec.consumer_host]
         link = peer.link
         if link is None:
@@ -217,7 +217,7 @@ class Router:
             self._later = self.loop.call_later(LATER_S, self._flush_later)
 
     def _flush_later(self) -> None:
-        """Send credits and acks that have waited; to a busy peer they go with the next message."""
+        """Send credits and acks that have waited; for a busy peer they leave with the next message."""
         self._later = None
         for peer in self._peers.values():
             if peer.unflushed and peer.busy:
@@ -234,7 +234,7 @@ class Router:
                 self._send_due(peer)
 
     def _begin(self, peer: Peer) -> None:
-        """Send what was added now, without waiting for the end of the tick."""
+        """Send the added frames now, without waiting for the end of the tick."""
         peer.begun = self._tick
         peer.busy = True
         if peer.flush_due:
@@ -285,7 +285,7 @@ class Router:
     # Frames in
 
     def receive(self, host: str, incarnation: int, frames: Sequence[Frame | Refused]) -> None:
-        """Take in the frames that `host` sent in `incarnation`."""
+        """Process the frames that `host` sent in `incarnation`."""
         peer = self.peer(host)
         if peer.incarnation is None or incarnation > peer.incarnation:
             peer.early.append((incarnation, frames))
@@ -309,7 +309,7 @@ class Router:
                         lane = None
                 if lane is None:
                     self._parked.setdefault((False, number), []).append(frame)
-                elif frame[0] == DATA and frame[2] == lane.machine.session:  # most frames by far
+                elif frame[0] == DATA and frame[2] == lane.machine.session:  # nearly all frames
                     lane.machine.on_data(frame[3], frame[4])
                 else:
                     self._to_receiver(lane, frame)
@@ -378,7 +378,7 @@ class Router:
             lane.changed(lane)
 
     def _left(self, peer: Peer) -> None:
-        """The peer has closed its endpoint: fail the lanes that would wait for it for ever."""
+        """The peer has closed its endpoint: fail the lanes that would otherwise wait for it for ever."""
         if peer.link is not None and peer.host != self.host:
             cut_off = [lane for lane in self.lanes(peer.host) if not lane.machine.closed]
             self.fail(peer.host, "it closed its endpoint before the end of the stream", cut_off)

@@ -1,4 +1,4 @@
-"""Schemas: how the messages of each class are frozen, taken apart and put together again."""
+"""Schemas: for each message class, how its messages are frozen, converted to a body and restored from it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from operator import attrgetter
 from struct import error as StructError
 from types import MemberDescriptorType
 from typing import Any, get_type_hints
+
+import numpy as np
 
 from flowrl.channel import cost
 from flowrl.channel.compiled import building, freezing, putting_together, taking_apart
@@ -33,11 +35,11 @@ from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Message, known_types, scalar_problem, schema_hash
 
 UNSENDABLE = (WireError, SchemaError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, StructError)
-"""What a value that cannot travel makes the encoder or `freeze` raise."""
+"""The errors that the encoder or `freeze` raises for a value that cannot be sent."""
 
 
 class Schema:
-    """How one message class is taken apart and put together again."""
+    """How messages of one class are converted to a body and restored from it."""
 
     def __init__(self, cls: type[Message]) -> None:
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -47,11 +49,11 @@ class Schema:
         self.fields = {f.name: f for f in fields}
         self.names = tuple(self.fields)
         self.arrays = tuple(at for at, hint in enumerate(hints.values()) if "ndarray" in str(hint))
-        """Fields that may hold plain arrays."""
+        """Positions of the fields that may hold plain arrays."""
         self.slotted = any(isinstance(getattr(cls, name, None), MemberDescriptorType) for name in self.names)
-        """A field lies in a slot, of this class or of one it inherits from."""
+        """Whether a field is stored in a slot, of this class or of a base class."""
         self.cost = cost.of_tuple(len(fields) + 2)
-        """Of a body, without what its fields contain."""
+        """What an Allowance counts for a body, without the contents of its fields."""
         self.freeze = freezing(hints, self.arrays, check)
         self.take_apart = taking_apart(hints, self.arrays, SCALARS)
         self.put_together = putting_together(cls, self.names, self.arrays, slotted=self.slotted)
@@ -81,7 +83,7 @@ def _hints(cls: type[Message], fields: Iterable[dataclasses.Field[Any]]) -> list
 
 
 KNOWN: dict[type, Schema] = {}
-"""By message class: those that `schema_of` was asked for."""
+"""Message class -> schema, for all classes for which `schema_of` was called."""
 _by_hash: dict[int, Schema] = {}
 
 
@@ -102,7 +104,7 @@ def schema_named(number: int) -> Schema:
     if schema is not None:
         return schema
     for cls in known_types():
-        with suppress(SchemaError):  # a class that no message can be of yet
+        with suppress(SchemaError):  # a class of which no message can exist yet
             schema_of(cls)
     if number not in _by_hash:
         raise WireError(
@@ -113,7 +115,7 @@ def schema_named(number: int) -> Schema:
 
 
 def freeze(message: Message) -> None:
-    """Make every array inside a message read-only, in place. Raises WireError for what an Encoder refuses."""
+    """Make every array inside a message read-only, in place. Raises WireError for a value that an Encoder refuses."""
     try:
         schema_of(type(message)).freeze(message, 0)
     except UNSENDABLE as error:
@@ -121,9 +123,11 @@ def freeze(message: Message) -> None:
 
 
 def freeze_inside(value: Any) -> None:
-    """`freeze` every message and array in the value of a request, which may hold other things too."""
+    """`freeze` every message and array in the value of a request, which may hold other values too."""
     if isinstance(value, Message):
         freeze(value)
+    elif isinstance(value, np.ndarray):
+        value.setflags(write=False)
     elif type(value) in (tuple, list):
         for item in value:
             freeze_inside(item)
@@ -133,9 +137,9 @@ def freeze_inside(value: Any) -> None:
 
 
 def check(value: Any, depth: int, nested: int = 0) -> None:
-    """Make the arrays in any value read-only. Raises WireError for what cannot travel.
+    """Make the arrays in any value read-only. Raises WireError for a value that cannot be sent.
 
-    `depth` is the number of messages around it, `nested` that of tuples and dicts since the last of them.
+    `depth` is the number of messages around it, `nested` the number of tuples and dicts since the last of them.
     """
     kind = kind_of(value)
     if kind == ARRAY:
@@ -172,7 +176,7 @@ def _check_all(values: Iterable[Any], depth: int, nested: int) -> None:
 
 
 def unsendable(error: Exception, what: str = "cannot send", *, message: Message | None = None) -> WireError:
-    """What says that a value cannot travel because of `error`, one of UNSENDABLE; in which field of `message`."""
+    """The error for a value that cannot be sent because of `error`, one of UNSENDABLE. Names the field of `message`."""
     reason = str(error)
     if isinstance(error, UnicodeEncodeError):
         reason = scalar_problem(error.object)
@@ -184,7 +188,7 @@ def unsendable(error: Exception, what: str = "cannot send", *, message: Message 
 
 
 def _culprit(message: Message) -> str:
-    """The field whose value cannot travel, "" if it is the message itself."""
+    """The name of the field whose value cannot be sent, "" if the message itself cannot."""
     for name in schema_of(type(message)).names if type(message) in KNOWN else ():
         try:
             check(getattr(message, name, None), 0)

@@ -1,11 +1,11 @@
-"""Seen: lets every message id into a port once.
+"""Seen: admits every message id to a port once.
 
 Invariants
 - An id is open from its first arrival until its message is finished; each further copy adds a claim.
-- When the message is finished every claim is acked, on the lane and in the session of its copy.
-- Finished ids are remembered for at least `remember` further ones, then forgotten. A copy can only
-  come while the item it was made from is unacked at its producer, so only as long as that item's ticket
-  is open; far fewer messages than that pass one port in the meantime.
+- When the message is finished, every claim is acked, on the lane and in the session of its copy.
+- A finished id is remembered until at least `remember` further ids are finished, and then forgotten. A copy can
+  only arrive while the item it was made from is unacked at its producer, so only while that item's ticket is
+  open; far fewer than `remember` messages pass one port in that time.
 
 Pure bookkeeping: nothing here waits.
 """
@@ -18,7 +18,7 @@ REMEMBER = 1 << 16
 
 
 class Acks(Protocol):
-    """The receiving end of a lane, as far as acks are concerned."""
+    """The part of a lane's receiving end that deals with acks."""
 
     @property
     def session(self) -> int: ...
@@ -39,7 +39,7 @@ class Seen:
         self._older: set[bytes] = set()
 
     def enter(self, id: bytes, lane: Acks, seq: int) -> bool:
-        """Note a copy; True if it is the first. A copy of a finished message is acked at once."""
+        """Record a copy. Returns True if it is the first. A copy of a finished message is acked at once."""
         claims = self._open.get(id)
         if claims is None:
             if id in self._recent or id in self._older:
@@ -51,24 +51,24 @@ class Seen:
         return False
 
     def restore(self, id: bytes) -> None:
-        """Note a message that came from a checkpoint, on no lane."""
+        """Record a message that came from a checkpoint, on no lane."""
         assert id not in self._open
         self._open[id] = []
 
     def is_open(self, id: bytes) -> bool:
-        """Arrived and not finished."""
+        """Whether the message has arrived and is not finished."""
         return id in self._open
 
     def open_of(self, lane: Acks) -> list[int]:
-        """The seqs of the copies that came on `lane` in its present session and are not finished."""
+        """The seqs of the copies that arrived on `lane` in its current session and are not finished."""
         claims = [claim for copies in self._open.values() for claim in _each(copies)]
         return [seq for at, seq, session in claims if at is lane and session == lane.session]
 
     def finish(self, id: bytes) -> None:
-        """The message is finished: ack every copy. Once per id."""
+        """The message is finished: ack every copy. Call once per id."""
         claims = self._open.pop(id)
         recent = self._recent
-        if len(recent) >= self._remember:
+        if len(recent) >= self._remember:  # two sets: forgetting many ids is one assignment
             self._older = recent
             self._recent = recent = set()
         recent.add(id)
@@ -81,5 +81,5 @@ class Seen:
 
 
 def _each(claims: Claim | list[Claim]) -> list[Claim]:
-    """Most ids have one copy, and are spared a list."""
+    """The claims as a list. Most ids have one copy, which is stored without a list."""
     return claims if isinstance(claims, list) else [claims]

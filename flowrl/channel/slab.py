@@ -1,16 +1,17 @@
-"""Slab: large arrays cross between processes of one machine through shared memory, with one copy.
+"""Slab: large arrays are passed between processes of one machine through shared memory, with one copy.
 
 The sender copies an array into a block of one of its segments and sends the block's address; the
-receiver gets a view. When nothing in the receiving process sees the block any more (the view and all
-that was made of it without a copy are gone), it tells the owner, who uses the block again. So a message
-may be passed on, kept for a replay or finished late without ever changing under its reader.
+receiver gets a view. When nothing in the receiving process refers to the block any more (the view and all
+arrays made from it without a copy are gone), the receiver reports this to the owner, which reuses the block. So a
+message may be forwarded, kept for a replay or finished late, and its data never change while anyone reads them.
 
 Invariants
 - A block is free, or lent to exactly one host; a lent block is never written.
-- All blocks lent to a host come back when that host's process dies.
-- Segments are reserved when they are made, so a full /dev/shm is an error there and then, and never a
-  signal later. Without room arrays travel as ordinary frames.
-- A segment's name tells the run, whose processes hold its `presence`: what dead runs left is swept by that.
+- All blocks lent to a host are returned when that host's process dies.
+- The memory of a segment is reserved when the segment is made, so a full /dev/shm is an error at that point, and
+  never a signal later. If there is no room, arrays are sent as ordinary frames.
+- A segment's name identifies the run, whose processes hold its `presence`: this is how a sweep finds the segments
+  of dead runs.
 
 Waits: none.
 """
@@ -52,7 +53,7 @@ def _stem(prefix: str, host: str) -> str:
 
 
 class Space:
-    """Which parts of one segment are free: first fit, neighbours merged."""
+    """The free blocks of one segment: first fit, adjacent free blocks are merged."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -60,7 +61,7 @@ class Space:
         self._used: dict[int, int] = {}
 
     def take(self, num_bytes: int) -> int | None:
-        """Offset of a block of at least `num_bytes`, None without room."""
+        """Reserve a block of at least `num_bytes` and return its offset, None if there is no room."""
         size = -(-num_bytes // PAGE) * PAGE
         for index, (offset, room) in enumerate(self._free):
             if room >= size:
@@ -86,7 +87,7 @@ class Space:
 
 
 class Slab:
-    """The blocks that one process lends to others."""
+    """The blocks that one process lends to other processes."""
 
     def __init__(self, prefix: str, host: str, incarnation: int) -> None:
         self._prefix = prefix
@@ -101,16 +102,16 @@ class Slab:
         return sum(space.used_bytes for space in self._spaces)
 
     def lender(self, borrower: str) -> Lender:
-        """What puts arrays into blocks for `borrower`."""
+        """An object that puts arrays into blocks for `borrower`."""
         return Lender(self, borrower)
 
     def open(self) -> None:
-        """Remove what earlier epochs of this host left. Views of it in other processes stay valid."""
+        """Remove the segments of this host's earlier epochs. Views of them in other processes stay valid."""
         for path in SHM.glob(f"{_stem(self._prefix, self._host)}*"):
             path.unlink(missing_ok=True)
 
     def lend(self, array: np.ndarray[Any, Any], borrower: str) -> bytes | None:
-        """The address of a block with a copy of `array`, None without room."""
+        """Copy `array` into a block and return the block's address, None if there is no room."""
         block = self._find(array.nbytes)
         if block is None:
             return None
@@ -135,7 +136,7 @@ class Slab:
         path = segment_path(self._prefix, self._host, self._incarnation, len(self._spaces))
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(file, 0, num_bytes)
+            os.posix_fallocate(file, 0, num_bytes)  # a sparse file would fail later, with SIGBUS at a write
             memory = mmap.mmap(file, num_bytes)
         except OSError:  # no room: /dev/shm is full, or a container's limit is reached
             path.unlink()
@@ -147,14 +148,14 @@ class Slab:
         return True
 
     def free(self, borrower: str, blocks: Iterable[Block]) -> None:
-        """`borrower` sees these blocks no more. Blocks already taken back are ignored."""
+        """`borrower` no longer uses these blocks. Blocks that were already taken back are ignored."""
         for segment, offset in blocks:
             if self._lent.get((segment, offset)) == borrower:
                 del self._lent[segment, offset]
                 self._spaces[segment].give(offset)
 
     def take_back(self, borrower: str) -> None:
-        """The process of `borrower` is gone, and its views with it."""
+        """Free all blocks of `borrower`: its process has ended, and its views with it."""
         self.free(borrower, [block for block, host in self._lent.items() if host == borrower])
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ class Slab:
 
 
 class Lender:
-    """The blocks of a slab that one borrower gets (a `codec.ArrayPlace`). Small arrays are left alone."""
+    """Puts arrays for one borrower into blocks of a slab (a `codec.ArrayPlace`). Refuses small arrays."""
 
     def __init__(self, slab: Slab, borrower: str) -> None:
         self._slab = slab
@@ -177,15 +178,15 @@ class Lender:
         return self._slab.lend(array, self._borrower) if array.nbytes >= FROM_BYTES else None
 
     def take_back(self, address: bytes) -> None:
-        """The borrower was not told of this address."""
+        """Free the block at `address`, which was not sent to the borrower."""
         _, segment, offset = _address.unpack_from(address)
         self._slab.free(self._borrower, [(segment, offset)])
 
 
 class Attached:
-    """Other processes' segments, mapped here on first use.
+    """Other processes' segments, which are mapped here on first use.
 
-    `release(host, incarnation, block)` is called, from any thread, when a block is no longer seen here.
+    `release(host, incarnation, block)` is called, from any thread, when nothing here refers to a block any more.
     """
 
     def __init__(self, prefix: str, release: Callable[[str, int, Block], None]) -> None:
@@ -200,7 +201,8 @@ class Attached:
         memory = self._segment(host, incarnation, segment)
         if offset + num_bytes > memory.nbytes:
             raise WireError(f"a block of {num_bytes} bytes at {offset} of a segment of {memory.nbytes}")
-        # Its base is no array, so that numpy lets every view of it, and of those, keep it alive.
+        # The base of `view` is a memoryview and no array: so numpy makes every direct or indirect view of it keep
+        # `view` itself alive, and not only the segment's array.
         view: Bytes = np.frombuffer(memory.data[offset : offset + num_bytes], np.uint8)
         weakref.finalize(view, self._release, host, incarnation, (segment, offset)).atexit = False
         return view
@@ -223,7 +225,7 @@ class Attached:
         return memory
 
     def forget(self, host: str) -> None:
-        """Let go of a dead host's segments. Views still in use keep their memory."""
+        """Release a dead host's segments. Views that are still in use keep their memory."""
         for key in [key for key in self._segments if key[0] == host]:
             del self._segments[key]
 

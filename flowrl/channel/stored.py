@@ -1,7 +1,7 @@
-"""Messages in storage: self-describing, so that a file outlives changes of its message class.
+"""Messages in storage: self-describing, so that a file can still be read after its message class has changed.
 
-A stored message carries its fields by name. On loading, fields added since take their defaults;
-anything else that does not fit is refused by name. `__post_init__` does not run again, as on the wire.
+A stored message holds its fields by name. On loading, fields that were added later take their defaults; any
+other difference raises an error that names the field. `__post_init__` does not run again, as on the wire.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from flowrl.messages import Message, message_type, type_name
 
 FORMAT = 1
 Stored = bytes | npt.NDArray[np.uint8]
-"""What `dump` made, or an array of it."""
+"""The bytes that `dump` returned, or an array of them."""
 
 
 def dump(message: Message) -> bytes:
-    """`message` as bytes, arrays included, fields by name."""
+    """`message` as bytes, with its arrays, fields by name."""
     return dump_value(message)
 
 
@@ -50,9 +50,9 @@ def load(data: Stored) -> Message:
 
 
 def dump_value(value: Any) -> bytes:
-    """Any value a message may hold (a node's state, say) as bytes, messages in it by name.
+    """Any value that a message may hold (for example a node's state) as bytes, messages in it by name.
 
-    Raises WireError for what a message cannot hold.
+    Raises WireError for a value that a message cannot hold.
     """
     try:
         encoder = Encoder(beside=False)
@@ -62,7 +62,7 @@ def dump_value(value: Any) -> bytes:
 
 
 def load_value(data: Stored) -> Any:
-    """What `dump_value` stored. Raises SchemaError as `load` does."""
+    """The value that `dump_value` stored. Raises SchemaError as `load` does."""
     try:
         content = Decoder().unpack(data if isinstance(data, bytes) else memoryview(data.data))
     except WireError as error:
@@ -76,14 +76,15 @@ def load_value(data: Stored) -> Any:
 
 
 _TYPE = "\0type"
-"""The key that makes a mapping something else: a message, by the name of its class; or what stands under _ITEMS,
-which is a mapping that has this key itself (None), a list (LISTED) or a read-only mapping (READ_ONLY)."""
+"""A stored mapping with this key represents another value. Its value under the key is the class name of a message; or
+it tells what the value under _ITEMS is: a mapping that itself has this key (None), a list (_LISTED) or a read-only
+mapping (_READ_ONLY)."""
 _ITEMS = "items"
 _LISTED, _READ_ONLY = 1, 2
 
 
 class _Naming:
-    """Puts mappings in the places of messages, lists and read-only mappings."""
+    """Replaces messages, lists and read-only mappings by mappings."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder

@@ -1,19 +1,19 @@
 """Tickets bound how far admission runs ahead of the weights; the window forms batches by ticket.
 
-A ticket is taken when a group is admitted and comes back once: when for each trainer that the group can come
-to it is known that the trainer leaves it out, or every live consumer of that trainer's weights holds the
-version that the group helped to make. With P groups a batch there are B = (S + 1)·P of them. Tickets are
-numbered from 0 in the order of admission.
+A group takes a ticket when it is admitted. The ticket returns once, when for each trainer that the group can reach
+one of two conditions holds: the trainer leaves the group out, or every live consumer of that trainer's weights
+holds the version that the group helped to make. With P groups per batch there are B = (S + 1)·P tickets. Tickets
+are numbered from 0 in the order of admission.
 
-Why that bounds staleness. A group admitted while the oldest held version is b has fewer than B
+Why this bounds staleness: a group admitted while the oldest held version is b has fewer than B
 groups ahead of it that are not yet in version b, and the window lets at most W − 1 later groups
 overtake it. So it is in batch b + 1 + (B − 1 + W − 1) // P at the latest, and updates a version at
 most S + ceil((W − 1) / P) newer than any of its tokens.
 
-That holds for each trainer by itself, in its own versions: groups that it leaves out are not ahead of others.
+The bound holds for each trainer separately, in its own versions: groups that it leaves out are not ahead of others.
 
 Both classes are pure: they never wait. What ends a wait for a ticket: `left_out`, `trained`, `made`,
-`holds`, `died`, `resume`, or for good `close` and the last wanted group being trained.
+`holds`, `died`, `resume`; it ends for good with `close`, or when the last wanted group is trained.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ T = TypeVar("T")
 class Tickets:
     """The open tickets of one admission.
 
-    `ahead` is S; None is for a graph without feedback, whose tickets are not bounded. `consumers` are
-    the (node replica, trainer) pairs that load weights; they count as holding `start_version` (of a trainer that
-    `start_versions` names, that one) from the beginning, because they serve nothing before they have loaded it.
-    `trainers`, the main one first, are all that a group has a fate at; by default those of the consumers. What no
-    consumer loads counts as held once it is made. `max_groups` is the number of groups that the main trainer has to
-    train in all, None for no end.
+    `ahead` is S; None is for a graph without feedback, whose tickets are not bounded. `consumers` are the
+    (node replica, trainer) pairs that load weights. They count as holding `start_version` from the beginning, because
+    they serve nothing before they have loaded it; for a trainer in `start_versions` that version counts instead.
+    `trainers`, the main one first, are all trainers that may train a group or leave it out; by default those of the
+    consumers. A version that no consumer loads counts as held once it is made. `max_groups` is the number of groups
+    that the main trainer has to train in total, None for no end.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Tickets:
         self.num_tickets = None if ahead is None else (ahead + 1) * groups_per_batch
         self.max_groups = max_groups
         self.num_trained = 0
-        """Groups that the main trainer has trained."""
+        """Number of groups that the main trainer has trained."""
         self.closed = False
-        """True when no group will ever be admitted again."""
+        """True if no group will be admitted again."""
         begin = start_versions or {}
         self._held = {consumer: begin.get(consumer[1], start_version) for consumer in consumers}
         self._dead: set[str] = set()
@@ -61,17 +61,17 @@ class Tickets:
         self._newest = {trainer: begin.get(trainer, start_version) for trainer in self.trainers}
         """Trainer -> its newest version."""
         self._open: dict[int, dict[str, int | None]] = {}
-        """Open ticket -> trainer -> the version that the group helped to make; None where it is left out, and no
-        entry while that is not known."""
+        """Open ticket -> trainer -> the version that the group helped to make, or None if the trainer leaves it out.
+        No entry as long as neither is known."""
         self._expected: dict[int, tuple[str, ...]] = {}
-        """Open ticket -> the trainers that its group can come to."""
+        """Open ticket -> the trainers that its group can reach."""
         self._next = 0
         self._pauses: list[str] = []
 
     def try_admit(self, trainers: Sequence[str] | None = None) -> int | None:
-        """Take the next ticket, or None if the next group has to wait; `why_waiting` says for what.
+        """Take the next ticket. Returns None if the next group has to wait; `why_waiting` returns the reason.
 
-        `trainers`: those that the group can come to; all by default.
+        `trainers`: those that the group can reach; all by default.
         """
         if self.closed or self.why_waiting():
             return None
@@ -85,7 +85,7 @@ class Tickets:
         self._expected[ticket] = trainers
 
     def why_waiting(self) -> str:
-        """What keeps the next group from being admitted, "" if nothing does."""
+        """Why the next group cannot be admitted now, "" if it can."""
         if self._pauses:
             return f"admission is closed: {self._pauses[-1]}"
         if self.num_wanted == 0:
@@ -96,18 +96,18 @@ class Tickets:
 
     @property
     def num_wanted(self) -> int | None:
-        """Groups still to be admitted if the main trainer gets all of those in flight; None without an end."""
+        """Groups still to be admitted if the main trainer trains all groups in flight; None if there is no end."""
         if self.max_groups is None:
             return None
         return max(self.max_groups - self.num_trained - len(self.untrained()), 0)
 
     @property
     def num_open(self) -> int:
-        """Tickets taken and not yet returned."""
+        """Number of tickets taken and not yet returned."""
         return len(self._open)
 
     def is_open(self, ticket: int) -> bool:
-        """Taken and not yet returned."""
+        """Whether `ticket` is taken and not yet returned."""
         return ticket in self._open
 
     def untrained(self) -> list[int]:
@@ -115,12 +115,12 @@ class Tickets:
         return [ticket for ticket, fates in self._open.items() if self._main(ticket) not in fates]
 
     def _main(self, ticket: int) -> str:
-        """Whose fate decides whether the group counts for the steps."""
+        """The trainer that decides whether the group counts for the steps: the first that the group can reach."""
         expected = self._expected[ticket]
         return next((trainer for trainer in self.trainers if trainer in expected), "")
 
     def floor(self, trainer: str) -> int:
-        """The oldest version of `trainer` that a live consumer holds; the newest held if none lives."""
+        """The oldest version of `trainer` that a live consumer holds; if none is alive, the newest version held."""
         held = {replica: version for (replica, of), version in self._held.items() if of == trainer}
         if not held:
             return self._newest.get(trainer, 0)
@@ -133,15 +133,15 @@ class Tickets:
         return dict(self._newest)
 
     def floors(self) -> dict[str, int]:
-        """Trainer -> the version of its weights that is held everywhere."""
+        """Trainer -> its `floor`, the version of its weights that every live consumer holds."""
         return {trainer: self.floor(trainer) for trainer in self.trainers}
 
     def left_out(self, ticket: int, trainer: str) -> None:
-        """`trainer` will not train the group. What is known of it already stands."""
+        """`trainer` will not train the group. Has no effect if the group's result at this trainer is known already."""
         self._settle(ticket, trainer, None)
 
     def trained(self, ticket: int, trainer: str, version: int) -> None:
-        """A finished batch with the group, or with the last part of it, made `version` of `trainer`."""
+        """A finished batch that contains the group, or its last part, made `version` of `trainer`."""
         self._settle(ticket, trainer, version)
 
     def _settle(self, ticket: int, trainer: str, version: int | None) -> None:
@@ -160,7 +160,7 @@ class Tickets:
         self._return_held()
 
     def holds(self, replica: str, trainer: str, version: int) -> None:
-        """`replica` now serves with `version` of `trainer`. Older news than what is known is ignored."""
+        """`replica` now serves with `version` of `trainer`. A version older than the known one is ignored."""
         consumer = (replica, trainer)
         assert consumer in self._held, f"{replica} is no consumer of {trainer!r}; known are {sorted(self._held)}"
         self._held[consumer] = max(self._held[consumer], version)
@@ -172,9 +172,9 @@ class Tickets:
         self._return_held()
 
     def returned(self, replica: str, loads: Mapping[str, int]) -> None:
-        """`replica` lives again and loads at least the versions `loads` before it serves anything.
+        """`replica` is alive again, and loads at least the versions `loads` before it serves anything.
 
-        Call it before it starts to load: tickets of later versions have to wait for it from now on.
+        Call this before `replica` starts to load: tickets of later versions have to wait for it from now on.
         """
         self._dead.discard(replica)
         for trainer, version in loads.items():
@@ -185,11 +185,11 @@ class Tickets:
         self._pauses.append(reason)
 
     def resume(self, reason: str) -> None:
-        """End the pause that was made with the same reason."""
+        """End the pause that began with the same reason."""
         self._pauses.remove(reason)
 
     def close(self) -> None:
-        """Admit nothing any more."""
+        """Admit no more groups."""
         self.closed = True
 
     def restore(
@@ -197,9 +197,9 @@ class Tickets:
         open_tickets: Mapping[int, tuple[Sequence[str], Mapping[str, int | None]]],
         next_ticket: int,
     ) -> None:
-        """Take up a checkpoint: these groups are in flight again, and numbering goes on.
+        """Restore a checkpoint: these groups are in flight again, and numbering continues at `next_ticket`.
 
-        `open_tickets`: ticket -> (the trainers that its group can come to, the fates that are known).
+        `open_tickets`: ticket -> (the trainers that its group can reach, their results as far as they are known).
         """
         self._open.clear()
         self._expected.clear()
@@ -214,7 +214,7 @@ class Tickets:
             del self._open[ticket], self._expected[ticket]
 
     def _is_back(self, ticket: int, floors: Mapping[str, int]) -> bool:
-        """Every trainer has left the group out, or made a version with it that is held everywhere."""
+        """Whether each trainer left the group out, or made a version with it that every live consumer holds."""
         fates = self._open[ticket]
         return all(
             trainer in fates and ((version := fates[trainer]) is None or version <= floors[trainer])
@@ -241,9 +241,9 @@ class Tickets:
 class Window(Generic[T]):
     """Forms batches of `groups_per_batch` items out of finished groups.
 
-    `look_ahead` W: an item may be taken while fewer than W tickets, itself included, lie between it
-    and the oldest ticket not yet settled; 1 is strict order of admission. 0 is no window: items are
-    taken in order of arrival (`on_limit="mask"`, and streams without tickets).
+    `look_ahead` is W: an item may be taken only if its ticket is less than W after the oldest ticket that is not yet
+    settled; 1 is strict order of admission. 0 means no window: items are taken in order of arrival
+    (`on_limit="mask"`, and streams without tickets).
     """
 
     def __init__(self, groups_per_batch: int, look_ahead: int = 1, *, first: int = 0) -> None:
@@ -258,7 +258,7 @@ class Window(Generic[T]):
         self._arrivals = 0
 
     def __len__(self) -> int:
-        """Finished items that wait for their batch."""
+        """Number of finished items that wait for their batch."""
         return len(self._finished)
 
     @property
@@ -267,7 +267,7 @@ class Window(Generic[T]):
         return self._base
 
     def offer(self, ticket: int, item: T | None) -> None:
-        """A group is finished, or dropped if `item` is None. Each ticket is offered once."""
+        """Add a finished group, or a dropped one if `item` is None. Each ticket is offered once."""
         if not self.look_ahead:
             if item is not None:
                 self._finished[self._arrivals] = item
@@ -281,26 +281,26 @@ class Window(Generic[T]):
             self._finished[ticket] = item
 
     def take(self) -> list[T] | None:
-        """The next batch in order of tickets, None while too few groups may be taken."""
+        """The next batch, in order of tickets; None if too few groups may be taken now."""
         chosen = self._choose()
         if len(chosen) < self.groups_per_batch:
             return None
         return self._remove(chosen)
 
     def flush(self) -> Iterator[list[T]]:
-        """At the end of the stream: what is left, in order, the last batch smaller than the others.
+        """At the end of the stream: batches of all remaining items, in order; the last may be smaller.
 
-        Each is left until it is asked for, so that `state` tells of the others.
+        A batch is removed only when it is requested, so `state` still covers the batches not yet requested.
         """
         while self._finished:
             yield self._remove(sorted(self._finished)[: self.groups_per_batch])
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint. Finished items are not in it: the engine delivers them again."""
+        """State for a checkpoint, without the finished items: the engine delivers those again."""
         return {"base": self._base, "settled": sorted(self._settled)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` returned."""
+        """Restore what `state` returned."""
         self._base = int(state["base"])
         self._settled = {int(ticket) for ticket in state["settled"]}
 

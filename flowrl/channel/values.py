@@ -1,6 +1,6 @@
-"""What a message may hold: one rule, whether it stays in its process, travels or is stored.
+"""What a message may hold: one rule for messages that stay in their process, are sent or are stored.
 
-A value keeps its type or is refused. So types are compared exactly: of a subclass (a named tuple, an enum, an
+A value keeps its type or is refused. So types are compared exactly: from a subclass (a named tuple, an enum, an
 OrderedDict, a masked array) the other end would make the plain type.
 """
 
@@ -18,10 +18,10 @@ from flowrl.errors import WireError
 from flowrl.messages import Message, scalar_problem
 
 MAX_DEPTH = 32
-"""So many messages, lists and read-only mappings may lie around a message: each takes some 40 KiB of the
-receiver's stack."""
+"""Most messages, lists and read-only mappings that may be nested around a message: each takes some 40 KiB of
+the receiver's stack."""
 MAX_NESTED = 64
-"""So many tuples and dicts may lie within each other in one of these."""
+"""Most tuples and dicts that may be nested within one of these."""
 MAX_AXES = 8
 
 FREE, TEXT, WHOLE, NUMBER, ARRAY, TUPLE, DICT, LIST, PROXY, MESSAGE = range(10)
@@ -38,7 +38,7 @@ _kinds: dict[type, int] = {
     MappingProxyType: PROXY,
 }
 SCALARS = frozenset((type(None), bool, float, bytes, str, int))
-"""Types that msgpack has itself."""
+"""Scalar types that msgpack supports."""
 _PLAIN: tuple[tuple[Any, str], ...] = (
     (enum.Enum, "its `.value`"),
     (Mapping, "a dict of it"),
@@ -51,11 +51,11 @@ _PLAIN: tuple[tuple[Any, str], ...] = (
     (int, "an int of it"),
     (float, "a float of it"),
 )
-"""What to hold instead of a value that is refused, by what it is."""
+"""(type of a refused value, what the message can hold instead)."""
 
 
 def kind_of(value: Any) -> int:
-    """Which of the above `value` is. Raises WireError for what a message cannot hold."""
+    """Which of the above kinds `value` is. Raises WireError for a value that a message cannot hold."""
     kind = _kinds.get(type(value))
     if kind is not None:
         return kind
@@ -65,7 +65,7 @@ def kind_of(value: Any) -> int:
 
 
 def refusal(value: Any) -> WireError:
-    """What says that `value` is of a type that cannot travel, and what to hold instead."""
+    """The error for a `value` whose type cannot be sent; it names an alternative if there is one."""
     cls = type(value)
     if cls is int or cls is str:
         return WireError(scalar_problem(value))
@@ -77,13 +77,13 @@ def refusal(value: Any) -> WireError:
 
 
 def check_scalar(value: Any) -> None:
-    """Raises WireError for a text or an integer that cannot travel."""
+    """Raises WireError for a text or an integer that cannot be sent."""
     if problem := scalar_problem(value):
         raise WireError(problem)
 
 
 def check_keys(keys: Iterable[Any]) -> None:
-    """Raises WireError unless all are scalars, or tuples of them."""
+    """Raises WireError unless all keys are scalars, or tuples of them."""
     for key in keys:
         kind = kind_of(key)
         if kind == TUPLE:
@@ -95,7 +95,7 @@ def check_keys(keys: Iterable[Any]) -> None:
 
 
 def check_depth(depth: int) -> None:
-    """Raises WireError for a message, list or read-only mapping with so many around it."""
+    """Raises WireError if `depth`, the number of messages, lists and read-only mappings around a value, is too high."""
     if depth > MAX_DEPTH:
         raise WireError(
             f"a value with more than {MAX_DEPTH} messages around it cannot travel (lists count as messages), nor can "
@@ -104,13 +104,13 @@ def check_depth(depth: int) -> None:
 
 
 def check_nested(nested: int) -> None:
-    """Raises WireError for a tuple or dict with so many around it."""
+    """Raises WireError if `nested`, the number of tuples and dicts around a value, is too high."""
     if nested > MAX_NESTED:
         raise WireError(f"values nested too deep, or within themselves: more than {MAX_NESTED} tuples and dicts")
 
 
 def dtype_code(array: np.ndarray[Any, Any]) -> int:
-    """The code of the array's dtype. Raises WireError for an array that cannot travel."""
+    """The code of the array's dtype. Raises WireError for an array that cannot be sent."""
     code = DTYPE_CODES.get(array.dtype)
     if code is None or array.ndim > MAX_AXES:
         raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot travel; convert it first")

@@ -1,17 +1,17 @@
-"""Frames: what two processes say to each other, as bytes.
+"""Wire format: the frames that two processes exchange, as bytes.
 
-Everything pending for one peer leaves as one multipart:
+Everything pending for one peer leaves as one multipart, or as several if it is large (`multiparts`):
 
     part 0    preamble (magic, wire version, whether parts follow, sender's incarnation and host), then records
     part 1…   raw array buffers, which bodies refer to by index
 
 A record is a header (kind, lane, session, seq, schema, number of messages, body length) and a body
-(msgpack, empty for None). Messages of one class that follow each other on a lane share a record, for one by
-one their headers and parsing would cost more than they do: before its body, an array of their bodies, stand
-the id, ticket and member of each. `seq` is the first one's.
+(msgpack, empty for None). Consecutive messages of one class on a lane share a record, because separate headers
+and separate parsing would cost more than the messages themselves. The body of such a record is an array of the
+messages' bodies; the id, ticket and member of each message precede it. `seq` is that of the first message.
 
-Whatever does not parse, holds what no frame of its kind holds, or costs more than its bytes allow (`cost`) is
-refused with WireError, a record at a time; nothing is ever unpickled.
+A record is refused with WireError if it does not parse, if its payload is not valid for its kind, or if it costs
+more than its bytes allow (`cost`). Records are refused one at a time; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ __all__ = [
 
 
 def followed(first: bytes) -> bool:
-    """Whether parts follow this first part of a multipart."""
+    """Whether more parts follow `first`, the first part of a multipart."""
     return len(first) > FOLLOWED and first[FOLLOWED] != 0
 
 
 class MessageDecoder:
-    """Turns multiparts into frames. `attach` opens an array in shared memory."""
+    """Decodes multiparts into frames. `attach` opens an array in shared memory."""
 
     def __init__(
         self, attach: Callable[[bytes, int], Any] | None = None, *, max_body_bytes: int = MAX_BODY_BYTES
@@ -133,10 +133,10 @@ class MessageDecoder:
         return known
 
     def decode(self, parts: Sequence[Any]) -> list[Frame | Refused]:
-        """The frames of one multipart whose `sender` is known, in order. In place of one whose body is wrong
-        stands what fails its lane: Refused, or REFUSE when it was for the lane's sender.
+        """The frames of one multipart whose `sender` is known, in order. A frame whose body is wrong is replaced
+        by one that fails its lane: Refused, or REFUSE if the frame was for the lane's sender.
 
-        Raises WireError when the records themselves do not parse.
+        Raises WireError if the records themselves do not parse.
         """
         first: bytes = parts[0]
         view = memoryview(first)
@@ -173,9 +173,9 @@ class MessageDecoder:
         return frames
 
     def _check(self, count: int, length: int, there: int) -> None:
-        """Raises WireError if a record's messages and its body cannot be as many, and as long, as the header says.
+        """Raises WireError if the number of messages or the body length in a record's header cannot be right.
 
-        Several messages that share a record may have RECORD_BYTES together, whatever the limit of one.
+        Several messages that share a record may have RECORD_BYTES in total, whatever the limit for one message.
         """
         if there < 0:
             raise WireError(f"a record of {count} messages that ends within their ids")
@@ -210,7 +210,7 @@ def _sender(preamble: bytes) -> tuple[str, int]:
 
 
 class Refused:
-    """A frame that was not taken, and why. Fails its lane."""
+    """A frame that was refused, with the reason. It fails its lane."""
 
     __slots__ = ("lane", "reason", "session")
 
@@ -228,10 +228,10 @@ def _too_many(num_parts: int) -> WireError:
 
 
 def _instead(kind: int, lane: int, session: int, seq: int, reason: str) -> Frame | Refused:
-    """What stands for a refused frame: what ends the wait of whoever it was for.
+    """The replacement of a refused frame, which ends the wait for that frame.
 
-    Of the control link, whose frames are counted, a frame with the same number: an answer that is an error, or a
-    request or note of a kind that nobody answers.
+    Frames of the control link are numbered, so the replacement has the same number: an answer that is an error, or
+    a request or note of a kind that no handler answers.
     """
     if kind in TO_SENDER:
         return REFUSE, lane, session, 0, f"the consumer's process sent {reason}"

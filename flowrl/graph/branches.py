@@ -1,11 +1,11 @@
-"""Where the branches of a graph end, and how often a sample comes to a port.
+"""Which trainers the branches of a graph lead to, and how many copies of a sample arrive at a port.
 
-A sample's state follows from all paths that it takes, so the run has to know, for every port, which trainers
-lie beyond it, and at how many copies a node that counts samples (a group, a join, a batch) has all there is
-of one. On a way that splits into several Out ports of one node, every port brings one thing for each sample:
-the message, or a tombstone where the node sent it elsewhere. So the number of ways is the number of arrivals.
+A sample's state depends on all paths that it takes. So for every port the run has to know which trainers are
+downstream, and how many copies of a sample a node that counts samples (a group, a join, a batch) has to receive
+before it has them all. If a path splits at several Out ports of one node, every port delivers one thing for each
+sample: the message, or a tombstone if the node sent it elsewhere. So the number of paths is the number of arrivals.
 
-Queue edges alone carry samples. They form no cycle in a graph that passes the check.
+Only queue edges carry samples. They form no cycle in a graph that passes the check.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flowrl.messages import Weights
 
 @dataclass(frozen=True)
 class PortPlan:
-    """What a host knows of one port of its node."""
+    """The host's information about one port of its node."""
 
     name: str
     """ "node.port" """
@@ -37,15 +37,15 @@ class PortPlan:
 
 
 def counts(node: Node) -> bool:
-    """The node puts samples together, so it waits for all there is of each."""
+    """Whether the node combines samples and therefore waits for all copies of each."""
     facts = node.facts()
     return bool(facts.joins) or not facts.keeps_lineage
 
 
 def trainers(graph: Graph) -> tuple[str, ...]:
-    """The nodes that train, the main one first: it is the one whose weights the first `until` of the admission names.
+    """The nodes that train, the main one first: its weights are those that the admission's first `until` names.
 
-    A trainer is a gang, sends weights, or says so in its facts.
+    A trainer is a gang, sends weights, or declares itself a trainer in its facts.
     """
     sending = {owner(e.out) for e in graph.edges if e.kind == "latest" and issubclass(carried(e.out), Weights)}
     found = [name for name, node in graph.nodes.items() if node.gang or node.facts().trains or name in sending]
@@ -60,7 +60,7 @@ def _main(graph: Graph) -> str | None:
 
 
 class Branches:
-    """The ways of samples through one graph."""
+    """The paths of samples through one graph."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -74,7 +74,7 @@ class Branches:
 
     @cached_property
     def own_clock(self) -> tuple[str, ...]:
-        """Trainers whose versions are not those of the main one: other batches come to them."""
+        """Trainers whose versions differ from the main trainer's, because they receive other batches."""
         if not self.trainers:
             return ()
         fed = {name: self._batch_ports(name) for name in self.trainers}
@@ -88,13 +88,13 @@ class Branches:
         return frozenset(id(edge.out) for port in ports for edge in self._into.get(id(port), ()))
 
     def beyond(self, port: Port) -> tuple[str, ...]:
-        """Trainers that an Out port's messages come to; of an In port, those of its node and beyond it."""
+        """The trainers that an Out port's messages reach; for an In port, from its own node onwards."""
         names = {owner(port)} if isinstance(port, In) else {owner(e.into) for e in self._out_of.get(id(port), ())}
         reached = frozenset().union(*(self._reached(name) for name in names)) if names else frozenset()
         return tuple(name for name in self.trainers if name in reached)
 
     def _reached(self, start: str) -> frozenset[str]:
-        """Nodes that samples can come to from `start`, which is one of them."""
+        """The nodes that samples can reach from `start`, `start` included."""
         seen, frontier = {start}, [start]
         while frontier:
             name = frontier.pop()
@@ -108,13 +108,13 @@ class Branches:
         return counts(self._graph.nodes[name])
 
     def is_counted(self, port: Port) -> bool:
-        """Whether somebody beyond this Out port counts samples, or trains."""
+        """Whether a node downstream of this Out port counts samples or trains."""
         names = {owner(edge.into) for edge in self._out_of.get(id(port), ())}
         reached = frozenset().union(*(self._reached(name) for name in names)) if names else frozenset()
         return any(name in self.trainers or counts(self._graph.nodes[name]) for name in reached)
 
     def arrivals(self, port: Port) -> dict[str, int]:
-        """Source port -> how many things come to this In port for each of its samples; only where any do."""
+        """Source port -> number of arrivals at this In port for each of its samples; sources with none are left out."""
         return {
             port_name(source): number
             for source in self._sources
@@ -130,7 +130,7 @@ class Branches:
         return self._sent(edge.out, source, frozenset())
 
     def _sent(self, port: Port, source: Port, above: frozenset[str]) -> int:
-        """Things that leave `port` for each sample of `source`. A cycle, which the check refuses, counts once."""
+        """Number of things that leave `port` per sample of `source`. A cycle (rejected by the check) counts once."""
         name = owner(port)
         if port is source:
             return 1
@@ -146,10 +146,10 @@ class Branches:
         return min(sum(taken), 1) if counts(node) else sum(taken)
 
     def repeats(self, port: Port) -> dict[str, list[str]]:
-        """Out port -> the edges by which the In port `port`, where they meet, gets each of its messages more than once.
+        """Out port -> the edges into the In port `port` that together deliver each of its messages more than once.
 
-        Two ways that part at the edges of one Out port both bring a sample. Two that part at the Out ports of one node
-        do not: the node sends it on one of them.
+        Two paths that split at the edges of one Out port both deliver a sample. Two paths that split at the Out ports
+        of one node do not: the node sends the sample on one of them.
         """
         ways = self._ways(port, frozenset())
         found: dict[str, dict[str, None]] = {}
@@ -163,7 +163,7 @@ class Branches:
         return {out: list(lasts) for out, lasts in found.items()}
 
     def _ways(self, port: Port, above: frozenset[str]) -> list[tuple[Edge, ...]]:
-        """The ways of samples to an In port, edge by edge; joined ones are one from there."""
+        """The paths of samples to an In port, as edges; joined paths count as one after the join."""
         ways: list[tuple[Edge, ...]] = []
         for edge in self._into.get(id(port), ()):
             name = owner(edge.out)
@@ -172,13 +172,13 @@ class Branches:
         return ways
 
     def _apart(self, name: str) -> list[Port]:
-        """In ports of a node, of joined ones the first."""
+        """The In ports of a node; of joined ports only the first."""
         node = self._graph.nodes[name]
         joined = node.facts().joins[1:]
         return [port for port in node.ports.values() if isinstance(port, In) and port.name not in joined]
 
     def plans(self) -> tuple[PortPlan, ...]:
-        """Of every connected In and Out port of the graph's queue edges, and of sources."""
+        """The plans of every connected In and Out port of the graph's queue edges, and of sources."""
         return tuple(self._plan(port) for port in self._ports())
 
     def _ports(self) -> Iterable[Port]:

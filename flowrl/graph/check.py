@@ -1,7 +1,7 @@
-"""`flowrl check`: all ten checks, all findings at once, without Ray, torch or weights.
+"""`flowrl check`: runs all ten checks and reports all findings at once, without Ray, torch or weights.
 
-Each finding is complete by itself: what was found, what was needed, with node and port, and the
-change that mends it.
+Each finding is complete on its own: what was found, what was needed, with node and port, and the
+change that fixes it.
 
 1 types, 2 unconnected ports, 8 dispatch, adapters: edge_rules. 3 cycles, 4 feedback, 6 lineage: flow_rules.
 5 tickets, 6 groups, 7 tokens and ranks, 9 resources, 10 warnings: size_rules.
@@ -21,7 +21,7 @@ from flowrl.graph.plan import Plan, make_plan
 
 @dataclass(frozen=True)
 class Report:
-    """What the checks found, and the plan they were made on."""
+    """The findings of the checks, and the plan that they checked."""
 
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -38,7 +38,7 @@ class Report:
 
 
 def check(graph: Graph, cluster: Cluster | None = None) -> Report:
-    """Check `graph` for `cluster` (default: this machine). Never raises for a fault of the graph."""
+    """Check `graph` for `cluster` (default: this machine). Never raises for a mistake in the graph."""
     cluster = cluster or Cluster.here()
     plan = make_plan(graph, cluster)
     problems = dict.fromkeys((*graph.mistakes, *_problems(graph, plan, cluster)))
@@ -58,7 +58,7 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from size_rules.count_problems(graph, numbers)
     yield from size_rules.group_problems(graph)
     yield from size_rules.model_problems(graph)
-    if not loose:  # what is missing on a way through the graph follows from a port that is not connected
+    if not loose:  # an unconnected port is the cause of whatever else is missing on a path
         yield from flow_rules.feedback_problems(graph)
         yield from size_rules.ticket_problems(graph, numbers)
         yield from size_rules.trainer_problems(graph, plan)

@@ -1,4 +1,4 @@
-"""Command-line options of a configuration dataclass: tyro reads them, faults become one sentence."""
+"""Command-line options of a configuration dataclass: tyro parses them; each mistake becomes one sentence."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ REWORDED = (
     (r"Missing value for argument '(\S+)'\. Expected .*", "{0} has no value; write one behind it"),
     (r"Unrecognized options: (.*)", "{0} belongs to no option; write --field value"),
 )
-"""(what tyro says, what is said instead), as regular expression and format string."""
+"""(tyro's message, our replacement), as regular expression and format string."""
 
 
 def parse_options(config_type: type[Any], args: Sequence[str], *, prog: str, others: Iterable[str] = ()) -> Any:
     """An instance of `config_type` with `--field value` overrides of its leaves.
 
     A nested dataclass may be given by the value of its first field: `--policy tiny`. Raises
-    ConfigError for unknown options and values that do not fit; `--help` prints and exits. `others` are
-    options that belong elsewhere, for the suggestion.
+    ConfigError for unknown options and invalid values; `--help` prints and exits. `others` are options
+    defined elsewhere; they are used for suggestions only.
     """
     import tyro
 
@@ -53,7 +53,7 @@ def parse_options(config_type: type[Any], args: Sequence[str], *, prog: str, oth
 
 
 def option_names(config_type: type[Any], prefix: str = "") -> dict[str, str]:
-    """Every option as spelled on the command line, and the leaf it stands for."""
+    """Every option as spelled on the command line, with the leaf field it sets."""
     hints = get_type_hints(config_type)
     found: dict[str, str] = {}
     for field in dataclasses.fields(config_type):
@@ -70,7 +70,7 @@ def option_names(config_type: type[Any], prefix: str = "") -> dict[str, str]:
 
 
 def _spell(arg: str, known: Mapping[str, str], prog: str, candidates: Sequence[str]) -> str:
-    """`--policy tiny` as tyro knows it, `--policy.name tiny`."""
+    """Translate `--policy tiny` to tyro's spelling, `--policy.name tiny`."""
     if not arg.startswith("--") or arg == "--help":
         return arg
     name, equals, value = arg[2:].partition("=")
@@ -86,7 +86,7 @@ def _nearest(name: str, candidates: Sequence[str], prog: str) -> str:
 
 
 def _one_sentence(box: str) -> str:
-    """The first paragraph of tyro's text, whose frame is drawn in Unicode or, on plain terminals, not at all."""
+    """The first paragraph of tyro's text. Its frame is drawn in Unicode, or is absent on plain terminals."""
     framed = box.startswith("╭")
     lines = [line.strip("│ ") for line in box.splitlines() if line[:1] not in ("╭", "╰")]
     rules = [index for index, line in enumerate(lines) if line and set(line) <= {"─", "-"}]
@@ -96,7 +96,7 @@ def _one_sentence(box: str) -> str:
 
 
 def _reworded(sentence: str) -> str:
-    """What tyro and Python say of the commonest mistakes, as found and needed."""
+    """Reword the messages of tyro and Python for the most common mistakes as what was found and what was needed."""
     for pattern, words in REWORDED:
         if match := re.fullmatch(pattern, sentence):
             return words.format(*match.groups())

@@ -18,7 +18,7 @@ CLASSES = (
 
 
 def draw(graph: Graph, plan: Plan, path: Path) -> None:
-    """Write the picture that the file name asks for: .svg, or .mmd for Mermaid."""
+    """Write the picture in the format of the file name: .svg, or .mmd for Mermaid."""
     kinds: dict[str, Callable[[Graph, Plan], str]] = {".svg": svg, ".mmd": mermaid}
     if path.suffix not in kinds:
         raise ConfigError(f"--draw {path}: the name has to end in {' or '.join(kinds)}")

@@ -1,4 +1,4 @@
-"""Checks 1, 2 and 8: message types, unconnected ports, dispatch rules. Each finding says the change."""
+"""Checks 1, 2 and 8: message types, unconnected ports, dispatch rules. Each finding names the fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTNER: dict[type[Port], type[Port]] = {In: Out, Out: In, Call: Serve, Serve: C
 
 
 def type_problems(graph: Graph) -> Iterator[str]:
-    """Check 1: every edge carries what its ends are declared for."""
+    """Check 1: every edge carries the message type that both its ports declare."""
     for name, node in graph.nodes.items():
         for attribute, hint in get_type_hints(type(node)).items():
             if hint in PORT_KINDS:
@@ -43,7 +43,7 @@ def _misfit(graph: Graph, edge: Edge) -> str:
 
 
 def connection_problems(graph: Graph) -> Iterator[str]:
-    """Check 2: every port is connected once in a sensible way, optional, or ignored on purpose."""
+    """Check 2: every port is connected once and correctly, or optional, or ignored on purpose."""
     joined = Counter(id(port) for edge in graph.edges for port in (edge.out, edge.into))
     ignored = {id(port) for port in graph.ignored}
     for name, node in graph.nodes.items():
@@ -95,7 +95,7 @@ def _doubled(graph: Graph) -> Iterator[str]:
 
 
 def dispatch_problems(graph: Graph) -> Iterator[str]:
-    """Check 8, and what gangs and keys need of their messages."""
+    """Check 8, and the requirements of gang and key dispatch on their messages."""
     for edge in graph.edges:
         if edge.kind != "queue" or not _is_message(edge.out.types[0]):
             continue
@@ -122,7 +122,7 @@ def dispatch_problems(graph: Graph) -> Iterator[str]:
 
 
 def adapter_problems(graph: Graph) -> Iterator[str]:
-    """Both ends of a weights edge speak of the same thing: whole weights, or adapters of one rank."""
+    """Both ends of a weights edge expect the same: whole weights, or adapters of one rank."""
     for edge in graph.edges:
         sent, taken = (graph.placed[owner(port)].node.facts().adapter_rank for port in (edge.out, edge.into))
         if edge.kind == "latest" and None not in (sent, taken) and sent != taken:
@@ -153,7 +153,7 @@ def _fits(edge: Edge) -> bool:
 
 
 def _compatible(out: Port, into: Port) -> bool:
-    """`Out` is covariant and `In` invariant: what is sent may be a subclass. Requests fit exactly."""
+    """`Out` is covariant and `In` invariant: a sent message may be a subclass. Requests have to match exactly."""
     if not all(_is_message(kind) for kind in (*out.types, *into.types)):
         return False
     if isinstance(out, Call):

@@ -1,7 +1,7 @@
-"""What a node declares about itself, so that `flowrl check` can judge a graph without running it.
+"""A node's declaration about itself, with which `flowrl check` can check a graph without running it.
 
-A node overrides `Node.facts()`. It is called wherever the graph is built, so it may only look at the
-node's own settings: no files, no heavy imports. `None` says "does not apply here".
+A node overrides `Node.facts()`. Every process that builds the graph calls it, so it may only read the
+node's own settings: no files, no heavy imports. `None` means "does not apply here".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Facts:
-    """One node's declaration; every field has a default that claims nothing."""
+    """One node's declaration; the default of every field states nothing."""
 
     group_size: int | None = None
     """K. A source: members it sends per group. A node that collects groups: members it waits for."""

@@ -14,7 +14,7 @@ from flowrl.graph.ports import Port
 
 @dataclass(frozen=True)
 class FlowStep:
-    """One way a message can move: from a node to another, by an edge."""
+    """One possible move of a message: from one node to another, along an edge."""
 
     source: str
     target: str
@@ -22,7 +22,7 @@ class FlowStep:
 
 
 def steps(graph: Graph) -> tuple[FlowStep, ...]:
-    """All moves of messages, latest edges left out."""
+    """All moves of messages, without latest edges."""
     return tuple(step for edge in graph.edges for step in _steps_of(edge))
 
 
@@ -35,23 +35,23 @@ def _steps_of(edge: Edge) -> Iterator[FlowStep]:
 
 
 def reachable(graph: Graph, start: str) -> frozenset[str]:
-    """Names of the nodes that messages of node `start` can come to, `start` included."""
+    """Names of the nodes that messages of node `start` can reach, `start` included."""
     return _closure(start, [(step.source, step.target) for step in steps(graph)])
 
 
 def reaching(graph: Graph, end: str) -> frozenset[str]:
-    """Names of the nodes whose messages can come to node `end`, `end` included."""
+    """Names of the nodes whose messages can reach node `end`, `end` included."""
     return _closure(end, [(step.target, step.source) for step in steps(graph)])
 
 
 def past(graph: Graph, port: Port) -> frozenset[str]:
-    """Names of the nodes that messages sent on the Out port `port` can come to."""
+    """Names of the nodes that messages sent on the Out port `port` can reach."""
     starts = [owner(edge.into) for edge in graph.edges if edge.kind == "queue" and edge.out is port]
     return frozenset().union(*(reachable(graph, start) for start in starts))
 
 
 def source_ports(graph: Graph) -> list[Port]:
-    """Connected Out ports of nodes that take in nothing by a queue edge: where samples begin."""
+    """Connected Out ports of nodes that receive nothing over a queue edge: samples start there."""
     fed = {owner(edge.into) for edge in graph.edges if edge.kind == "queue"}
     ports = {edge.out: None for edge in graph.edges if edge.kind == "queue" and owner(edge.out) not in fed}
     return list(ports)
@@ -73,7 +73,7 @@ def _closure(start: str, pairs: list[tuple[str, str]]) -> frozenset[str]:
 
 
 def cycles(edges: list[Edge]) -> Iterator[tuple[Edge, ...]]:
-    """One shortest cycle through each edge that lies on any, no cycle twice. Edges run out -> into."""
+    """One shortest cycle through each edge that is on a cycle; no cycle twice. Edges run out -> into."""
     seen: set[frozenset[int]] = set()
     for edge in edges:
         way = _shortest(edges, owner(edge.into), owner(edge.out))

@@ -1,4 +1,4 @@
-"""Checks 3, 4 and the lineage part of 6: cycles, feedback and admission, fan-outs that meet again."""
+"""Checks 3, 4 and the lineage part of 6: cycles, feedback and admission, fan-outs that merge again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowrl.messages import Prompt, Weights
 
 
 def cycle_problems(graph: Graph) -> Iterator[str]:
-    """Check 3: samples never go round. Weights go back by a latest edge, questions by a call."""
+    """Check 3: samples never run in a cycle. Weights return over a latest edge, requests over a call edge."""
     for cycle in cycles([edge for edge in graph.edges if edge.kind == "queue"]):
         way = ", ".join(edge.name for edge in cycle)
         weights = [edge for edge in cycle if issubclass(carried(edge.out), Weights)]
@@ -33,7 +33,7 @@ def cycle_problems(graph: Graph) -> Iterator[str]:
 
 
 def feedback_problems(graph: Graph) -> Iterator[str]:
-    """Check 4: what trains on its own weights' samples has an admission that counts these weights."""
+    """Check 4: a trainer of samples made with its own weights needs an admission that counts these weights."""
     admission = graph.admission
     for edge in feedback(graph):
         port = port_name(edge.into)
@@ -51,13 +51,13 @@ def feedback_problems(graph: Graph) -> Iterator[str]:
 
 
 def feedback(graph: Graph) -> list[Edge]:
-    """Latest edges whose consumer's messages come back to their producer."""
+    """Latest edges whose consumer sends messages that reach their producer again."""
     latest = [edge for edge in graph.edges if edge.kind == "latest"]
     return [edge for edge in latest if owner(edge.out) in reachable(graph, owner(edge.into))]
 
 
 def _source(graph: Graph, edge: Edge) -> str:
-    """The Out port that g.admit should probably name."""
+    """The Out port that g.admit most likely has to name."""
     sources = [port for port in source_ports(graph) if owner(edge.into) in past(graph, port)]
     prompts = [port for port in sources if issubclass(carried(port), Prompt)]
     return next((port_name(port) for port in (*prompts, *sources)), "SOURCE.PORT")
@@ -117,7 +117,7 @@ def admission_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
 
 
 def branch_problems(graph: Graph) -> Iterator[str]:
-    """Check 6: where branches end, each sample can be counted and booked."""
+    """Check 6: at the end of each branch, every sample can be counted and recorded."""
     branches = Branches(graph)
     yield from _source_problems(graph)
     yield from _broadcast_problems(graph, branches)
@@ -136,7 +136,7 @@ def branch_problems(graph: Graph) -> Iterator[str]:
 
 
 def _source_problems(graph: Graph) -> Iterator[str]:
-    """Every replica of a source sends all there is, unless it says otherwise."""
+    """Every replica of a source sends all groups, unless the source declares itself sharded."""
     admitted = admitted_port(graph)
     sources = dict.fromkeys(owner(p) for p in source_ports(graph) if p is admitted or issubclass(carried(p), Prompt))
     for name in sources:
@@ -149,7 +149,7 @@ def _source_problems(graph: Graph) -> Iterator[str]:
 
 
 def _arrival_problems(graph: Graph, branches: Branches, port: In[Any]) -> Iterator[str]:
-    """A node that counts samples has to know how many copies of each come."""
+    """A node that counts samples has to know how many copies of each sample arrive."""
     arrivals = branches.arrivals(port)
     if len(set(arrivals.values())) > 1:
         each = ", ".join(f"{number} from {source}" for source, number in arrivals.items())
@@ -160,7 +160,7 @@ def _arrival_problems(graph: Graph, branches: Branches, port: In[Any]) -> Iterat
 
 
 def _broadcast_problems(graph: Graph, branches: Branches) -> Iterator[str]:
-    """What each replica makes of its copy is one sample several times."""
+    """Replicas that each process a broadcast copy deliver one sample several times."""
     for edge in graph.edges:
         into = graph.placed[owner(edge.into)]
         counted = [port for port in into.node.ports.values() if branches.is_counted(port)]
@@ -173,7 +173,7 @@ def _broadcast_problems(graph: Graph, branches: Branches) -> Iterator[str]:
 
 
 def lineage_problems(graph: Graph) -> Iterator[str]:
-    """Check 6: branches of one fan-out that meet again bring each sample where it is expected."""
+    """Check 6: branches of one fan-out that merge again deliver each sample where it is expected."""
     branches = Branches(graph)
     for name, node in graph.nodes.items():
         joins = node.facts().joins
@@ -187,7 +187,7 @@ def lineage_problems(graph: Graph) -> Iterator[str]:
 
 
 def _repeats(graph: Graph, branches: Branches, port: Port) -> Iterator[str]:
-    """An In port that gets every message of one Out port more than once."""
+    """An In port must not get every message of one Out port more than once."""
     for out, lasts in branches.repeats(port).items():
         yield (
             f"{port_name(port)} gets everything from {out} {len(lasts)} times, by {' and '.join(lasts)}; "
@@ -196,7 +196,7 @@ def _repeats(graph: Graph, branches: Branches, port: Port) -> Iterator[str]:
 
 
 def _join_problems(graph: Graph, ports: list[Port]) -> Iterator[str]:
-    """Joined ports need one fan-out behind them, and branches that keep samples apart and whole."""
+    """Joined ports need one common fan-out upstream, and branches that keep samples separate and complete."""
     into = {port: [edge for edge in graph.edges if edge.into is port and edge.kind == "queue"] for port in ports}
     if not all(into.values()):
         return
@@ -220,7 +220,7 @@ def _fan_outs(graph: Graph) -> list[Port]:
 
 
 def _first_edges(graph: Graph, out: Port, last: Edge) -> list[Edge]:
-    """The edges of `out` by which messages get onto `last`."""
+    """The edges of `out` whose messages lead to `last`."""
     firsts = [edge for edge in graph.edges if edge.out is out and edge.kind == "queue"]
     return [edge for edge in firsts if edge is last or owner(last.out) in _queue_reach(graph, owner(edge.into))]
 

@@ -1,6 +1,6 @@
-"""`Graph`: what a user declares. Plain data; nothing here starts, loads or imports anything heavy.
+"""`Graph`: the user's declaration. Plain data; nothing here starts, loads or imports anything heavy.
 
-Invariant: declaring never raises for a mistake in the graph. Mistakes are collected, and `check`
+Invariant: a declaration never raises for a mistake in the graph. Mistakes are collected, and `check`
 reports them together with all others.
 """
 
@@ -28,7 +28,7 @@ RESERVED_NAMES = ("driver", "core")
 
 @dataclass(frozen=True)
 class Placed:
-    """A node in the graph. `cpus` and `gpus` are per replica; None: what the node's class says."""
+    """A node in the graph. `cpus` and `gpus` are per replica; None means the default of the node's class."""
 
     name: str
     node: Node
@@ -46,13 +46,13 @@ class Placed:
 
     @property
     def heavy(self) -> bool:
-        """Has a process of its own for every replica."""
+        """Whether every replica has its own process."""
         return self.cpus_each > 0 or self.gpus_each > 0
 
 
 @dataclass(frozen=True)
 class Edge:
-    """One join of two ports. `out` is the sending (or asking) port, `into` the other."""
+    """One connection of two ports. `out` is the sending (or requesting) port, `into` the other."""
 
     kind: EdgeKind
     out: Port
@@ -93,12 +93,12 @@ class Graph:
         self.time_shared: list[tuple[str, ...]] = []
         """Node names that take turns on the same devices, by `time_share`."""
         self.mistakes: list[str] = []
-        """What was already wrong at the moment of declaring, complete sentences."""
+        """Mistakes found while the graph was declared, as complete sentences."""
 
     def add(self, name: str, node: N, *, replicas: int = 1, cpus: float | None = None, gpus: float | None = None) -> N:
-        """Put `node` into the graph and return it. `cpus` and `gpus` are what each replica needs.
+        """Add `node` to the graph and return it. `cpus` and `gpus` are the needs of each replica.
 
-        0 cpus and 0 gpus: the node shares one process with all other such nodes.
+        A node with 0 cpus and 0 gpus shares one process with all other such nodes.
         """
         self.mistakes += _node_mistakes(self, name, node, replicas, cpus, gpus)
         if isinstance(node, Node) and not node.name and name not in self.nodes:
@@ -108,11 +108,11 @@ class Graph:
         return node
 
     def connect(self, out: Out[T], into: In[T], *, capacity: int | None = None, dispatch: Dispatch = "share") -> None:
-        """Join two ports by lanes that keep every message, in order, until it is finished.
+        """Connect two ports by lanes that keep every message, in order, until it is finished.
 
         `capacity` is in messages and per lane (one producer replica to one consumer replica).
-        `dispatch` chooses among the consumer's replicas: "share" the one with most free credits,
-        "key" always the same for a group, "broadcast" every one, "gang" a part to each rank.
+        `dispatch` selects the consumer's replica: "share" the one with most free credits, "key" the same
+        one for all messages of a group, "broadcast" every one, "gang" a part to each rank.
         An Out port with several edges sends every message along each of them.
         """
         if dispatch not in get_args(Dispatch):
@@ -123,9 +123,9 @@ class Graph:
         self._join(Edge("queue", out, into, capacity, dispatch), Out, In)
 
     def latest(self, out: Out[T], into: In[T]) -> None:
-        """Join two ports by a one-slot edge: the newest message replaces the one not yet taken.
+        """Connect two ports by a one-slot edge: a new message replaces the one that was not yet taken.
 
-        Never blocks its sender and reaches every consumer replica: for weights.
+        The edge never blocks its sender and reaches every consumer replica. It is meant for weights.
         """
         self._join(Edge("latest", out, into, 1, "broadcast"), Out, In)
 
@@ -137,7 +137,7 @@ class Graph:
         capacity: int | None = None,
         session_affinity: bool = False,
     ) -> None:
-        """Join an asking port to an answering one. Replies return to the asking replica.
+        """Connect a requesting port to a serving port. Replies return to the requesting replica.
 
         `capacity` bounds the open requests between two replicas. With `session_affinity` all
         requests of one session go to one replica of the server.
@@ -153,12 +153,12 @@ class Graph:
         on_limit: OnLimit = "wait",
         look_ahead: int = 1,
     ) -> None:
-        """Give the groups that leave `out` tickets, and so bound how old a trained token can be.
+        """Give a ticket to each group that leaves `out`, which bounds how old a trained token can be.
 
-        A ticket ends when every `until` port (ends of latest edges) holds the weights its group
-        helped to make. `staleness` is the hard maximum, in versions; 0 is synchronous.
-        `on_limit="wait"`: batches are formed by admission order, any finished group among the next
-        `look_ahead` may go first. `on_limit="mask"`: the first complete groups make a batch, tokens
+        A ticket ends when every `until` port (the ends of latest edges) has received the weights that
+        its group helped to train. `staleness` is the hard maximum, in versions; 0 is synchronous.
+        `on_limit="wait"`: batches are formed by admission order; any finished group among the next
+        `look_ahead` may go first. `on_limit="mask"`: the first complete groups form a batch, and tokens
         that are too old are masked out of the loss.
         """
         if self.admission is not None:
@@ -171,12 +171,12 @@ class Graph:
         self._belongs("g.admit", (out, Out), *((port, In) for port in ports))
 
     def ignore(self, port: Port) -> None:
-        """Leave `port` unconnected on purpose. What is sent to an ignored Out port is thrown away."""
+        """Leave `port` unconnected on purpose. Messages sent to an ignored Out port are discarded."""
         self.ignored.append(port)
         self._belongs("g.ignore", (port, Port))
 
     def together(self, *nodes: Node) -> None:
-        """Run these nodes in one process: replica i of each shares it, and no message is copied."""
+        """Run these nodes in one process: replica i of each node shares it, and no message is copied."""
         self.sharing.append(self._names("g.together", nodes))
 
     def time_share(self, *nodes: Node) -> None:
@@ -202,18 +202,18 @@ class Graph:
 
 
 def owner(port: Port) -> str:
-    """Name of the node that `port` belongs to, its class name before it is added."""
+    """The name of the node that `port` belongs to; the node's class name before it is added."""
     return getattr(port.node, "name", "") or type(port.node).__name__
 
 
 def carried(port: Port) -> type[Message]:
-    """The message type of a port, a request's for calls; `Message` where the declaration names none."""
+    """The message type of a port (for calls that of the request); `Message` if the declaration names none."""
     kind = port.types[0] if port.types else Message
     return kind if isinstance(kind, type) and issubclass(kind, Message) else Message
 
 
 def port_name(port: Port) -> str:
-    """ "node.port", as every message writes it."""
+    """ "node.port", as error messages write it."""
     return f"{owner(port)}.{port.name}" if isinstance(port, Port) else _what(port)
 
 

@@ -1,6 +1,6 @@
-"""Where the boxes of a picture go: columns by longest way from a source, rows by the neighbours' mean.
+"""Positions of the boxes in a picture: columns by longest path from a source, rows by the neighbours' mean.
 
-Pure; positions are in columns and rows, not in pixels.
+Pure functions; positions are in columns and rows, not in pixels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def columns(graph: Graph) -> list[list[str]]:
 def forward_links(graph: Graph) -> list[tuple[str, str]]:
     """Node pairs in the direction of the data; links that would close a cycle are left out.
 
-    A call points from the server to the asker only where nothing else places them.
+    A call points from the server to the caller only if no other link places them.
     """
     queue = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "queue"]
     calls = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "call"]
@@ -50,7 +50,7 @@ def _leads(links: Sequence[tuple[str, str]], start: str, end: str) -> bool:
 
 
 def _depths(names: Sequence[str], links: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Longest way from a source, sources pulled right to just before their first target."""
+    """Longest path from a source; sources move right to just before their first target."""
     depth = dict.fromkeys(names, 0)
     for _ in names:
         for source, target in links:

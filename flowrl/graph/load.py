@@ -1,8 +1,8 @@
-"""A graph file: found, run, its configuration read from the command line or from a plain dict.
+"""Loads a graph file: finds it, runs it, and reads its configuration from the command line or a plain dict.
 
 A graph file defines `graph(cfg)`, whose parameter is annotated with one frozen dataclass. Hosts build
-the graph again from (path, configuration as a dict); a file is run once in a process, however often
-its graph is built, so that its message classes exist once.
+the graph again from (path, configuration as a dict). A process runs a file only once, even if it builds
+the graph several times, so that the file's message classes exist once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class GraphFile:
     config_type: type[Any]
 
     def parse(self, args: Sequence[str], *, prog: str = "flowrl run", others: Iterable[str] = ()) -> Any:
-        """The configuration with `--field value` overrides. Raises ConfigError for what does not fit.
+        """The configuration with `--field value` overrides. Raises ConfigError for invalid options or values.
 
-        `others` are options that exist beside these: unknown ones are compared with them too.
+        `others` are further valid options; suggestions for an unknown option consider them too.
         """
         with user_code(self.path):
             return parse_options(self.config_type, args, prog=f"{prog} {self.path}", others=others)
@@ -78,7 +78,7 @@ def load_file(path: str | Path) -> GraphFile:
 
 
 def rebuild(path: str | Path, config: Mapping[str, Any]) -> tuple[Graph, Any]:
-    """The graph and configuration again, from what `dump` returned. Every call makes new nodes."""
+    """Rebuild the graph and configuration from what `dump` returned. Every call creates new nodes."""
     file = load_file(path)
     cfg = restore(file, config)
     return file.build(cfg), cfg
@@ -94,7 +94,7 @@ def dump(cfg: Any) -> dict[str, Any]:
 
 
 def restore(file: GraphFile, config: Mapping[str, Any]) -> Any:
-    """The inverse of `dump`. Raises ConfigError naming the fields that do not fit."""
+    """The inverse of `dump`. Raises ConfigError that names the fields that do not match."""
     from pydantic import TypeAdapter, ValidationError
 
     known = {field.name for field in dataclasses.fields(file.config_type)}
@@ -109,10 +109,10 @@ def restore(file: GraphFile, config: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def user_code(path: Path) -> Iterator[None]:
-    """Turn what the graph file raises into one line with file and line number.
+    """Turn an exception from the graph file into one line with file and line number.
 
-    Catches broadly, because anything may be raised there; what never passed through the file is a
-    fault of flowrl and goes on as it is.
+    Catches broadly, because user code may raise anything. An exception whose traceback does not include
+    the file is a flowrl bug and propagates unchanged.
     """
     try:
         yield
@@ -126,7 +126,7 @@ def user_code(path: Path) -> Iterator[None]:
 
 
 def _sentence(error: Exception) -> str:
-    """What Python's last line would say, with the nearest name for a misspelt attribute."""
+    """The last line of Python's traceback, with the closest name for a misspelt attribute."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
     lines = traceback.TracebackException.from_exception(error).format_exception_only()
@@ -138,7 +138,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _line_in(path: Path, error: BaseException) -> int | None:
-    """The line of the graph file that was being run, deepest frame first."""
+    """The line of the graph file that was running, from the deepest frame."""
     if isinstance(error, SyntaxError) and error.filename in (None, str(path.resolve())):
         return error.lineno or 1
     if isinstance(error, UnicodeDecodeError):
@@ -167,7 +167,7 @@ def _exists(path: Path) -> None:
 
 @functools.cache
 def _module(path: str) -> ModuleType:
-    """Run the file as a module; its own directory can be imported from, as with `python FILE`."""
+    """Run the file as a module; it can import from its own directory, as with `python FILE`."""
     digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
     name = f"flowrl_graph_{Path(path).stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,4 +1,4 @@
-"""What there is to run on: this machine, or a cluster that the user states."""
+"""The available hardware: this machine, or a cluster that the user describes."""
 
 from __future__ import annotations
 

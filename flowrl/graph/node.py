@@ -1,4 +1,4 @@
-"""`Node`: the base class of every role, built-in or the user's own.
+"""`Node`: the base class of every role, built-in or user-defined.
 
 A node is a plain class with annotated ports and `async def run(self)`:
 
@@ -13,8 +13,8 @@ A node is a plain class with annotated ports and `async def run(self)`:
                 else:
                     self.samples.drop(sample, "too_short", state="filtered")
 
-Instances are built wherever the graph is built (the command line, `flowrl check`, every host), so
-`__init__` only stores settings. Imports of heavy packages and anything costly go into `setup`.
+Every process that builds the graph creates the instances (the command line, `flowrl check`, every host),
+so `__init__` only stores settings. Imports of heavy packages and other expensive work belong in `setup`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PORT_KINDS = (In, Out, Call, Serve)
 
 
 class Context(Protocol):
-    """What the host tells a node about its place in the run. Attached before `setup`."""
+    """The host's description of the node's place in the run. Attached before `setup`."""
 
     replica: int
     num_replicas: int
@@ -55,22 +55,22 @@ class Context(Protocol):
     run_id: str
     seed: int
     steps: int | None
-    """Steps this run is to make in all, None if the data decide."""
+    """Total number of steps of this run, None if the data determine it."""
     cores: tuple[int, ...]
     gpus: tuple[int, ...]
     resume_dir: str | None
     """Checkpoint to load, None for a fresh start."""
     start_version: int
     max_staleness: int | None
-    """Hard bound of the age of a trained token, None where the graph declares none."""
+    """Hard bound on the age of a trained token, None if the graph declares none."""
     window: int | None
-    """Finished groups among which a batcher may choose, by admission order; 0: any, None: no admission."""
+    """Number of finished groups, in admission order, from which a batcher may choose; 0: any, None: no admission."""
     own_clock: bool
-    """This trainer's versions are not those of the tokens: other batches come to it than to the main trainer."""
+    """Whether this trainer's versions are not those of the tokens, because it gets other batches than the main one."""
     gang_address: str
     """"host:port" at which the ranks of this gang meet, "" if the node is no gang."""
     weight_routes: tuple[WeightRoute, ...]
-    """The readers of a trainer's weights, or of those this generator reads."""
+    """The readers of this trainer's weights, or of the weights that this generator reads."""
     ledger: Any
     """Ledger events, see flowrl.runtime.accounting.LedgerClient."""
 
@@ -87,7 +87,7 @@ class Context(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """What a node would go on from, and as what, when a run is resumed."""
+    """The saved state that a node of a resumed run would continue from."""
 
     directory: Path
     """The checkpoint."""
@@ -103,12 +103,12 @@ class Node:
     """A role in the graph. Class attributes give the defaults that `Graph.add` can override."""
 
     cpus: ClassVar[float] = 0
-    """Cores a replica needs for itself. 0: cheap, shares a host with other cheap nodes."""
+    """Cores that a replica needs exclusively. 0: cheap, shares a host with other cheap nodes."""
     gpus: ClassVar[float] = 0
     gang: ClassVar[bool] = False
-    """Replicas run in lockstep (ZeRO ranks): `dispatch="gang"` on the way in."""
+    """Replicas run in lockstep (ZeRO ranks); incoming edges need `dispatch="gang"`."""
     keyed_state: ClassVar[bool] = False
-    """Remembers items by group: with several replicas needs `dispatch="key"`."""
+    """The node keeps items by group, so with several replicas it needs `dispatch="key"`."""
 
     name: str = ""
     ports: Mapping[str, Port]
@@ -126,51 +126,51 @@ class Node:
         return node
 
     async def setup(self) -> None:
-        """Load what is costly. Runs in the host, CPUs already pinned, before any message."""
+        """Do expensive loading. Runs in the host with CPUs already pinned, before any message arrives."""
 
     async def run(self) -> None:
-        """The body. Returning closes the out ports; raising fails the run."""
+        """The node's body. Returning closes the out ports; raising fails the run."""
         raise NotImplementedError(f"{type(self).__name__} needs `async def run(self)`")
 
     async def close(self) -> None:
-        """Release what `setup` took. Runs at every orderly end, also after a failure elsewhere.
+        """Release the resources that `setup` acquired. Runs at every orderly end, also after a failure elsewhere.
 
-        What it raises is told as a warning: the run has ended, with its records complete.
+        An exception raised here is reported as a warning, because the run has ended and its records are complete.
         """
 
     def facts(self) -> Facts:
-        """What `flowrl check` has to know of this node. Looks at the node's settings only."""
+        """The facts that `flowrl check` needs about this node. Reads the node's settings only."""
         return Facts()
 
     async def on_acquire(self) -> None:
-        """The devices that this node shares (`g.time_share`) are its own again: bring back what they held."""
+        """Called when this node gets its shared devices (`g.time_share`) back: restore what they held."""
 
     async def on_release(self) -> None:
-        """Another process gets the devices now: move what they hold out of the way."""
+        """Called before another process gets the devices: move what they hold elsewhere."""
 
     def check(self, facts: Any) -> list[str]:
-        """Problems of this node's own settings, complete sentences; see flowrl.graph.check."""
+        """Problems of this node's own settings, as complete sentences; see flowrl.graph.check."""
         return []
 
     def preflight(self) -> None:
-        """Cheap trial on the driver before Ray starts (files, tokenizer, imports). Raises ConfigError."""
+        """Cheap checks on the driver before Ray starts (files, tokenizer, imports). Raises ConfigError."""
 
     def check_resume(self, saved: Saved) -> list[str]:
-        """Why this node cannot go on from `saved`, complete sentences. Asked on the driver before Ray starts."""
+        """Reasons why this node cannot continue from `saved`, as sentences. Called on the driver before Ray starts."""
         return []
 
     async def checkpoint(self, path: str) -> None:
-        """Write large state (weights, optimizer) below `path`. Called on every replica, admission closed."""
+        """Write large state (weights, optimizer) below `path`. Called on every replica while admission is closed."""
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint has to keep besides messages: scalars, strings, tuples, mappings, arrays.
+        """State that a checkpoint has to keep besides messages: scalars, strings, tuples, mappings, arrays.
 
-        Asked for while the body stands in a wait. A send outside of invocations in which it stands is repeated.
+        Called while the body is waiting. If it waits in a send outside of an invocation, that send is repeated.
         """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` returned at the checkpoint."""
+        """Restore what `state` returned at the checkpoint."""
 
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a blocking function in this node's own thread, off the event loop."""

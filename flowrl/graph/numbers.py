@@ -1,9 +1,9 @@
-"""The numbers that follow from a declaration: tickets, window, bound, capacities, message sizes.
+"""The numbers derived from a declaration: tickets, window, bound, capacities, message sizes.
 
-With P groups a batch and look-ahead W there are B = (S + 1)·P tickets, where S is the declared
-staleness, less the versions that overtaking can cost: S = staleness − ceil((W − 1) / P). The bound
-on the staleness of a trained token is S + ceil((W − 1) / P), and 0 when S = 0. `on_limit="mask"` has
-no window: S = staleness, and the mask makes the bound.
+With P groups per batch and look-ahead W there are B = (S + 1)·P tickets. S is the declared staleness
+minus the versions that overtaking can cost: S = staleness − ceil((W − 1) / P). The bound on the
+staleness of a trained token is S + ceil((W − 1) / P), and 0 when S = 0. `on_limit="mask"` has no
+window: S = staleness, and the mask enforces the bound.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MANIFEST_BYTES = 64 << 10
 LANE_MESSAGES = 32
 OPEN_REQUESTS = 64
 BYTES_PER_TOKEN: dict[type[Message], int] = {Prompt: 8, Trainable: 32, Sample: 24, Group: 32, Batch: 32}
-"""Arrays of a token plus its share of the text, rounded up; the first class that fits counts."""
+"""Bytes of a token's array entries plus its share of the text, rounded up; the first matching class applies."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Derived numbers of a graph; None where nothing was declared to derive them from."""
+    """Derived numbers of a graph; None if the declaration they derive from is missing."""
 
     group_size: int | None = None
     """K"""
@@ -46,7 +46,7 @@ class Numbers:
 
 
 def derive(graph: Graph) -> Numbers:
-    """The numbers of `graph`; contradictions between nodes are `check`'s business."""
+    """The numbers of `graph`; `check` reports contradictions between nodes."""
     facts = [node.facts() for node in graph.nodes.values()]
     admission = graph.admission
     groups = _first(fact.groups_per_batch for fact in facts)
@@ -64,7 +64,7 @@ def derive(graph: Graph) -> Numbers:
 
 
 def _ending(graph: Graph) -> list[str]:
-    """The nodes whose weights end tickets; all that send weights where there are none."""
+    """The nodes whose weights end tickets; if there are none, all nodes that send weights."""
     latest = [edge for edge in graph.edges if edge.kind == "latest"]
     until = () if graph.admission is None else graph.admission.until
     named = [owner(edge.out) for edge in latest if any(edge.into is port for port in until)]
@@ -98,10 +98,10 @@ def _longest(facts: Iterable[Facts]) -> int | None:
 
 
 def capacity(graph: Graph, edge: Edge, numbers: Numbers) -> int:
-    """Messages that one lane of `edge` holds: what the user says, else enough to keep both ends busy.
+    """Messages that one lane of `edge` holds: the user's value, else enough to keep both ends busy.
 
-    One batch; the groups of one batch; or two groups' samples and at least 32, but never more than
-    can be in flight. A call edge: as many open requests as the server works on.
+    The default is one batch, or the groups of one batch, or the samples of two groups and at least 32, but never
+    more than can be in flight. For a call edge it is the number of requests that the server handles at a time.
     """
     if edge.capacity is not None:
         return edge.capacity
@@ -117,7 +117,7 @@ def capacity(graph: Graph, edge: Edge, numbers: Numbers) -> int:
 
 
 def in_flight(message: type[Message], numbers: Numbers) -> int | None:
-    """Most messages of this type between admission and weights, None without admission."""
+    """The maximum number of messages of this type between admission and weights; None without admission."""
     if numbers.tickets is None or numbers.ahead is None:
         return None
     if issubclass(message, Batch):
@@ -126,7 +126,7 @@ def in_flight(message: type[Message], numbers: Numbers) -> int | None:
 
 
 def message_bytes(graph: Graph, edge: Edge, numbers: Numbers) -> int:
-    """Largest message on `edge`: the node's word, else estimated from the token lengths."""
+    """The size of the largest message on `edge`: declared by the node, else estimated from the token lengths."""
     declared = graph.nodes[owner(edge.out)].facts().message_bytes.get(edge.out.name)
     if declared is not None:
         return declared

@@ -1,11 +1,11 @@
-"""Which process a node replica runs in, and which cores and GPUs that process has.
+"""Assigns each node replica to a process, and cores and GPUs to each process.
 
-Cheap nodes (no cpus, no gpus) share the host "core". Every replica of another node is a host of its
-own; nodes that are `together` share one, replica by replica. Hosts of one `time_share` share devices.
+Cheap nodes (no cpus, no gpus) share the host "core". Every replica of another node has its own host;
+nodes that are `together` share one, replica by replica. Hosts of one `time_share` share devices.
 
-Invariant: a core or GPU belongs to one host, or to hosts that asked for a part of it or take turns.
-The ranks of a gang whose class default does not fit share one rank's cores, because they work in
-lockstep anyway; whatever else does not fit is reported, never squeezed in.
+Invariant: a core or GPU belongs to one host, or to several that requested a part of it or take turns.
+If the class default of a gang does not fit, its ranks share one rank's cores, because they work in
+lockstep anyway. Anything else that does not fit is reported and not placed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HostPlan:
 
 @dataclass(frozen=True)
 class PlacedUnit:
-    """Nodes that share hosts, replica by replica, and what each of these hosts needs."""
+    """Nodes that share hosts, replica by replica, and the needs of each of these hosts."""
 
     nodes: tuple[Placed, ...]
     cpus: float
@@ -58,7 +58,7 @@ class PlacedUnit:
 
     @property
     def shrinks(self) -> bool:
-        """Ranks of a gang that only has its class's default: they may share one rank's cores."""
+        """Whether this is a gang with its class's default cpus; then its ranks may share one rank's cores."""
         gang = all(placed.node.gang or not placed.heavy for placed in self.nodes)
         return gang and self.replicas > 1 and all(placed.cpus is None for placed in self.nodes)
 
@@ -73,7 +73,7 @@ class DeviceSlot:
 
 
 class Devices:
-    """Cores and GPUs that are still free, in parts of one."""
+    """Cores and GPUs that are still free, as fractions of one device."""
 
     def __init__(self, machines: Iterable[tuple[int, Iterable[int], Iterable[int]]]) -> None:
         self._machines = [
@@ -85,7 +85,7 @@ class Devices:
         return Devices((index, m.cores, range(m.gpus)) for index, m in enumerate(cluster.machines))
 
     def take(self, cpus: float, gpus: float) -> DeviceSlot | None:
-        """Devices on one machine, the first that has them, or None."""
+        """Take devices from the first machine that has enough; None if no machine has."""
         for machine, cores_left, gpus_left in self._machines:
             cores, boards = _pick(cores_left, cpus), _pick(gpus_left, gpus)
             if cores is not None and boards is not None:
@@ -95,7 +95,7 @@ class Devices:
         return None
 
     def whole(self, machine: int) -> tuple[int, ...]:
-        """Cores of a machine that nobody has any part of."""
+        """Cores of a machine that are completely free."""
         return tuple(
             core for index, cores, _ in self._machines if index == machine for core in cores if cores[core] == 1
         )
@@ -144,7 +144,7 @@ def _host(unit: PlacedUnit, replica: int, slot: DeviceSlot | None, lease: str) -
 
 
 def _lent(hosts: Sequence[HostPlan], lease: str) -> Devices:
-    """The devices of a lease's hosts so far, as one more unit finds them: all free."""
+    """The devices of a lease's hosts so far; all count as free for one more unit."""
     mine = [host for host in hosts if host.lease == lease]
     machines = sorted({host.machine for host in mine})
     return Devices(
@@ -158,7 +158,7 @@ def _lent(hosts: Sequence[HostPlan], lease: str) -> Devices:
 
 
 def pools(graph: Graph, cluster: Cluster) -> tuple[tuple[str, tuple[PlacedUnit, ...]], ...]:
-    """(lease, units) in order: units of one lease share devices; "" is a unit by itself."""
+    """(lease, units) in order: units of one lease share devices; a unit with lease "" shares with none."""
     plain = _pools(graph, units(graph))
     if sum(need(pool)[0] for _, pool in plain) <= cluster.num_cores + ROUNDING:
         return plain
@@ -166,7 +166,7 @@ def pools(graph: Graph, cluster: Cluster) -> tuple[tuple[str, tuple[PlacedUnit, 
 
 
 def need(pool: Iterable[PlacedUnit]) -> tuple[float, float]:
-    """(cores, GPUs) of units that take turns: what the largest of them needs."""
+    """(cores, GPUs) for units that take turns: the needs of the largest of them."""
     pool = tuple(pool)
     return max(u.cpus * u.replicas for u in pool), max(u.gpus * u.replicas for u in pool)
 
@@ -181,7 +181,7 @@ def _pools(graph: Graph, all_units: Sequence[PlacedUnit]) -> tuple[tuple[str, tu
 
 
 def units(graph: Graph) -> list[PlacedUnit]:
-    """All hosts but "core", before replicas are counted out."""
+    """The units of all hosts except "core", before replicas are expanded."""
     partners = {name: names for names in merged(graph.sharing) for name in names}
     found: list[PlacedUnit] = []
     for placed in graph.placed.values():
@@ -198,7 +198,7 @@ def _is_core(graph: Graph, placed: Placed) -> bool:
 
 
 def merged(groups: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """Groups of names, those that share a name made one."""
+    """Groups of names; groups that share a name are merged."""
     found: list[tuple[str, ...]] = []
     for group in groups:
         touching = [other for other in found if set(other) & set(group)]

@@ -1,5 +1,5 @@
-"""The plan of a run: hosts, lanes, calls, transports and derived numbers. Pure; `flowrl check` prints
-it, the launcher builds it, `graph.json` keeps it.
+"""The plan of a run: hosts, lanes, calls, transports and derived numbers. Pure functions; `flowrl check`
+prints the plan, the launcher builds it, `graph.json` stores it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["CallPlan", "EdgePlan", "HostPlan", "LanePlan", "Plan", "WeightPlan",
 
 @dataclass(frozen=True)
 class LanePlan:
-    """One producer replica to one consumer replica of a queue or latest edge."""
+    """The lane from one producer replica to one consumer replica of a queue or latest edge."""
 
     name: str
     """ "generator/0.rollouts -> reward/1.rollouts" """
@@ -41,7 +41,7 @@ class LanePlan:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """One asking replica and one answering replica of a call edge."""
+    """The connection of one requesting replica and one serving replica of a call edge."""
 
     name: str
     edge: str
@@ -59,7 +59,7 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class EdgePlan:
-    """An edge with everything derived."""
+    """An edge with all its derived values."""
 
     name: str
     kind: EdgeKind
@@ -125,7 +125,7 @@ class Plan:
         return tuple(dict.fromkeys((lane.consumer, lane.producer.split("/")[0]) for lane in lanes))
 
     def to_json(self) -> dict[str, Any]:
-        """What `graph.json` holds: the derived numbers by name, then the parts."""
+        """The content of `graph.json`: the derived numbers by name, then the parts."""
         return {
             "graph": self.graph,
             **asdict(self.numbers),
@@ -143,7 +143,7 @@ class Plan:
 
 
 def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
-    """Plan `graph` for `cluster` (default: this machine). Never judges: see flowrl.graph.check."""
+    """Plan `graph` for `cluster` (default: this machine). Checks nothing; flowrl.graph.check does that."""
     cluster = cluster or Cluster.here()
     numbers = derive(graph)
     hosts, homeless = place(graph, cluster)
@@ -174,7 +174,7 @@ def replicas(graph: Graph, name: str) -> list[str]:
 
 
 def _senders(graph: Graph, edge: Edge) -> list[str]:
-    """The replicas that send on `edge`. The ranks of a gang publish weights with one voice, rank 0's."""
+    """The replicas that send on `edge`. Of the ranks of a gang, only rank 0 publishes weights."""
     senders = replicas(graph, owner(edge.out))
     return senders[:1] if edge.kind == "latest" and graph.nodes[owner(edge.out)].gang else senders
 
@@ -218,7 +218,7 @@ def _calls(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan
 
 
 def _type_names(edge: Edge) -> tuple[str, ...]:
-    """The message classes by the names that every process knows them by."""
+    """The message classes of `edge` by the names that are valid in every process."""
     return tuple(type_name(kind) if isinstance(kind, type) else str(kind) for kind in edge.out.types)
 
 
@@ -293,10 +293,10 @@ def _admission(graph: Graph) -> dict[str, Any] | None:
 
 
 def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
-    """The routes that concern `node`: those of the trainer that it is, or of the trainer that it reads.
+    """The routes that concern `node`: its own if it is a trainer, else those of the trainer whose weights it reads.
 
-    Under a lease trainer and generator never work at the same time, as a GPU transfer needs: there the
-    weights wait in host memory.
+    A GPU transfer needs trainer and generator to work at the same time. Under a lease they never do, so the
+    weights wait in host memory there.
     """
 
     def name(replica_id: str) -> str:

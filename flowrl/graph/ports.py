@@ -1,14 +1,14 @@
-"""Ports: where a node's body meets its edges.
+"""Ports: the connection points between a node's body and its edges.
 
-A port is declared by annotation (`rollouts: In[Sample]`); `Node` makes one per instance. Before the
+A port is declared by annotation (`rollouts: In[Sample]`); `Node` creates one per instance. Before the
 run a port only carries names and types. The host process attaches the live side (`port.live`).
 
-`In` is invariant and `Out` covariant: so mypy refuses an edge whose message types do not fit.
+`In` is invariant and `Out` is covariant, so mypy rejects an edge whose message types do not match.
 
-What "finished" means. In `async for x in self.port` item x is finished when the next one is asked
-for and everything sent meanwhile has been taken in by the next process. In `each`, when its task has
-returned. An item put on `hold` is finished by the `send(..., made_from=[x, ...])` that uses it up,
-or by `drop(x, reason)`. An item that ends with neither send, hold nor drop is an error that names the
+When an item is "finished": in `async for x in self.port`, item x is finished when the body asks for the
+next one and the next process has accepted everything sent meanwhile. In `each`, when its task has
+returned. An item put on `hold` is finished by the `send(..., made_from=[x, ...])` that consumes it,
+or by `drop(x, reason)`. An item that ends without send, hold or drop is an error that names the
 node, unless the node has no out port.
 """
 
@@ -31,9 +31,9 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class Members(Generic[M]):
-    """All that came of one group: `items` in member order, and the tombstones of the others.
+    """The outcome of one group: `items` in member order, and the tombstones of the other members.
 
-    Of joined ports an item is a tuple, the message of each port.
+    For joined ports each item is a tuple with one message per port.
     """
 
     group_id: str
@@ -44,7 +44,7 @@ class Members(Generic[M]):
 
 
 class LiveIn(Protocol):
-    """What the host attaches to an In port."""
+    """The live side that the host attaches to an In port."""
 
     def iterate(self) -> AsyncIterator[Any]: ...
     async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None: ...
@@ -59,14 +59,14 @@ class LiveIn(Protocol):
 
 
 class LiveJoin(Protocol):
-    """What the host makes of several In ports that are joined."""
+    """The live side that the host creates for several joined In ports."""
 
     def iterate(self) -> AsyncIterator[Any]: ...
     def groups(self, size: int) -> AsyncIterator[Members[Any]]: ...
 
 
 class LiveOut(Protocol):
-    """What the host attaches to an Out port."""
+    """The live side that the host attaches to an Out port."""
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None: ...
     async def admit(self, items: Sequence[Message]) -> bool: ...
@@ -83,7 +83,7 @@ class Port:
         self.types = types
         self.live: Any = None
         self.connected = False
-        """The running graph has an edge here: the same for all replicas, also one whose own lanes are none."""
+        """True if the running graph has an edge here; the same for all replicas, also for one without own lanes."""
 
     def __repr__(self) -> str:
         names = ", ".join(t.__name__ for t in self.types)
@@ -97,25 +97,25 @@ class In(Port, Generic[T]):
     live: LiveIn
 
     def __aiter__(self) -> AsyncIterator[T]:
-        """Items in order of arrival, until every producer has closed. One consumer at a time."""
+        """Yield items in order of arrival until every producer has closed. One consumer at a time."""
         return self.live.iterate()
 
     async def each(self, body: Callable[[T], Awaitable[None]], *, concurrency: int = 1) -> None:
         """Run `body(item)` for every item, at most `concurrency` at a time, until end of stream.
 
-        An exception in a body fails the node; `SampleFailed` makes a tombstone of its item instead.
+        An exception in a body fails the node, except `SampleFailed`, which turns its item into a tombstone.
         """
         await self.live.each(body, concurrency)
 
     def groups(self, size: int) -> AsyncIterator[Members[T]]:
-        """Whole groups, each when its `size` members have come or are known to be lost.
+        """Yield whole groups, each when all its `size` members have arrived or are known to be lost.
 
         Every member is on hold until a send names it or it is dropped. Needs keyed or single input.
         """
         return self.live.groups(size)
 
     def ordered(self) -> AsyncIterator[tuple[int, T | None]]:
-        """(ticket, item) in order of arrival, item None where the ticket's group was dropped.
+        """Yield (ticket, item) in order of arrival; item is None if the ticket's group was dropped.
 
         Every item is on hold. For nodes that form batches by admission order.
         """
@@ -128,21 +128,21 @@ class In(Port, Generic[T]):
     def drop(self, item: T, reason: str, *, state: str = "dropped", group: bool = False) -> None:
         """End `item` without a send; `state` is "dropped" or "filtered" in the ledger.
 
-        `reason` is one word (a_word_like_this): it is counted under that name. With `group` the item's whole group is
-        given up: members that are under way in other nodes are cancelled, in vLLM too, and end by the same reason.
+        `reason` is one word (a_word_like_this); the drop is counted under that name. With `group` the item's whole
+        group is dropped: members in progress in other nodes, also in vLLM, are cancelled and end with the same reason.
         """
         self.live.drop(item, reason, state, group=group)
 
     def finish(self, item: T) -> None:
-        """End `item` here and now, whether or not anything was made from it.
+        """End `item` immediately, whether or not a message was made from it.
 
-        For a node whose effect lies elsewhere (a trainer's weights, a file): a checkpoint from here on
-        knows the item as done, although the body goes on.
+        For a node whose effect is not a message (a trainer's weights, a file): every later checkpoint
+        records the item as done, although the body continues.
         """
         self.live.finish(item)
 
     def newest(self) -> T | None:
-        """Latest edges only: the newest message so far, None before the first."""
+        """Return the newest message so far, None before the first. For `latest` edges only."""
         return self.live.newest()  # type: ignore[no-any-return]
 
     def ticket(self, item: T) -> int:
@@ -151,21 +151,21 @@ class In(Port, Generic[T]):
 
 
 class Join(Generic[M]):
-    """Several In ports of one node, matched by sample; made by `join`. Iterate it once, and not its ports.
+    """Several In ports of one node, matched by sample; created by `join`. Iterate it once; do not iterate its ports.
 
-    Every message of a sample shares its fate: `send` inside an invocation is made from all of them, and naming
-    one in `made_from`, `hold` or `drop` means all. A sample that was lost on any branch does not come.
+    All messages of a sample are handled together: `send` inside an invocation counts as made from all of them, and
+    naming one in `made_from`, `hold` or `drop` means all. A sample that was lost on any branch is not yielded.
     """
 
     def __init__(self, ports: Sequence[In[Any]]) -> None:
         self._ports = tuple(ports)
 
     def __aiter__(self) -> AsyncIterator[M]:
-        """A tuple for each sample, in order of completion, until every producer of every port has closed."""
+        """Yield a tuple for each sample, in order of completion, until every producer of every port has closed."""
         return self._live().iterate()
 
     def groups(self, size: int) -> AsyncIterator[Members[M]]:
-        """As `In.groups`, of joined samples."""
+        """Like `In.groups`, for joined samples."""
         return self._live().groups(size)
 
     def _live(self) -> LiveJoin:
@@ -178,10 +178,10 @@ def join(first: In[T], second: In[U], /) -> Join[tuple[T, U]]: ...
 @overload
 def join(first: In[T], second: In[U], third: In[V], /) -> Join[tuple[T, U, V]]: ...
 def join(*ports: In[Any]) -> Join[Any]:
-    """Match what comes in on these ports of a node by sample: `async for scored, valued in join(a, b):`.
+    """Match the messages that arrive on these ports of a node by sample: `async for scored, valued in join(a, b):`.
 
-    The ports have to be fed, over branches that keep samples apart, by one Out port: name them in
-    `facts().joins`, so that `flowrl check` holds the graph to it.
+    One Out port has to feed all of them, over branches that keep samples apart. Name the ports in
+    `facts().joins`, so that `flowrl check` enforces this.
     """
     return Join(ports)
 
@@ -194,42 +194,42 @@ class Out(Port, Generic[T_co]):
     async def send(self, item: T_co, *, made_from: Sequence[Message] | None = None) -> None:  # type: ignore[misc]
         """Send one message; waits for a credit. `item` must not be changed afterwards.
 
-        Its id derives from what it was made from: `made_from` if given, else the item being worked
-        on. Cancelling a waiting send sends nothing.
+        Its id derives from the items it was made from: `made_from` if given, else the current item of
+        the invocation. Cancelling a waiting send sends nothing.
         """
         await self.live.send(item, made_from)
 
     async def admit(self, items: Sequence[T_co]) -> bool:
-        """Sources only: send the members of one new group once there is a ticket for it.
+        """Send the members of one new group as soon as a ticket is free. For sources only.
 
-        Waits for the ticket; the group stands in the ledger before its first message leaves. Returns
-        False when no further group is wanted (`--steps` is reached, or the run is ending).
+        Waits for the ticket; the group is recorded in the ledger before its first message leaves. Returns
+        False when no further group is needed (`--steps` is reached, or the run is ending).
         """
         return await self.live.admit(items)
 
     def was_sent(self) -> bool:
-        """Whether the message that this invocation would send next is among those that a resumed run began with.
+        """Whether the next message of this invocation is already among the messages that a resumed run started with.
 
-        A checkpoint may find an invocation in a send that waits for credit. It keeps the message, and the resumed
-        run begins the invocation again, where `send` leaves the message out. An invocation that makes nothing else asks
-        here first, returns if so, and spares the work.
+        A checkpoint may be taken while an invocation waits for credit in a send. The checkpoint keeps the message;
+        the resumed run restarts the invocation, and its `send` skips the message. An invocation that produces nothing
+        else calls this first and returns if it is True, which saves the work.
         """
         return self.live.was_sent()
 
     def close(self) -> None:
-        """End this stream before `run` returns, when the node goes on with other work. Once or more."""
+        """End this stream before `run` returns, if the node continues with other work. May be called repeatedly."""
         self.live.close()
 
 
 class Call(Port, Generic[Req, Rep]):
-    """The asking end of a request/reply edge."""
+    """The requesting end of a request/reply edge."""
 
     async def __call__(
         self, request: Req, *, session: str = "", priority: int = 0, timeout_s: float | None = None
     ) -> Rep:
-        """Ask and wait for the reply. Cancelling this cancels the work at the other end.
+        """Send a request and wait for the reply. Cancelling this cancels the work at the other end.
 
-        `session` keeps requests of one session on one replica where the edge says so. Raises
+        `session` keeps the requests of one session on one replica if the edge is declared so. Raises
         SampleFailed with the remote reason, or TimeoutError.
         """
         return await self.live.call(request, session=session, priority=priority, timeout_s=timeout_s)  # type: ignore[no-any-return]

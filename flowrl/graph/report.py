@@ -1,4 +1,4 @@
-"""The plan of a graph as text: what `flowrl check` prints when all is well."""
+"""The plan of a graph as text, as `flowrl check` prints it if there are no problems."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def number_lines(plan: Plan) -> Iterator[tuple[str, str]]:
-    """The derived numbers that the graph has, as (name, text)."""
+    """The derived numbers that this graph has, as (name, text)."""
     numbers = plan.numbers
     if numbers.group_size is not None:
         yield "group_size", f"{numbers.group_size}"
@@ -64,7 +64,7 @@ def _numbers(plan: Plan) -> Iterator[str]:
 
 
 def _branches(plan: Plan) -> Iterator[str]:
-    """Which nodes lead to which trainer, where there is more to tell than one line of nodes."""
+    """Which nodes lead to which trainer, if the graph is more than one line of nodes."""
     beyond: dict[str, set[str]] = {}
     for port in plan.ports:
         beyond.setdefault(port.name.partition(".")[0], set()).update(port.trainers)
@@ -81,7 +81,7 @@ def _branches(plan: Plan) -> Iterator[str]:
 
 
 def _weighing(plan: Plan) -> set[str]:
-    """Nodes that take weights alone: no branch of samples."""
+    """Nodes that receive only weights, so they are no branch of samples."""
     fed = {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "queue"}
     return {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "latest"} - fed
 

@@ -1,4 +1,4 @@
-"""Who gets a trainer's weights, and how. Trainer ranks and generators are told the same routes."""
+"""Which nodes receive a trainer's weights, and how. Trainer ranks and generators get the same routes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class WeightRoute:
 
 
 def through_hosts(routes: Sequence[WeightRoute]) -> tuple[WeightRoute, ...]:
-    """The same readers, reached through host memory: for what is small and needs no GPU to travel."""
+    """The same readers, reached through host memory; for small data that needs no GPU transfer."""
     return tuple(route if route.transport == "shm" else replace(route, transport="tcp") for route in routes)
 
 
 def common_transport(routes: Sequence[WeightRoute]) -> str:
-    """The transport that serves all readers; shared memory where there are none."""
+    """The transport that serves all readers; shared memory if there are none."""
     kinds = {route.transport for route in routes}
     if kinds <= {"shm"}:
         return "shm"
@@ -42,7 +42,7 @@ def common_transport(routes: Sequence[WeightRoute]) -> str:
 
 
 def rank_offset(routes: Sequence[WeightRoute], consumer: str) -> int:
-    """First rank of `consumer`'s workers in the group whose rank 0 is the sending trainer rank."""
+    """The first rank of `consumer`'s workers in the group whose rank 0 is the sending trainer rank."""
     offset = 1
     for route in routes:
         if route.consumer == consumer:
@@ -52,5 +52,5 @@ def rank_offset(routes: Sequence[WeightRoute], consumer: str) -> int:
 
 
 def world_size(routes: Sequence[WeightRoute]) -> int:
-    """The sender and every worker of every reader."""
+    """The number of processes: the sender and every worker of every reader."""
     return 1 + sum(route.num_workers for route in routes)

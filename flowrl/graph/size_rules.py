@@ -22,7 +22,7 @@ COUNTS = (
 
 
 def count_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
-    """Numbers that nodes declare have to be at least 1. A node that names its own problems is left to do so."""
+    """Numbers that nodes declare have to be at least 1. A node that reports its own problems is skipped."""
     for name, node in graph.nodes.items():
         if node.check(numbers):
             continue
@@ -33,7 +33,7 @@ def count_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
 
 
 def ticket_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
-    """Check 5: tickets come back, so that admission never waits for ever."""
+    """Check 5: tickets return, so that admission never waits forever."""
     admission = graph.admission
     if admission is None:
         return
@@ -49,9 +49,9 @@ def ticket_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
 
 
 def trainer_problems(graph: Graph, plan: Plan) -> Iterator[str]:
-    """Check 5: trainers that leave out different groups do not hold all tickets between them.
+    """Check 5: trainers that skip different groups must not hold all tickets together.
 
-    Each can hold those of n batches less one group: n - 1 that are not published, and one that is not full.
+    Each can hold the tickets of n batches minus one group: n - 1 unpublished batches, and one that is not full.
     """
     numbers = plan.numbers
     if not plan.own_clock or numbers.groups_per_batch is None or numbers.tickets is None:
@@ -68,7 +68,7 @@ def trainer_problems(graph: Graph, plan: Plan) -> Iterator[str]:
 
 
 def group_problems(graph: Graph) -> Iterator[str]:
-    """Check 6: all nodes that speak of a group or a batch of groups mean the same size."""
+    """Check 6: all nodes that declare a group size or a batch size declare the same one."""
     facts = {name: node.facts() for name, node in graph.nodes.items()}
     for field, word in (("group_size", "samples a group"), ("groups_per_batch", "groups a batch")):
         said = {name: getattr(fact, field) for name, fact in facts.items() if getattr(fact, field) is not None}
@@ -78,7 +78,7 @@ def group_problems(graph: Graph) -> Iterator[str]:
 
 
 def model_problems(graph: Graph) -> Iterator[str]:
-    """Two trainers' models need two directories in a checkpoint."""
+    """The models of two trainers need two directories in a checkpoint."""
     savers: dict[str, list[str]] = {}
     for name, node in graph.nodes.items():
         if (saves := node.facts().saves) is not None:
@@ -121,7 +121,7 @@ def _lengths(graph: Graph) -> str:
 
 
 def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
-    """Check 9: what the hosts need is there, and weights have a way."""
+    """Check 9: the cluster has what the hosts need, and weights have a transport."""
     yield from _sharing_problems(graph)
     units = [(lease, pool) for lease, pool in pools(graph, cluster)]
     cores, gpus = (
@@ -206,7 +206,7 @@ def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
 
 
 def memory_warnings(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
-    """Check 10: edges that may hold more bytes than there is memory."""
+    """Check 10: edges that may hold more bytes than the machine's memory."""
     present = min((machine.memory_bytes for machine in cluster.machines), default=0)
     models = max((node.facts().memory_bytes for node in graph.nodes.values()), default=0)
     if present and plan.retained_bytes > present - models:

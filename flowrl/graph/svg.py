@@ -1,7 +1,7 @@
-"""A graph as an SVG picture without dependencies: boxes in columns, data left to right.
+"""Draws a graph as an SVG picture without dependencies: boxes in columns, data from left to right.
 
-Edges between neighbouring columns are curves; whatever goes back or jumps over a column runs in a
-channel of its own below the boxes (latest edges) or above them, so that no line crosses a box.
+Edges between neighbouring columns are curves. An edge that goes back or skips a column runs in its
+own channel below the boxes (latest edges) or above them, so that no line crosses a box.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Sheet:
-    """The picture's size and what is placed on it."""
+    """The picture's size and the elements placed on it."""
 
     width: float
     height: float
@@ -71,7 +71,7 @@ def svg(graph: Graph, plan: Plan) -> str:
 
 
 def _sheet(graph: Graph, table: list[list[str]], above: list[Edge]) -> Sheet:
-    """Sizes follow from columns, rows and the number of channels above and below."""
+    """Compute sizes from columns, rows and the number of channels above and below."""
     rows, tallest = row_of(table), max((len(column) for column in table), default=0)
     column_of = {name: index for index, column in enumerate(table) for name in column}
     jumps = [edge for edge in above if not _adjacent(edge, column_of)]
@@ -111,7 +111,7 @@ def _box(box: Box) -> str:
 
 
 def _edges(graph: Graph, plan: Plan, sheet: Sheet) -> str:
-    """Neighbours by a curve, the rest by channels, each with its own."""
+    """Draw edges between neighbours as curves, the others each in its own channel."""
     derived = {edge.name: edge for edge in plan.edges}
     high, low, parts = 0, 0, []
     for edge in graph.edges:
@@ -141,15 +141,15 @@ def _curve(graph: Graph, sheet: Sheet, edge: Edge, derived: EdgePlan) -> str:
 
 
 def _spread(box: Box, edges: list[Edge], edge: Edge) -> float:
-    """Edges of one side of a box meet it at heights of their own."""
+    """The height at which `edge` meets the box; each edge of one side has its own."""
     place = edges.index(edge) - (len(edges) - 1) / 2
     return box.y + BOX_H / 2 + place * min(16, (BOX_H - 14) / max(len(edges), 1))
 
 
 def _channel(sheet: Sheet, edge: Edge, derived: EdgePlan, level: float, nth: int) -> str:
-    """Out of the source, along the channel at height `level`, and into the target.
+    """Draw from the source, along the channel at height `level`, to the target.
 
-    Straight down or up where the way is free, else through the gap beside the column.
+    The line runs straight down or up if no box is in between, else through the gap beside the column.
     """
     source, target = sheet.boxes[owner(edge.out)], sheet.boxes[owner(edge.into)]
     x0, start = _leave(sheet, source, level, nth)
@@ -181,7 +181,7 @@ def _enter(sheet: Sheet, box: Box, level: float, nth: int) -> tuple[float, str]:
 
 
 def _blocked(sheet: Sheet, box: Box, level: float) -> bool:
-    """Another box of the column lies between this one and `level`."""
+    """Whether another box of the column lies between this one and `level`."""
     low, high = sorted((box.y, level))
     return any(other.column == box.column and low < other.y < high for other in sheet.boxes.values())
 
@@ -216,7 +216,7 @@ def _text(
     anchor: str = "middle",
     halo: bool = False,
 ) -> str:
-    """`halo`: white around the letters, so that a line behind them does not cross them."""
+    """A text element. `halo` adds white around the letters, so that a line behind them does not cross them."""
     outline = ' stroke="#ffffff" stroke-width="3.5" stroke-linejoin="round" paint-order="stroke"' if halo else ""
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" font-weight="{weight}" fill="{fill}" '

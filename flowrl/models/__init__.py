@@ -19,10 +19,10 @@ def silent(text: str) -> None:
 
 
 def resolve(policy: Policy, *, progress: Progress = silent) -> str:
-    """The local model directory of `policy`, made first if it is a built-in one not in the cache.
+    """The local model directory of `policy`. A built-in model that is not in the cache is created first.
 
-    Safe to call from several processes: one makes the model, the others wait. `progress` is told each
-    stage in a line. Raises ConfigError if there is no such model.
+    Safe to call from several processes: one creates the model, the others wait. `progress` is called with one
+    line per stage. Raises ConfigError if there is no such model.
     """
     if policy.model in CHARACTER_MODELS:
         from flowrl.models.tiny import tiny_model
@@ -47,7 +47,7 @@ def check_model(policy: Policy) -> None:
 
 
 def check_prompts(policy: Policy, conversations: Sequence[Turns], system_prompt: str) -> None:
-    """Raise ConfigError unless the model's tokenizer renders these. Built-in models render everything."""
+    """Raise ConfigError unless the model's tokenizer renders `conversations`. Built-in models render everything."""
     if policy.built_in:
         return
     path = Path(policy.model).expanduser()

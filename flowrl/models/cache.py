@@ -1,7 +1,7 @@
-"""Model directories that flowrl makes once and keeps.
+"""Model directories that flowrl creates once and keeps.
 
-Invariants: a directory under its final name is complete, because it is renamed there in one step; and
-one process makes it while all others wait for the lock, which ends with that process at the latest.
+Invariants: a directory under its final name is complete, because it gets that name by one atomic rename;
+one process creates it while all others wait for the lock, which is released at the latest when that process ends.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def cache_dir() -> Path:
 
 
 def cached_model(name: str, recipe: Mapping[str, Any], make: Callable[[Path], None], progress: Progress) -> Path:
-    """The directory that `make(empty_dir)` fills, made at most once for each `recipe` (JSON values)."""
+    """The directory that `make(empty_dir)` fills, created at most once for each `recipe` (JSON values)."""
     return cached_directory("models", name, recipe, make, progress)
 
 
 def cached_directory(
     kind: str, name: str, recipe: Mapping[str, Any], make: Callable[[Path], None], progress: Progress
 ) -> Path:
-    """The same for directories of another `kind`, which lie beside the models."""
+    """The same for directories of another `kind`, which are stored next to the models."""
     from filelock import FileLock, Timeout
 
     digest = hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=6).hexdigest()
@@ -55,7 +55,7 @@ def cached_directory(
 
 
 def _make(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None]) -> None:
-    """Fill a fresh directory beside `final` and rename it; what a killed process left is removed."""
+    """Fill a new directory next to `final` and rename it; remnants of a killed process are removed."""
     for leftover in final.parent.glob(f"{final.name}.part-*"):
         shutil.rmtree(leftover)
     part = Path(tempfile.mkdtemp(prefix=f"{final.name}.part-", dir=final.parent))

@@ -1,8 +1,8 @@
-"""The tokenizer of `tiny`: one token a byte, so one a character for ASCII, and every text comes back.
+"""The tokenizer of `tiny`: one token per byte, so one per ASCII character; decoding restores every text exactly.
 
-Its pieces are those of Qwen2's own tokenizer (byte-level BPE), without a single merge: transformers
-builds that class for every Qwen2 model directory, whatever tokenizer was saved there, and a word-level
-one would silently lose blanks and newlines.
+It uses the components of Qwen2's own tokenizer (byte-level BPE) without any merges. transformers builds
+that class for every Qwen2 model directory, even if another tokenizer was saved there, and a word-level
+tokenizer would silently lose blanks and newlines.
 """
 
 from __future__ import annotations

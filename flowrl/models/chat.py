@@ -1,4 +1,4 @@
-"""Conversations as token ids, by the model's own chat template."""
+"""Converts conversations to token ids with the model's own chat template."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def load_tokenizer(model_dir: str | Path) -> Any:
 
 
 def _tokenizer_class(model_dir: Path) -> Any:
-    """The tokenizer class of the model's own type, where its files name it; else AutoTokenizer, which finds it out.
+    """The tokenizer class of the model's own type if its files name it; else AutoTokenizer, which determines it.
 
-    To find out AutoTokenizer imports torch and all of transformers' model code: more than half of the four
-    seconds that a process takes to start in which no model is.
+    For that AutoTokenizer imports torch and all of transformers' model code, which takes more than half of the
+    four seconds that a process without a model needs to start.
     """
     import transformers
 
@@ -44,7 +44,7 @@ def _tokenizer_class(model_dir: Path) -> Any:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Nothing where the file is not what it should be: whoever loads the tokenizer says so better."""
+    """The file's content; {} if the file is invalid, because loading the tokenizer gives a better error."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -54,13 +54,13 @@ def _json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Chat:
-    """Renders turns for one tokenizer, with a system message in front if one is given."""
+    """Renders turns for one tokenizer, with a system message first if one is given."""
 
     tokenizer: Any
     system_prompt: str = ""
 
     def prompt(self, turns: Turns) -> tuple[str, Int32]:
-        """(text, ids) up to where the assistant begins to speak. Without a chat template: the bare last turn."""
+        """(text, ids) up to the start of the assistant's turn. Without a chat template: only the last turn's text."""
         if not self.tokenizer.chat_template:
             text = turns[-1]["content"]
             return text, np.asarray(self.tokenizer(text)["input_ids"], np.int32)
@@ -86,14 +86,14 @@ class Chat:
         return self._trimmed(ids, mask)
 
     def completion(self, turns: Turns, answer: str) -> tuple[Int32, Bool]:
-        """The same with the mask on `answer` and its end alone, whatever the assistant said before."""
+        """Like `demonstration`, but the mask marks only `answer` and its end, not earlier assistant turns."""
         ids, mask = self.demonstration(turns, answer)
         if self.tokenizer.chat_template:
             mask[: self.prompt(turns)[1].size] = False
         return ids, mask
 
     def _trimmed(self, ids: Int32, mask: Bool) -> tuple[Int32, Bool]:
-        """Without what the template writes after the last trained token (a newline, mostly)."""
+        """Cut off what the template writes after the last trained token (usually a newline)."""
         end = int(np.flatnonzero(mask)[-1]) + 1
         return ids[:end], mask[:end]
 
@@ -124,7 +124,7 @@ def _require_prefix(prefix: Int32, ids: Int32) -> None:
 
 
 def _end(until: Int32, ids: Int32, eos: int) -> int:
-    """Where the assistant turn that ends `until` stops counting: after its last end token."""
+    """Where the mask of the assistant turn at the end of `until` stops: after its last end token."""
     _require_prefix(until, ids)
     ends = np.flatnonzero(until == eos)
     return int(ends[-1]) + 1 if ends.size else until.size

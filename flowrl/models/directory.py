@@ -1,4 +1,4 @@
-"""Whether a directory holds a model that transformers and vLLM will load: found out without loading it."""
+"""Checks whether a directory holds a model that transformers and vLLM can load, without loading it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files, by the index where there is one."""
+    """The safetensors files, from the index if there is one."""
     if (path / INDEX).is_file():
         names = _json(path / INDEX).get("weight_map", {}).values()
         files = [path / name for name in dict.fromkeys(names)]
@@ -58,7 +58,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _check_weights(file: Path) -> None:
-    """The header says how long the file is: a truncated download, or a pointer in its place, is found here."""
+    """Compare the file's length with its header, which detects a truncated download or a pointer file."""
     with file.open("rb") as stream:
         start = stream.read(LENGTH.size)
         (length,) = LENGTH.unpack(start) if len(start) == LENGTH.size else (0,)

@@ -1,4 +1,4 @@
-"""`Policy`: which language model a node loads. Plain data; `flowrl.models.resolve` makes it a directory."""
+"""`Policy`: which language model a node loads. Plain data; `flowrl.models.resolve` returns its directory."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ class Policy:
 
     @property
     def built_in(self) -> bool:
-        """Made or converted by flowrl, rather than found on disk."""
+        """Whether flowrl creates or converts the model instead of finding it on disk."""
         return self.model in BUILT_IN

@@ -1,12 +1,12 @@
 """Reference logprobs of a fixed set of sequences, computed once and kept on disk.
 
 Invariants
-- A cache belongs to one model's files, one precision and one set of sequences, by hash: what has changed
-  is computed anew, under another name.
+- A cache belongs to one model's files, one precision and one set of sequences, by hash: after a change
+  the logprobs are computed again, under another name.
 - A cache under its final name is complete (`flowrl.models.cache`).
-- When `reference_cache` returns, the model that it loaded is gone from memory.
+- When `reference_cache` returns, the model that it loaded has been freed.
 
-Reading maps the file: what is not asked for stays on disk.
+The file is memory-mapped for reading: data that nobody requests stay on disk.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from flowrl.training.row_layout import lay_out, policy_places
 from flowrl.training.settings import Dtype
 
 VERSION = 1
-"""Counts changes of this file that give other numbers."""
+"""Increased by changes of this file that give other numbers."""
 LOGPROBS, KEYS, OFFSETS = "logprobs.npy", "keys.npy", "offsets.npy"
 KEY_BYTES = 16
 
 
 class ReferenceCache:
-    """What one directory holds."""
+    """The cache in one directory."""
 
     def __init__(self, directory: Path) -> None:
         self._logprobs: Float32 = np.load(directory / LOGPROBS, mmap_mode="r")
@@ -46,7 +46,7 @@ class ReferenceCache:
         return len(self._index)
 
     def logprobs(self, token_ids: Int32, mask: Bool) -> Float32:
-        """log p of the tokens in `mask` at their places, 0 elsewhere. Raises KeyError for an unknown sequence."""
+        """log p of the tokens in `mask` at their positions, 0 elsewhere. Raises KeyError for an unknown sequence."""
         number = self._index[key_of(token_ids, mask)]
         result = np.zeros(len(token_ids), np.float32)
         result[policy_places(mask)] = self._logprobs[self._offsets[number] : self._offsets[number + 1]]
@@ -62,10 +62,10 @@ def reference_cache(
     token_budget: int,
     progress: Progress,
 ) -> ReferenceCache:
-    """The cache of `sequences` (token ids, and which of them count) under the model, made first if need be.
+    """The cache of `sequences` (token ids, and which of them count) under the model, created first if missing.
 
-    One process makes it; others that ask for the same meanwhile wait. At most `token_budget` tokens,
-    padding included, or else one sequence, go through the model at a time.
+    One process creates it; others that request the same cache meanwhile wait. One pass of the model takes at
+    most `token_budget` tokens, padding included, or a single longer sequence.
     """
     known = {key_of(token_ids, mask): (token_ids, mask) for token_ids, mask in sequences}
     recipe = {
@@ -83,13 +83,13 @@ def reference_cache(
 
 
 def key_of(token_ids: Int32, mask: Bool) -> bytes:
-    """A sequence's name: its tokens and which of them count."""
+    """The key of a sequence: from its tokens and which of them count."""
     content = np.ascontiguousarray(token_ids, np.int32).tobytes() + np.packbits(mask).tobytes()
     return hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
 
 
 def fingerprint(model_dir: Path) -> str:
-    """A hash over the model's config and weights: their names and their bytes."""
+    """A hash over the names and bytes of the model's config and weights files."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for file in sorted(model_dir.iterdir()):
         if file.suffix in (".safetensors", ".bin") or file.name == "config.json":
@@ -113,7 +113,7 @@ class _Pass:
         self._progress = progress
 
     def write(self, known: Mapping[bytes, tuple[Int32, Bool]], target: Path) -> None:
-        """Fill `target` with the logprobs of all that is `known`; the model is freed at the end."""
+        """Fill `target` with the logprobs of all `known` sequences; the model is freed at the end."""
         found = sorted(known.values(), key=lambda sequence: -len(sequence[0]))
         offsets = np.cumsum([0, *(policy_places(mask).size for _, mask in found)])
         np.save(target / OFFSETS, offsets.astype(np.int64))
@@ -123,7 +123,7 @@ class _Pass:
             target / LOGPROBS, mode="w+", dtype=np.float32, shape=(int(offsets[-1]),)
         )
         self._fill(logprobs, found, offsets)
-        del logprobs  # writes what is left
+        del logprobs  # flushes the memory map
 
     def _fill(self, logprobs: Float32, found: Sequence[tuple[Int32, Bool]], offsets: npt.NDArray[np.int64]) -> None:
         attention = choose_attention(None, self._device)

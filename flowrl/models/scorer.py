@@ -1,7 +1,7 @@
-"""A trained reward model outside of training: conversations in, scores out.
+"""Scores conversations with a trained reward model, outside of training.
 
-A score is read at the last real token, and that is the end token, exactly once and by id: appended where
-the template ends a conversation without it, and a response's own trailing ones are taken for the same.
+The score is read at the last real token, which is the end token, exactly once and compared by id. It is appended
+if the template ends a conversation without it; a response's own trailing end tokens count as the same one.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from flowrl.training.value_model import ScalarModel
 
 Conversation = Turns | tuple[Turns, str]
-"""All turns, the assistant's last, or the turns of a prompt and the response to it."""
+"""All turns with the assistant's as the last one, or the turns of a prompt and the response to it."""
 TOKENS_A_PASS = 16384
 
 
 class Scorer:
-    """Scores by one reward model, in the calling thread; see `load_scorer`."""
+    """Scores with one reward model, in the calling thread; see `load_scorer`."""
 
     def __init__(self, model: ScalarModel, tokenizer: Any, *, system_prompt: str = "") -> None:
         self._model = model
         self.chat = Chat(tokenizer, system_prompt)
         config = model.network.config
         self.mean = float(getattr(config, "reward_mean", 0.0))
-        """Of the model's scores where it was trained: with `std`, what makes scores of several models alike."""
+        """Mean of the model's scores in its training; with `std` it makes the scores of several models comparable."""
         self.std = float(getattr(config, "reward_std", 1.0))
 
     def score(self, conversations: Sequence[Conversation]) -> list[float]:
@@ -41,14 +41,14 @@ class Scorer:
         return self.score_ids([self.ids(*_parts(conversation)) for conversation in conversations])
 
     def ids(self, turns: Turns, response: str) -> Int32:
-        """The token ids that are scored: by this model's own template, to the end token."""
+        """The token ids to score, rendered with this model's own template up to the end token."""
         end = self.chat.tokenizer.eos_token
         while end and response.endswith(end):
             response = response[: -len(end)]
         return self.ended(self.chat.demonstration(turns, response)[0])
 
     def ended(self, token_ids: Int32) -> Int32:
-        """`token_ids` with the end token at their end, once."""
+        """`token_ids` with exactly one end token at the end."""
         eos = self.chat.tokenizer.eos_token_id
         length = len(token_ids)
         while length and token_ids[length - 1] == eos:
@@ -72,7 +72,7 @@ class Scorer:
         return scores
 
     def normalised(self, scores: Sequence[float]) -> list[float]:
-        """`scores` less the model's mean, in units of its standard deviation."""
+        """`scores` minus the model's mean, divided by its standard deviation."""
         return [(score - self.mean) / max(self.std, 1e-8) for score in scores]
 
 
@@ -104,7 +104,7 @@ def _parts(conversation: Conversation) -> tuple[Turns, str]:
 
 
 def _passes(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices in passes of like lengths, each within `TOKENS_A_PASS` (a longer sequence goes alone)."""
+    """Indices in passes of similar lengths, each within `TOKENS_A_PASS` (a longer sequence has its own pass)."""
     passed: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if passed and (len(passed) + 1) * lengths[passed[0]] > TOKENS_A_PASS:

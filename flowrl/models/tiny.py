@@ -1,7 +1,7 @@
-"""`tiny`: a character model of a third of a million weights, made here in less than a minute.
+"""`tiny`: a character model of a third of a million weights, created here in less than a minute.
 
-With a task it is warm-started by SFT until it answers some held-out prompts, not most: something that
-RL can improve within minutes. `tiny_teacher` goes on, on right answers alone, until it answers nearly all.
+With a task it is warm-started by SFT until it answers some held-out prompts, but not most, so that RL can
+improve it within minutes. `tiny_teacher` trains longer, only on right answers, until it answers nearly all.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from flowrl.tasks.task import Task
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 INITIAL_STD = 0.06
-"""Three times the usual: with 0.02 a model of this size may rest on a plateau for a minute."""
+"""Three times the usual value: with 0.02 a model of this size may stay on a plateau for a minute."""
 VERSION = 3
-"""Counts changes of this file that make another model."""
+"""Increased by changes of this file that result in another model."""
 
 
 RECIPES = {"tiny": Recipe(), "tiny_teacher": Thorough()}

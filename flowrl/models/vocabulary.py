@@ -1,6 +1,6 @@
-"""Which token has which id: told from a model's files, without transformers.
+"""Reads the ids of a model's tokens from its files, without transformers.
 
-Two models can be compared token by token only where the same id means the same piece of text in both.
+Two models can be compared token by token only if the same id means the same piece of text in both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ADVICE = "a teacher scores the student's own tokens, so name one that has the st
 
 
 def vocabulary_problem(student: Policy, teacher: Policy) -> str | None:
-    """What keeps `teacher` from scoring the tokens of `student`; None too where `untold`."""
+    """Why `teacher` cannot score the tokens of `student`; None if it can, and also if `untold`."""
     mine, other = vocabulary(student), vocabulary(teacher)
     if student.model == teacher.model or mine == other:
         return None
@@ -29,12 +29,12 @@ def vocabulary_problem(student: Policy, teacher: Policy) -> str | None:
 
 
 def untold(student: Policy, teacher: Policy) -> bool:
-    """Only the loaded tokenizers can say whether the two vocabularies are equal."""
+    """Whether only the loaded tokenizers can show if the two vocabularies are equal."""
     return student.model != teacher.model and None in (vocabulary(student), vocabulary(teacher))
 
 
 def difference(student: str, mine: Vocabulary, teacher: str, other: Vocabulary) -> str:
-    """The sentence about two vocabularies that are not equal."""
+    """The error sentence for two vocabularies that are not equal."""
     token = min(mine.items() ^ other.items(), key=lambda entry: (entry[1], entry[0]))[0]
     return (
         f"the vocabularies of {student} ({len(mine)} tokens) and {teacher} ({len(other)}) differ, first in {token!r}: "
@@ -43,7 +43,7 @@ def difference(student: str, mine: Vocabulary, teacher: str, other: Vocabulary) 
 
 
 def vocabulary(policy: Policy) -> Vocabulary | None:
-    """Every token with its id, None where it stands in no file that can be read without a tokenizer library."""
+    """Every token with its id; None if no file that is readable without a tokenizer library contains them."""
     if policy.model in CHARACTER_MODELS:
         from flowrl.models.characters import character_vocabulary
 
@@ -60,7 +60,7 @@ def _of_directory(path: Path) -> Vocabulary | None:
         pieces = described["model"]["vocab"]
         added = {token["content"]: int(token["id"]) for token in described.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError):
-        return None  # no file of this kind; the tokenizer itself decides when it is loaded
+        return None  # not such a file; loading the tokenizer decides
     if isinstance(pieces, list):  # unigram models list (piece, score) in the order of ids
         pieces = {piece: index for index, (piece, _) in enumerate(pieces)}
     return {**pieces, **added}

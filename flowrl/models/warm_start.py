@@ -25,7 +25,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what the warm start makes of a task."""
+    """All settings that determine the result of a warm start on a task."""
 
     batch: int = 64
     lr: float = 1e-3
@@ -43,13 +43,13 @@ class Recipe:
     seed: int = 0
 
     def demonstrator(self, task: Task) -> Demonstrator:
-        """What writes the answers to imitate."""
+        """The function that writes the answers to imitate."""
         return demonstrator(task)
 
 
 @dataclass(frozen=True)
 class Thorough(Recipe):
-    """Right answers alone, until nearly all are."""
+    """Trains only on right answers, until nearly all answers are right."""
 
     max_steps: int = 4000
     sampled_target: float = 0.95
@@ -61,7 +61,7 @@ class Thorough(Recipe):
 
 
 def warm_start(model: Any, tokenizer: Any, task: Task, recipe: Recipe, progress: Progress) -> None:
-    """Train `model` in place. One thread; tells `progress` of every few checks."""
+    """Train `model` in place, in one thread; reports every check to `progress`."""
     import torch
 
     rows = load_rows(task)
@@ -102,7 +102,7 @@ class _Run:
         self._checked = sorted(held_out or train, key=lambda row: row.prompt_id)[: recipe.num_checked]
 
     def train(self) -> None:
-        """Steps until a target is met, or there are no more."""
+        """Train until a target is reached or the maximum number of steps is done."""
         import torch
 
         recipe, start_s = self._recipe, time.monotonic()
@@ -134,7 +134,7 @@ class _Run:
         return cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED)
 
     def _batch(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """(ids, labels) padded on the right; prompts and padding carry no label."""
+        """(ids, labels), right-padded; prompts and padding have no label."""
         import torch
 
         prompts = [self._prompt(row) for row in rows]
@@ -146,7 +146,7 @@ class _Run:
         return torch.tensor(ids), torch.tensor(labels)
 
     def _score(self, *, greedy: bool) -> float:
-        """Share of the checked prompts whose answer is exactly right."""
+        """The share of the checked prompts whose answer is exactly right."""
         answers = self._answers([self._prompt(row) for row in self._checked], greedy=greedy)
         return sum(a == row.answer for a, row in zip(answers, self._checked, strict=True)) / len(self._checked)
 

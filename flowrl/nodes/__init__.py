@@ -1,4 +1,4 @@
-"""The built-in nodes. Importing them loads no heavy package; their `setup` does."""
+"""The built-in nodes. Importing them loads no heavy packages; their `setup` does."""
 
 from flowrl.nodes.advantage import GroupAdvantage, JoinedAdvantage
 from flowrl.nodes.batch import TokenBatch

@@ -1,4 +1,4 @@
-"""From rewards to advantages: the members of one group compared with each other."""
+"""Computes advantages from rewards by comparing the members of one group with each other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flowrl.training.estimate import Estimate, unvalued
 
 
 class GroupAdvantage(Node):
-    """Collects the `size` members of a group and gives each of their policy tokens its advantage.
+    """Collects the `size` members of a group and assigns each of their policy tokens its advantage.
 
-    `estimate` is an estimator's name or an `Estimate` with further settings. With `dynamic` groups that
-    teach nothing are filtered; without it all are trained on that have members enough to compare.
+    `estimate` is an estimator's name or an `Estimate` with further settings. With `dynamic`, groups without a
+    learning signal are filtered; without it, all groups with enough members to compare are trained on.
 
-    Under `gae` samples without values keep their advantages open: the batcher, which needs the same
-    estimate, asks a Critic about the whole batch.
+    Under `gae`, samples without values leave their advantages unset: the batcher, which needs the same
+    estimate, sends the whole batch to a Critic.
     """
 
     keyed_state = True
@@ -56,7 +56,7 @@ class GroupAdvantage(Node):
             await self._settle(members, members.items)
 
     async def _settle(self, members: Members[Scored], taken: Sequence[Scored]) -> None:
-        """Filter the group or send it on; `taken` are the messages that its samples came in."""
+        """Filter the group or send it; `taken` are the messages that delivered its samples."""
         reason = self._why_filtered(members)
         if reason:
             for sample in taken:
@@ -76,7 +76,7 @@ class GroupAdvantage(Node):
         )
 
     def _why_filtered(self, members: Members[Scored]) -> str:
-        """The reason for which the group is not trained, "" if it is."""
+        """The reason why the group is not trained on; "" if it is."""
         if len(members.items) < 2 and self.estimate.estimator in GROUP_ESTIMATORS:
             return "group_too_small"
         return self._filter.judge(members.items)
@@ -89,7 +89,7 @@ class GroupAdvantage(Node):
 
 
 class JoinedAdvantage(GroupAdvantage):
-    """The same where a Reference works beside the reward: both branches joined by sample."""
+    """A GroupAdvantage for a graph with a Reference parallel to the reward: joins both branches by sample."""
 
     referenced: In[Sample]
 

@@ -1,6 +1,6 @@
-"""The batcher: groups in admission order, or within the window, to batches of whole groups.
+"""The batcher forms batches of whole groups, in admission order or within the window.
 
-It waits for the next finished group, and ends with the stream; what is left then makes smaller batches.
+It waits for the next finished group and ends with the stream; the remaining groups then form smaller batches.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from flowrl.training.masks import loss_masks, trained_mask
 class TokenBatch(Node):
     """Puts `num_groups` groups into a batch; one batch makes one version of the weights.
 
-    `token_budget` bounds the tokens of a micro-batch, padding included. `optimizer_steps` cuts the batch
-    into that many mini-batches. `whiten` normalises advantages over all trained tokens of the batch, as
-    the estimators `reinforce` and `reinforce_baseline` want it: "off", "full", or "mean" alone.
+    `token_budget` bounds the tokens of a micro-batch, padding included. `optimizer_steps` is the number of
+    mini-batches the batch is split into. `whiten` normalises advantages over all trained tokens of the batch, as
+    the estimators `reinforce` and `reinforce_baseline` require: "off", "full", or "mean" (mean only).
 
-    `normalise_rewards` takes from each reward the mean of all so far and divides by their standard
-    deviation; `adaptive_kl` steers the weight of the KL in the reward. Both go batch by batch, so both need
-    the advantage node's `estimate`: the advantages are made anew with it.
+    `normalise_rewards` subtracts from each reward the mean of all rewards so far and divides by their standard
+    deviation; `adaptive_kl` controls the weight of the KL in the reward. Both are updated once per batch, so both
+    need the advantage node's `estimate`, with which the batcher recomputes the advantages.
 
-    So does the estimator `gae`: the batcher asks a critic (`values`) about the whole batch at once, so all
-    its values are of one version, and makes the advantages with them.
+    The estimator `gae` needs it too: the batcher sends the whole batch to a critic (`values`) in one request,
+    so all values have one version, and computes the advantages from them.
     """
 
     groups: In[Group]
@@ -70,7 +70,7 @@ class TokenBatch(Node):
         self._mask_staleness = -1
         self._num_sent = 0
         self._before_send: Mapping[str, Any] | None = None
-        """While a batch waits for its way out: what a checkpoint then has to keep, as its groups come again."""
+        """While a batch waits in its send: the state that a checkpoint keeps, because the batch's groups come again."""
 
     @property
     def _wants_values(self) -> bool:
@@ -126,13 +126,13 @@ class TokenBatch(Node):
         self._before_send = self._now()
 
     async def _valued(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """`groups` with the critic's values, where there is one to ask."""
+        """`groups` with the critic's values, if the graph has a critic."""
         if self.values.live is None:
             return groups
         return with_values(groups, await self.values(question(groups, token_budget=self.token_budget)))
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The batch of `groups`, in their order."""
+        """Make the batch of `groups`, in their order."""
         metrics = judged_metrics(groups)
         if self._running is not None:
             groups = self._running.batch(groups)
@@ -155,7 +155,7 @@ class TokenBatch(Node):
         )
 
     def _trained(self, samples: Sequence[Trainable]) -> list[Bool]:
-        """The tokens that will enter the loss: a batch makes one version, so the next one's is known here."""
+        """The tokens that will enter the loss. A batch makes one version, so the next batch's version is known here."""
         version = self.context.start_version + self._num_sent
         return loss_masks(samples, self._mask_staleness, version)
 
@@ -175,7 +175,7 @@ class TokenBatch(Node):
             self._running.load_state(state["running"])
 
     def _open_window(self) -> Window[Group]:
-        """The window of the graph's admission: 0 and None are order of arrival."""
+        """The window of the graph's admission; 0 and None mean order of arrival."""
         self._window = Window(self.num_groups, self.context.window or 0)
         if self._saved is not None:
             self._window.load_state(self._saved)
@@ -197,7 +197,7 @@ def whitened(samples: Sequence[Trainable], masks: Sequence[Bool], *, mean_only: 
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What only the whole batch knows, by the names of metrics.jsonl."""
+    """The metrics that need the whole batch, by their names in metrics.jsonl."""
     samples = [sample for group in groups for sample in group.samples]
     raw = [[sample.raw_reward for sample in group.samples] for group in groups]
     metrics = {

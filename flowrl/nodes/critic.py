@@ -1,9 +1,9 @@
-"""The critic: the value of the state before every policy token, a batch at a time, at one version.
+"""The critic computes the value of the state before every policy token, one batch at a time, at one version.
 
 Invariants
-- Nothing is valued before the first weights message is applied: the head that training begins with is
-  drawn in the trainer.
-- Weights change between requests, never inside one, so all values of a reply are of its version.
+- The critic computes no values before the first weights message is applied, because the trainer draws
+  the initial head.
+- Weights change between requests, never inside one, so all values of a reply have the reply's version.
 - A version counts as held when it is loaded; tickets may wait for that.
 
 Waits: a request waits for the first weights and for the load or the request before it; the body ends
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Critic(Node):
-    """Values what a batcher asks it about, with the newest weights of the trainer of its latest edge.
+    """Computes values for a batcher's samples, with the newest weights from the trainer on its latest edge.
 
     `policy` is that trainer's. `token_budget` bounds the tokens of one forward pass, padding included.
     """
@@ -53,15 +53,15 @@ class Critic(Node):
         self.token_budget = token_budget
         self.version = -1
         self._content = -1
-        """The version whose tensors are loaded: older than `version` after an unchanged one."""
+        """The version whose tensors are loaded; older than `version` after an unchanged version."""
         self._first = asyncio.Event()
-        """Set when weights have been loaded once."""
+        """Set as soon as weights have been loaded once."""
         self._model_in_use = asyncio.Lock()
         self._model: ScalarModel
         self._loader: ModuleWeights
         self._receiver: Receiver
 
-    # What the graph is told
+    # Declarations for the graph
 
     def facts(self) -> Facts:
         return Facts(concurrency=1, token_budget=self.token_budget, weights_in_host_memory=True)
@@ -74,14 +74,14 @@ class Critic(Node):
     def preflight(self) -> None:
         check_model(self.policy)
 
-    # Life
+    # Lifecycle
 
     async def setup(self) -> None:
         self._receiver = receiver(self.context.weight_routes, self._replica, self.context.run_id)
         await self.blocking(self._load)
 
     def _load(self) -> None:
-        """The network; its numbers come with the first weights."""
+        """Build the network; the first weights message brings its parameter values."""
         source = resolve(self.policy, progress=self.context.progress)
         import torch
 
@@ -121,7 +121,7 @@ class Critic(Node):
             )
 
     async def _take(self, manifest: Weights) -> None:
-        """Bring the model to the manifest's version, unless newer weights took its place meanwhile."""
+        """Bring the model to the manifest's version, unless newer weights replaced that version meanwhile."""
         if manifest.version <= self.version:
             return
         if manifest.base_version != self._content:
@@ -144,7 +144,7 @@ class Critic(Node):
             self._probe(manifest)
 
     def _probe(self, manifest: Weights) -> None:
-        """The trainer's values of a few fixed sequences have to be ours."""
+        """Check that our values of a few fixed sequences match the trainer's."""
         sequences = [np.array(tokens, np.int32) for tokens in manifest.probe_token_ids]
         masks = [np.ones(len(tokens), np.bool_) for tokens in sequences]
         found = values_of(self._model, sequences, masks, token_budget=self.token_budget)
@@ -175,7 +175,7 @@ class Critic(Node):
 def values_of(
     model: ScalarModel, token_ids: Sequence[Any], policy_masks: Sequence[Any], *, token_budget: int
 ) -> list[Float32]:
-    """V of the state before each policy token, at the token's place, for every sequence; 0 elsewhere."""
+    """V of the state before each policy token, at the token's position, for every sequence; 0 elsewhere."""
     import torch
 
     from flowrl.training.row_layout import lay_out, policy_places

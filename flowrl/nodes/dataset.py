@@ -1,6 +1,6 @@
-"""Demonstrations for SFT: the task's own answers in the place of a generator's responses.
+"""Demonstrations for SFT: the task's own answers replace a generator's responses.
 
-They go through the same ledger as rollouts, so an SFT run can be audited like any other.
+They are recorded in the same ledger as rollouts, so an SFT run can be audited like any other.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flowrl.tasks import Task, load_rows
 
 
 class Demonstrations(Node):
-    """Makes each prompt a conversation that ends with its row's answer; every assistant token is trained.
+    """Turns each prompt into a conversation that ends with its row's answer; every assistant token is trained.
 
-    Rows of more than `max_tokens` tokens are dropped, reason `too_long`.
+    Rows of more than `max_tokens` tokens are dropped with the reason `too_long`.
     """
 
     prompts: In[Prompt]
@@ -63,7 +63,7 @@ class Demonstrations(Node):
             await self.groups.send(Group(prompt.group_id, (sample,), 1))
 
     def demonstration(self, prompt: Prompt) -> Trainable:
-        """The sample that a model would have written had it known the answer."""
+        """The sample of a model that gives the row's answer."""
         answer = str(prompt.columns["answer"])
         token_ids, mask = self._chat.demonstration(self._turns[prompt.prompt_id], answer)
         return Trainable(

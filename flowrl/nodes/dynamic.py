@@ -1,7 +1,7 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): only groups that teach something are trained on.
+"""Dynamic sampling (DAPO, arXiv 2503.14476): only groups with a learning signal are trained on.
 
-Judged are raw rewards, before any shaping. The tickets of filtered groups return and others are
-admitted in their place, so a batch always holds as many groups as it should.
+The filter uses raw rewards, before any shaping. The tickets of filtered groups return and other groups
+are admitted instead, so a batch always holds the configured number of groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DynamicSampling:
     """Where more groups than this are filtered before a batch is full, the run ends with an error."""
 
     def problems(self) -> list[str]:
-        """What is wrong with these settings, complete sentences."""
+        """Problems of these settings, as complete sentences."""
         found = []
         if self.max_filtered_per_step < 1:
             found.append(f"max_filtered_per_step is {self.max_filtered_per_step}; it needs at least 1")
@@ -38,7 +38,7 @@ class DynamicSampling:
         return found
 
     def reason(self, raw: Sequence[float]) -> str:
-        """Why a group of these raw rewards is filtered, "" if it is kept."""
+        """Why a group with these raw rewards is filtered; "" if it is kept."""
         if self.mean_between is None:
             return "all_equal" if max(raw) <= min(raw) else ""
         low, high = self.mean_between
@@ -46,7 +46,7 @@ class DynamicSampling:
 
 
 class GroupFilter:
-    """Judges groups one after the other, and counts how many fill a batch and how many do not."""
+    """Judges groups one after the other; counts the kept and the filtered groups of the current batch."""
 
     def __init__(self, settings: DynamicSampling | None) -> None:
         self._settings = settings
@@ -55,7 +55,7 @@ class GroupFilter:
         self._judged = Judged()
 
     def judge(self, samples: Sequence[Scored]) -> str:
-        """The reason for which these members of a group are not trained on, "" if they are."""
+        """The reason why these members of a group are not trained on; "" if they are."""
         if self._settings is None:
             return ""
         reason = self._settings.reason([sample.raw_reward for sample in samples])
@@ -72,7 +72,7 @@ class GroupFilter:
             self._kept_of_step = self._filtered_of_step = 0
 
     def assert_within(self, node: str) -> None:
-        """Raises FlowrlError where too many groups were filtered on the way to one batch."""
+        """Raise FlowrlError if too many groups were filtered before one batch was full."""
         settings = self._settings
         if settings is not None and self._filtered_of_step > settings.max_filtered_per_step:
             raise FlowrlError(
@@ -83,7 +83,7 @@ class GroupFilter:
             )
 
     def since_kept(self) -> Mapping[str, float]:
-        """What was judged since the last group that was kept; {} without dynamic sampling."""
+        """The sums over groups judged since the last kept group; {} without dynamic sampling."""
         return {} if self._settings is None else self._judged.take()
 
     def state(self) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
-"""Held-out evaluation: the same prompts and seeds every time, at one version, outside tickets and batches.
+"""Held-out evaluation: the same prompts and seeds every time, at one version, without tickets and batches.
 
-Each evaluation ends with its last answer. `run` only keeps the call edge open, until `finish`.
+Each evaluation ends with its last answer. `run` only keeps the call edge open until `finish`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flowrl.tasks.rewards import check_reward, open_reward, uses_http
 from flowrl.tasks.rows import HELD_OUT_ONE_IN
 
 CORRECT = 1.0 - 1e-6
-"""A score from here on is an exact match."""
+"""A score of at least this is an exact match."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class HeldOut:
 
 
 class Evaluation(Node):
-    """Asks `num_samples` answers to each of `num_prompts` held-out prompts of every task, before and after training.
+    """Requests `num_samples` answers to each of `num_prompts` held-out prompts per task, before and after training.
 
-    With `every` also after every so many steps: the trainers stand meanwhile, so that all answers are of
-    one version, while rollouts go on. How answers are sampled is the generator's `evaluation` option;
-    they are scored by their task's verifier, or by `function`. Of several tasks the first one's figures
-    keep their plain names, the others' begin with the task's. `also` names further tasks, with the first
-    one's system prompt and their own verifiers.
+    With `every`, also after every `every` steps: the trainers pause meanwhile, so that all answers have one
+    version, while rollouts continue. The generator's `evaluation` option sets how answers are sampled. The
+    task's verifier or `function` scores them. If there are several tasks, the metrics of the first keep their
+    plain names, and the others' begin with the task's name. `also` names further tasks; they use the first
+    task's system prompt and their own verifiers.
     """
 
     generate: Call[Prompt, Sample]
@@ -116,7 +116,7 @@ class Evaluation(Node):
             await self._finished.wait()
 
     async def finish(self) -> None:
-        """No further evaluation will be asked for."""
+        """Declare that no further evaluation will be requested."""
         self._finished.set()
 
     async def close(self) -> None:
@@ -124,7 +124,7 @@ class Evaluation(Node):
             await held_out.client.close()
 
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
-        """Ask, score, book. `phase` is before, during or after; no weights may change meanwhile."""
+        """Request, score and record answers. `phase` is before, during or after; weights must not change meanwhile."""
         slots = asyncio.Semaphore(self.concurrency)
         figures: dict[str, float] = {}
         for index, held_out in enumerate(self._held_out):
@@ -165,7 +165,7 @@ class Evaluation(Node):
         )
 
     async def _score(self, held_out: HeldOut, row: Row, sample: Sample) -> float:
-        """The verdict on one answer; 0 if the function gives none."""
+        """The score of one answer; 0 if the function returns none."""
         columns = dict(row.columns)
         if uses_http(self.parts[held_out.task.name]):
             columns["messages"] = conversation(held_out.task, row)
@@ -193,18 +193,18 @@ class Evaluation(Node):
         )
 
     def _rows(self, task: Task) -> tuple[Row, ...]:
-        """The prompts to ask: the same ones whatever the order of the task's rows."""
+        """The prompts to use; they do not depend on the order of the task's rows."""
         rows = sorted(load_rows(task).held_out, key=lambda row: row.prompt_id)
         return tuple(rows[: self.num_prompts])
 
 
 def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
-    """1 − C(n − c, k) / C(n, k): the chance that one of k answers drawn from n is right (arXiv 2107.03374)."""
+    """1 − C(n − c, k) / C(n, k): the probability that one of k answers drawn from n is right (arXiv 2107.03374)."""
     return 1.0 - comb(num_answers - num_correct, k) / comb(num_answers, k)
 
 
 def summary(rows: Sequence[EvaluationRow], num_samples: int) -> dict[str, float]:
-    """What an evaluation comes to; of several answers a prompt also mean@k and, for each power of two, pass@k."""
+    """An evaluation's metrics; with several answers per prompt also mean@k and, for each power of two, pass@k."""
     correct: dict[str, int] = {}
     for row in rows:
         correct[row.prompt_id] = correct.get(row.prompt_id, 0) + row.correct
@@ -225,13 +225,13 @@ def summary(rows: Sequence[EvaluationRow], num_samples: int) -> dict[str, float]
 
 
 def versions_of(rows: Sequence[EvaluationRow]) -> set[int]:
-    """Those that the answers' tokens begin and end with; an answer without a token has none."""
+    """The versions of the first and the last token of each answer; an answer without a token has none."""
     ends = {version for row in rows for version in (row.oldest_version, row.newest_version)}
     return {version for version in ends if version is not None}
 
 
 def draws(num_samples: int) -> list[int]:
-    """The k of pass@k: 2, 4, 8, … up to the answers that a prompt has, and their number itself."""
+    """The values of k for pass@k: 2, 4, 8, … up to the number of answers per prompt, and that number itself."""
     powers = (1 << power for power in range(1, num_samples.bit_length()))
     return sorted({*powers, num_samples} - {1})
 

@@ -1,14 +1,14 @@
-"""The generator: prompts in, samples out, every token with its behavior logprob and version.
+"""The generator turns prompts into samples; every token has its behavior logprob and version.
 
 Invariants:
 
-- Nothing is sampled before the first weights edge message is applied, so every token has a version. Where
-  the graph ignores the weights port, what was loaded is the version for good.
-- A request is submitted only while no update is under way, so its prefix-cache salt is the version that
-  computes its prompt. Requests that run across an update go on with the KV they have.
-- Whoever loses a version (overwritten on the latest edge, or its segment reused) takes the newest.
-- A checkpoint stops no request: it reads what each has come to, vLLM samples on, and until the checkpoint is over
-  nobody looks at what ends meanwhile.
+- Nothing is sampled before the first message of the weights edge is applied, so every token has a version. If
+  the graph ignores the weights port, the loaded weights keep their version for the whole run.
+- A request is submitted only while no update is running, so its prefix-cache salt is the version that
+  computes its prompt. Requests that run across an update continue with the KV they have.
+- A generator that misses a version (overwritten on the latest edge, or its segment reused) takes the newest.
+- A checkpoint stops no request: it reads the tokens of each so far while vLLM continues to sample. Requests that
+  end during the checkpoint are handled after it.
 
 Waits: an item waits for a free slot (`concurrency`), then at the gate, which an update or a checkpoint
 closes and opens; an update waits for its turn among the replicas while requests are running.
@@ -47,12 +47,12 @@ Prefix = tuple[Int32, Float32, Int32]
 class Generator(Node):
     """Samples from a policy with vLLM.
 
-    `sampling` is for training, `evaluation` for `requests`: by default greedy, with the limits of
-    `sampling`. `concurrency` is the number of prompts one replica works on; evaluation has as many slots
-    of its own, below in priority. `dtype` "auto" is the model's own. `kv_cache_bytes` None is what vLLM finds
-    free on a GPU, and on CPU room for a prompt and a response in every slot, 1 GiB at most. `lora` is the
-    trainer's: where that sends adapters, requests go on with the one they began with, and new ones take the
-    newest. `engine` passes further options to vLLM's AsyncEngineArgs.
+    `sampling` is for training, `evaluation` for `requests` (default: greedy, with the limits of `sampling`).
+    `concurrency` is the number of prompts that one replica processes at a time; evaluation has the same number
+    of additional slots, at lower priority. `dtype` "auto" is the model's own. `kv_cache_bytes` None means: on a
+    GPU what vLLM finds free; on CPU space for a prompt and a response in every slot, at most 1 GiB. `lora` is the
+    trainer's: if the trainer sends adapters, a request keeps the adapter it started with, and new requests use
+    the newest. `engine` passes further options to vLLM's AsyncEngineArgs.
     """
 
     cpus = 1
@@ -90,15 +90,15 @@ class Generator(Node):
         self.engine = dict(engine or {})
         self._gate = UpdateGate()
         self._open: dict[str, Response] = {}
-        """sample_id: responses begun for training and not finished."""
+        """sample_id: responses for training that are started and not finished."""
         self._running: dict[str, tuple[Response, asyncio.Task[Completion]]] = {}
-        """request_id: requests that are in vLLM."""
+        """request_id: requests that run in vLLM."""
         self._checkpoint = asyncio.Event()
-        """Set while one is taken."""
+        """Set while a checkpoint is taken."""
         self._num_requests = 0
         self._asleep = False
 
-    # What the graph is told
+    # Declarations for the graph
 
     def facts(self) -> Facts:
         return Facts(
@@ -120,7 +120,7 @@ class Generator(Node):
     def preflight(self) -> None:
         check_vllm_version()
 
-    # Life
+    # Lifecycle
 
     @property
     def replica_name(self) -> str:
@@ -166,7 +166,7 @@ class Generator(Node):
             tasks.create_task(self._follow_weights())
             tasks.create_task(self._serve())
             await self.prompts.each(self._generate, concurrency=self.concurrency)
-            self.rollouts.close()  # evaluation may go on, and the weights of the last step are still to come
+            self.rollouts.close()  # `run` continues: evaluation may go on, and the last step's weights still arrive
 
     async def close(self) -> None:
         if hasattr(self, "_sampler"):
@@ -193,25 +193,25 @@ class Generator(Node):
     # Checkpoints
 
     async def snapshot(self) -> dict[str, Prefix]:
-        """What the unfinished responses have come to, by sample id; until `resume` no invocation of theirs goes on.
+        """The tokens of unfinished responses so far, by sample id. Their invocations wait until `resume`.
 
-        Those of evaluation are not among them: they are asked again.
+        Responses for evaluation are not included: they are requested again.
         """
         self._gate.close("checkpoint")
         while ended := self._ended_in_vllm():
-            await asyncio.wait(ended)  # their invocations go on to their sends, which the checkpoint keeps
+            await asyncio.wait(ended)  # their invocations continue to their sends, which the checkpoint keeps
         self._checkpoint.set()
         parts = {id(response): self._sampler.so_far(key) for key, (response, _) in self._running.items()}
         prefixes = {key: Response([*r.parts, parts.get(id(r)) or NOTHING]) for key, r in self._open.items()}
         return {key: (r.token_ids, r.logprobs, r.versions) for key, r in prefixes.items() if len(r)}
 
     def _ended_in_vllm(self) -> list[asyncio.Task[Completion]]:
-        """The requests whose end is on its way here."""
+        """The requests that vLLM has ended, but whose result has not arrived here yet."""
         running = [(work, self._sampler.so_far(key)) for key, (_, work) in self._running.items() if not work.done()]
         return [work for work, so_far in running if so_far is None]
 
     async def resume(self) -> None:
-        """The invocations go on."""
+        """Let the invocations continue after a checkpoint."""
         self._checkpoint.clear()
         self._gate.open("checkpoint")
 
@@ -223,7 +223,7 @@ class Generator(Node):
             self._asleep = False
 
     async def on_release(self) -> None:
-        """On CPU the cores are given up by not using them; a GPU's memory has to be handed over."""
+        """On CPU the cores are free as soon as the node does not use them; a GPU's memory has to be released."""
         if self.context.gpus:
             await self._sampler.sleep()
             self._asleep = True
@@ -244,7 +244,7 @@ class Generator(Node):
         return sample
 
     async def _sample(self, prompt: Prompt, sampling: Sampling, priority: int) -> Sample:
-        """One sample, over as many requests as checkpoints cut it into."""
+        """Generate one sample, with more than one request if checkpoints interrupt it."""
         response = Response([_prefix(prompt)])
         if priority == TRAINING:
             self._open[prompt.sample_id] = response
@@ -280,11 +280,11 @@ class Generator(Node):
         try:
             return await self._outcome(work)
         finally:
-            work.cancel()  # where this was: it ends the request
+            work.cancel()  # if this coroutine was cancelled, this ends the request in vLLM
             del self._running[request_id]
 
     async def _outcome(self, work: asyncio.Task[Completion]) -> Completion:
-        """What `work` comes to, but not while a checkpoint is taken that has found it unfinished."""
+        """The result of `work`. If a checkpoint found it unfinished, it is returned only after that checkpoint."""
         while not work.done():
             checkpoint = asyncio.ensure_future(self._checkpoint.wait())
             await asyncio.wait((work, checkpoint), return_when=asyncio.FIRST_COMPLETED)
@@ -319,5 +319,5 @@ class Generator(Node):
 
 
 def _prefix(prompt: Prompt) -> Completion:
-    """What was generated before a checkpoint, as a first part; empty for a fresh prompt."""
+    """The tokens generated before a checkpoint, as the first part; empty for a fresh prompt."""
     return Completion(prompt.prefix_token_ids, prompt.prefix_logprobs, prompt.prefix_versions, "")

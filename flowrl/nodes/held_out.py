@@ -1,4 +1,4 @@
-"""Held-out preferences as one batch that a trainer is judged on and never trains on."""
+"""Held-out preferences as one batch on which a trainer is evaluated and never trained."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flowrl.tasks import Row
 
 
 class HeldOutPreferences(Node):
-    """Sends up to `num_rows` held-out rows of `data`: the same ones whatever the order of the file.
+    """Sends up to `num_rows` held-out rows of `data`; the choice does not depend on the order of the file.
 
-    Those of which a conversation has more than the data's `max_tokens` are left out. For objectives that
-    compare with a reference, a PreferenceReference sends the same with its logprobs.
+    Rows with a conversation of more than the data's `max_tokens` are left out. For objectives that compare
+    with a reference, a PreferenceReference sends the same rows with its logprobs.
     """
 
     batch: Out[Batch]

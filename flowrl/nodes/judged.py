@@ -1,6 +1,6 @@
-"""What became of the groups that a choosing node has judged: it travels with the next one passed on.
+"""Statistics of the groups that a selecting node has judged; they travel with the next group it passes on.
 
-So a batch knows exactly what was judged for it, however far the nodes are ahead of each other.
+So a batch has the exact statistics of the groups judged for it, even if the nodes run ahead of each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Judged:
         self._sums = _nothing()
 
     def add(self, samples: Sequence[Scored], *, passed_on: Sequence[Scored]) -> None:
-        """A group was judged; the members `passed_on` go to the batcher, the others are filtered."""
+        """Add a judged group; the members `passed_on` go to the batcher, the others are filtered."""
         kept = {sample.sample_id for sample in passed_on}
         self._sums["judged_groups"] += 1
         self._sums["filtered_groups"] += not kept
@@ -30,7 +30,7 @@ class Judged:
         self._sums["judged_raw_reward"] += float(np.mean([sample.raw_reward for sample in samples]))
 
     def assert_some_pass(self, node: str, why: str) -> None:
-        """Raises FlowrlError where nothing has been passed on for so long that nothing ever will be."""
+        """Raise FlowrlError if `GIVE_UP_AFTER` groups in a row were filtered: probably none will ever pass."""
         if self._sums["filtered_groups"] >= GIVE_UP_AFTER:
             raise FlowrlError(
                 f"node {node!r}: none of the last {GIVE_UP_AFTER} groups could be trained on ({why}), the mean raw "
@@ -39,7 +39,7 @@ class Judged:
             )
 
     def take(self) -> Mapping[str, float]:
-        """The sums so far, for `Group.metrics` of the group that is passed on now."""
+        """Return and reset the sums, for `Group.metrics` of the group that is passed on now."""
         told, self._sums = self._sums, _nothing()
         return told
 
@@ -51,10 +51,10 @@ class Judged:
 
 
 def judged_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What choosing cost the batch of `groups`, {} where nothing was chosen.
+    """What selection cost the batch of `groups`; {} if no node selected.
 
-    `filtered_share` is that of whole groups. `raw_reward_unfiltered_mean` is the mean over all groups
-    judged for the batch, while its `raw_reward_mean` is that of the samples trained on.
+    `filtered_share` is the share of whole groups. `raw_reward_unfiltered_mean` is the mean over all groups
+    judged for the batch, while its `raw_reward_mean` is the mean over the samples trained on.
     """
     told = [group.metrics for group in groups if "judged_groups" in group.metrics]
     if not told:

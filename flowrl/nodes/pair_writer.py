@@ -1,6 +1,6 @@
-"""Pairs into a file: what a reward model or DPO is trained on later.
+"""Writes pairs to a file, for later training of a reward model or DPO.
 
-One line a pair, `{"prompt", "chosen", "rejected"}` and the row's other columns; the prompt is text, or the
+Each pair is one line, `{"prompt", "chosen", "rejected"}` and the row's other columns; the prompt is text, or the
 messages of a longer conversation. A line is complete when the pair is finished in the ledger.
 """
 
@@ -21,10 +21,10 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin")
 
 
 class PairWriter(Node):
-    """Writes each pair of a PairMaker to the new file `path`; `task` is the one whose prompts were answered.
+    """Writes each pair of a PairMaker to the new file `path`; `task` is the task that the prompts come from.
 
-    The margin of a pair is the difference of the two rewards. In the ledger pairs end as dropped, `written`; one
-    with an answer of no text, of which there is nothing to write, is filtered as `empty_answer`.
+    The margin of a pair is the difference of the two rewards. In the ledger pairs end as dropped with the reason
+    `written`. A pair with an empty answer is not written; it is filtered as `empty_answer`.
     """
 
     groups: In[Group]
@@ -72,7 +72,7 @@ class PairWriter(Node):
             self._file.close()
 
     def line(self, chosen: Trainable, rejected: Trainable) -> dict[str, Any]:
-        """The pair as it is written."""
+        """The line of the file for this pair."""
         assert (chosen.label, rejected.label) == (1, -1)
         turns = self._turns[chosen.prompt_id]
         kept = {name: value for name, value in chosen.columns.items() if name not in PAIR_COLUMNS}

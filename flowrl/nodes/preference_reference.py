@@ -1,8 +1,8 @@
-"""The reference of preference data: every logprob before the first batch, once, then from disk.
+"""The reference for preference data: computes every logprob once before the first batch, then reads from disk.
 
-The model is loaded only if the cache of this model and this data is not there yet, and is freed again in
-`setup`: trainer and reference never hold their memory together once training has begun. Batches go by
-without a model, as fast as the file is read.
+`setup` loads the model only if the cache of this model and this data does not exist yet, and frees it again:
+after training has started, trainer and reference never hold memory at the same time. Batches pass without a
+model, as fast as the file can be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class PreferenceReference(Node):
     """Adds `ref_logprobs` under `policy` (None: the data's) to preferences, mismatched completions included.
 
-    Sends up to `num_held_out` held-out rows as one batch before all else, for the trainer to be judged on.
+    Sends up to `num_held_out` held-out rows as one batch before everything else, to evaluate the trainer.
     `token_budget` bounds the tokens of one pass, padding included.
     """
 
@@ -94,7 +94,7 @@ class PreferenceReference(Node):
         )
 
     def _chosen(self, held_out: Sequence[Row]) -> Sequence[Row]:
-        """The rows to judge on: the same ones whatever the order of the data, those of one prompt together."""
+        """The rows to evaluate on; independent of the order of the data, with rows of one prompt next to each other."""
         rows = sorted(held_out, key=lambda row: Row(row.turns).prompt_id)[: self.num_held_out]
         alike = self.data.kind == "labelled" and len({Row(row.turns).prompt_id for row in rows}) < 2
         return () if alike else rows

@@ -1,6 +1,6 @@
-"""Preference data as samples: pairs of completions, or single ones with a label, in the place of rollouts.
+"""Preference data as samples instead of rollouts: pairs of completions, or single completions with a label.
 
-They go through the same ledger as rollouts: each completion is a member of its row's group.
+They are recorded in the same ledger as rollouts: each completion is a member of its row's group.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Preferences:
 
     @property
     def group_size(self) -> int:
-        """Completions of one row."""
+        """The number of completions of one row."""
         return 2 if self.kind == "pairs" else 1
 
     def rows(self) -> Rows:
-        """All rows, read once in a process."""
+        """All rows; a process reads them only once."""
         return load_preferences(self.task, self.kind)
 
     def chat(self, model_dir: str) -> Chat:
-        """What renders them."""
+        """The chat that renders the rows."""
         return Chat(load_tokenizer(model_dir), self.task.system_prompt)
 
 
@@ -76,9 +76,9 @@ class PreferenceSource(PromptSource):
 
 
 class PreferenceDataset(Node):
-    """Puts the row's completions behind its prompt; their tokens and the end are trained, the prompt is not.
+    """Appends the row's completions to its prompt; their tokens and end token are trained, the prompt is not.
 
-    A row of which one conversation has more than the data's `max_tokens` is dropped, reason `too_long`.
+    A row with a conversation of more than the data's `max_tokens` is dropped with the reason `too_long`.
     """
 
     keyed_state = True
@@ -119,7 +119,7 @@ class PreferenceDataset(Node):
         await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
 
     def samples(self, prompts: Sequence[Prompt]) -> tuple[Trainable, ...]:
-        """The completions of one row, under the names that the ledger knows."""
+        """The completions of one row, with the ids that the ledger uses."""
         rendered = self._render.row(prompts[0].prompt_id)
         generator = f"{self.name}/{self.context.replica}"
         return tuple(
@@ -185,10 +185,10 @@ class Renderer:
 
 
 def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
-    """For each row the next one with another prompt, in the order of their ids, which is as good as random.
+    """For each row, the next row with another prompt in the order of their ids, which is practically random.
 
-    It depends on the data alone, not on seed, epoch or batch: so its reference logprobs are computed once.
-    Raises ConfigError where all prompts are the same.
+    The result depends only on the data, not on seed, epoch or batch, so its reference logprobs are computed once.
+    Raises ConfigError if all prompts are the same.
     """
     order = sorted(rows, key=lambda row: row.prompt_id)
     if all(row.turns == order[0].turns for row in order):

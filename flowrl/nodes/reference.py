@@ -1,4 +1,4 @@
-"""The reference: logprobs of every policy token under fixed weights, for a KL in the reward or in the loss."""
+"""The reference computes logprobs of every policy token under fixed weights, for a KL in the reward or the loss."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Reference(Node):
-    """Adds `ref_logprobs` to samples. `temperature` has to be the generator's: logits are divided by it.
+    """Adds `ref_logprobs` to samples. `temperature` has to equal the generator's: logits are divided by it.
 
-    `dtype` is that of the weights and of the computation, as the trainer's. At most `batch` samples wait for a pass
-    side by side, and at most `token_budget` tokens, padding included, or else one sample, go into one.
+    `dtype` applies to weights and computation, as in the trainer. At most `batch` samples wait for a pass at the
+    same time. One pass takes at most `token_budget` tokens, padding included, or a single longer sample.
     """
 
     cpus = 1
@@ -94,7 +94,7 @@ class Reference(Node):
 def reference_logprobs(
     model: PolicyModel, samples: Sequence[Sample], temperature: float, *, token_budget: int
 ) -> list[Float32]:
-    """log p of the policy tokens of each sample under `model`, at their places; 0 elsewhere."""
+    """log p of the policy tokens of each sample under `model`, at their positions; 0 elsewhere."""
     import torch
 
     from flowrl.training.row_layout import lay_out, policy_places

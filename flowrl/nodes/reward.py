@@ -1,8 +1,8 @@
-"""The reward node: asks a reward function about each sample, and shapes its verdict.
+"""The reward node calls a reward function for each sample and shapes its verdict.
 
-Each wait for a verdict ends with it, with `timeout_s`, or with the death of the worker process. A
+Each wait for a verdict ends with the verdict, after `timeout_s`, or when the worker process dies. A
 sample without a verdict fails, with the reason in the ledger; a function that fails `FAILURES_IN_A_ROW`
-times in a row ends the run, because nothing would ever be trained.
+times in a row ends the run, because no sample would ever be trained on.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Reward(Node):
 
     `function` is a function defined at the top of a file, or a reward as text (`flowrl.tasks.rewards`):
     `file.py:function`, `http://HOST:PORT/PATH`, or a weighted sum of several, each logged by name. See
-    `flowrl.tasks.judge` for a function's signature. Synchronous ones run in `concurrency` worker
-    processes and are killed after `timeout_s`; of `async` ones and HTTP questions `concurrency` run at a
-    time. None is 1, and 64 where something is asked for over HTTP.
+    `flowrl.tasks.judge` for a function's signature. Synchronous functions run in `concurrency` worker
+    processes, which are killed after `timeout_s`; of `async` functions and HTTP requests `concurrency` run
+    at a time. None means 1, or 64 if a reward is requested over HTTP.
     """
 
     rollouts: In[Sample]
@@ -57,7 +57,7 @@ class Reward(Node):
         self.shaping = shaping or Shaping()
         self._client: RewardClient | None = None
         self._conversations: Mapping[str, Any] = {}
-        """Prompt id -> the messages before the response, where a server has to be told them."""
+        """Prompt id -> the messages before the response, if a server needs them."""
         self._failures = 0
 
     def facts(self) -> Facts:
@@ -72,7 +72,7 @@ class Reward(Node):
         return problems
 
     def preflight(self) -> None:
-        """Load the functions, look for their columns in every row, and try the reward on the first."""
+        """Load the functions, check their columns in every row, and try the reward on the first row."""
         rows = load_rows(self.task)
         check_reward(self.parts, (row.columns for row in (*rows.train, *rows.held_out)))
         asyncio.run(self._trial(rows.train[0]))
@@ -117,11 +117,11 @@ class Reward(Node):
         await self.scored.send(scored)
 
     def _with_messages(self, messages: Any) -> dict[str, Any]:
-        """What a server hears besides the row's columns."""
+        """The data that a server gets in addition to the row's columns."""
         return {"messages": messages} if messages and uses_http(self.parts) else {}
 
     def scored_sample(self, sample: Sample, verdicts: Verdicts) -> Scored:
-        """`sample` with the reward that is trained on, and the verdict before shaping."""
+        """`sample` with the shaped reward, on which it is trained, and the verdict before shaping."""
         parts = {name: values[0] for name, values in verdicts.logs.items()}
         reward = self.shaping.shaped(
             verdicts.rewards[0], parts, num_tokens=sample.response_tokens, truncated=sample.truncated
@@ -130,7 +130,7 @@ class Reward(Node):
         return Scored(**fields, reward=reward, raw_reward=verdicts.scores[0], reward_parts=parts, scored_s=time.time())
 
     def _count_failure(self, bad: BadReward) -> None:
-        """Tell of the first failure in a row, and give up where nothing but failures comes."""
+        """Report the first of consecutive failures, and raise if only failures occur."""
         self._failures += 1
         self.context.metric(bad.reason, 1)
         if self._failures == 1:

@@ -1,9 +1,9 @@
-"""The reward model as a node: a trained scalar head in the place of a reward function.
+"""The reward model as a node: a trained scalar head replaces a reward function.
 
-Where the reward model's tokenizer and template are the policy's, a sample's own token ids are scored;
-otherwise its response is decoded text and rendered anew, behind the turns of its row.
+If the reward model has the policy's tokenizer and template, it scores a sample's own token ids;
+otherwise the response text is rendered again after the turns of its row.
 
-Up to `batch` samples go through the model side by side (`flowrl.nodes.shared_pass`).
+One pass of the model takes up to `batch` samples (`flowrl.nodes.shared_pass`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from flowrl.models.scorer import Scorer
 
 TRIED_ROWS = 8
-"""Rows that have to render alike before two templates count as the same."""
+"""Number of rows that have to render identically before two templates count as equal."""
 
 
 class RewardModel(Node):
     """Scores samples by the reward model in the directory `model`; `policy` and `task` are the generator's.
 
-    With `normalise` the reward is the score less the model's mean in units of its standard deviation, as
-    its config.json tells them; the raw reward is the bare score. At most `batch` samples go into a pass.
+    With `normalise` the reward is the score minus the model's mean, divided by its standard deviation, both
+    from its config.json; the raw reward is the unchanged score. At most `batch` samples go into a pass.
     """
 
     cpus = 1
@@ -126,13 +126,13 @@ class RewardModel(Node):
             return await self.blocking(self._scorer.score_ids, token_ids)
 
     def token_ids(self, sample: Sample) -> Int32:
-        """What the reward model reads of `sample`."""
+        """The token ids of `sample` that the reward model reads."""
         if self._same_tokens:
             return self._scorer.ended(sample.token_ids)
         return self._scorer.ids(self._turns[sample.prompt_id], sample.response_text)
 
     def scored_sample(self, sample: Sample, score: float) -> Scored:
-        """`sample` with the reward that is trained on, and the bare score as the raw one."""
+        """`sample` with the reward on which it is trained, and the unchanged score as the raw reward."""
         reward = self._scorer.normalised([score])[0] if self.normalise else score
         shaped = self.shaping.shaped(
             reward, {"reward_model": score}, num_tokens=sample.response_tokens, truncated=sample.truncated
@@ -144,7 +144,7 @@ class RewardModel(Node):
 
 
 def renders_alike(policy: Any, reward_model: Any, conversations: list[list[Any]]) -> bool:
-    """Whether two tokenizers give the same ids: the reward model's may have a pad token on top."""
+    """Whether two tokenizers give the same ids; the reward model's may have an additional pad token."""
     from flowrl.models import Chat
 
     known = reward_model.get_vocab()

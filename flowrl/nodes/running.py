@@ -1,7 +1,7 @@
-"""What is known of rewards and KL from batch to batch: normalisation, and the adaptive KL controller.
+"""Running statistics over batches: reward normalisation and the adaptive KL controller.
 
-Both take one step a batch, where the batch is formed, so neither depends on ranks or timing. A batch's
-advantages are made anew there, with the statistics and the coefficient that it is the turn of.
+Both advance by one step per batch in the batcher, so neither depends on ranks or timing. The batcher
+recomputes a batch's advantages with the statistics and the coefficient of that batch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class AdaptiveKL:
     limit: float = 0.2
 
     def problems(self) -> list[str]:
-        """What is wrong with these settings, complete sentences."""
+        """Problems of these settings, as complete sentences."""
         values = (("target", self.target), ("gain", self.gain), ("limit", self.limit))
         return [f"adaptive_kl.{name} is {value}; it has to be above 0" for name, value in values if not value > 0]
 
     def next(self, coef: float, kl: float) -> float:
-        """The coefficient of the next batch, after one with `coef` whose KL was `kl`."""
+        """The coefficient of the next batch, after a batch with `coef` whose KL was `kl`."""
         error = min(max(kl / self.target - 1.0, -self.limit), self.limit)
         return coef * (1.0 + self.gain * error)
 
@@ -66,7 +66,7 @@ class Moments:
 
 
 class RunningEstimate:
-    """Makes the advantages of one batch after the other with running statistics of the batches so far."""
+    """Computes the advantages of successive batches with running statistics of the batches so far."""
 
     def __init__(self, estimate: Estimate, *, normalise_rewards: bool, adaptive_kl: AdaptiveKL | None) -> None:
         self._estimate = estimate
@@ -76,7 +76,7 @@ class RunningEstimate:
         self._metrics: dict[str, float] = {}
 
     def batch(self, groups: Sequence[Group]) -> list[Group]:
-        """`groups` with the advantages of this batch; moves statistics and coefficient on by one batch."""
+        """`groups` with the advantages of this batch; advances statistics and coefficient by one batch."""
         scale = None
         if self._moments is not None:
             self._moments.add([whole_reward(sample) for group in groups for sample in group.samples])
@@ -98,7 +98,7 @@ class RunningEstimate:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of the last batch, by the names of metrics.jsonl."""
+        """The metrics of the last batch, by their names in metrics.jsonl."""
         return self._metrics
 
     def state(self) -> Mapping[str, Any]:

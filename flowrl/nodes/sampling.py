@@ -1,4 +1,4 @@
-"""How a generator samples, and what a finished request comes back as. Pure; no heavy imports."""
+"""How a generator samples, and the result of a finished request. Pure; no heavy imports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sampling:
     """Sample on to `max_tokens`: for measurements."""
 
     def problems(self, *, trained: bool) -> list[str]:
-        """What is wrong with these options, complete sentences; `trained` samples are held to more."""
+        """Problems of these options, as complete sentences; `trained` samples have stricter requirements."""
         found = []
         if self.max_tokens < 1:
             found.append(f"max_tokens is {self.max_tokens}; a response needs at least 1 token")
@@ -57,7 +57,7 @@ class Sampling:
         return found
 
     def arguments(self, *, generated: int = 0, seed: int | None = None) -> dict[str, Any]:
-        """Keyword arguments for vLLM's SamplingParams, `generated` tokens of the response being there already."""
+        """Keyword arguments for vLLM's SamplingParams, if `generated` tokens of the response exist already."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -74,7 +74,7 @@ class Sampling:
 
 
 def continued_seed(seed: int | None, generated: int) -> int | None:
-    """The seed for the rest of a response: its own, so that the first part's random numbers do not come again."""
+    """The seed for the rest of a response. It differs, so that the first part's random numbers do not repeat."""
     if seed is None:
         return None
     if generated == 0:
@@ -85,7 +85,7 @@ def continued_seed(seed: int | None, generated: int) -> int | None:
 
 @dataclass(frozen=True)
 class Completion:
-    """What one request to vLLM gave; T policy tokens."""
+    """The result of one request to vLLM; T policy tokens."""
 
     token_ids: Int32
     logprobs: Float32
@@ -97,7 +97,7 @@ class Completion:
     def of(
         cls, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] | Int32, finish_reason: str
     ) -> Completion:
-        """From sequences of any kind, which are copied."""
+        """Create a completion from sequences of any type, which are copied."""
         return cls(
             np.array(token_ids, np.int32), np.array(logprobs, np.float32), np.array(versions, np.int32), finish_reason
         )
@@ -135,7 +135,7 @@ class Response:
 def spread_versions(spans: Spans, num_tokens: int) -> Int32:
     """One version per token from vLLM's (label, start, end) spans, which have to cover every token.
 
-    Raises ValueError where a token has no version: it must not be trained on as if it had one.
+    Raises ValueError if a token has no version: it must not be trained on as if it had one.
     """
     versions = np.full(num_tokens, -1, np.int32)
     for label, start, end in spans:

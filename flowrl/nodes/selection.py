@@ -1,7 +1,7 @@
-"""Nodes that choose among the members of a group: the best one to imitate, or the best against the worst.
+"""Nodes that select members of a group: the best one to imitate, or the best against the worst.
 
-They judge by the reward that is trained on, after shaping. Those not chosen are filtered with a reason.
-Of equal rewards the first member counts as the better one, so that a run can be repeated.
+They compare the reward after shaping. Members that are not selected are filtered with a reason.
+If rewards are equal, the first member counts as the better one, so that a run is reproducible.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PairReference = Literal["round", "initial"]
 class BestOfN(Node):
     """Passes on the best of each group's `size` members with advantage 1 (RAFT, arXiv 2304.06767).
 
-    The others are filtered as `not_best`. With `least_reward` a group whose best has a lower raw reward
-    is filtered whole, as `below_least`.
+    The others are filtered as `not_best`. With `least_reward`, a group whose best member has a lower raw
+    reward is filtered completely, as `below_least`.
     """
 
     keyed_state = True
@@ -61,7 +61,7 @@ class BestOfN(Node):
                 self._judged.assert_some_pass(self.name, "below_least")
 
     def group(self, members: Members[Scored], best: Scored) -> Group:
-        """A group of one whose every policy token is to become likelier."""
+        """A group of one sample in which training raises the probability of every policy token."""
         sample = trainable(best, best.policy_mask.astype(np.float64))
         return Group(members.group_id, (sample,), members.size, self._judged.take())
 
@@ -73,12 +73,12 @@ class BestOfN(Node):
 
 
 class PairMaker(Node):
-    """Makes a pair of each group: the best of its `size` members is chosen, the worst rejected.
+    """Makes a pair from each group: the best of its `size` members is chosen, the worst rejected.
 
-    A group without a difference is filtered as `tie`, the members between as `not_paired`, one with
-    fewer than two scored members as `group_too_small`. `reference="round"` takes the weights that sampled
-    the pair for the reference, whose logprobs every sample carries; "initial" leaves that to a Reference
-    node before.
+    A group without a difference is filtered as `tie`, the members in between as `not_paired`, a group with
+    fewer than two scored members as `group_too_small`. With `reference="round"` the reference is the weights
+    that sampled the pair, whose logprobs every sample carries; with "initial" an upstream Reference node
+    provides the reference logprobs.
     """
 
     keyed_state = True
@@ -116,7 +116,7 @@ class PairMaker(Node):
                 self._judged.assert_some_pass(self.name, reason)
 
     def pair(self, samples: Sequence[Scored]) -> tuple[tuple[Scored, ...], str]:
-        """(chosen, rejected), or () where there is none, and the reason for which the others are left out."""
+        """(chosen, rejected), or () if there is no pair, and the reason why the others are left out."""
         if len(samples) < 2:
             return (), "group_too_small"
         if all_equal([whole_reward(sample) for sample in samples]):
@@ -141,5 +141,5 @@ class PairMaker(Node):
 
 
 def ranked(samples: Sequence[Scored]) -> list[Scored]:
-    """Best first; equal ones in their order."""
+    """The samples, best first; equal ones keep their order."""
     return sorted(samples, key=lambda sample: -whole_reward(sample))

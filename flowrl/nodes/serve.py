@@ -1,4 +1,4 @@
-"""`flowrl serve-reward`: a trained reward model, or a function, behind an address that graphs name as their reward."""
+"""`flowrl serve-reward` serves a trained reward model or a function at an address that graphs name as their reward."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AskModel:
 
 
 def serve(what: str, options: ServeOptions) -> None:
-    """Serve until interrupted. Raises ConfigError for a model or function that does not load, or a port in use."""
+    """Serve until interrupted. Raises ConfigError if the model or function does not load, or the port is in use."""
     server = RewardServer(what, _client(what, options))
     asyncio.run(_serve(server, options))
 

@@ -1,4 +1,4 @@
-"""From a verdict to the reward that is trained on. Pure; the order of steps is fixed.
+"""Turns a verdict into the reward used for training. Pure functions; the order of steps is fixed.
 
 Weighted sum of named parts, stop penalty, overlong penalty (DAPO, arXiv 2503.14476), clip, sign.
 """
@@ -18,7 +18,7 @@ class Overlong:
     factor: float = 1.0
 
     def penalty(self, num_tokens: int) -> float:
-        """What is added to the reward of a response of that length; never above 0."""
+        """The value added to the reward of a response of that length; never above 0."""
         over = (num_tokens - (self.max_tokens - self.buffer)) / self.buffer
         return -self.factor * min(max(over, 0.0), 1.0)
 
@@ -37,7 +37,7 @@ class Shaping:
     """A control: the sign of the whole is turned, so that training makes the policy worse."""
 
     def problems(self) -> list[str]:
-        """What is wrong with these settings, complete sentences."""
+        """Problems of these settings, as complete sentences."""
         found = []
         if self.stop_penalty is not None and self.stop_penalty > 1:
             found.append(f"shaping.stop_penalty is {self.stop_penalty}; it has to be in [0, 1], or below 0")
@@ -48,7 +48,7 @@ class Shaping:
         return found
 
     def shaped(self, reward: float, parts: Mapping[str, float], *, num_tokens: int, truncated: bool) -> float:
-        """The reward that is trained on."""
+        """The reward used for training."""
         reward += sum(weight * parts.get(name, 0.0) for name, weight in self.weights.items())
         if truncated and self.stop_penalty is not None:
             reward = reward * self.stop_penalty if self.stop_penalty >= 0 else self.stop_penalty

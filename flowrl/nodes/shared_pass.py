@@ -1,4 +1,4 @@
-"""One pass of a model for everything that waits for it."""
+"""Batches concurrent requests to a model into one pass."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class _Question(Generic[Q, A]):
 
 
 class SharedPass(Generic[Q, A]):
-    """Answers questions that come side by side: the first that finds the model free takes along all that wait.
+    """Answers concurrent questions: the first caller that finds the model free runs a pass for all waiting questions.
 
-    `answer_all(questions)` gives one answer a question, none of which is None. Each wait ends with the pass in which
-    the question is answered. If a pass is cancelled, the other questions wait on, for the next of them to answer all.
+    `answer_all(questions)` returns one answer per question, none of which is None. Each wait ends with the pass that
+    answers the question. If a pass is cancelled, the other questions keep waiting for the next pass.
     """
 
     def __init__(self, answer_all: Callable[[list[Q]], Awaitable[Sequence[A]]]) -> None:
@@ -30,12 +30,12 @@ class SharedPass(Generic[Q, A]):
         self._model_is_free = asyncio.Lock()
 
     async def ask(self, content: Q) -> A:
-        """The answer; raises what the pass raised."""
+        """Return the answer; raises the exception of the pass."""
         mine: _Question[Q, A] = _Question(content)
         self._waiting.append(mine)
         try:
             async with self._model_is_free:
-                if mine.answer is None:
+                if mine.answer is None:  # else another caller's pass answered it while this one waited
                     await self._pass()
         finally:
             if mine in self._waiting:

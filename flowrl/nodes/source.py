@@ -1,4 +1,4 @@
-"""Where groups enter the graph: the training rows of a task, in an order that depends on seed and epoch alone."""
+"""Where groups enter the graph: the training rows of a task, in an order that depends only on seed and epoch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Part = Literal["train", "held_out", "all"]
 
 
 class PromptSource(Node):
-    """Sends every training row `repeat` times, as the members of one group; with `part` the held-out ones, or all.
+    """Sends every training row `repeat` times, as the members of one group; `part` selects held-out or all rows.
 
-    `epochs=None` goes on for as long as the run's `--steps` need, and is one epoch without them. `seed`
-    None is the run's. Prompts of more than `max_prompt_tokens` are passed over and counted. `num_prompts` takes
-    the first so many rows alone.
+    `epochs=None` continues until the run's `--steps` are reached; without `--steps` it means one epoch. `seed`
+    None means the run's seed. Prompts of more than `max_prompt_tokens` are skipped and counted. `num_prompts`
+    limits the source to the first that many rows.
     """
 
     prompts: Out[Prompt]
@@ -53,9 +53,9 @@ class PromptSource(Node):
         self._epoch = 0
         self._position = 0
         self._digests: dict[int, str] = {}
-        """Epoch -> of its prompts in their order."""
+        """Epoch -> digest of its prompts in their order."""
         self._passed_over = 0
-        """Prompts too long since the last that was not."""
+        """Number of too long prompts since the last one of valid length."""
 
     def facts(self) -> Facts:
         return Facts(group_size=self.repeat, longest_prompt=self.max_prompt_tokens)
@@ -89,13 +89,13 @@ class PromptSource(Node):
             self.context.progress(f"{len(skipped)} malformed rows are skipped, the first: {skipped[0]}")
 
     def rows(self) -> tuple[Row, ...]:
-        """What an epoch goes through."""
+        """The rows of an epoch."""
         rows = self.read()
         parts = {"train": rows.train, "held_out": rows.held_out, "all": (*rows.train, *rows.held_out)}
         return parts[self.part][: self.num_prompts]
 
     def read(self) -> Rows:
-        """All rows, read once in a process."""
+        """All rows; a process reads them only once."""
         return load_rows(self.task)
 
     async def run(self) -> None:
@@ -110,7 +110,7 @@ class PromptSource(Node):
             self._epoch, self._position = epoch, position + 1
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:
-        """The members of the group that `row` makes in `epoch`."""
+        """The members of the group of `row` in `epoch`."""
         text, token_ids = self._chat.prompt(row.turns)
         group_id = f"{self.name}:{epoch}:{row.prompt_id}"
         return [
@@ -133,7 +133,7 @@ class PromptSource(Node):
         return {"epoch": self._epoch, "position": self._position, "order": self._digests.get(self._epoch, "")}
 
     def check_resume(self, saved: Saved) -> list[str]:
-        """The cursor is worth nothing in another order: prompts would come twice, or never."""
+        """The cursor is not valid for another order: prompts would be sent twice or never."""
         self._seed = saved.seed if self.seed is None else self.seed
         self._rows = self.rows()
         epochs = {int(s["epoch"]): s["order"] for s in saved.states.values() if s["position"] and s.get("order")}
@@ -148,7 +148,7 @@ class PromptSource(Node):
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
 
     def _from_cursor(self) -> Iterator[tuple[int, int, Row]]:
-        """(epoch, position, row) of all that is still to come."""
+        """(epoch, position, row) of all rows not sent yet."""
         epochs = self.epochs if self.epochs is not None or self.context.steps is not None else 1
         epoch, start = self._epoch, self._position
         while epochs is None or epoch < epochs:
@@ -164,7 +164,7 @@ class PromptSource(Node):
         return epoch_order(len(self._rows), self._seed, epoch)
 
     def _digest(self, order: Sequence[int]) -> str:
-        """Of the prompts in this order."""
+        """The digest of the prompts in this order."""
         names = "".join(self._rows[index].prompt_id for index in order)
         return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
 
@@ -179,13 +179,13 @@ class PromptSource(Node):
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    """The order of an epoch: a permutation that (seed, epoch) determine."""
+    """The order of an epoch: a permutation determined by (seed, epoch)."""
     order = list(range(num_rows))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
 
 def sampling_seed(seed: int, prompt_id: str, epoch: int, member: int) -> int:
-    """31 bits for the sampler of one member."""
+    """A 31-bit seed for the sampler of one member."""
     text = f"{seed}/{prompt_id}/{epoch}/{member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class Teacher(Node):
-    """Adds `teacher_logprobs` to the samples of `student`, whose vocabulary has to be the teacher's.
+    """Adds `teacher_logprobs` to the samples of `student`, whose vocabulary has to equal the teacher's.
 
-    A sample's reward is the mean over its policy tokens of log π_teacher − log π_b: an estimate, token by
-    token, of −KL(π_b‖π_teacher). `temperature` has to be the generator's: logits are divided by it. With
-    `exact` samples carry the teacher's hidden states too, which the objective `ReverseKL` needs.
+    A sample's reward is the mean over its policy tokens of log π_teacher − log π_b, a per-token estimate
+    of −KL(π_b‖π_teacher). `temperature` has to equal the generator's: logits are divided by it. With
+    `exact`, samples also carry the teacher's hidden states, which the objective `ReverseKL` needs.
     """
 
     cpus = 1
@@ -90,10 +90,10 @@ class Teacher(Node):
 
 
 class TeacherAdvantage(Node):
-    """Collects the `size` members of a group, and gives each policy token what the teacher thinks of it.
+    """Collects the `size` members of a group and computes each policy token's advantage from the teacher.
 
-    The members are not compared with each other, so a group of one will do. `negate` turns the sign: a
-    control that has to make the student worse.
+    The members are not compared with each other, so a group of one is enough. `negate` inverts the sign: a
+    control experiment that has to make the student worse.
     """
 
     keyed_state = True
@@ -117,7 +117,7 @@ class TeacherAdvantage(Node):
             await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
 
     def advantages(self, sample: Scored) -> Array:
-        """Of every token of `sample`. Raises ConfigError if no teacher has seen it."""
+        """The advantages of every token of `sample`. Raises ConfigError if no teacher has scored it."""
         if sample.teacher_logprobs is None:
             raise ConfigError(
                 f"{self.name}: sample {sample.sample_id} carries no teacher logprobs; connect a Teacher node "
@@ -128,7 +128,7 @@ class TeacherAdvantage(Node):
 
 
 def judgement(model: PolicyModel, sample: Sample, temperature: float) -> tuple[Float32, Float32]:
-    """(log p of the policy tokens at their places, 0 elsewhere; the last hidden state of each policy token)."""
+    """(log p of the policy tokens at their positions, 0 elsewhere; the last hidden state of each policy token)."""
     import torch
 
     from flowrl.training.row_layout import lay_out, policy_places
@@ -153,7 +153,7 @@ def scored_by_teacher(sample: Sample, teacher_logprobs: Float32, hidden: Float32
 
 
 def _require_same_vocabulary(student: str, teacher: str) -> None:
-    """What the files alone do not tell. Raises ConfigError."""
+    """Check what the files alone do not show. Raises ConfigError."""
     mine, other = load_tokenizer(student).get_vocab(), load_tokenizer(teacher).get_vocab()
     if mine != other:
         raise ConfigError(difference(student, mine, teacher, other))

@@ -1,15 +1,15 @@
-"""The trainer: batches in, versions out. One replica is one ZeRO rank; all ranks run in lockstep.
+"""The trainer turns batches into versions. One replica is one ZeRO rank; all ranks run in lockstep.
 
 Invariants
-- Every batch makes exactly one version, also one without an update (all tokens masked, or a gradient
-  that is not finite): such a version is published as `unchanged`, so tickets return.
+- Every batch makes exactly one version, also a batch without an update (all tokens masked, or a gradient
+  that is not finite): its version is published as `unchanged`, so tickets return.
 - The weights of `start_version` are published before the first batch, so generators hold exactly the
   trainer's weights before they sample.
 - A batch is finished (acked) when its update is done and in the ledger, and before a checkpoint.
 
 All heavy work runs in the node's one blocking thread, in the same order on every rank; the event loop
-stays free. Waits: for a batch (end of stream ends the run), for the other ranks inside collectives
-(a rank that died is the supervisor's matter), and for a checkpoint at a batch's end.
+stays free. The trainer waits for a batch (end of stream ends the run), for the other ranks inside
+collectives (the supervisor handles a dead rank), and for a checkpoint at the end of a batch.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 class Trainer(Node):
     """Trains `policy` with `objective` under DeepSpeed ZeRO and publishes its weights.
 
-    `lr` is the peak rate; `epochs` the passes over each batch (a batch's cut into several optimizer
-    steps is the batcher's `optimizer_steps`). `temperature` has to be the generator's. With a `lora` of
-    rank 1 or more an adapter is trained and the policy's own weights stay; a generator that gets adapters
-    has to be given the same one. `teacher` is whom the objective `ReverseKL` compares the policy with.
+    `lr` is the peak rate; `epochs` is the number of passes over each batch (the batcher's `optimizer_steps`
+    splits a batch into several optimizer steps). `temperature` has to equal the generator's. With a `lora` of
+    rank 1 or more the trainer trains an adapter and keeps the policy's own weights; a generator that receives
+    adapters needs the same `lora`. `teacher` is the model that the objective `ReverseKL` compares the policy with.
     Every `publish_every`th version is published, every `probe_every`th publication carries the probe. The
-    first `start_after` batches make versions without an update, as an actor does until its critic has learnt.
+    first `start_after` batches make versions without an update, for an actor that waits until its critic has learnt.
 
-    What comes in by `held_out` is never trained on: the objective's stats on it stand as `held_out/NAME` in
-    the metrics of the last and of every `judge_every`th version, and those of the weights at the start as
-    `held_out_before/NAME` in the first line.
+    Batches from `held_out` are never trained on. The metrics contain the objective's stats on them: as
+    `held_out/NAME` for the last and for every `judge_every`th version, and as `held_out_before/NAME` in the
+    first line for the weights at the start.
     """
 
     cpus = 1
@@ -99,7 +99,7 @@ class Trainer(Node):
         self._learner: Learner
         self._publisher: Publisher | None = None
 
-    # What the graph is told
+    # Declarations for the graph
 
     def facts(self) -> Facts:
         return Facts(
@@ -134,7 +134,7 @@ class Trainer(Node):
     def check_resume(self, saved: Saved) -> list[str]:
         return resume_problems(self._state_dir(str(saved.directory)) / TAG, self.zero, saved.num_replicas)
 
-    # Life
+    # Lifecycle
 
     async def setup(self) -> None:
         self.version = self.context.start_version
@@ -186,13 +186,13 @@ class Trainer(Node):
         return load_output_layer(path, vocab_size=engine.vocab_size, dtype=self.zero.dtype, device=engine.device)
 
     def _source(self) -> str:
-        """The model directory to start from. An adapter's checkpoint leaves the base where it was."""
+        """The model directory to start from. A checkpoint of an adapter does not contain the base model."""
         if self.context.resume_dir is not None and not self.lora.rank:
             return str(self._model_dir(self.context.resume_dir))
         return resolve(self.policy, progress=self.context.progress)
 
     def _head_start(self, source: str) -> Start:
-        """Where a scalar head comes from: a model that has one keeps it."""
+        """How to initialise a scalar head: a model that already has one keeps it."""
         from flowrl.training.value_model import has_scalar_head
 
         return "reward_model" if has_scalar_head(source) else "policy"
@@ -225,22 +225,22 @@ class Trainer(Node):
                 self.context.ledger.step(record, uses, policy=self.name)
             if self.version % self.publish_every == 0:
                 await self._publish(changed=changed)
-            self.batches.finish(batch)
+            self.batches.finish(batch)  # before `step_done`, where a checkpoint may be taken
             await self.context.step_done(self.version)
-        if self._published != self.version:
+        if self._published != self.version:  # `publish_every` skipped the last version
             await self._publish(changed=True)
 
     async def _assert_bound(self, batch: Batch) -> None:
-        """Where the tokens' versions are not this trainer's, the ledger knows how old the groups are."""
+        """If the tokens' versions are not this trainer's, the ledger checks the age of the groups."""
         if self.context.own_clock:
             groups = dict.fromkeys(sample.group_id for sample in batch.samples)
             await self.context.ledger.assert_bound(self.name, self.version, tuple(groups))
 
     async def _take_held_out(self) -> None:
-        """Keep what there is to be judged on; ends when its sender has closed, at once if there is none."""
+        """Store the held-out batches. Returns when their sender has closed, immediately if there is no sender."""
         if self.held_out.live is not None:
             async for batch in self.held_out:
-                self._held_out.append(copy.deepcopy(batch))
+                self._held_out.append(copy.deepcopy(batch))  # its arrays are only valid until `finish`
                 self.held_out.finish(batch)
 
     async def close(self) -> None:
@@ -248,13 +248,13 @@ class Trainer(Node):
             self._publisher.close()
 
     async def checkpoint(self, path: str) -> None:
-        """The model as a Hugging Face directory, and each rank's master weights and optimizer state."""
+        """Save the model as a Hugging Face directory, and each rank's master weights and optimizer state."""
         await self.blocking(self._save, path)
 
-    # In the blocking thread; collective
+    # Methods that run in the blocking thread; collective
 
     def _train(self, batch: Batch) -> tuple[dict[str, Any], list[Use], bool]:
-        """One batch: its metrics line, the uses of all ranks, and whether the weights changed."""
+        """Train one batch; return its metrics line, the uses of all ranks, and whether the weights changed."""
         part = batch if batch.step_ends else self._alone(batch)
         masks = loss_masks(part.samples, part.mask_staleness, self.version)
         step = self.version + 1
@@ -270,14 +270,14 @@ class Trainer(Node):
         )
         stats, uses = zip(*self._learner.engine.gang.gather(mine), strict=True)
         record = {"step": step, "lr": lr, "num_groups": batch.num_groups}
-        if not self.objective.offline:  # data have no rewards for a batcher to tell of
+        if not self.objective.offline:  # offline data have no rewards that a batcher could report
             record |= batch.metrics
         record |= BatchStats.total(stats).metrics(offline=self.objective.offline) | _metrics(update)
         record |= before | (self._judged("held_out") if self._is_judged(step) else {})
         return record, [use for part_uses in uses for use in part_uses], update.changed
 
     def _is_judged(self, step: int) -> bool:
-        """Whether the held-out batch is looked at with the weights that this step made."""
+        """Whether the held-out batch is evaluated with the weights that this step made."""
         return step == self.context.steps or bool(self.judge_every and step % self.judge_every == 0)
 
     def _judged(self, prefix: str) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class Trainer(Node):
         }
 
     def _alone(self, batch: Batch) -> Batch:
-        """A whole batch that came over an edge without gang dispatch."""
+        """Split a whole batch, received over an edge without gang dispatch, for this single rank."""
         if self.context.num_replicas > 1:
             raise ConfigError(
                 f"node {self.name!r} has {self.context.num_replicas} ranks but got a batch that nobody had split: "
@@ -312,7 +312,7 @@ class Trainer(Node):
         self._published = self.version
 
     def _missed(self) -> bool:
-        """Versions since the last publication may have changed what this one did not."""
+        """Whether versions were skipped since the last publication; they may have changed the weights."""
         return self.version - self._published > 1
 
     def _save(self, path: str) -> None:
@@ -323,14 +323,14 @@ class Trainer(Node):
         engine.save(self._state_dir(path))
 
     def _tell_scores(self) -> None:
-        """A reward model's directory says what its scores on the held-out batch are like; collective."""
+        """Record mean and std of the scores on the held-out batch for the reward model's directory; collective."""
         judged = self._judged("held_out")
         mean, square = judged.get("held_out/score_mean"), judged.get("held_out/score_square")
         if mean is not None and square is not None:
             self._learner.engine.tell_scores(mean, math.sqrt(max(0.0, square - mean**2)))
 
     def _model_dir(self, path: str) -> Path:
-        """A checkpoint directory is the policy's own model; those of others lie in it."""
+        """A checkpoint directory itself holds the policy's model; other models are in subdirectories."""
         return Path(path) if self.policy.name == Policy.name else Path(path) / self.policy.name
 
     def _state_dir(self, path: str) -> Path:
@@ -338,7 +338,7 @@ class Trainer(Node):
 
 
 def _metrics(update: Update) -> dict[str, Any]:
-    """The update under the names of a metrics line."""
+    """The update's values under their names in a metrics line."""
     return {
         **update.stats,
         "optimizer_steps": update.optimizer_steps,

@@ -1,4 +1,4 @@
-"""What the batcher does with a critic: asks about a whole batch, and puts its values into the samples."""
+"""The batcher's use of a critic: it sends a request for a whole batch and stores the values in the samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_values(groups: Sequence[Group], reply: Values) -> list[Group]:
 
 
 def require_advantages(samples: Sequence[Trainable]) -> None:
-    """Raise ConfigError where advantages were left open for a critic that was never asked."""
+    """Raise ConfigError if advantages were left unset for a critic that was never called."""
     for sample in samples:
         if sample.advantages.size != sample.token_ids.size:
             raise ConfigError(
@@ -52,9 +52,9 @@ def require_advantages(samples: Sequence[Trainable]) -> None:
 
 
 def value_metrics(samples: Sequence[Trainable]) -> dict[str, float]:
-    """What the critic knew of the returns, over all policy tokens; nothing where there are no values.
+    """How well the critic predicts the returns, over all policy tokens; empty if there are no values.
 
-    Raises FlowrlError if the values are of several versions.
+    Raises FlowrlError if the values have different versions.
     """
     versions = {sample.values_version for sample in samples if sample.values is not None}
     if not versions:

@@ -1,10 +1,10 @@
-"""LoRA adapters in vLLM: one for every version, there for as long as a request samples with it.
+"""LoRA adapters in vLLM: one for every version, kept while a request samples with it.
 
 Invariants:
 
-- A request keeps the adapter it began with: all its tokens are of one version, whatever is loaded meanwhile.
-  That is no older than the version its group was admitted under, so the bound of staleness holds as ever.
-- An adapter goes when a newer one is current and its last request has ended, to make room for the next.
+- A request keeps the adapter it started with: all its tokens have one version, even if others are loaded meanwhile.
+  That version is not older than the one its group was admitted under, so the staleness bound still holds.
+- An adapter is removed when a newer one is current and its last request has ended, to free its slot.
 
 Waits: `room` waits for a slot, which the end of the oldest adapter's last request frees.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM makes room for; an adapter of another rank takes the next."""
+"""The ranks that vLLM supports; an adapter of another rank uses the next larger one."""
 MOST_SLOTS = 8
 
 
@@ -31,12 +31,12 @@ class AdapterSlots:
 
     @classmethod
     def of(cls, rank: int, max_staleness: int | None) -> AdapterSlots:
-        """Versions that can be in use at once: those from the oldest allowed on, and the next one loading."""
+        """Slots for all versions that can be in use at once: from the oldest allowed one, plus the one being loaded."""
         return cls(rank, min(MOST_SLOTS, 2 + (1 if max_staleness is None else max_staleness)))
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of vLLM's AsyncEngineArgs."""
+        """Keyword arguments of vLLM's AsyncEngineArgs."""
         rank = next(size for size in RANKS if size >= self.rank)
         return {
             "enable_lora": True,
@@ -53,12 +53,12 @@ class Adapters:
         self._engine = engine
         self._slots = slots
         self._users: dict[int, int] = {}
-        """Adapter id: requests that sample with it."""
+        """Adapter id: number of requests that sample with it."""
         self._current = 0
         self._freed = asyncio.Event()
 
     async def room(self) -> None:
-        """Returns when one more adapter fits."""
+        """Wait until one more adapter fits."""
         await self._leave_idle()
         while len(self._users) >= self._slots.count:
             self._freed.clear()
@@ -66,7 +66,7 @@ class Adapters:
             await self._leave_idle()
 
     async def load(self, update: Mapping[str, Any], adapter: Mapping[str, Any], version: int) -> float:
-        """Make the adapter of `version` the current one; the slowest worker's seconds. After `room`."""
+        """Make the adapter of `version` current; return the slowest worker's seconds. Call `room` first."""
         adapter_id = version + 1
         seconds: list[float] = await self._engine.collective_rpc(
             "load_adapter", args=(dict(update), dict(adapter), adapter_id)

@@ -1,7 +1,7 @@
-"""vLLM as the generator sees it: token ids in, completions with versions out, and updates in between.
+"""The generator's interface to vLLM: token ids in, completions with versions out, and updates in between.
 
-Start it anywhere (`start` blocks for many seconds); from then on it belongs to the event loop that calls
-`listen`. Every call of vLLM outside its documented interface is in this file.
+`start` may run in any thread (it blocks for many seconds); afterwards the sampler belongs to the event loop
+that calls `listen`. Every call of vLLM outside its documented interface is in this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowrl.runtime.activity.hostloop import apart
 from flowrl.weights.engine_process import begun_by_us
 
 TRAINING, EVALUATION = 0, 1
-"""Priorities: vLLM takes the smaller first."""
+"""Priorities: vLLM schedules the smaller value first."""
 CLOSE_S = 5.0
 
 
@@ -34,7 +34,7 @@ class VllmSampler:
         self._tokenizer = engine.get_tokenizer()
         self._num_requests = 0
         self._begun: dict[str, tuple[str, int]] = {}
-        """Request -> its id inside vLLM, and the version that it began with."""
+        """Request -> its id inside vLLM, and the version it started with."""
         config = engine.vllm_config.model_config
         self.dtype = str(config.dtype).removeprefix("torch.")
         self.max_model_len = int(config.max_model_len)
@@ -56,9 +56,9 @@ class VllmSampler:
         slots: AdapterSlots | None = None,
         engine: Mapping[str, Any] | None = None,
     ) -> VllmSampler:
-        """Load the model in a child process. Blocks; the process it makes ends with this one.
+        """Load the model in a child process. Blocks; the child process ends with this process.
 
-        With `slots` versions are LoRA adapters of the model in `model_dir`, else whole weights.
+        With `slots`, versions are LoRA adapters of the model in `model_dir`, otherwise whole weights.
         """
         prepare_environment(cores=cores, on_gpu=on_gpu, weight_backend=weight_backend)
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -84,10 +84,10 @@ class VllmSampler:
             return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), slots)
 
     async def listen(self) -> None:
-        """Begin on this loop. vLLM's tasks only pass on what is asked for and awaited, so they are no node's own."""
+        """Start on this loop. vLLM's tasks only forward what callers request and await, so they belong to no node."""
         with apart():
             self._engine._run_output_handler()
-            await self._engine.is_sleeping()  # with the first word sockets and their reader begin, here
+            await self._engine.is_sleeping()  # the first call creates vLLM's sockets and their reader on this loop
 
     async def complete(
         self,
@@ -100,7 +100,7 @@ class VllmSampler:
         salt: str = "",
         priority: int = TRAINING,
     ) -> Completion:
-        """Sample after `token_ids`. Cancelling this aborts the request.
+        """Continue `token_ids` by sampling. Cancelling this aborts the request.
 
         `salt` keeps prefix caches of different versions apart.
         """
@@ -122,9 +122,9 @@ class VllmSampler:
         return self._completion(output.token_ids, output.logprobs, spans, version, output.finish_reason)
 
     def so_far(self, request_id: str) -> Completion | None:
-        """What a running `complete` has sampled until now, finish reason ""; None if vLLM has ended it already.
+        """The tokens that a running `complete` has sampled so far, finish reason ""; None if vLLM has ended it already.
 
-        Every token in it has come with its version's label, so it does not matter what is on its way from vLLM.
+        Every token in it arrived with its version's label, so output still in transit from vLLM does not matter.
         """
         if request_id not in self._begun:
             return NOTHING
@@ -140,7 +140,7 @@ class VllmSampler:
     def _completion(
         self, token_ids: Sequence[int], logprobs: Any, spans: Spans, version: int, finish_reason: str
     ) -> Completion:
-        """`version` is that of the request's adapter; without one vLLM's spans say which weights sampled."""
+        """`version` is that of the request's adapter; without an adapter vLLM's spans give the version per token."""
         if self._adapters is not None:
             spans = [(str(version), 0, len(token_ids))]
         sampled = logprobs.logprobs[: len(token_ids)]
@@ -188,7 +188,7 @@ class VllmSampler:
             ) from None
 
     async def _finished(self, outputs: Any, request_id: str, version: int) -> Any:
-        """The last of a request's outputs. As vLLM's `generate`, but `so_far` has to know when it has begun."""
+        """The last output of a request. Like vLLM's `generate`, but `so_far` has to know when the request started."""
         self._begun[request_id] = outputs.request_id, version
         try:
             while not (output := outputs.get_nowait() or await outputs.get()).finished:
@@ -202,10 +202,10 @@ class VllmSampler:
             del self._begun[request_id]
 
     async def pause(self) -> None:
-        """Freeze running requests, KV kept; returns when no step is running.
+        """Freeze running requests and keep their KV; returns when no step is running.
 
-        Straight to the engine core: `AsyncLLM.pause_generation` sleeps 20 ms more, for output order that
-        nothing here relies on.
+        Calls the engine core directly: `AsyncLLM.pause_generation` sleeps another 20 ms for an output order
+        that nothing here relies on.
         """
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
@@ -213,28 +213,28 @@ class VllmSampler:
         await self._engine.resume_generation()
 
     async def label(self, version: int) -> None:
-        """Tokens sampled from now on carry `version`. Only while paused."""
+        """Label tokens sampled from now on with `version`. Only while paused."""
         await self._engine.update_weight_version(str(version))
         self._version = version
 
     async def join(self, init_info: Mapping[str, Any]) -> None:
-        """Set up vLLM's transfer engine; for NCCL this ends when the whole group has met."""
+        """Set up vLLM's transfer engine; for NCCL this returns when the whole group has joined."""
         await self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": dict(init_info)})
 
     async def room(self) -> None:
-        """Returns when one more version fits: at once for whole weights. Not while paused."""
+        """Wait until one more version fits; returns immediately for whole weights. Not while paused."""
         if self._adapters is not None:
             await self._adapters.room()
 
     async def load(self, update: Mapping[str, Any], manifest: Weights) -> float:
-        """Load one version into the model, in every worker; the slowest worker's seconds. Only while paused."""
+        """Load one version into the model in every worker; return the slowest worker's seconds. Only while paused."""
         if self._adapters is not None:
             return await self._adapters.load(update, manifest.adapter, manifest.base_version)
         seconds: list[float] = await self._engine.collective_rpc("apply_weights", args=(dict(update),))
         return max(seconds)
 
     async def sleep(self) -> None:
-        """Leave the GPU to somebody else: weights to host memory, KV dropped. With no request running."""
+        """Free the GPU for another process: move weights to host memory, drop the KV. Only if no request is running."""
         await self._engine.sleep(level=1)
 
     async def wake(self) -> None:
@@ -244,16 +244,16 @@ class VllmSampler:
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def close(self) -> None:
-        """End the child process: asked first, killed after `CLOSE_S`."""
+        """End the child process: request its shutdown, and kill it after `CLOSE_S`."""
         engine, self._engine = self._engine, None
         outputs = engine.output_handler
-        if outputs is not None:  # or it would log the end of the child as a failure
+        if outputs is not None:  # otherwise it would log the end of the child as a failure
             outputs.get_loop().call_soon_threadsafe(outputs.cancel)
         engine.shutdown(timeout=CLOSE_S)
 
 
 def _adapter(adapter_id: int | None) -> Any:
-    """What a request names an adapter by; vLLM looks at the path of none that it holds already."""
+    """The request's reference to an adapter; vLLM ignores the path of an adapter that is already loaded."""
     if adapter_id is None:
         return None
     from vllm.lora.request import LoRARequest

@@ -1,9 +1,9 @@
 """Starting vLLM in a generator's process: version, environment, engine arguments.
 
-The environment has to be complete before vllm is imported, because it reads much of it only once. On
-CPU the engine core runs its worker in its own process ("uni"): one process and one queue fewer on the
-generator's core than vLLM's default there, whose reason (thread binding by the executor) does not apply,
-because the host has pinned itself already and its children inherit that.
+The environment has to be complete before vllm is imported, because vllm reads much of it only once. On
+CPU the engine core runs its worker in its own process ("uni"). This saves one process and one queue on the
+generator's core compared to vLLM's default. The reason for that default (thread binding by the executor) does
+not apply, because the host has already pinned itself and its children inherit the pinning.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from flowrl.nodes.vllm_adapters import AdapterSlots
 SUPPORTED = "0.32"
 EXTENSION = "flowrl.weights.vllm_worker.WorkerExtension"
 KV_CACHE_BYTES = 1 << 30
-"""Most of the KV cache on CPU, where vLLM writes all of it at the start."""
+"""Maximum size of the KV cache on CPU, where vLLM writes all of it at the start."""
 PROMPT_TOKENS = 512
-"""What a prompt is taken to have where room is made for it; longer ones make vLLM wait for room."""
+"""Assumed tokens of a prompt when the KV cache is sized; with longer prompts vLLM waits for free cache space."""
 OURS = {
     "model": "the policy decides",
     "logprobs_mode": "training needs the logprobs of the distribution that was sampled from",
@@ -68,18 +68,18 @@ def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, weight_backend:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if weight_backend == "ipc":
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles are pickled; they come from our trainer
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles are pickled; they come from our trainer
     if on_gpu:
         return
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first request compiles for many seconds
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # lets "uni" stand
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # otherwise vLLM overrides "uni"
     if cores:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(len(cores))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores)
 
 
 def model_dtype(model_dir: str) -> str:
-    """The dtype that the model's own config names. vLLM's "auto" would make bfloat16 of float32."""
+    """The dtype that the model's own config names. vLLM's "auto" would turn float32 into bfloat16."""
     config = json.loads((Path(model_dir) / "config.json").read_text())
     return str(config.get("dtype") or config.get("torch_dtype") or "auto")
 
@@ -132,7 +132,7 @@ def engine_arguments(
 def kv_cache_room(config: Any, longest_response: int) -> int:
     """Bytes of KV cache for a prompt and a response in every slot, and for one sequence of the model's length.
 
-    `config` is a VllmConfig. `KV_CACHE_BYTES` for models whose cache is not one key and value per head and layer.
+    `config` is a VllmConfig. Returns `KV_CACHE_BYTES` if the model's cache is not one key and value per head and layer.
     """
     model, parallel, slots = config.model_config, config.parallel_config, config.scheduler_config.max_num_seqs
     if model.use_mla or model.is_hybrid or config.cache_config.cache_dtype != "auto":

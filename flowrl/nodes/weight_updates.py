@@ -1,13 +1,13 @@
-"""How a generator goes from one version to the next: fetch, pause, apply, label, resume, probe.
+"""How a generator changes from one version to the next: fetch, pause, apply, label, resume, probe.
 
 Invariants:
 
-- The fetch, which reads every byte, is over before anything is paused.
+- The fetch, which reads every byte, is complete before anything is paused.
 - Between pause and resume no step runs and no request is submitted; a failure in between is final, since
   the model may be half loaded.
 - The label changes only while paused, so vLLM's version spans are exact.
 
-An adapter is one more version beside those that running requests keep: its update waits for room first.
+An adapter is an additional version next to those that running requests keep, so its update first waits for a slot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flowrl.weights.shm import SegmentLost
 
 
 class UpdateGate:
-    """Where requests wait while anybody keeps it closed. Starts closed by "weights"."""
+    """The gate at which requests wait while at least one holder keeps it closed. Starts closed by "weights"."""
 
     def __init__(self) -> None:
         self._closers = {"weights"}
@@ -64,7 +64,7 @@ class WeightUpdates:
     ) -> None:
         self.version = -1
         self._content = -1
-        """The version whose tensors are loaded: older than `version` after an unchanged one."""
+        """The version whose tensors are loaded; older than `version` after an unchanged version."""
         self._sampler = sampler
         self._receiver = receiver
         self._gate = gate
@@ -73,7 +73,7 @@ class WeightUpdates:
         self._running = running
 
     async def take(self, manifest: Weights) -> bool:
-        """Bring the sampler to the manifest's version; False if there is newer than that already."""
+        """Bring the sampler to the manifest's version; False if a newer version exists already."""
         if manifest.version <= self.version:
             return False
         async with AsyncExitStack() as stack:
@@ -93,7 +93,7 @@ class WeightUpdates:
         return True
 
     async def stay(self, version: int) -> None:
-        """Nobody sends weights: those that were loaded are `version`, for good."""
+        """Used if no node sends weights: the loaded weights are `version` for the whole run."""
         await self._sampler.pause()
         await self._sampler.label(version)
         self.version = self._content = version

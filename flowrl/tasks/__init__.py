@@ -1,4 +1,4 @@
-"""Tasks: where prompts, answers and verdicts come from."""
+"""Tasks: the sources of prompts, answers and verdicts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Options = TypeVar("Options")
 
 
 def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -> tuple[Part, ...]:
-    """What scores responses to `task`: its verifier, or `function`, an object or a reward as text."""
+    """The reward that scores responses to `task`: its verifier, or `function` (an object, or a reward as text)."""
     if function is None or isinstance(function, str):
         return parse_reward(function or task.verifier, verifier=task.own_verifier)
     return (Part(place_of(function), name=function.__name__),)
 
 
 def conversation(task: Task, row: Row) -> list[dict[str, str]]:
-    """The messages before the response to `row`, as the model is told them."""
+    """The messages before the response to `row`, as the model receives them."""
     system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
     return [*system, *(dict(turn) for turn in row.turns)]
 
@@ -53,7 +53,7 @@ Demonstrator = Callable[[Row, random.Random], str]
 
 @functools.lru_cache(maxsize=8)
 def load_rows(task: Task) -> Rows:
-    """Read or generate all rows of `task`, once in a process. Raises ConfigError for what is wrong with it."""
+    """Read or generate all rows of `task`, once per process. Raises ConfigError if the task is invalid."""
     reading = _reading(task)
     rows = _mixed(task, reading, load_rows) if len(task.sources) > 1 else _source(task, reading)
     return _split(task, rows, reading)
@@ -61,9 +61,9 @@ def load_rows(task: Task) -> Rows:
 
 @functools.lru_cache(maxsize=8)
 def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
-    """The pairs of `task`, or its labelled completions, of which a pair makes two; held out by prompt.
+    """The pairs of `task`, or its labelled completions (a pair makes two); the split is by prompt.
 
-    `arithmetic` prefers right answers to those without carrying.
+    `arithmetic` prefers right answers to answers without carrying.
     """
     reading = _reading(task)
     rows: Iterable[Row]
@@ -96,7 +96,7 @@ def _split(task: Task, found: Iterable[Row], reading: Reading) -> Rows:
 
 
 def _mixed(task: Task, reading: Reading, load: Callable[[Task], Rows]) -> Iterator[Row]:
-    """The rows of all sources; each says in a column which one it is of."""
+    """The rows of all sources; a column of each row names its source."""
     for term in task.sources:
         found = load(Task(term.text))
         reading.skipped += found.skipped
@@ -105,14 +105,14 @@ def _mixed(task: Task, reading: Reading, load: Callable[[Task], Rows]) -> Iterat
 
 
 def demonstrator(task: Task) -> Demonstrator:
-    """Where a warm start takes the answers from that it imitates: the task's own, of the quality it offers."""
+    """The function that gives a warm start the answers to imitate: the task's own, at the quality that it provides."""
     if len(task.sources) > 1:
         return lambda row, rng: demonstrator(Task(row.columns[OF_TASK]))(row, rng)
     return demonstrate if task.source == "arithmetic" else right_answer
 
 
 def right_answer(row: Row, rng: random.Random) -> str:
-    """What a perfect teacher writes."""
+    """The answer of a perfect teacher."""
     return str(row.answer)
 
 

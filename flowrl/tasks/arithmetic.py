@@ -1,7 +1,7 @@
 """The built-in task: sums small enough that a character model of a few hundred thousand weights can learn them.
 
 Its demonstrations are imperfect on purpose: two in three forget every carry. A model that imitates them
-knows both ways to add and prefers the wrong one, and RL, which sees right and wrong only, can teach it
+knows both methods of addition and prefers the wrong one. RL, which only sees right or wrong, can teach it
 to carry within minutes.
 """
 
@@ -45,7 +45,7 @@ class Arithmetic:
 
 
 CARELESS = 2 / 3
-"""Share of demonstrations that forget to carry and to borrow."""
+"""The share of demonstrations that forget to carry and to borrow."""
 
 
 def careless_answer(question: str) -> str:
@@ -59,5 +59,5 @@ def careless_answer(question: str) -> str:
 
 
 def demonstrate(row: Row, rng: random.Random) -> str:
-    """What an imperfect teacher writes."""
+    """The answer of an imperfect teacher."""
     return careless_answer(row.prompt) if rng.random() < CARELESS else str(row.answer)

@@ -1,6 +1,6 @@
 """Rows from disk: JSON lines, Parquet, directories of either, and datasets saved by `save_to_disk`.
 
-Every record has a place, as `train.jsonl:17`, by which an error names it. What is malformed stops the
+Every record has a place, such as `train.jsonl:17`, which errors name. A malformed record stops the
 reading before anything has started, or is skipped and counted: `Reading` decides.
 """
 
@@ -24,18 +24,18 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class Malformed(ConfigError):
-    """One record that cannot be used; its text begins with the record's place."""
+    """A record cannot be used. The error text starts with the record's place."""
 
 
 @dataclass
 class Reading:
-    """What to do with malformed records: stop at the first, or skip them and keep what was wrong."""
+    """How to handle malformed records: stop at the first, or skip them and keep their errors."""
 
     malformed: str = "stop"
     skipped: list[str] = field(default_factory=list)
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """What `make` returns, None if it met a malformed record that is to be skipped."""
+        """Return the result of `make`, None if it raised for a malformed record that is skipped."""
         try:
             return make()
         except Malformed as problem:
@@ -45,7 +45,7 @@ class Reading:
             return None
 
     def at(self, place: str, make: Callable[[], T]) -> T | None:
-        """`attempt` of what makes the rows of the record at `place`, whose values no message may carry."""
+        """`attempt` of a `make` for the record at `place`. Values that no message can carry make it malformed."""
 
         def named() -> T:
             try:
@@ -94,12 +94,12 @@ class Keys:
 
 
 def is_file_task(path: Path) -> bool:
-    """A file or directory that `records` may be able to read."""
+    """Whether `path` is a file or directory that `records` may be able to read."""
     return path.is_dir() or (path.suffix in SUFFIXES and path.is_file())
 
 
 def rows(path: Path, keys: Keys, reading: Reading) -> Iterator[Row]:
-    """The rows at `path`. Raises ConfigError for what cannot be read, Malformed as `reading` says."""
+    """The rows at `path`. Raises ConfigError if it cannot be read, Malformed depending on `reading`."""
     for place, record in records(path, reading, split=keys.split):
         row = reading.at(place, lambda place=place, record=record: _row(place, record, keys))  # type: ignore[misc]
         if row is not None and row.score >= keys.min_score:
@@ -148,7 +148,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _saved(path: Path, split: str) -> Iterator[tuple[str, Record]]:
-    """A dataset, or one split of several, that `datasets` has saved."""
+    """A dataset, or one split of several, saved by `datasets`."""
     try:
         from datasets import Dataset, DatasetDict, load_from_disk
     except ImportError:
@@ -218,7 +218,7 @@ def _asked(place: str, record: Record, keys: Keys) -> tuple[tuple[Mapping[str, s
 
 
 def conversation(place: str, value: object, what: str, *, may_end: bool = False) -> tuple[Mapping[str, str], ...]:
-    """Turns of a text or a list of them. Raises Malformed; `may_end`: the assistant may have the last word."""
+    """The turns of a text or a list of turns. Raises Malformed; with `may_end` the last turn may be the assistant's."""
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)
     if isinstance(value, list) and value and all(_is_turn(turn) for turn in value):
@@ -258,7 +258,7 @@ def _is_turn(turn: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Values that a message can carry: lists become tuples, dates and the like their text."""
+    """Convert to values that a message can carry: lists become tuples; dates and similar values become text."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, Mapping):

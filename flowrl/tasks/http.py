@@ -1,12 +1,12 @@
-"""Rewards over HTTP: what waits is sent together, to the server with the least to do, again if need be.
+"""Rewards over HTTP: waiting questions are sent together to the least busy server, and again after a failure.
 
 Request: POST, JSON {"prompts": [...], "responses": [...], "columns": {name: [...]}}; `columns` holds the
-rows' other columns and, under `messages`, the conversation before the response where it is known.
-Answer: what a reward function may return, a list of numbers or {"rewards": [...], "scores": [...],
+rows' other columns and, under `messages`, the conversation before the response if it is known.
+Answer: the same as from a reward function, a list of numbers or {"rewards": [...], "scores": [...],
 "logs": {name: [...]}}. `flowrl serve-reward` is such a server.
 
-Waits: a question for its answer, which ends after `retries` further tries of `timeout_s` each. While a
-server works on its requests further questions gather, and make the next one.
+Waits: a question waits for its answer, at most until `retries` further tries of `timeout_s` each have failed.
+While a server works on its requests, further questions accumulate and form the next request.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RETRIES = 4
 BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
 BATCH = 32
-"""Most samples of one request."""
+"""Maximum number of samples in one request."""
 REQUESTS_PER_URL = 2
-"""One that the server works on, one that is on its way."""
+"""One request that the server processes, and one in transit."""
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -43,7 +43,7 @@ class Question:
 
 
 class Transient(Exception):
-    """A failure that another try, or another server, may not meet."""
+    """A failure that may not occur again in another try or on another server."""
 
     def __init__(self, bad: BadReward) -> None:
         self.bad = bad
@@ -51,7 +51,7 @@ class Transient(Exception):
 
 
 class HttpReward:
-    """One endpoint at several addresses. Raises BadReward for a sample of which no verdict can be had."""
+    """One endpoint at several addresses. Raises BadReward for a sample that gets no verdict."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class HttpReward:
         finally:
             for question in questions:
                 if not question.verdict.cancel():
-                    question.verdict.exception()  # retrieved, though only the first is raised
+                    question.verdict.exception()  # mark it as retrieved; only the first one is raised
         return joined([question.verdict.result() for question in questions])
 
     async def close(self) -> None:
@@ -96,7 +96,7 @@ class HttpReward:
             await self._session.close()
 
     def _send(self) -> None:
-        """Requests for what waits, as many as the servers may have."""
+        """Send requests for the waiting questions, as many as the servers may have."""
         self._waiting = [question for question in self._waiting if not question.verdict.done()]
         while self._waiting and len(self._requests) < REQUESTS_PER_URL * len(self.urls):
             questions, self._waiting = self._waiting[: self.batch], self._waiting[self.batch :]
@@ -111,7 +111,7 @@ class HttpReward:
             self._send()
 
     async def _answer(self, questions: Sequence[Question]) -> None:
-        """Verdicts for all of them. What is wrong with one sample's is no fault of the others."""
+        """Set verdicts for all questions. A problem with one sample does not affect the others."""
         try:
             verdicts = await self._ask_until(questions)
         except BadReward as bad:
@@ -128,9 +128,10 @@ class HttpReward:
                 question.verdict.set_result(_of(verdicts, index))
 
     async def _ask_until(self, questions: Sequence[Question]) -> Verdicts:
-        """The answer of the first try that has one; each try goes to the server with the fewest requests."""
+        """Return the answer of the first successful try; each try uses the server with the fewest requests."""
         avoided = ""
         for attempt in range(self.retries + 1):
+            # The server that just failed counts as one request busier, so that a retry prefers another one.
             url = min(self.urls, key=lambda url: (self._busy[url] + (url == avoided), self.urls.index(url)))
             try:
                 return await self._ask_one(url, questions)
@@ -143,7 +144,7 @@ class HttpReward:
         raise AssertionError("the last try returns or raises")
 
     async def _ask_one(self, url: str, questions: Sequence[Question]) -> Verdicts:
-        """One try. Raises Transient, or BadReward for what every try would meet."""
+        """Make one try. Raises Transient, or BadReward for a failure that every try would have."""
         import aiohttp
 
         self._busy[url] += 1
@@ -172,7 +173,7 @@ class HttpReward:
 
 JSON = {"Content-Type": "application/json"}
 ALONE = frozenset({"reward_malformed", "reward_not_finite", "reward_wrong_length", "reward_raised", "reward_http_413"})
-"""Reasons that may lie in a single sample of a request, so each is asked for by itself."""
+"""Failures that a single sample of a request may cause; after one, each sample is requested separately."""
 
 
 def _body(questions: Sequence[Question]) -> bytes:
@@ -186,10 +187,10 @@ def _body(questions: Sequence[Question]) -> bytes:
 
 
 def _verdicts(url: str, status: int, text: str, num: int) -> Verdicts:
-    """What the server said, checked like a function's answer."""
+    """The server's answer, checked like a function's answer."""
     if status in TRANSIENT:
         raise Transient(BadReward(f"reward_http_{status}", f"{url} answered {status}: {_short(text)}"))
-    if status == 422:  # flowrl's own server: the function behind it gave no verdict
+    if status == 422:  # from flowrl's own server: its function gave no verdict
         raise BadReward("reward_raised", f"{url} has no verdict: {_short(text)}")
     if status != 200:
         raise BadReward(f"reward_http_{status}", f"{url} answered {status}: {_short(text)}")

@@ -1,8 +1,8 @@
-"""Reward functions: found by name, called, and their answers checked.
+"""Finds reward functions by name, calls them, and checks their answers.
 
 A function is `f(prompts, responses, **columns)` over lists, or `f(prompt, response, **columns)` for one
 sample; either may be `async`. It returns a list of numbers (one number), or a mapping with `rewards`
-(`reward`) and if it likes `scores` (`score`), what counts before any shaping, and `logs`, named parts.
+(`reward`) and optionally `scores` (`score`), the values before any shaping, and `logs`, named parts.
 Columns are passed by name: those that its signature names, or all if it takes `**columns`.
 """
 
@@ -28,7 +28,7 @@ Columns = Sequence[Mapping[str, Any]]
 
 
 class BadReward(Exception):
-    """A reward function raised, or returned what is no reward. `reason` is one word for the ledger."""
+    """A reward function raised, or returned an invalid reward. `reason` is one word for the ledger."""
 
     def __init__(self, reason: str, text: str) -> None:
         self.reason = reason
@@ -37,7 +37,7 @@ class BadReward(Exception):
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What a reward function said, one entry a sample."""
+    """The answer of a reward function, one entry per sample."""
 
     rewards: tuple[float, ...]
     scores: tuple[float, ...]
@@ -46,7 +46,7 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Judge:
-    """A reward function, ready to be called."""
+    """A loaded reward function."""
 
     place: str
     function: Callable[..., Any]
@@ -76,11 +76,11 @@ class Judge:
             )
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
-        """Judge, in this thread. Raises BadReward."""
+        """Call the function in this thread. Raises BadReward."""
         return self._checked(lambda: self._call(prompts, responses, columns), len(responses))
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
-        """Judge by an `async` function. Raises BadReward."""
+        """Call an `async` function. Raises BadReward."""
         called = self._call(prompts, responses, columns)
         try:
             answer = await (asyncio.gather(*called) if self.single else called)
@@ -113,7 +113,7 @@ class Judge:
 
 
 def as_verdicts(place: str, answer: Any, num: int) -> Verdicts:
-    """What a function returned for `num` samples, checked. Raises BadReward that says what was returned."""
+    """Check what a function returned for `num` samples. Raises BadReward that names the returned value."""
     if not isinstance(answer, Mapping):
         rewards = _numbers(place, "rewards", answer, num)
         return Verdicts(rewards, rewards)
@@ -138,7 +138,7 @@ def load_judge(place: str) -> Judge:
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """`file.py:function` of a function given as an object: a worker process finds it again there."""
+    """`file.py:function` of a function object, by which a worker process can load it again."""
     file = inspect.getsourcefile(function)
     if file is None or "." in function.__qualname__ or "<" in function.__qualname__:
         raise ConfigError(
@@ -209,7 +209,7 @@ def _numbers(place: str, what: str, values: Any, num: int) -> tuple[float, ...]:
 
 
 def _listed(answer: Any) -> Any:
-    """One sample's answer in the shape that lists have."""
+    """One sample's answer in the format for lists."""
     if not isinstance(answer, Mapping):
         return [answer]
     plural = {"reward": "rewards", "score": "scores"}
@@ -218,7 +218,7 @@ def _listed(answer: Any) -> Any:
 
 
 def joined(parts: Sequence[Verdicts]) -> Verdicts:
-    """Verdicts of one sample each as one; a part that a sample lacks counts 0."""
+    """Merge verdicts of one sample each into one; a part that a sample lacks counts as 0."""
     names = dict.fromkeys(name for part in parts for name in part.logs)
     return Verdicts(
         tuple(part.rewards[0] for part in parts),

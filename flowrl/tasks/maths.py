@@ -1,7 +1,7 @@
-"""Answers compared as mathematics, by math-verify: `1/2` is `0.5`, whatever stands around them.
+"""Compares answers mathematically with math-verify: `1/2` equals `0.5`; surrounding text is ignored.
 
-The reference may be an answer alone or a worked solution that ends with `#### 72` (GSM8K) or
-`\\boxed{72}` (MATH). Of a response the last such answer counts, else its last formula or number.
+The reference may be only an answer or a worked solution that ends with `#### 72` (GSM8K) or
+`\\boxed{72}` (MATH). In a response the last such answer counts, else its last formula or number.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ SECONDS = 5
 
 
 def score(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[Any]) -> list[float]:
-    """1 where the response's last answer equals the reference, else 0."""
+    """1 if the response's last answer equals the reference, else 0."""
     return [float(equal(response, str(right))) for response, right in zip(responses, answer, strict=True)]
 
 
 def equal(response: str, answer: str) -> bool:
-    """Both say the same number, set, interval or formula."""
+    """Whether both denote the same number, set, interval or formula."""
     from math_verify import verify
 
     said = _parsed(_last(response))
@@ -35,7 +35,7 @@ def _right(answer: str) -> list[Any]:
 
 
 def _last(text: str) -> str:
-    """What follows the last mark of GSM8K, the whole text where there is none."""
+    """The text after the last GSM8K mark; the whole text if there is no mark."""
     return text.rpartition(MARK)[2].strip()
 
 

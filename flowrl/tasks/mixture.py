@@ -1,8 +1,8 @@
 """Several sources in one task: `0.7*problems.jsonl:answer=solution + 0.3*arithmetic`.
 
-An epoch holds as many rows of each source as its weight says, none twice: so the source that is smallest
-for its weight is asked whole, and of the others each epoch draws another part. Every row is judged by
-the verifier of its own source, which its column `of_task` names.
+An epoch holds rows of each source in proportion to its weight, none twice. So it contains all rows of the
+source that is smallest relative to its weight; of the others each epoch draws another part. The verifier of
+a row's own source, named by its column `of_task`, judges the row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flowrl.tasks.judge import load_judge
 from flowrl.tasks.rows import OF_TASK, Row
 from flowrl.tasks.task import Task
 
-ROUNDING = 1e-9
+ROUNDING = 1e-9  # `size * weight` may be slightly below an integer; `int` would then lose a row
 
 
 def mixed_order(rows: Sequence[Row], task: Task, seed: int, epoch: int) -> list[int]:
@@ -35,7 +35,7 @@ def mixed_order(rows: Sequence[Row], task: Task, seed: int, epoch: int) -> list[
 def score(
     prompts: Sequence[str], responses: Sequence[str], *, of_task: Sequence[str], **columns: Sequence[Any]
 ) -> dict[str, list[float]]:
-    """Each response by the verifier of its source."""
+    """Score each response with the verifier of its source."""
     rewards, scores = [0.0] * len(responses), [0.0] * len(responses)
     for name in dict.fromkeys(of_task):
         mine = [index for index, of in enumerate(of_task) if of == name]

@@ -1,7 +1,7 @@
 """Preferences as rows: pairs of a chosen and a rejected completion, and single completions with a label.
 
-A row's identity is its prompt and its completions together, so a prompt may have many. Which part it
-belongs to depends on the prompt alone: no prompt is both trained on and held out.
+A row is identified by its prompt and its completions together, so a prompt may have many rows. The split
+depends only on the prompt: no prompt is both trained on and held out.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Preference(Row):
 
     @property
     def held_out(self) -> bool:
-        """By the prompt alone."""
+        """Whether the row is held out; depends only on the prompt."""
         return Row(self.turns).held_out
 
 
 def rows(path: Path, keys: Keys, reading: Reading, kind: Kind) -> Iterator[Preference]:
-    """The preferences at `path`. Raises ConfigError for what cannot be read, Malformed as `reading` says."""
+    """The preferences at `path`. Raises ConfigError if it cannot be read, Malformed depending on `reading`."""
     for place, record in records(path, reading, split=keys.split):
         found = reading.at(place, lambda place=place, record=record: _preferences(place, record, keys, kind))  # type: ignore[misc]
         yield from found or ()
 
 
 def careless(asked: Iterable[Row], kind: Kind) -> Iterator[Preference]:
-    """Sums with their right answer chosen and the one without carrying rejected; other sums are left out."""
+    """Sums with the right answer chosen and the answer without carrying rejected; other sums are left out."""
     for row in asked:
         wrong = careless_answer(row.prompt)
         if wrong != row.answer:
@@ -55,7 +55,7 @@ def careless(asked: Iterable[Row], kind: Kind) -> Iterator[Preference]:
 
 
 def _preferences(place: str, record: Record, keys: Keys, kind: Kind) -> tuple[Preference, ...]:
-    """What one record holds. A pair makes two labelled completions."""
+    """The preferences of one record. A pair makes two labelled completions."""
     if kind == "labelled" and not (keys.chosen in record and keys.rejected in record):
         turns = _prompt(place, record, keys, keys.completion)
         judged = {
@@ -72,7 +72,7 @@ def _preferences(place: str, record: Record, keys: Keys, kind: Kind) -> tuple[Pr
 
 
 def _both(pair: Preference) -> tuple[Preference, ...]:
-    """The two completions of a pair, each by itself; the column `pair` tells them from others."""
+    """The two completions of a pair as separate rows; the column `pair` distinguishes them from others."""
     columns = {name: value for name, value in pair.columns.items() if name not in PAIR} | {"pair": pair.prompt_id}
     return tuple(
         Preference(pair.turns, {**columns, "completion": pair.columns[name], "label": name == "chosen"})
@@ -94,7 +94,7 @@ def _prompt(place: str, record: Record, keys: Keys, column: str) -> Any:
 
 
 def _completion(place: str, record: Record, keys: Keys, name: str, turns: Any) -> str:
-    """The text of a completion that is text, one assistant turn, or the prompt and one such turn."""
+    """The text of a completion given as text, as one assistant turn, or as the prompt and one assistant turn."""
     column: str = getattr(keys, name)
     found = record.get(column)
     if isinstance(found, list) and found:
@@ -111,7 +111,7 @@ def _completion(place: str, record: Record, keys: Keys, name: str, turns: Any) -
 
 def _label(place: str, record: Record, keys: Keys) -> bool:
     found = record.get(keys.label)
-    if found not in (True, False):  # 1 and 0 are equal to them
+    if found not in (True, False):  # 1 and 0 also match, as they equal True and False
         raise Malformed(
             f"{place}: the column {keys.label!r} is {found!r}; it needs true for a desirable completion and false for "
             "an undesirable one. Another column is named behind the task's name: FILE:label=COLUMN"
@@ -120,7 +120,7 @@ def _label(place: str, record: Record, keys: Keys) -> bool:
 
 
 def _others(record: Record, keys: Keys) -> dict[str, Any]:
-    """The columns that rewards may want."""
+    """The other columns, which rewards may need."""
     used = (keys.prompt, keys.chosen, keys.rejected, keys.completion, keys.label)
     columns = {key: plain(value) for key, value in record.items() if key not in used}
     if keys.answer in columns:

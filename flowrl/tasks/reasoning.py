@@ -1,11 +1,11 @@
 """Every task of the `reasoning_gym` package, with its own verifier.
 
-A row carries its index instead of the entry's metadata: whoever scores generates the entry again from
-the task's name, which is exact and keeps messages small.
+A row carries its index instead of the entry's metadata. The scorer generates the entry again from the
+task's name, which is exact and keeps messages small.
 
-The option `extract` says what of a response the verifier sees: `extract=number` its last number (what
-evaluation harnesses call flexible extraction), `extract=tag` what stands in its last <answer> tag; by
-default all of it.
+The option `extract` selects the part of a response that the verifier sees: `extract=number` its last number
+(evaluation harnesses call this flexible extraction), `extract=tag` the content of its last <answer> tag; by
+default the whole response.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rows(task: Task) -> Iterator[Row]:
 def score(
     prompts: Sequence[str], responses: Sequence[str], *, task: Sequence[str], entry: Sequence[int]
 ) -> list[float]:
-    """The verifier of each row's task: 1 for right, 0 for wrong, in between where the task gives partial credit."""
+    """Score with the verifier of each row's task: 1 is right, 0 is wrong, values in between are partial credit."""
     return [
         float(_dataset(name).score_answer(extracted(name, response), entry=_dataset(name)[index]))
         for response, name, index in zip(responses, task, entry, strict=True)
@@ -48,7 +48,7 @@ def score(
 
 
 def extracted(task: str, response: str) -> str:
-    """What of `response` the verifier of the task of that name sees; "" where it holds no such thing."""
+    """The part of `response` that the verifier of the task of that name sees; "" if `response` has no such part."""
     pattern = _extraction(task)
     if pattern is None:
         return response.strip()
@@ -65,7 +65,7 @@ def _extraction(name: str) -> re.Pattern[str] | None:
 
 
 def check(task: Task) -> None:
-    """Raise ConfigError if the task does not exist or refuses its options."""
+    """Raise ConfigError if the task does not exist or rejects its options."""
     _dataset(task.name)
 
 

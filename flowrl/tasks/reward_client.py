@@ -1,4 +1,4 @@
-"""The three routes to a reward function: called in place, awaited, or in a process that can be killed."""
+"""The three ways to call a reward function: directly, awaited, or in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flowrl.tasks.judge import BadReward, Judge, Verdicts
 from flowrl.tasks.worker import RewardWorker
 
 TRUSTED = "flowrl.tasks.verify:"
-"""Functions that cannot block: called in place."""
+"""Functions that cannot block; they are called directly."""
 
 
 class RewardClient(Protocol):
-    """Asks one reward function."""
+    """A client of one reward function."""
 
     async def ask(
         self, prompts: Sequence[str], responses: Sequence[str], columns: Sequence[Mapping[str, Any]]
@@ -23,7 +23,7 @@ class RewardClient(Protocol):
 
 
 def route_of(judge: Judge, timeout_s: float) -> RewardClient:
-    """The way that suits the function."""
+    """The client that fits the function."""
     if judge.is_async:
         return _Awaited(judge, timeout_s)
     if judge.place.startswith(TRUSTED):
@@ -32,7 +32,7 @@ def route_of(judge: Judge, timeout_s: float) -> RewardClient:
 
 
 class _InPlace:
-    """A function that takes no time."""
+    """A function that returns almost immediately."""
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge

@@ -1,4 +1,4 @@
-"""Rewards as text: a function, an HTTP endpoint, or a weighted sum of several with a name each.
+"""Rewards as text: a function, an HTTP endpoint, or a weighted sum of several named ones.
 
     verifier                                            the task's own
     rules.py:short                                      a function of a file, or package.module:function
@@ -35,12 +35,12 @@ class Part:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Where it is asked for over HTTP; () for a function."""
+        """The addresses of an HTTP reward; () for a function."""
         return tuple(self.place.split(",")) if self.place.startswith(SCHEMES) else ()
 
 
 def parse_reward(text: str, *, verifier: str = VERIFIER) -> tuple[Part, ...]:
-    """The parts of a reward, the word `verifier` replaced. Raises ConfigError for what cannot be one."""
+    """The parts of a reward, with the word `verifier` replaced. Raises ConfigError for an invalid part."""
     parts = tuple(
         Part(verifier if term.text == VERIFIER else term.text, term.weight, term.name or _name(term.text))
         for term in terms(text)
@@ -54,12 +54,12 @@ def parse_reward(text: str, *, verifier: str = VERIFIER) -> tuple[Part, ...]:
 
 
 def uses_http(parts: Iterable[Part]) -> bool:
-    """One of them is asked for over HTTP."""
+    """Whether one of the parts is requested over HTTP."""
     return any(part.urls for part in parts)
 
 
 def check_reward(parts: Sequence[Part], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Load every function and look for its columns in each of `rows`. Raises ConfigError."""
+    """Load every function and check that each of `rows` has its columns. Raises ConfigError."""
     judges = [load_judge(part.place) for part in parts if not part.urls]
     for columns in rows:
         for judge in judges:
@@ -69,7 +69,7 @@ def check_reward(parts: Sequence[Part], rows: Iterable[Mapping[str, Any]]) -> No
 def open_reward(
     parts: Sequence[Part], *, timeout_s: float, concurrency: int = 1, retries: int | None = None
 ) -> RewardClient:
-    """A way of client for the sum; `concurrency` worker processes for each synchronous function."""
+    """A client for the weighted sum, with `concurrency` worker processes for each synchronous function."""
     opened = [_open(part, timeout_s, concurrency, retries) for part in parts]
     if len(parts) == 1 and parts[0].weight == 1.0:
         return opened[0]
@@ -77,7 +77,7 @@ def open_reward(
 
 
 class WeightedSum:
-    """Asks for all parts at once; a sample of which one part cannot be had has no reward."""
+    """Requests all parts concurrently; a sample for which one part fails has no reward."""
 
     def __init__(self, parts: Sequence[Part], asked: Sequence[RewardClient]) -> None:
         self._parts = parts
@@ -114,7 +114,7 @@ class WeightedSum:
 
 
 class Pool:
-    """Several clients of the same function; each question takes one that is free."""
+    """Several clients of the same function; each question uses one that is free."""
 
     def __init__(self, members: Sequence[RewardClient]) -> None:
         self._members = members

@@ -1,7 +1,7 @@
-"""Rows: one prompt each, with the columns that rewards are given. The split depends on the prompt alone.
+"""Rows: one prompt each, with the columns that rewards receive. The split depends only on the prompt.
 
-A row is held out if a hash of its prompt says so. So the two parts are disjoint whatever the order,
-the seed or the number of rows, and a problem that is generated twice lands in the same part.
+A hash of its prompt decides whether a row is held out. So the two parts are disjoint for every order,
+seed and number of rows, and a problem that is generated twice is always in the same part.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from flowrl.messages import scalar_problem
 
 HELD_OUT_ONE_IN = 8
 OF_TASK = "of_task"
-"""In a mixture: the column with the name of the row's own source."""
+"""The column of a mixture's rows that names the row's own source."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One problem. `turns` are the messages before the response, the last by the user."""
+    """One problem. `turns` are the messages before the response; the last one is the user's."""
 
     turns: tuple[Mapping[str, str], ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Row:
     """Of a scored answer: among several to one prompt the highest is taken."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what no message can carry: it would fail a lane in the middle of the run."""
+        """Raise ConfigError for values that no message can carry: they would fail a lane in the middle of the run."""
         for turn in self.turns:
             _check_all("the prompt", turn.values())
         for name, value in self.columns.items():
@@ -46,12 +46,12 @@ class Row:
 
     @property
     def prompt(self) -> str:
-        """The last message: what is asked."""
+        """The last message, which contains the question."""
         return self.turns[-1]["content"]
 
     @property
     def answer(self) -> str | None:
-        """The reference response, None where the data have none."""
+        """The reference response, None if the data have none."""
         answer = self.columns.get("answer")
         return None if answer is None else str(answer)
 
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def held_out(self) -> bool:
-        """Belongs to the held-out part: one row in eight, by its prompt."""
+        """Whether the row belongs to the held-out part: one row in eight, by its prompt."""
         return int(self.prompt_id, 16) % HELD_OUT_ONE_IN == 0
 
 
@@ -78,7 +78,7 @@ class Rows:
 
     @classmethod
     def split(cls, rows: Iterable[Row]) -> Rows:
-        """Split by hash; of several rows with the same prompt the first one of the highest score stays."""
+        """Split by hash; of several rows with the same prompt, the first one with the highest score is kept."""
         unique: dict[str, Row] = {}
         for row in rows:
             known = unique.get(row.prompt_id)
@@ -89,7 +89,7 @@ class Rows:
 
 
 MAX_NESTED = 32
-"""So deep may the values of a column lie within each other."""
+"""Maximum nesting depth of a column's values."""
 
 
 def _check(where: str, value: Any, nested: int = 0) -> None:

@@ -1,8 +1,8 @@
-"""The other side of `flowrl.tasks.http`: a reward function or model, asked over HTTP.
+"""The server for `flowrl.tasks.http`: a reward function or model, called over HTTP.
 
 POST /score  {"prompts": [...], "responses": [...], "columns": {name: [...]}}
              200 {"rewards": [...], "scores": [...], "logs": {...}}
-             400 for a request that is none, 422 where the function behind it has no verdict
+             400 for an invalid request, 422 if the function behind it has no verdict
 GET /health  {"serving": name, "answered": number of samples}
 """
 
@@ -22,11 +22,11 @@ LARGEST_REQUEST_BYTES = 256 << 20
 
 
 class BadRequest(Exception):
-    """A request that is none; the text says what it lacks."""
+    """An invalid request; the text states what is missing."""
 
 
 class RewardServer:
-    """Answers with the verdicts of `client`."""
+    """Answers requests with the verdicts of `client`."""
 
     def __init__(self, name: str, client: RewardClient) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class RewardServer:
         self._answered = 0
 
     def app(self) -> web.Application:
-        """An application for aiohttp to run; it closes the client at its end."""
+        """The aiohttp application; it closes the client when it ends."""
         from aiohttp import web
 
         app = web.Application(client_max_size=LARGEST_REQUEST_BYTES)

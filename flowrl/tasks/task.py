@@ -1,4 +1,4 @@
-"""`Task`: what a policy is trained and judged on. Plain data; reading the rows is `flowrl.tasks.load_rows`."""
+"""`Task`: what a policy is trained and evaluated on. Plain data; `flowrl.tasks.load_rows` reads the rows."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Task:
 
     @property
     def own_verifier(self) -> str:
-        """The function that comes with the source, as `place:function`."""
+        """The source's own verifier function, as `place:function`."""
         if len(self.sources) > 1:
             return "flowrl.tasks.mixture:score"
         if self.options.get("check") == "math":
@@ -90,7 +90,7 @@ class Task:
 
     @property
     def path(self) -> Path:
-        """Where a task of rows on disk lies; meaningless for generated tasks."""
+        """The path of a task with rows on disk; meaningless for generated tasks."""
         return Path(self.source).expanduser()
 
 

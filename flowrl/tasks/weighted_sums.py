@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from flowrl.errors import ConfigError
 
 PLUS = re.compile(r"(?<!\S)\+(?!\S)")
-"""Between blanks, so that `a+b` in a name or an option is none."""
+"""A plus sign between blanks, so that `a+b` in a name or an option does not match."""
 TERM = re.compile(r"(?:(?P<weight>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*\*\s*)?(?P<text>.*?)(?:\s+as\s+(?P<name>\S+))?")
 
 
 @dataclass(frozen=True)
 class Term:
-    """One summand; `name` is "" where the text gives none."""
+    """One summand; `name` is "" if the text gives none."""
 
     text: str
     weight: float = 1.0
@@ -23,7 +23,7 @@ class Term:
 
 
 def terms(text: str) -> tuple[Term, ...]:
-    """The summands of `text`. Raises ConfigError for an empty one and for a weight that is no number."""
+    """The summands of `text`. Raises ConfigError for an empty summand and for a weight that is not a number."""
     return tuple(_term(part.strip(), text) for part in PLUS.split(text))
 
 

@@ -1,7 +1,7 @@
-"""Synchronous reward functions in a process of their own, which is killed when one takes too long.
+"""Runs synchronous reward functions in a separate process, which is killed when a call takes too long.
 
 One call is one length-prefixed msgpack message each way, over the child's standard input and output.
-What the function prints goes to standard error. The child ends when its input does, or its parent dies.
+Output that the function prints goes to standard error. The child ends when its input ends or its parent dies.
 A call ends with the answer, the timeout, or the child's death.
 """
 
@@ -49,7 +49,7 @@ class RewardWorker:
             raise ConfigError(answer["error"])
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
-        """Judge. Raises BadReward; after a timeout or a crash the next call finds a fresh child."""
+        """Call the function. Raises BadReward; after a timeout or a crash the next call uses a new child."""
         async with self._turn:
             if self._process is None:
                 await self.start()
@@ -81,7 +81,7 @@ class RewardWorker:
     async def _died(self) -> int | None:
         process = self._process
         if process is not None:
-            with contextlib.suppress(TimeoutError):  # one that closed its output only is killed
+            with contextlib.suppress(TimeoutError):  # a child that only closed its output is killed
                 await asyncio.wait_for(process.wait(), 1.0)
         await self.close()
         return None if process is None else process.returncode

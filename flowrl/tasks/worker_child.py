@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def serve(place: str) -> None:
-    """The child's whole life."""
+    """The main loop of the child process."""
     _die_with_parent()
     inbox, outbox = os.fdopen(0, "rb", closefd=False), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -1,6 +1,6 @@
-"""LoRA adapters in a model, by PEFT: put in, switched off for the reference, written as PEFT writes them.
+"""LoRA adapters in a model, using PEFT: adds them, switches them off for the reference, writes PEFT directories.
 
-The model keeps its class and its names: adapted layers are replaced in place, everything but adapters
+The model keeps its class and its names: adapted layers are replaced in place, everything except adapters
 (and the head of a scalar model) is frozen.
 """
 
@@ -19,11 +19,11 @@ from flowrl.training.settings import Dtype, LoRA
 from flowrl.training.tensors import adapted_layers, beside_adapter
 
 TRAINED_HEAD = "score"
-"""The head of a scalar model begins at random, so it is trained in full beside the adapter."""
+"""The head of a scalar model starts at random values, so it is fully trained in addition to the adapter."""
 
 
 def add_adapter(model: Any, lora: LoRA) -> None:
-    """Freeze `model`, a transformers model, and put an adapter that changes nothing yet into its linear layers."""
+    """Freeze `model`, a transformers model, and add an adapter to its linear layers; at first it has no effect."""
     from peft import inject_adapter_in_model
 
     if lora.quantize != "none":
@@ -35,7 +35,7 @@ def add_adapter(model: Any, lora: LoRA) -> None:
 
 
 def target_layers(model: Any, lora: LoRA) -> list[str]:
-    """Last parts of the names of the layers to adapt. Raises ConfigError for one that the model does not have."""
+    """The last parts of the names of the layers to adapt. Raises ConfigError for a layer the model does not have."""
     head = model.get_output_embeddings()
     linear = {
         name.rpartition(".")[2]
@@ -66,7 +66,7 @@ def peft_config(lora: LoRA, targets: Sequence[str]) -> Any:
 
 
 def told_to_vllm(lora: LoRA, model: Any) -> dict[str, Any]:
-    """What a generator has to know of an adapter, besides its tensors, in PEFT's words."""
+    """What a generator has to know about an adapter besides its tensors, under PEFT's names."""
     layers = sorted({name.rpartition(".")[2] for name in adapted_layers(model)})
     config = peft_config(lora, layers)
     return {
@@ -79,7 +79,7 @@ def told_to_vllm(lora: LoRA, model: Any) -> dict[str, Any]:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Within it `model` is the base: the reference of a run that began there, without a second copy."""
+    """Within this context `model` is the base model: the reference for a run that started from it, without a copy."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -107,7 +107,7 @@ def quantization(lora: LoRA, dtype: Dtype) -> Any | None:
 
 
 def write_adapter(model: Any, lora: LoRA, state: Mapping[str, Tensor], base: str | Path, path: str | Path) -> None:
-    """A PEFT adapter directory that says which base it belongs to."""
+    """Write a PEFT adapter directory that names its base model."""
     from safetensors.torch import save_file
 
     target = Path(path)
@@ -123,7 +123,7 @@ def write_adapter(model: Any, lora: LoRA, state: Mapping[str, Tensor], base: str
 
 
 class Engine(Protocol):
-    """What `AdapterSource` needs of `flowrl.training.zero.ZeroEngine`."""
+    """The part of `flowrl.training.zero.ZeroEngine` that `AdapterSource` needs."""
 
     @property
     def rank(self) -> int: ...

@@ -1,9 +1,9 @@
-"""Advantages: from one reward a sample to one number a policy token.
+"""Advantages: from one reward per sample to one number per policy token.
 
 Axes: B samples, T policy tokens (of the longest sample), K members of one group.
 
-In the running graph `group_rewards` runs in the advantage node, `returns_to_go` or `gae` on its
-result, and `whiten` in the batcher; `advantages` is the same code called whole. Papers: GAE
+In the running graph the advantage node calls `group_rewards`, then `returns_to_go` or `gae` on its
+result, and the batcher calls `whiten`; `advantages` runs all these steps in one call. Papers: GAE
 1506.02438, GRPO 2402.03300, REINFORCE++ 2501.03262, Dr.GRPO 2503.20783, RLOO 2402.14740.
 """
 
@@ -21,16 +21,16 @@ Estimator = Literal["reinforce", "reinforce_baseline", "dr_grpo", "rloo", "group
 
 ESTIMATORS: tuple[str, ...] = get_args(Estimator)
 GROUP_ESTIMATORS = ("reinforce_baseline", "dr_grpo", "rloo", "group_norm")
-"""Those that compare a sample with the other members of its group: they need two of them."""
+"""Estimators that compare a sample with the other members of its group; they need at least two members."""
 WHITENED_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
 DISCOUNTED_ESTIMATORS = ("gae", "reinforce")
 
 EQUAL_REWARDS = 1e-6
-"""Rewards of a group closer together than this, relative to their size, are equal: R′ is exactly 0."""
+"""Rewards of a group that differ by less than this, relative to their size, are equal: R′ is exactly 0."""
 
 
 def group_rewards(rewards_K: npt.ArrayLike, estimator: Estimator) -> Array:
-    """R′ of the scored members of one group. Raises ValueError on a group too small to compare."""
+    """R′ of the scored members of one group. Raises ValueError if the group is too small to compare."""
     rewards = np.asarray(rewards_K, np.float64)
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown estimator {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
@@ -49,7 +49,7 @@ def group_rewards(rewards_K: npt.ArrayLike, estimator: Estimator) -> Array:
 
 
 def all_equal(rewards_K: npt.ArrayLike) -> bool:
-    """Whether rewards differ by rounding at most."""
+    """Whether rewards differ at most by rounding."""
     rewards = np.asarray(rewards_K, np.float64)
     return bool(rewards.max() - rewards.min() <= EQUAL_REWARDS * max(1.0, float(np.abs(rewards).max())))
 
@@ -71,7 +71,7 @@ def token_rewards(
 
 
 def returns_to_go(rewards_BT: Array, mask_BT: Mask, *, gamma: float = 1.0) -> Array:
-    """A_t = Σ_{k≥t} γ^{k−t} r_k over the policy's own tokens: others are no time steps."""
+    """A_t = Σ_{k≥t} γ^{k−t} r_k over the policy's own tokens; other tokens are not time steps."""
     result = np.zeros_like(rewards_BT)
     for b, mask_T in enumerate(mask_BT):
         running = 0.0
@@ -125,9 +125,9 @@ def advantages(
     """(advantages_BT, returns_BT) of whole groups; numpy in, float64 numpy out, or torch in, torch out.
 
     `mask_BT` marks policy tokens. `whiten` applies to `gae`, `reinforce` and `reinforce_baseline`
-    alone; returns are never whitened. `kl_before_baseline` subtracts kl_coef·Σkl from the reward
+    only; returns are never whitened. `kl_before_baseline` subtracts kl_coef·Σkl from the reward
     before the group's baseline instead of token by token. `turns_BT` holds the rewards of single turns
-    at their last policy tokens; estimators that compare a group's members sum them up.
+    at their last policy tokens; estimators that compare a group's members sum them.
     """
     if gamma != 1.0 and estimator not in DISCOUNTED_ESTIMATORS:
         raise ValueError(f"gamma = {gamma} needs estimator gae or reinforce, not {estimator!r}; set gamma=1")
@@ -172,7 +172,7 @@ def _array(values: Any) -> Array:
 
 
 def _like(mask: Any, rewards: Any, values_BT: Array) -> Any:
-    """`values_BT` as a tensor, of the rewards' dtype if that is a float, where the mask is a tensor."""
+    """`values_BT` as a tensor if the mask is a tensor, with the rewards' dtype if that is a float type."""
     if not hasattr(mask, "detach"):
         return values_BT
     import torch

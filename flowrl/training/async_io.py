@@ -1,8 +1,8 @@
-"""DeepSpeed's async_io, which reads and writes what is offloaded to a disk: compiled on a machine's first use.
+"""DeepSpeed's async_io reads and writes data offloaded to a disk; it is compiled at its first use on a machine.
 
-torch guards such a build by a file that stays where a process was killed while it compiled, and everybody after
-it waits for ever. Here one process at a time builds, under a lock that ends with its process: a guard that is
-found then belongs to nobody.
+torch guards such a build by a file. If a process is killed while it compiles, the file stays, and every later
+process waits forever. Here one process at a time builds, under a lock that is released when its process ends, so
+a guard file found under this lock has no owner and can be removed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def build_async_io() -> None:
-    """Compile it, or load what is there. Minutes, once; other processes of the machine wait meanwhile."""
+    """Compile async_io, or load the existing build. Takes minutes once; other processes of the machine wait."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     directory = _directory()
@@ -23,12 +23,12 @@ def build_async_io() -> None:
 
 
 def is_built() -> bool:
-    """Whether a machine's first use lies behind it."""
+    """Whether async_io is already compiled on this machine."""
     return any(_directory().glob("*.so"))
 
 
 def _directory() -> Path:
-    """Where torch compiles it to."""
+    """The directory into which torch compiles it."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from torch.utils.cpp_extension import _get_build_directory
 

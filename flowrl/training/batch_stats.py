@@ -1,4 +1,4 @@
-"""What the samples of one batch were like: sums over a rank's part that add up over ranks. numpy only."""
+"""Statistics of the samples of one batch: sums over a rank's part that can be added over ranks. Needs numpy only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BatchStats:
 
     @classmethod
     def of(cls, samples: Sequence[Trainable], masks: Sequence[Bool], version: int) -> BatchStats:
-        """`masks`: the tokens of each sample that enter the loss in the update of `version`."""
+        """The statistics of `samples`; `masks` mark each sample's tokens that enter the loss in `version`'s update."""
         tally = cls(num_samples=len(samples))
         for sample, mask in zip(samples, masks, strict=True):
             tally.raw_reward += sample.raw_reward
@@ -49,7 +49,7 @@ class BatchStats:
 
     @classmethod
     def total(cls, stats: Iterable[BatchStats]) -> BatchStats:
-        """The tally of all parts together."""
+        """The statistics of all parts together."""
         whole = cls()
         for part in stats:
             whole.num_samples += part.num_samples
@@ -67,9 +67,9 @@ class BatchStats:
         return whole
 
     def metrics(self, *, offline: bool = False) -> dict[str, float | None]:
-        """Means over samples or trained tokens; staleness is None where nothing was trained.
+        """Means over samples or trained tokens; staleness is None if nothing was trained.
 
-        `offline`: without what only rollouts have, rewards and ages.
+        `offline` leaves out what only rollouts have: rewards and ages.
         """
         n = max(1, self.num_samples)
         mean = self.raw_reward / n

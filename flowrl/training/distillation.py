@@ -1,8 +1,8 @@
-"""On-policy distillation: the student's own tokens, judged one by one by a teacher.
+"""On-policy distillation: a teacher scores each of the student's own tokens.
 
-Two ways. By the sampled token alone: advantages for a `PolicyObjective`, at the cost of a logprob a token. Or
-exactly, by the whole next-token distribution: `ReverseKL`, for which a sample carries the teacher's last
-hidden state of each token and every trainer rank the teacher's output layer.
+There are two methods. The first uses only the sampled token: advantages for a `PolicyObjective`, at the cost of
+one logprob per token. The second is exact and uses the whole next-token distribution: for `ReverseKL` a sample
+carries the teacher's last hidden state of each token, and every trainer rank has the teacher's output layer.
 
 Axes: B samples, T tokens: of one sample with its prompt, or policy tokens of the longest sample.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def distillation_advantages(teacher_logprobs_T: Float32, behavior_logprobs_T: Float32, policy_mask_T: Bool) -> Array:
     """A_t = log π_teacher − log π_b at each policy token, 0 elsewhere.
 
-    Each token stands for itself, without a return-to-go: in expectation the policy gradient is that of the
+    Each token is treated separately, without a return-to-go: the expected policy gradient is that of the
     reverse KL of each next token, KL(π‖π_teacher), at the prefixes that the student visits (2306.13649).
     """
     gap_T = teacher_logprobs_T.astype(np.float64) - behavior_logprobs_T
@@ -38,7 +38,7 @@ def distillation_advantages(teacher_logprobs_T: Float32, behavior_logprobs_T: Fl
 class ReverseKL:
     """Σ_v π(v) (log π(v) − log π_teacher(v)) at every policy token, over the full vocabulary.
 
-    The gradient is exact for the prefixes that were sampled, whose own distribution is not differentiated.
+    The gradient is exact for the sampled prefixes; the distribution of the prefixes is not differentiated.
     """
 
     aggregation: str = "token"

@@ -1,8 +1,8 @@
-"""An exponential moving average of the master weights, sharded as they are.
+"""An exponential moving average of the master weights, sharded in the same way.
 
-After every applied optimizer step: average ← decay · average + (1 − decay) · master, in fp32, each rank
-its own part. Nothing but `exchanged` ever reads it: within that the average stands where DeepSpeed keeps
-the master weights, so that they are gathered by the same means.
+After every applied optimizer step: average ← decay · average + (1 − decay) · master, in fp32, on each rank
+for its own part. Only `exchanged` reads it: within that context the average is in the place where DeepSpeed
+keeps the master weights, so the same code gathers it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Ema:
-    """The average of one rank's master weights, beginning with their present values."""
+    """The average of one rank's master weights; it starts from their current values."""
 
     def __init__(self, engine: Any, decay: float) -> None:
         self._engine = engine
@@ -25,13 +25,13 @@ class Ema:
         self._average = [tensor.clone() for tensor in master_weights(engine)]
 
     def update(self) -> None:
-        """Take in the weights that an optimizer step just made."""
+        """Add the weights that an optimizer step just made to the average."""
         for average, master in zip(self._average, master_weights(self._engine), strict=True):
             average.lerp_(master, 1.0 - self._decay)
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
-        """Within it average and master weights have changed places."""
+        """Within this context average and master weights are exchanged."""
         self._exchange()
         try:
             yield
@@ -48,7 +48,7 @@ class Ema:
         torch.save(self._average, path / f"ema_rank_{rank}.pt")
 
     def load(self, path: Path, rank: int) -> None:
-        """What `save` wrote; where there is nothing (ema_decay is new), the weights just loaded."""
+        """Load what `save` wrote; if there is no file (ema_decay is new), start from the weights just loaded."""
         file = path / f"ema_rank_{rank}.pt"
         found = torch.load(file) if file.exists() else master_weights(self._engine)
         for average, tensor in zip(self._average, found, strict=True):
@@ -56,7 +56,7 @@ class Ema:
 
 
 def master_weights(engine: Any) -> list[Tensor]:
-    """This rank's fp32 weights, as DeepSpeed's optimizer holds them, without their graph."""
+    """This rank's fp32 weights, as DeepSpeed's optimizer holds them, detached from the autograd graph."""
     optimizer = engine.optimizer
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         if hasattr(optimizer, name):
@@ -65,7 +65,7 @@ def master_weights(engine: Any) -> list[Tensor]:
 
 
 def whole_master_weight(parameter: torch.nn.Parameter) -> Tensor:
-    """The master weight of one parameter, gathered; collective. A frozen parameter is its own."""
+    """The master weight of one parameter, gathered; collective. A frozen parameter is its own master weight."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if not parameter.requires_grad:

@@ -1,7 +1,7 @@
-"""From the rewards of one group's members to an advantage at each of their policy tokens.
+"""Computes an advantage at each policy token from the rewards of one group's members.
 
-The order of steps, of which a graph chooses: normalisation of rewards, KL before the baseline, the
-group's baseline, KL token by token, sum over what follows (or GAE where a critic's values are there).
+The steps run in this order, and a graph selects some of them: normalisation of rewards, KL before the baseline,
+the group's baseline, KL token by token, return-to-go (or GAE if there are a critic's values).
 
 Axes: K members that were scored, T tokens of the longest of them.
 """
@@ -33,14 +33,14 @@ from flowrl.training.advantages import (
 KlEstimator = Literal["k1", "k2", "k3"]
 LOG_RATIO_LIMIT = 20.0
 KL_LIMIT = 10.0
-"""As in `flowrl.training.policy_losses`, which needs torch."""
+"""The same as in `flowrl.training.policy_losses`, which needs torch."""
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What rewards are normalised with: (R − mean) / std."""
+    """Mean and std for the normalisation of rewards: (R − mean) / std."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -63,7 +63,7 @@ class Estimate:
     """A control that must not learn: a group's rewards dealt out to its members at random."""
 
     def problems(self) -> list[str]:
-        """What is wrong with these settings, complete sentences."""
+        """Problems of these settings, as complete sentences."""
         found = []
         if self.estimator not in ESTIMATORS:
             found.append(f"estimator is {self.estimator!r}; it has to be one of {', '.join(ESTIMATORS)}")
@@ -89,8 +89,8 @@ class Estimate:
     ) -> tuple[Trainable, ...]:
         """The scored members of one group with their advantages, and under `gae` with their returns.
 
-        `kl_coef` takes the place of the estimate's own; `scale` normalises rewards first. Raises
-        ConfigError where a sample lacks what the estimate needs.
+        `kl_coef` replaces the estimate's own; `scale` normalises rewards first. Raises ConfigError if a
+        sample lacks data that the estimate needs.
         """
         scale = scale or Scale()
         mask_KT = stack([sample.policy_mask for sample in samples]).astype(bool)
@@ -117,7 +117,7 @@ class Estimate:
         return token_rewards(group_rewards(rewards_K, self.estimator), mask_KT, kl_KT, coef, turns_KT)
 
     def _rewards(self, samples: Sequence[Scored], *, turns: bool) -> list[float]:
-        """A group is compared by whole rewards; else those of turns stay where they were given."""
+        """The samples' rewards: with `turns` the whole ones, to compare a group; else without the rewards of turns."""
         rewards = [whole_reward(sample) if turns else sample.reward for sample in samples]
         if self.shuffle_rewards:
             random.Random(samples[0].group_id).shuffle(rewards)
@@ -145,12 +145,12 @@ class Estimate:
 
 
 def unvalued(samples: Sequence[Scored]) -> tuple[Trainable, ...]:
-    """`samples` with their advantages open (empty arrays), until a critic has valued them."""
+    """`samples` with unset advantages (empty arrays), until a critic has computed values for them."""
     return tuple(trainable(sample, np.zeros(0)) for sample in samples)
 
 
 def whole_reward(sample: Scored) -> float:
-    """The reward of the response and those of its turns."""
+    """The sum of the response's reward and those of its turns."""
     return sample.reward + sum(reward for _, reward in sample.turn_rewards)
 
 
@@ -162,7 +162,7 @@ def kl_per_token(log_ratio: Array, estimator: KlEstimator) -> Array:
 
 
 def turn_rewards(samples: Sequence[Scored], shape: tuple[int, ...]) -> Array:
-    """The rewards of single turns at their places, [K, T]."""
+    """The rewards of single turns at their positions, [K, T]."""
     rewards_KT = np.zeros(shape)
     for row, sample in zip(rewards_KT, samples, strict=True):
         for place, reward in sample.turn_rewards:
@@ -171,7 +171,7 @@ def turn_rewards(samples: Sequence[Scored], shape: tuple[int, ...]) -> Array:
 
 
 def stack(arrays: Sequence[npt.NDArray[Any]]) -> Array:
-    """RowLayout of unequal length as one array, zeros behind the shorter ones."""
+    """Rows of unequal length as one array, with zeros after the shorter ones."""
     result = np.zeros((len(arrays), max(len(array) for array in arrays)))
     for row, array in zip(result, arrays, strict=True):
         row[: len(array)] = array
@@ -179,7 +179,7 @@ def stack(arrays: Sequence[npt.NDArray[Any]]) -> Array:
 
 
 def trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = None) -> Trainable:
-    """`sample` with what was made for it, cut to its own length."""
+    """`sample` with its advantages and returns, cut to its own length."""
     made = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Scored)}
     length = len(sample.token_ids)
     returns = None if returns_T is None else returns_T[:length].astype(np.float32)

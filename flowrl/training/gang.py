@@ -1,7 +1,7 @@
-"""The ranks of one trainer: where they meet, and what plain objects they exchange.
+"""The ranks of one trainer: they join a process group and exchange plain objects.
 
 Every method is collective: all ranks call it in the same order. It returns when the slowest rank has
-called it; a rank that died is the supervisor's matter, who ends the others.
+called it. If a rank dies, the supervisor ends the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Gang:
-    """Process group of `size` ranks, this one being `rank`."""
+    """A process group of `size` ranks; this one is `rank`."""
 
     rank: int
     size: int
@@ -30,16 +30,16 @@ class Gang:
 
     @classmethod
     def meet(cls, rank: int, size: int, address: str, device: torch.device) -> Gang:
-        """Join the gang at "host:port", where rank 0 listens. One rank alone needs no address.
+        """Join the gang at "host:port", where rank 0 listens. A single rank needs no address.
 
-        Also readies DeepSpeed, which takes its place from the environment.
+        Also prepares DeepSpeed, which reads its rank from the environment.
         """
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_SIZE": str(size)}
         if device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if size == 1:
-            # DeepSpeed keeps the process's first groups for good: two trainers of one process share them.
+            # DeepSpeed keeps the first groups of a process forever: two trainers in one process share them.
             if not torch.distributed.is_initialized():
                 torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
@@ -48,7 +48,7 @@ class Gang:
         return cls(rank, size, device)
 
     def gather(self, item: T) -> list[T]:
-        """The plain objects of all ranks, in rank order, on every rank."""
+        """Return the plain objects of all ranks, in rank order, on every rank."""
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
@@ -56,13 +56,13 @@ class Gang:
         return items
 
     def leave(self) -> None:
-        """Part in order: rank 0 keeps the store that the others say goodbye to."""
+        """Leave the gang in order: rank 0 keeps the store to which the others report that they leave."""
         self.gather(None)
         torch.distributed.destroy_process_group()
 
 
 def _store(rank: int, size: int, address: str) -> TCPStore:
-    """Rank 0 listens at the address and at no other, which torch by itself does on all of the machine's."""
+    """The store of the gang. Rank 0 listens only at this address; torch by default listens at all addresses."""
     host, _, port = address.rpartition(":")
     listening = None if rank else socket.create_server((host, int(port)), backlog=size).detach()
     return TCPStore(host, int(port), size, is_master=not rank, timeout=default_pg_timeout, master_listen_fd=listening)
@@ -73,7 +73,7 @@ def _ready_deepspeed() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed
 
-    deepspeed.utils.logger.setLevel(logging.ERROR)  # the import has set it again
-    # Its shared-memory all-reduce serves inference alone, and compiling it takes a minute.
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # importing deepspeed resets the level
+    # DeepSpeed's shared-memory all-reduce is only used for inference, and compiling it takes a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False, verbose=False)

@@ -1,12 +1,12 @@
-"""One batch on one rank: from samples to updated weights and the numbers that tell of it.
+"""Trains one batch on one rank: from samples to updated weights and their metrics.
 
 Invariants
-- What is minimised is a mean over the *global* optimizer step: denominators are summed over ranks and
+- The loss is a mean over the *global* optimizer step: denominators are summed over ranks and
   micro-batches before the first backward, so no split changes the gradient.
-- No token older than the bound reaches a gradient: asserted before anything is computed.
-- KTO's baseline is a mean over the whole optimizer step too, taken with the weights it starts from.
+- No token older than the bound reaches a gradient; this is asserted before anything is computed.
+- KTO's baseline is also a mean over the whole optimizer step, computed with the weights at its start.
 - π_p are the weights at the batch's first optimizer step. With one step they are the weights being
-  trained, so no extra pass is made.
+  trained, so no extra pass is needed.
 - All ranks run the same number of forward and backward passes: an empty micro-batch runs on padding.
 
 `update` is collective and blocking; it ends when the slowest rank has done its part.
@@ -34,7 +34,7 @@ from flowrl.training.zero import ZeroEngine
 
 @dataclass
 class Sums:
-    """What adds up over micro-batches and ranks."""
+    """Values that are summed over micro-batches and ranks."""
 
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     gap_by_age: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -54,7 +54,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Update:
-    """What one batch did, over all ranks."""
+    """The result of training on one batch, over all ranks."""
 
     changed: bool
     """False: no optimizer step was applied; the weights are those from before."""
@@ -112,12 +112,12 @@ class Learner:
         return self._run(steps, totals, old)
 
     def rest(self, part: Batch, masks: Sequence[Bool], version: int) -> Update:
-        """A batch without an update: nothing is computed, and the bound is asserted all the same."""
+        """Process a batch without an update: nothing is computed, but the bound is asserted."""
         self._assert_bounds(part, masks, version)
         return _metrics(Sums(), ("loss", *self.objective.stats), [], 0, 0)
 
     def judge(self, part: Batch) -> dict[str, float | None]:
-        """loss and the objective's stats on this rank's part of a batch that is not trained on; collective."""
+        """Return the loss and the objective's stats on this rank's part of a held-out batch; collective."""
         masks = loss_masks(part.samples, -1, 0)
         micro_batches = [self._micro_batch(part, masks, indices, 0) for indices in part.micro_batches]
         (total,), sums = self._totals([micro_batches]), Sums()
@@ -163,7 +163,7 @@ class Learner:
         share: float,
         first_epoch: bool,
     ) -> float | None:
-        """One optimizer step; its gradient norm, None if it was not applied."""
+        """Run one optimizer step; return its gradient norm, None if the step was not applied."""
         mismatched_kl = self._mismatched_kl(micro_batches) if self.objective.needs_mismatched else 0.0
         for position, micro_batch in enumerate(micro_batches):
             inputs = self._loss_inputs(micro_batch, total, old.get(id(micro_batch)), mismatched_kl)
@@ -178,7 +178,7 @@ class Learner:
     def _loss_inputs(
         self, micro_batch: MicroBatch, total: Totals, old_BT: Tensor | None, mismatched_kl: float
     ) -> LossInputs:
-        """One pass of the model over a micro-batch."""
+        """Run one pass of the model over a micro-batch."""
         logprobs_BT = entropies_BT = values_BT = micro_batch.behavior_BT.new_zeros(micro_batch.rows.shape[0], 0)
         if self.objective.head == "scalar":
             values_BT = micro_batch.rows.spread(self.engine.values(micro_batch.rows))
@@ -201,7 +201,7 @@ class Learner:
         )
 
     def _proximal(self, micro_batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
-        """log π_p of every micro_batch, by its identity: one pass without gradients."""
+        """log π_p of every micro-batch, by the micro-batch's id(): one pass without gradients."""
         with torch.no_grad():
             return {
                 id(micro_batch): micro_batch.rows.spread(
@@ -256,7 +256,7 @@ class Learner:
 
 
 def _add_gaps(sums: Sums, micro_batch: MicroBatch, proximal_BT: Tensor) -> None:
-    """|log π_p − log π_b| of the trained tokens, by their age."""
+    """Add |log π_p − log π_b| of the trained tokens, by their age."""
     trained = micro_batch.mask_BT
     gaps = (proximal_BT - micro_batch.behavior_BT).abs()[trained].double().cpu().numpy()
     ages = micro_batch.ages_BT[trained].cpu().numpy()

@@ -1,10 +1,10 @@
-"""Logprobs and entropies of given tokens, chunk by chunk: full logits in fp32 never exist.
+"""Logprobs and entropies of given tokens, computed in chunks: full logits in fp32 are never materialised.
 
 Axes: N places (each predicts one token), H hidden size, K a teacher's, V vocabulary, C places of one chunk.
 
-The forward keeps hidden states and weight only and the backward computes the chunk's logits again,
-except where all places fit one chunk: then the logits are kept and nothing is computed twice. Logits
-are computed in the weight's dtype, as vLLM does, and everything after them in fp32 at least.
+The forward keeps only hidden states and weight, and the backward computes the chunk's logits again. If all
+places fit into one chunk, the logits are kept and nothing is computed twice. Logits are computed in the
+weight's dtype, as in vLLM, and everything after them in at least fp32.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 
 LOGITS_BYTES = 128 << 20
-"""Size of one chunk's logits."""
+"""Size of one chunk's logits in bytes."""
 
 
 @dataclass(frozen=True)
 class Taught:
-    """A teacher's next-token distribution at every place: hidden states, and the layer that makes logits of them."""
+    """A teacher's next-token distribution at every place: hidden states, and the layer that maps them to logits."""
 
     hidden_NK: Tensor
     weight_VK: Tensor
     bias_V: Tensor | None
 
     def logprobs(self, places: slice, temperature: float) -> Tensor:
-        """[C, V] of some places, without a graph."""
+        """Logprobs [C, V] at some places, without an autograd graph."""
         return _logits(self.hidden_NK[places], self.weight_VK, self.bias_V, temperature).log_softmax(dim=-1)
 
 
@@ -138,7 +138,7 @@ def _logit_gradient(
     entropy_C: Tensor,
     log_q_CV: Tensor | None,
 ) -> Tensor:
-    """∂/∂logits of log p(target), onehot − p, and of the entropy, −p(log p − log q + H), by the upstream gradients."""
+    """Upstream gradients times ∂/∂logits: onehot − p for log p(target), −p(log p − log q + H) for the entropy."""
     p_CV = log_p_CV.exp()
     if grad_logprob_C is None:
         grad_logprob_C = torch.zeros_like(entropy_C)
@@ -152,9 +152,9 @@ def _logit_gradient(
 
 
 class LogprobHead(nn.Module):
-    """Takes the place of a model's `lm_head`, with the same parameters under the same names.
+    """Replaces a model's `lm_head`, with the same parameters under the same names.
 
-    It is a module of its own, so that ZeRO-3 gathers its weight around forward and backward.
+    It is a separate module, so that ZeRO-3 gathers its weight around forward and backward.
     """
 
     def __init__(self, head: nn.Linear) -> None:

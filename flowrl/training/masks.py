@@ -13,7 +13,7 @@ def trained_mask(sample: Trainable) -> Bool:
 
 
 def loss_masks(samples: Sequence[Trainable], mask_staleness: int, version: int) -> list[Bool]:
-    """The tokens of each sample that enter the loss in an update of `version`; -1 masks none for its age."""
+    """The tokens of each sample that enter the loss in an update of `version`; -1 masks no token by age."""
     masks = [trained_mask(sample) for sample in samples]
     if mask_staleness < 0:
         return masks

@@ -1,6 +1,6 @@
-"""One micro-batch as tensors: the model's input, the loss mask, and what the objective asked for.
+"""One micro-batch as tensors: the model's input, the loss mask, and the columns that the objective needs.
 
-An empty micro-batch stands on padding that its mask keeps out of the loss, since ZeRO-3's collectives
+An empty micro-batch consists of padding that its mask excludes from the loss, because ZeRO-3's collectives
 need every rank in every pass.
 
 Axes: B samples, T policy tokens of the longest one, P pairs.
@@ -33,7 +33,7 @@ class MismatchedRows:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch: model input, loss mask, and what the objective asked for, [B, T] each."""
+    """One micro-batch: model input, loss mask, and the columns that the objective needs, [B, T] each."""
 
     rows: RowLayout
     mask_BT: Tensor
@@ -49,7 +49,7 @@ class MicroBatch:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """What it adds to the totals of its optimizer step."""
+        """The counts that it adds to the totals of its optimizer step."""
         return self.num_tokens, self.num_sequences, len(self.pairs_P2), self.num_desirable
 
 
@@ -62,7 +62,7 @@ def make_micro_batch(
     packed: bool,
     device: torch.device,
 ) -> MicroBatch:
-    """The micro-batch of `samples`; `masks` say which of their tokens enter the loss in an update of `version`."""
+    """Make the micro-batch of `samples`; `masks` mark the tokens that enter the loss in an update of `version`."""
     samples, masks = samples or [PADDING], masks or [np.zeros(2, np.bool_)]
     token_ids = [s.token_ids for s in samples]
     if objective.at_end:
@@ -97,7 +97,7 @@ def _columns(
     rows: RowLayout,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """What the objective asked for, where every sample has it."""
+    """The columns that the objective needs, if every sample has them."""
     asked = [objective.columns(sample) for sample in samples]
     columns: dict[str, Tensor] = {}
     for name in asked[0]:
@@ -109,7 +109,7 @@ def _columns(
 
 
 def _mismatched(samples: Sequence[Trainable], packed: bool, device: torch.device) -> MismatchedRows:
-    """Input of the pass over mismatched completions; samples that have none stand in with themselves."""
+    """Input of the pass over mismatched completions; a sample without one uses its own tokens instead."""
     found = [sample.mismatched for sample in samples]
     tokens = [s.token_ids if m is None else m.token_ids for s, m in zip(samples, found, strict=True)]
     masks = [s.policy_mask if m is None else m.mask for s, m in zip(samples, found, strict=True)]
@@ -151,4 +151,4 @@ PADDING = Trainable(
     returns=np.zeros(2, np.float32),
     advantages=np.zeros(2, np.float32),
 )
-"""Stands in an empty micro-batch; its mask lets nothing into the loss."""
+"""The content of an empty micro-batch; its mask excludes every token from the loss."""

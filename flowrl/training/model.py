@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model as the trainer uses it: logprobs of chosen tokens, no logits."""
+"""A Hugging Face causal language model for the trainer: logprobs of given tokens, no logits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from flowrl.training.tensors import adapted_layers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 RUN_FILES = ("ledger.sqlite", "manifest.json")
-"""What a checkpoint keeps of the run beside the model; `state.msgpack` has the ending of flax's weights."""
+"""Files of the run that a checkpoint keeps next to the model; `state.msgpack` has the suffix of flax weights."""
 LARGEST_COMPANION_BYTES = 128 << 20
-"""No tokenizer is larger; what is, are weights in some other format."""
+"""No tokenizer is larger; a larger file holds weights in some other format."""
 
 
 class PolicyModel(nn.Module):
-    """`forward` gives logprobs and entropies at the policy tokens of a micro-batch, [N] each."""
+    """`forward` returns logprobs and entropies at the policy tokens of a micro-batch, [N] each."""
 
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class PolicyModel(nn.Module):
 
     @property
     def network(self) -> Any:
-        """transformers' model, whose names the parameters bear."""
+        """The transformers model, which defines the names of the parameters."""
         return self.causal_lm
 
     def forward(
@@ -55,7 +55,7 @@ class PolicyModel(nn.Module):
         return result
 
     def hidden(self, rows: RowLayout) -> Tensor:
-        """[N, H]: the last hidden states at the policy tokens' places."""
+        """[N, H]: the last hidden states at the positions of the policy tokens."""
         # No attention mask: right padding needs none, and packed rows must not have one.
         hidden_BLH: Tensor = self.causal_lm.base_model(
             input_ids=rows.input_ids_BL, position_ids=rows.position_ids_BL, use_cache=False
@@ -74,7 +74,7 @@ def _refuse_scaled_logits(config: Any) -> None:
 
 
 def choose_attention(attention: str | None, device: torch.device) -> str:
-    """`attention`, or flash attention on a GPU that has the package, else torch's own kernels."""
+    """`attention` if given, else flash attention on a GPU with the package installed, else torch's own kernels."""
     if attention is not None:
         return attention
     from transformers.utils import is_flash_attn_2_available
@@ -95,7 +95,7 @@ def load_policy_model(
     gradient_checkpointing: bool = False,
     lora: LoRA | None = None,
 ) -> PolicyModel:
-    """The model in the Hugging Face directory `path`, dropout off: π_θ and π_p have to be one function."""
+    """The model in the Hugging Face directory `path` without dropout: π_θ and π_p have to be the same function."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -108,7 +108,7 @@ def load_policy_model(
         attn_implementation=attention,
         quantization_config=quantization(lora, dtype),
     )
-    # A pad token that is also the end token stands in conversations: torch would not let it learn there.
+    # A pad token that is also the end token occurs in conversations; with padding_idx torch would not train it there.
     causal_lm.get_input_embeddings().padding_idx = None
     if lora.rank:
         add_adapter(causal_lm, lora)
@@ -119,7 +119,7 @@ def load_policy_model(
 
 
 def read_config(path: str | Path) -> Any:
-    """transformers' configuration of the model directory `path`, every dropout set to 0."""
+    """The transformers configuration of the model directory `path`, with every dropout set to 0."""
     from transformers import AutoConfig
 
     try:
@@ -134,7 +134,7 @@ def read_config(path: str | Path) -> Any:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """transformers does not tell of layers that a model lacks, or has too many, on purpose."""
+    """Within this context transformers does not report missing or additional layers, which are intended here."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -147,16 +147,16 @@ def quietly() -> Iterator[None]:
 
 
 class Wrapped(Protocol):
-    """A model of ours around one of transformers'."""
+    """A flowrl model that wraps a transformers model."""
 
     @property
     def network(self) -> Any: ...
 
 
 def companions(path: str | Path) -> dict[str, bytes]:
-    """Tokenizer and the like of a model directory, by file name.
+    """The tokenizer and related files of a model directory, by file name.
 
-    Read when the model is loaded: a run's later checkpoints need them, and the one that it was resumed from may be
+    Read when the model is loaded: later checkpoints of the run need them, and the checkpoint it resumed from may be
     removed by then.
     """
     return {
@@ -170,7 +170,7 @@ def companions(path: str | Path) -> dict[str, bytes]:
 
 
 def write_model(model: Wrapped, state: Mapping[str, Tensor], beside: Mapping[str, bytes], path: str | Path) -> None:
-    """A Hugging Face directory with the weights `state`, and of `beside`, its `companions`, what it has not itself."""
+    """Write a Hugging Face directory with the weights `state`, and those files of `beside` (`companions`) it lacks."""
     target = Path(path)
     target.mkdir(parents=True, exist_ok=True)
     written = _bare(model.network) if adapted_layers(model.network) else model.network
@@ -181,7 +181,7 @@ def write_model(model: Wrapped, state: Mapping[str, Tensor], beside: Mapping[str
 
 
 def _bare(network: Any) -> Any:
-    """The same model without tensors, adapters and quantization: it writes weights that an adapter is merged into."""
+    """The same model without tensors, adapters and quantization, to write weights with the adapter merged in."""
     config = copy.deepcopy(network.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

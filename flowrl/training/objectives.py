@@ -1,6 +1,6 @@
-"""Objectives as plain data that a graph file can build without torch: what a trainer minimises.
+"""Objectives, the functions that a trainer minimises, as plain data that a graph file can build without torch.
 
-An objective says what it needs of a sample (`columns`: arrays over the sample's tokens, or None where the
+An objective declares the data it needs from a sample (`columns`: arrays over the sample's tokens, or None if the
 sample lacks it), whether it needs the proximal policy, and the loss of one micro-batch. Losses and
 stats are sums over the global denominators in `Totals`, see `flowrl.training.policy_losses`.
 
@@ -39,7 +39,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch, as a loss sees it."""
+    """One micro-batch, as the input of a loss."""
 
     logprobs_BT: Tensor
     entropies_BT: Tensor
@@ -62,21 +62,21 @@ class LossInputs:
 
 
 class Objective(Protocol):
-    """What the trainer needs to know."""
+    """The interface of an objective for the trainer."""
 
     @property
     def head(self) -> Head:
-        """Whether the loss sees logprobs of a language model or values of a scalar head."""
+        """Whether the loss uses logprobs of a language model or values of a scalar head."""
         ...
 
     @property
     def at_end(self) -> bool:
-        """A scalar head is read once, at each sequence's last token: T = 1. Else before each policy token."""
+        """Whether a scalar head is read only at each sequence's last token (T = 1), not before each policy token."""
         ...
 
     @property
     def offline(self) -> bool:
-        """The samples are data, not rollouts: they have no rewards, versions or behavior logprobs."""
+        """Whether the samples are data, not rollouts: they have no rewards, versions or behavior logprobs."""
         ...
 
     @property
@@ -86,7 +86,7 @@ class Objective(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether its loss reads `ref_logprobs`. A trainer of adapters computes what the samples lack."""
+        """Whether its loss reads `ref_logprobs`. A trainer of adapters computes those that the samples lack."""
         ...
 
     @property
@@ -94,16 +94,16 @@ class Objective(Protocol):
 
     @property
     def needs_mismatched(self) -> bool:
-        """Whether each optimizer step begins with a pass over the samples' mismatched completions."""
+        """Whether each optimizer step starts with a pass over the samples' mismatched completions."""
         ...
 
     @property
     def stats(self) -> tuple[str, ...]:
-        """Names of the stats that `loss` may return; they stand in every metrics line."""
+        """Names of the stats that `loss` may return; every metrics line contains them."""
         ...
 
     def enough(self, totals: Totals) -> bool:
-        """Whether an optimizer step has something to take its mean over; it is left out otherwise."""
+        """Whether an optimizer step has something to average over; otherwise the step is skipped."""
         ...
 
     def columns(self, sample: Trainable) -> Column:

@@ -1,8 +1,8 @@
-"""Checkpoints of weights and optimizer state that lie on a disk (`nvme_path`).
+"""Checkpoints of weights and optimizer state that are offloaded to a disk (`nvme_path`).
 
-DeepSpeed's own copy the swap files alone: the weights that the model computes with stay those it began with
-until the next step. Here every sub-group is fetched as for a step, saved or filled, and put back as after one.
-One sub-group at a time is in memory.
+DeepSpeed's own checkpoints copy only the swap files: after loading, the model computes with its initial weights
+until the next step. Here every sub-group is fetched as before a step, saved or overwritten, and put back as after
+a step. Only one sub-group at a time is in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WEIGHT = "weight"
 
 
 def save(optimizer: Any, path: Path, rank: int) -> None:
-    """This rank's shards, a file for each sub-group of a DeepSpeed ZeRO-3 optimizer."""
+    """Save this rank's shards, one file per sub-group of a DeepSpeed ZeRO-3 optimizer."""
     directory = path / f"on_disk_rank_{rank}"
     directory.mkdir(parents=True, exist_ok=True)
     for index, weight, state in _sub_groups(optimizer, changed=False):
@@ -26,7 +26,7 @@ def save(optimizer: Any, path: Path, rank: int) -> None:
 
 
 def load(optimizer: Any, path: Path, rank: int) -> None:
-    """What `save` wrote, into an optimizer of the same model, ranks and settings; collective."""
+    """Load what `save` wrote into an optimizer of the same model, ranks and settings; collective."""
     for index, weight, state in _sub_groups(optimizer, changed=True):
         saved = torch.load(path / f"on_disk_rank_{rank}" / f"sub_group_{index}.pt")
         weight.detach().copy_(saved.pop(WEIGHT))
@@ -38,7 +38,7 @@ def load(optimizer: Any, path: Path, rank: int) -> None:
 
 
 def _sub_groups(optimizer: Any, *, changed: bool) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
-    """(number, fp32 weights, optimizer state) in memory, one after the other; `changed` ones are written back."""
+    """Yield (number, fp32 weights, optimizer state) of each sub-group in turn; with `changed` they are written back."""
     timers: set[str] = set()
     if changed:
         optimizer._partition_all_parameters()

@@ -12,11 +12,11 @@ from flowrl.errors import ConfigError
 from flowrl.training.settings import ZeroSettings
 
 ENDS = ("embed", "lm_head", "score")
-"""Matrices that belong to AdamW under Muon: they map from or to the vocabulary, or to a score."""
+"""Matrices that AdamW trains under Muon, because they map from or to the vocabulary, or to a score."""
 
 
 def make_optimizer(model: nn.Module, settings: ZeroSettings) -> torch.optim.Optimizer:
-    """For the parameters of `model` that are trained. Their rate is 0 until `rates` are set."""
+    """The optimizer for the trained parameters of `model`. Their rate is 0 until `rates` are set."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if settings.optimizer != "muon":
         _import_unused_muon()
@@ -42,7 +42,7 @@ def _adamw(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.
 
 
 def _by_decay(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> list[dict[str, Any]]:
-    """Matrices, which decay, and the rest, which does not; a group without parameters is left out."""
+    """Groups of matrices, with weight decay, and of all others, without; a group without parameters is left out."""
     matrices = [p for p in parameters.values() if len(_shape(p)) > 1]
     others = [p for p in parameters.values() if len(_shape(p)) <= 1]
     groups = ({"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0})
@@ -50,7 +50,7 @@ def _by_decay(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) ->
 
 
 def _muon(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> torch.optim.Optimizer:
-    """DeepSpeed's Muon: it gathers whole gradients and orthogonalizes those, also where ZeRO shards them flat."""
+    """DeepSpeed's Muon: it gathers and orthogonalizes whole gradients, even if ZeRO shards them flat."""
     torch._dynamo.config.disable = not torch.cuda.is_available()  # compiling for the CPU needs a compiler, and a minute
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -68,8 +68,8 @@ def _muon(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> tor
 
 
 def _import_unused_muon() -> None:
-    """DeepSpeed imports its Muon whatever the optimizer, and with it the compiler that it is decorated with, which
-    takes seconds. Here it is imported first, undecorated."""
+    """Import DeepSpeed's Muon undecorated. DeepSpeed imports it for every optimizer, and its decorator imports the
+    compiler, which takes seconds."""
     compile_, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
@@ -78,5 +78,5 @@ def _import_unused_muon() -> None:
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Under ZeRO-3 a parameter's own shape is that of nothing."""
+    """The parameter's whole shape; under ZeRO-3 its own `shape` is that of an empty tensor."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -23,13 +23,13 @@ from flowrl.training.settings import Dtype
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """What makes logits of the teacher's last hidden states."""
+    """The layer that maps the teacher's last hidden states to logits."""
 
     weight_VK: Tensor
     bias_V: Tensor | None
 
     def taught(self, rows: RowLayout, samples: Sequence[Trainable]) -> RowLayout:
-        """`rows` with what the teacher expects there; as they are where there are no samples, only padding."""
+        """`rows` with the teacher's distribution; unchanged if there are no samples, only padding."""
         hidden = [sample.teacher_hidden for sample in samples if sample.teacher_hidden is not None]
         if not hidden:
             return rows
@@ -38,10 +38,10 @@ class OutputLayer:
 
 
 def load_output_layer(path: str | Path, *, vocab_size: int, dtype: Dtype, device: torch.device) -> OutputLayer:
-    """That of the model in `path`, read alone. Raises ConfigError unless it has the student's `vocab_size`."""
+    """Read only the output layer of the model in `path`. Raises ConfigError unless it has `vocab_size` tokens."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):  # its shape without its weights
+    with torch.device("meta"):  # builds the layer without memory for its weights
         causal_lm = AutoModelForCausalLM.from_config(read_config(path))
     layer = causal_lm.get_output_embeddings()
     if layer.weight.shape[0] != vocab_size:

@@ -1,13 +1,13 @@
 """Losses of the policy and the value model: pure functions of tensors.
 
-Axes: B sequences, T policy tokens of the longest one; a padded place has mask 0.
+Axes: B sequences, T policy tokens of the longest one; a padded position has mask 0.
 
-Every function returns (loss, stats). Both are sums over *denominators*: by default the mask's own, so
-that one call gives the mean; a trainer passes those of the whole optimizer step, and then results of
-its micro-batches and ranks add up to the global mean exactly.
+Every function returns (loss, stats). Both are sums divided by *denominators*. By default these are the mask's
+own, so that one call gives the mean. A trainer passes those of the whole optimizer step, so that the results
+of its micro-batches and ranks add up exactly to the global mean.
 
-Three policies appear: π_θ (`logprobs`, trained now), π_p (`old_logprobs`, proximal: the weights at
-the batch's first optimizer step) and π_b (`behavior_logprobs`, what sampled the tokens).
+There are three policies: π_θ (`logprobs`, being trained), π_p (`old_logprobs`, proximal: the weights at
+the batch's first optimizer step) and π_b (`behavior_logprobs`, the policy that sampled the tokens).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def policy_loss(
     ppo (1707.06347): −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)A), ρ = π_θ/π_p; with `dual_clip` c > 1
     (1912.09729) not below −cA where A < 0. gspo (2507.18071): the sequence's geometric mean ratio in
     place of ρ. cispo (2506.13585): −sg(clip(ρ, clip_low, clip_high))·A·log π_θ with absolute bounds.
-    reinforce: −A log π_θ. Both bounds are 0.2 by default; for cispo the lower is 0, the upper is needed.
+    reinforce: −A log π_θ. Both bounds default to 0.2; for cispo the lower defaults to 0, the upper is required.
 
-    `correction` weighs each token by a detached function of u = π_p/π_b, see `correction_weights`.
+    `correction` weights each token by a detached function of u = π_p/π_b, see `correction_weights`.
     Stats: clip_fraction, ratio_mean, correction_mean (with a correction).
     """
     mask = mask_BT.to(logprobs_BT.dtype)
-    # What stands at masked places, even infinity, reaches neither loss nor gradient.
+    # Values at masked positions, even infinity, must reach neither loss nor gradient.
     logprobs_BT, advantages_BT = (torch.where(mask > 0, values_BT, 0.0) for values_BT in (logprobs_BT, advantages_BT))
     ratio_BT = _ratios(logprobs_BT, old_logprobs_BT, mask, kind)
     low, high = _bounds(kind, clip_low, clip_high)
@@ -79,12 +79,12 @@ def _ratios(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask: Tensor, kind: Ki
     if kind != "gspo":
         return difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     mean_B1 = _sequence_mean(difference_BT.detach(), mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # The sequence's ratio, its gradient dealt to the tokens: exact also where A varies by token.
+    # The sequence's ratio, with its gradient distributed to the tokens; exact even if A varies by token.
     return mean_B1.exp() * (logprobs_BT - logprobs_BT.detach()).exp()
 
 
 def _bounds(kind: Kind, low: float | None, high: float | None) -> tuple[float, float]:
-    """Least and greatest ratio that is not clipped."""
+    """The smallest and largest ratio that is not clipped."""
     if kind != "cispo":
         return 1.0 - (0.2 if low is None else low), 1.0 + (0.2 if high is None else high)
     if high is None:
@@ -129,7 +129,7 @@ def correction_weights(
     """The detached weight of each token from u = π_p/π_b and (low, high).
 
     tis: u clamped, per token or per sequence's product. icepop (2510.18855): u inside the range, else
-    0. sequence_mask: token TIS, 0 for sequences whose geometric mean of u lies outside the range.
+    0. sequence_mask: token TIS, 0 for sequences whose geometric mean of u is outside the range.
     decoupled (2110.00641, 2505.24298): u, 0 above high.
     """
     low, high = correction_range
@@ -161,7 +161,7 @@ def aggregate(
 ) -> Tensor:
     """Masked values as one number: Σ/N, mean of sequence means, or Σ/(sequences × length) (Dr.GRPO).
 
-    Sequences without a masked-in token do not count. Denominators default to the mask's own.
+    Sequences without a token in the mask do not count. Denominators default to the mask's own.
     """
     mask = mask_BT.to(values_BT.dtype)
     values_BT = torch.where(mask > 0, values_BT, 0.0)
@@ -195,7 +195,7 @@ def kl(
     """Estimates of KL(π‖π_ref) token by token, clamped to ±10: d = log π − log π_ref, d²/2, e^{−d} − 1 + d.
 
     As a loss, k2 has the gradient of KL(π‖ref) and plain k3 that of KL(ref‖π); k3_unbiased is k3
-    times π_θ/sg(π_b). k1 has an expected gradient of zero: it is for rewards alone.
+    times π_θ/sg(π_b). k1 has an expected gradient of zero, so it is only for rewards.
     """
     d_BT = logprobs_BT - ref_logprobs_BT
     if estimator == "k1":

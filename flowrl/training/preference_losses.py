@@ -1,7 +1,7 @@
-"""Losses of preferences: reward model, DPO and its family, KTO. Pure functions of tensors.
+"""Losses on preferences: reward model, DPO and its variants, KTO. Pure functions of tensors.
 
 Axis B: pairs, or for KTO single completions. Logprobs are sums over a completion's tokens, EOS
-included, except for IPO, which takes means per token.
+included, except for IPO, which uses means per token.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def dpo_loss(
 
 
 def dpo_losses(h_B: Tensor, *, beta: float, kind: PreferenceKind = "dpo", label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each pair, of h = (π_c − π_r) − (ref_c − ref_r).
+    """The loss of each pair as a function of h = (π_c − π_r) − (ref_c − ref_r).
 
     dpo: −log σ(βh). cdpo: −(1−ε) log σ(βh) − ε log σ(−βh) with ε = `label_smoothing`. ipo: (h − 1/(2β))².
     """
@@ -93,7 +93,7 @@ def kto_loss(
 
     z0 is max(0, mean over the global batch of log π/ref on mismatched pairs (x_i, y_{i+1})), without
     gradient; ranks that each hold a part pass it. A batch below 2 has no mismatched pair and is
-    refused. Stats: z0, reward of the desirable and of the undesirable completions.
+    rejected. Stats: z0, reward of the desirable and of the undesirable completions.
     """
     if z0 is None:
         if mismatched_policy_B.numel() < 2:
@@ -115,7 +115,7 @@ def kto_loss(
 def kto_losses(
     r_B: Tensor, desirable_B: Tensor, z0: Tensor, *, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Tensor:
-    """The loss of each completion, of r = log π/ref: λ_D(1 − σ(β(r − z0))) or λ_U(1 − σ(β(z0 − r)))."""
+    """The loss of each completion with r = log π/ref: λ_D(1 − σ(β(r − z0))) or λ_U(1 − σ(β(z0 − r)))."""
     return torch.where(
         desirable_B,
         desirable_weight * (1 - torch.sigmoid(beta * (r_B - z0))),

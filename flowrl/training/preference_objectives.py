@@ -1,7 +1,7 @@
-"""DPO and its family, and KTO, as plain data for the trainer; the formulas are in `flowrl.training.preference_losses`.
+"""DPO variants and KTO as plain data for the trainer; the formulas are in `flowrl.training.preference_losses`.
 
-Both compare the policy with reference logprobs that come with the samples, and both need the logprob of
-a whole completion: so a pair stays in one micro-batch, and a sample is never cut.
+Both compare the policy with reference logprobs stored in the samples, and both need the logprob of
+a whole completion, so a pair stays in one micro-batch and a sample is never split.
 
 Axes: B samples, T policy tokens of the longest one, P pairs of the micro-batch.
 """
@@ -140,7 +140,7 @@ class KTO:
             _check_positive(name, getattr(self, name))
 
     def enough(self, totals: Totals) -> bool:
-        """One sequence has no mismatched completion beside it."""
+        """False for a single sequence: it has no mismatched completion."""
         return totals.num_sequences >= 2
 
     def columns(self, sample: Trainable) -> Column:
@@ -205,7 +205,7 @@ def _reference_column(sample: Trainable) -> Column:
 
 
 def _sequences(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """(log π/ref, log π, number of tokens) of each completion, end included; [B] each."""
+    """(log π/ref, log π, number of tokens) of each completion, end token included; [B] each."""
     kept_BT = inputs.logprobs_BT.where(inputs.mask_BT, 0.0)
     ref_BT = inputs.columns["ref_logprobs"].where(inputs.mask_BT, 0.0)
     return (kept_BT - ref_BT).sum(dim=1), kept_BT.sum(dim=1), inputs.mask_BT.sum(dim=1).clamp(min=1)

@@ -1,6 +1,6 @@
 """Reference logprobs from the trainer itself: with the adapter off, its model is the reference.
 
-Collective, and lockstep as training is: every rank goes through its micro-batches, empty ones on padding.
+Collective and in lockstep, like training: every rank processes its micro-batches, empty ones on padding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowrl.training.zero import ZeroEngine
 def with_reference(engine: ZeroEngine, part: Batch, *, mismatched: bool, temperature: float) -> Batch:
     """`part` with `ref_logprobs` in every sample, and in its mismatched completion if the objective reads those.
 
-    As it is where no rank has a sample that lacks them.
+    Returned unchanged if no rank has a sample that lacks them.
     """
     lacking = any(sample.ref_logprobs is None for sample in part.samples)
     if not any(engine.gang.gather(lacking)):
@@ -38,7 +38,7 @@ def with_reference(engine: ZeroEngine, part: Batch, *, mismatched: bool, tempera
 
 
 def _mismatched(engine: ZeroEngine, samples: Sequence[Trainable], temperature: float) -> list[Trainable]:
-    """Samples without a mismatched completion stand in with themselves, since all ranks take the pass."""
+    """A sample without a mismatched completion uses its own tokens instead, because all ranks run the pass."""
     others = [sample.mismatched for sample in samples]
     tokens = [s.token_ids if m is None else m.token_ids for s, m in zip(samples, others, strict=True)]
     masks = [s.policy_mask if m is None else m.mask for s, m in zip(samples, others, strict=True)]
@@ -52,7 +52,7 @@ def _mismatched(engine: ZeroEngine, samples: Sequence[Trainable], temperature: f
 def _reference(
     engine: ZeroEngine, token_ids: Sequence[Int32], masks: Sequence[Bool], temperature: float
 ) -> list[Float32]:
-    """log p of the marked tokens of each sequence without the adapter, at their places; 0 elsewhere."""
+    """log p of the marked tokens of each sequence without the adapter, at their positions; 0 elsewhere."""
     rows = lay_out(token_ids, masks, packed=engine.packed, device=engine.device)
     with torch.no_grad(), engine.adapter_off():
         logprobs_N, _ = engine.forward(rows, temperature=temperature)

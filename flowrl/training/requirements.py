@@ -1,4 +1,4 @@
-"""What a trainer's settings need of each other and of this machine; no torch unless an option asks for it."""
+"""What a trainer's settings require from each other and from this machine; imports torch only if an option needs it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from flowrl.errors import ConfigError
 from flowrl.training.settings import LoRA, ZeroSettings
 
 TAG = "zero"
-"""The directory, in a trainer's own, that holds the state of its ranks."""
+"""The subdirectory of a trainer's directory that holds the state of its ranks."""
 
 
 def lora_problems(lora: LoRA, zero: ZeroSettings) -> list[str]:
-    """Faults of the two together, complete sentences."""
+    """Problems of the combination of both settings, as complete sentences."""
     if lora.quantize == "none":
         return []
     found = []
@@ -25,7 +25,7 @@ def lora_problems(lora: LoRA, zero: ZeroSettings) -> list[str]:
 
 
 def check_training(zero: ZeroSettings, lora: LoRA, *, model_dir: Path | None) -> None:
-    """Raise ConfigError for a missing package, disk or layer. `model_dir`: None for a model yet to be made."""
+    """Raise ConfigError for a missing package, disk or layer. `model_dir` is None for a model not created yet."""
     _check_packages(zero, lora)
     if zero.nvme_path:
         _check_nvme(zero.nvme_path)
@@ -34,7 +34,7 @@ def check_training(zero: ZeroSettings, lora: LoRA, *, model_dir: Path | None) ->
 
 
 def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> list[str]:
-    """Why ranks of these settings cannot take up the training state that a checkpoint has in `path`."""
+    """Reasons why ranks with these settings cannot load the training state that a checkpoint has in `path`."""
     disks = len(list(path.glob("on_disk_rank_*")))
     if bool(disks) != bool(zero.nvme_path):
         return [
@@ -42,7 +42,7 @@ def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> list[str]
             f"{'with' if zero.nvme_path else 'without'} it; resume as the run was started"
         ]
     found = disks or len(list(path.glob("*optim_states.pt")))
-    if zero.effective_stage(num_ranks) and found != num_ranks:  # stage 0 shards nothing: any number of ranks will do
+    if zero.effective_stage(num_ranks) and found != num_ranks:  # stage 0 shards nothing, so any number of ranks works
         return [
             f"checkpoint {path} was written by {found} trainer ranks, this run has {num_ranks}; "
             f"resume with {found} trainer replicas"

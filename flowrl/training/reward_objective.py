@@ -1,4 +1,4 @@
-"""What a reward model is trained with, as plain data; the formula is in `flowrl.training.preference_losses`.
+"""The objective of a reward model, as plain data; the formula is in `flowrl.training.preference_losses`.
 
 Axes: B samples, P pairs of the micro-batch, T tokens.
 """

@@ -1,14 +1,14 @@
-"""From samples to model input, and from the model's output to one row of policy tokens a sample.
+"""From samples to model input, and from the model's output to one row of policy tokens per sample.
 
 Axes: B samples, L input tokens, N policy tokens of all samples, T policy tokens of the longest sample.
 
-Two layouts give the same numbers. Padded on the right: no attention mask is needed, since causal
-attention never looks right. Packed into one row without padding, position ids restarting: only for
-attention that splits sequences there (flash attention's variable-length kernels); with dense kernels
-packing costs more than it saves, and a mask or a cache would let neighbours see each other.
+Two layouts give the same results. Right-padded rows need no attention mask, because causal attention
+never looks to the right. One packed row without padding has position ids that restart at each sequence; it
+is only for attention that splits sequences there (flash attention's variable-length kernels). With dense
+kernels packing costs more than it saves, and a mask or a cache would let neighbours attend to each other.
 
-A sequence's last token is no input, since it predicts nothing; only where a score is read there
-(`lay_out_ends`) it is.
+A sequence's last token is not part of the input, because it predicts nothing, except if a score is read
+there (`lay_out_ends`).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class RowLayout:
         return flat.scatter(0, self.cells_N, values_N).view(self.shape)
 
     def column(self, arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> Tensor:
-        """One array a sample, already cut to its policy tokens, as [B, T]."""
+        """One array per sample, already cut to its policy tokens, as [B, T]."""
         values = torch.from_numpy(np.concatenate(arrays)).to(device)
         return self.spread(values)
 
 
 def policy_places(policy_mask_T: Bool) -> npt.NDArray[np.intp]:
-    """Indices of the policy tokens. A sequence's first token is none: nothing predicts it."""
+    """Indices of the policy tokens. A sequence's first token is never one, because nothing predicts it."""
     places = np.flatnonzero(policy_mask_T)
     return places[1:] if places.size and places[0] == 0 else places
 
@@ -84,7 +84,7 @@ def lay_out(
 
 
 def lay_out_ends(token_ids: Sequence[Int32], *, packed: bool, device: torch.device | None = None) -> RowLayout:
-    """RowLayout of whole sequences that are read at their last token alone: N = B, T = 1."""
+    """RowLayout of whole sequences that are read only at their last token: N = B, T = 1."""
     lengths = np.array([len(tokens) for tokens in token_ids])
     widest = int(lengths.max())
     ends = np.cumsum(lengths) if packed else np.arange(len(token_ids)) * widest + lengths

@@ -1,4 +1,4 @@
-"""Learning rate as a function of the version being made: nothing to checkpoint, nothing to rewind."""
+"""The learning rate as a function of the version being made, so it has no state to checkpoint or rewind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Schedule:
             raise ConfigError(f"floor is {self.floor}; it is a share of the learning rate, from 0 to 1")
 
     def factor(self, step: int, num_steps: int | None) -> float:
-        """What the peak rate is multiplied with in batch `step`, counted from 1, of `num_steps`."""
+        """The factor on the peak rate in batch `step`, counted from 1, of `num_steps`."""
         if step <= self.warmup_steps:
             return step / self.warmup_steps
         if self.decay == "constant":

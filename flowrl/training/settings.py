@@ -1,4 +1,4 @@
-"""How a model is trained: plain data, read where the graph is built, so without torch."""
+"""Settings of training: plain data, read in every process that builds the graph, so without torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from flowrl.errors import ConfigError
 Offload = Literal["none", "optimizer", "all"]
 Dtype = Literal["float32", "bfloat16"]
 Head = Literal["lm", "scalar"]
-"""What a trained model gives: logprobs of tokens, or a number at a place (critic, reward model)."""
+"""The output of a trained model: logprobs of tokens, or one number at a position (critic, reward model)."""
 Start = Literal["policy", "reward_model"]
-"""Where a scalar head comes from: drawn anew, or as it was saved."""
+"""How a scalar head is initialised: newly drawn, or as it was saved."""
 Optimizer = Literal["adamw", "muon", "sgd"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Sync = Literal["adapter", "merged"]
 Quantize = Literal["none", "nf4", "int8"]
 MOST_RANK = 512
-"""vLLM serves no larger ones."""
+"""The largest rank that vLLM serves."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LoRA:
 
     @property
     def synced_rank(self) -> int:
-        """Rank of the adapters that generators get, 0 where they get whole weights."""
+        """Rank of the adapters that generators receive, 0 if they receive whole weights."""
         return self.rank if self.sync == "adapter" else 0
 
 
@@ -144,7 +144,7 @@ class ZeroSettings:
             yield "packing needs an attention that tells sequences of one row apart; choose sdpa or flash attention"
 
     def with_dtype(self, dtype: Dtype) -> ZeroSettings:
-        """These settings in the dtype that a graph has as an option of its own. Raises ConfigError for another."""
+        """These settings with the dtype from the graph's own option. Raises ConfigError if they name another dtype."""
         if self.dtype not in ("float32", dtype):
             raise ConfigError(
                 f"zero.dtype is {self.dtype!r} and dtype {dtype!r}: two words for one thing; set dtype alone"
@@ -153,12 +153,12 @@ class ZeroSettings:
 
     @property
     def clipping(self) -> float:
-        """What `clip_grad_norm` comes to."""
+        """The effective value of `clip_grad_norm`."""
         if self.clip_grad_norm is not None:
             return self.clip_grad_norm
         return 0.0 if self.optimizer == "muon" else 1.0
 
     def effective_stage(self, num_ranks: int) -> int:
-        """One rank has nobody to share with: parameters are not sharded then, which saves the gathering."""
+        """The ZeRO stage in effect. A single rank shards parameters only if offload needs it, to save the gathering."""
         needs_3 = self.offload == "all" or self.nvme_path
         return min(self.stage, 2) if num_ranks == 1 and not needs_3 else self.stage

@@ -1,7 +1,7 @@
-"""The tensors that leave a trainer: whole weights, weights with an adapter merged in, or the adapter alone.
+"""The tensors that leave a trainer: whole weights, weights with an adapter merged in, or only the adapter.
 
-Every entry says of which parameters it is made, so that an engine can gather those first. Merging makes
-a copy; nothing is ever subtracted again, and the base stays what was loaded.
+Every entry names the parameters it is made from, so that an engine can gather those first. Merging makes
+a copy; nothing is subtracted again, and the base keeps its loaded values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 PEFT_PREFIX = "base_model.model."
 ADAPTER = "default"
-"""PEFT's name for the one adapter there is."""
+"""PEFT's name for the only adapter."""
 
 
 def _itself(value: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def _itself(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor under the name it has outside."""
+    """One tensor under its external name."""
 
     name: str
     parameters: tuple[nn.Parameter, ...]
@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Of its parameters, sharded or not."""
+        """The bytes of its parameters, sharded or not."""
         return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parameters)
 
 
@@ -55,7 +55,7 @@ def whole_weights(model: nn.Module) -> list[Entry]:
 
 
 def adapter_weights(model: nn.Module) -> list[Entry]:
-    """What an adapter directory of PEFT holds, under PEFT's names: both matrices, and whatever else is trained."""
+    """The content of a PEFT adapter directory, under PEFT's names: both matrices, and all other trained parameters."""
     entries = []
     for name, layer in adapted_layers(model).items():
         for letter, matrix in zip("AB", _matrices(layer), strict=True):
@@ -64,14 +64,14 @@ def adapter_weights(model: nn.Module) -> list[Entry]:
 
 
 def beside_adapter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters trained in full beside an adapter: the head of a scalar model."""
+    """Parameters that are fully trained in addition to an adapter: the head of a scalar model."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and ".lora_" not in name:
             yield name, parameter
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that have an adapter, by the name of the layer they stand for."""
+    """The layers that have an adapter, by the name of the layer they replace."""
     if "peft" not in sys.modules:  # nothing was adapted, and its import takes longer than gathering the first weights
         return {}
     from peft.tuners.lora import LoraLayer
@@ -80,7 +80,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def bucketed(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
-    """The entries cut into lists of at most `max_bytes`, at least one in each."""
+    """The entries split into lists of at most `max_bytes`, with at least one entry in each."""
     bucket: list[Entry] = []
     filled = 0
     for entry in entries:

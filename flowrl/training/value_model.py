@@ -1,8 +1,8 @@
-"""A language model with a scalar head: a critic reads values off it, a reward model scores.
+"""A language model with a scalar head: its outputs are a critic's values or a reward model's scores.
 
-What is saved and loaded is transformers' own `…ForSequenceClassification` with one label and a `score`
-layer without bias, so its class gives the same scores. It finds a row's last token by the pad token,
-which therefore has to differ from the end token: where it does not, one is added (`distinct_pad`).
+It is saved and loaded as transformers' own `…ForSequenceClassification` with one label and a `score`
+layer without bias, so that class gives the same scores. The class finds a row's last token by the pad token,
+which therefore has to differ from the end token; if it does not, a pad token is added (`distinct_pad`).
 
 Axes: B rows, L input tokens, N places that are read, H hidden.
 """
@@ -27,7 +27,7 @@ PAD_TOKEN = "<|flowrl_pad|>"
 
 
 class ScalarHead(nn.Module):
-    """A linear layer to one number, in float32 whatever the model's dtype."""
+    """A linear layer to one number, always in float32, independent of the model's dtype."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class ScalarHead(nn.Module):
 
 
 class ScalarModel(nn.Module):
-    """`forward` gives the head's value at every place of a micro-batch, [N] in float32.
+    """`forward` returns the head's value at every place of a micro-batch, [N] in float32.
 
-    With the rows of `lay_out` that is V of the state before each policy token; with those of
-    `lay_out_ends` the score at each sequence's last token.
+    With the rows of `lay_out` this is V of the state before each policy token; with those of
+    `lay_out_ends` it is the score at each sequence's last token.
     """
 
     def __init__(self, classifier: Any, tokenizer: Any = None) -> None:
-        """`tokenizer` is given where its pad token had to be added: it is then saved with the model."""
+        """`tokenizer` is given only if its pad token had to be added; it is then saved with the model."""
         super().__init__()
         head = getattr(classifier, "score", None)
         if not isinstance(head, nn.Linear) or head.bias is not None or head.out_features != 1:
@@ -59,7 +59,7 @@ class ScalarModel(nn.Module):
 
     @property
     def network(self) -> Any:
-        """transformers' model, whose names the parameters bear."""
+        """The transformers model, which defines the names of the parameters."""
         return self.classifier
 
     def forward(self, rows: RowLayout) -> Tensor:
@@ -96,9 +96,9 @@ def load_scalar_model(
     lora: LoRA | None = None,
     seed: int = 0,
 ) -> ScalarModel:
-    """The model in `path` with its saved head ("reward_model"), or with one drawn from N(0, 1/(h+1)) ("policy").
+    """The model in `path` with its saved head ("reward_model"), or with a head drawn from N(0, 1/(h+1)) ("policy").
 
-    Dropout is off. Raises ConfigError where a saved head is wanted and there is none.
+    Dropout is off. Raises ConfigError if a saved head is requested and there is none.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -119,7 +119,7 @@ def load_scalar_model(
     if pad >= _num_embeddings(classifier):
         classifier.resize_token_embeddings(pad + 1, mean_resizing=False)
     classifier.config.pad_token_id = pad
-    # What was the pad token may be the end token, where scores are read: its embedding has to learn.
+    # The original pad token may be the end token, where scores are read, so its embedding has to be trained.
     classifier.get_input_embeddings().padding_idx = None
     if lora.rank:
         add_adapter(classifier, lora)
@@ -133,7 +133,7 @@ def load_scalar_model(
 
 
 def draw_head(weight_1H: nn.Parameter, seed: int) -> None:
-    """Set the head's weights to a draw from N(0, 1/(h+1)); collective where ZeRO-3 has sharded them."""
+    """Set the head's weights to a draw from N(0, 1/(h+1)); collective if ZeRO-3 has sharded them."""
     sharded = hasattr(weight_1H, "ds_shape")
     shape = tuple(getattr(weight_1H, "ds_shape", weight_1H.shape))
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / (shape[-1] + 1) ** 0.5
@@ -143,13 +143,13 @@ def draw_head(weight_1H: nn.Parameter, seed: int) -> None:
             return
         import deepspeed
 
-        # Leaving the context spreads what rank 0 holds.
+        # Leaving the context distributes rank 0's values to all ranks.
         with deepspeed.zero.GatheredParameters([weight_1H], modifier_rank=0):
             weight_1H.copy_(drawn)
 
 
 def distinct_pad(path: str | Path, config: Any) -> tuple[int, Any]:
-    """(a pad token that ends no sequence, the tokenizer if it had to be added there, else None)."""
+    """(a pad token that ends no sequence, the tokenizer if the pad token had to be added to it, else None)."""
     ends = _as_set(config.eos_token_id)
     if config.pad_token_id is not None and config.pad_token_id not in ends:
         return int(config.pad_token_id), None
@@ -166,7 +166,7 @@ def distinct_pad(path: str | Path, config: Any) -> tuple[int, Any]:
 def write_scalar_model(
     model: ScalarModel, state: Mapping[str, Tensor], beside: Mapping[str, bytes], path: str | Path
 ) -> None:
-    """A Hugging Face directory with the weights `state`, the tokenizer with its pad token in it."""
+    """Write a Hugging Face directory with the weights `state` and the tokenizer with its pad token."""
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(path)
     write_model(model, state, beside, path)

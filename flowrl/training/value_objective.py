@@ -1,4 +1,4 @@
-"""The critic's objective: to say before every policy token what it will have returned."""
+"""The critic's objective: predict the return before every policy token."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""DeepSpeed ZeRO as flowrl uses it: one engine a rank, gradient accumulation decided by the caller.
+"""flowrl's interface to DeepSpeed ZeRO: one engine per rank; the caller controls gradient accumulation.
 
 Invariants
 - Gradients are sums. The caller divides its loss by global denominators; DeepSpeed averages over
   ranks, so `backward` multiplies by their number. The boundary is set explicitly for every
   micro-batch, because their number varies by step.
-- Every method but the properties and `set_lr` is collective: ZeRO gathers and reduces inside.
-- Master weights, accumulated gradients and their reduction are fp32, whatever the model's dtype.
-- A step whose gradient is not finite is not applied, and says so.
+- Every method except the properties and `set_lr` is collective: ZeRO gathers and reduces inside.
+- Master weights, accumulated gradients and their reduction are fp32 for every dtype of the model.
+- A step whose gradient is not finite is not applied, and its result reports that.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BUCKET_ELEMENTS = 50_000_000
 
 @dataclass(frozen=True)
 class ZeroStep:
-    """What became of one optimizer step."""
+    """The result of one optimizer step."""
 
     applied: bool
     grad_norm: float
@@ -58,7 +58,7 @@ class ZeroEngine:
     """One rank of a model in training.
 
     With `head="scalar"` it is a critic or a reward model, see `load_scalar_model` for `start`. With a
-    `lora` of rank 1 or more an adapter is trained and what was loaded stays.
+    `lora` of rank 1 or more it trains an adapter, and the loaded weights stay unchanged.
     """
 
     model: PolicyModel | ScalarModel
@@ -86,7 +86,7 @@ class ZeroEngine:
         self._stage: int = config["zero_optimization"]["stage"]
         if settings.nvme_path:
             build_async_io()
-        # While this object lives, from_pretrained shards every weight as it loads it.
+        # While this object exists, from_pretrained shards every weight as it loads it.
         sharded = _sharded_loading(config) if self._stage == 3 else None
         options: dict[str, Any] = {
             "dtype": settings.dtype,
@@ -118,28 +118,28 @@ class ZeroEngine:
     # Training
 
     def forward(self, rows: RowLayout, *, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """(logprobs_N, entropies_N) of the policy tokens, with a graph unless under `torch.no_grad`."""
+        """(logprobs_N, entropies_N) of the policy tokens, with an autograd graph except under `torch.no_grad`."""
         result: tuple[Tensor, Tensor] = self._engine(rows, temperature, entropy_gradient)
         return result
 
     def values(self, rows: RowLayout) -> Tensor:
-        """What a scalar head says at the rows' places, [N], with a graph unless under `torch.no_grad`."""
+        """The scalar head's values at the rows' places, [N], with an autograd graph except under `torch.no_grad`."""
         values_N: Tensor = self._engine(rows)
         return values_N
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Accumulate the gradient of a loss with global denominators; `last` of its optimizer step or not."""
+        """Accumulate the gradient of a loss with global denominators; `last`: the last one of its optimizer step."""
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self.gang.size, scale_wrt_gas=False)
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """Within it `forward` is that of the base that the adapter began with."""
+        """Within this context `forward` uses the base model without the adapter."""
         with adapter_off(self.model):
             yield
 
     def step(self) -> ZeroStep:
-        """Clip, and update the weights, after a backward with `last`."""
+        """Clip the gradient and update the weights, after a backward with `last`."""
         step = self._step()
         if self._ema is not None and step.applied:
             self._ema.update()
@@ -157,24 +157,24 @@ class ZeroEngine:
         return ZeroStep(bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm()))
 
     def _plain_norm(self) -> float:
-        """DeepSpeed's stage 0 neither tells the gradient's norm nor looks whether it is finite."""
+        """The gradient norm at stage 0, where DeepSpeed neither reports it nor checks that it is finite."""
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
     def set_lr(self, lr: float) -> None:
         for group, rate in rates(self._engine.optimizer.param_groups, lr, self.settings):
             group["lr"] = rate
 
-    # Weights out
+    # Weight output
 
     def buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
-        """Whole parameters under their Hugging Face names, valid until the next bucket. Tied ones come once.
+        """Yield whole parameters under their Hugging Face names, valid until the next bucket; tied ones only once.
 
-        An adapter is merged into what it adapts.
+        An adapter is merged into the weights it adapts.
         """
         return self._gathered(whole_weights(self.model.network), max_bytes)
 
     def adapter_buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
-        """The adapter's tensors under the names that PEFT saves them with."""
+        """Yield the adapter's tensors under the names that PEFT uses in files."""
         return self._gathered(adapter_weights(self.model.network), max_bytes)
 
     def _gathered(self, entries: Sequence[Entry], max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
@@ -194,7 +194,7 @@ class ZeroEngine:
         return gathered
 
     def _averaged(self, entries: Sequence[Entry]) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
-        """As `_gathered`, tensor by tensor, with the moving average in place of the weights, in their dtype."""
+        """Like `_gathered`, tensor by tensor, with the moving average instead of the weights, in the weights' dtype."""
         assert self._ema is not None
         with self._ema.exchanged():
             for entry in entries:
@@ -219,13 +219,13 @@ class ZeroEngine:
         return [part.tolist() for part in torch.split(scores_N.float().cpu(), lengths)]
 
     def tell_scores(self, mean: float, std: float) -> None:
-        """What a reward model's scores are like, for the config.json of the next export."""
+        """Set mean and std of a reward model's scores, for the config.json of the next export."""
         self.model.network.config.reward_mean, self.model.network.config.reward_std = mean, std
 
     def export(self, path: str | Path) -> None:
         """Write a Hugging Face model directory, tokenizer included; complete when any rank returns.
 
-        With LoRA the adapter is merged in, and lies by itself in `adapter`; the moving average is in `ema`.
+        With LoRA the adapter is merged in and also saved separately in `adapter`; the moving average is in `ema`.
         """
         self._export(self.buckets(1 << 30), Path(path))
         if self.lora.rank:
@@ -244,7 +244,7 @@ class ZeroEngine:
         self.gang.gather(None)
 
     def _collected(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]]) -> dict[str, Tensor]:
-        """On rank 0 all tensors, in host memory."""
+        """All tensors in host memory, on rank 0 only."""
         state: dict[str, Tensor] = {}
         for names, tensors in buckets:
             if self.rank == 0:
@@ -254,7 +254,7 @@ class ZeroEngine:
     # Checkpoints
 
     def save(self, path: str | Path) -> None:
-        """Write master weights and optimizer state, a few files a rank. A frozen base is not among them."""
+        """Write master weights and optimizer state, a few files per rank. A frozen base is not included."""
         if self.settings.nvme_path:
             on_disk.save(self._engine.optimizer, Path(path) / TAG, self.rank)
         else:
@@ -265,7 +265,7 @@ class ZeroEngine:
             self._ema.save(Path(path), self.rank)
 
     def load(self, path: str | Path) -> None:
-        """Take up what `save` wrote with the same number of ranks, the same ZeRO stage and offload to disk or not."""
+        """Load what `save` wrote with the same number of ranks, ZeRO stage and choice of offload to disk."""
         for problem in resume_problems(Path(path) / TAG, self.settings, self.gang.size):
             raise ConfigError(problem)
         if self.settings.nvme_path:
@@ -285,7 +285,7 @@ def _sharded_loading(config: dict[str, Any]) -> object:
 
 
 def deepspeed_config(settings: ZeroSettings, num_ranks: int) -> dict[str, Any]:
-    """DeepSpeed's settings for ours; `settings.deepspeed` is laid over them."""
+    """DeepSpeed's configuration for our settings; `settings.deepspeed` overrides it."""
     zero: dict[str, Any] = {
         "stage": settings.effective_stage(num_ranks),
         "reduce_bucket_size": BUCKET_ELEMENTS,
@@ -299,7 +299,7 @@ def deepspeed_config(settings: ZeroSettings, num_ranks: int) -> dict[str, Any]:
     if settings.offload == "all":
         zero["offload_param"] = place
     if settings.optimizer == "muon":
-        zero["reduce_scatter"] = False  # it orthogonalizes whole gradients
+        zero["reduce_scatter"] = False  # Muon orthogonalizes whole gradients
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -1,11 +1,11 @@
 """The trainer's side on GPUs: vLLM's own NCCL and CUDA IPC engines, fed from ZeRO-3 shards.
 
-vLLM's trainer engines drive the inference side through a client. Here the manifest on the latest edge
-does that: every generator starts, loads and finishes by itself when it gets one. So the clients below
-have little to say, and `transmit`, which runs after the manifest was sent, is where ranks and generators
-meet. It ends when every generator has the version, or with the run when one of them dies.
+vLLM's trainer engines control the inference side through a client. Here the manifest on the latest edge
+does that: every generator starts, loads and finishes by itself when it receives one. So the clients below
+do little. Ranks and generators synchronize in `transmit`, which runs after the manifest was sent. It ends
+when every generator has the version, or when the run ends because one of them died.
 
-Read in vLLM 0.32 and written to it; not yet run on a GPU.
+Written from the source of vLLM 0.32; not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flowrl.weights.transport import BUCKET_BYTES, Source
 
 
 class ZeroSource(WeightSource):  # type: ignore[misc]
-    """A training engine's buckets as vLLM's stream of whole tensors; collective over the trainer's ranks."""
+    """Presents a training engine's buckets as vLLM's stream of whole tensors; collective over the trainer's ranks."""
 
     def __init__(self, source: Source, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._source = source
@@ -40,13 +40,13 @@ class ZeroSource(WeightSource):  # type: ignore[misc]
         self._metadata: list[ParamMeta] | None = None
 
     def metadata(self) -> list[ParamMeta]:
-        """Names, dtypes and shapes; the first call gathers once to learn them, on all ranks."""
+        """Names, dtypes and shapes. The first call gathers the parameters once, on all ranks, to find them."""
         if self._metadata is None:
             self._metadata = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._gathered()]
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # vLLM packs across buckets, and a bucket's tensors are gone when the next one is gathered.
+        # Clone: vLLM packs across buckets, and a bucket's tensors are invalid once the next one is gathered.
         for name, tensor in self._gathered():
             yield name, tensor.clone()
 
@@ -56,7 +56,7 @@ class ZeroSource(WeightSource):  # type: ignore[misc]
 
 
 class _Announced:
-    """A client whose generators learn all of it from the manifest."""
+    """A client that does nothing: the generators learn everything from the manifest."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
     def start_weight_update(self) -> None: ...
@@ -65,7 +65,7 @@ class _Announced:
 
 
 class _Handles(_Announced):
-    """Hands CUDA IPC handles to the generators that ask, and returns when all have loaded them."""
+    """Sends CUDA IPC handles to the generators that request them, and returns when all have loaded the tensors."""
 
     def __init__(self, server: HandleServer, num_readers: int) -> None:
         self._server = server
@@ -80,7 +80,7 @@ class _Handles(_Announced):
 
 
 class _DeviceTransport:
-    """Common part: the manifest names the tensors, `transmit` moves them."""
+    """Common base: the manifest names the tensors, and `transmit` moves them."""
 
     def __init__(self, routes: Sequence[WeightRoute]) -> None:
         self.copy_s = 0.0
@@ -129,7 +129,7 @@ class _DeviceTransport:
 
 
 class Nccl(_DeviceTransport):
-    """One broadcast from rank 0 to every worker of every generator, packed by vLLM."""
+    """One broadcast, packed by vLLM, from rank 0 to every worker of every generator."""
 
     _port = 0
 
@@ -146,7 +146,7 @@ class Nccl(_DeviceTransport):
 
 
 class Ipc(_DeviceTransport):
-    """CUDA IPC handles to generators that share the trainer's GPUs."""
+    """Sends CUDA IPC handles to generators that share the trainer's GPUs."""
 
     def __init__(self, routes: Sequence[WeightRoute], run_id: str) -> None:
         super().__init__(routes)
@@ -175,7 +175,7 @@ def _row(meta: ParamMeta) -> tuple[str, str, tuple[int, ...], int, int]:
 
 
 def _address() -> str:
-    """Where trainer and generators meet: the loopback address where all are on one machine."""
+    """The IP address at which generators reach the trainer: loopback if all are on one machine."""
     return os.environ.get("VLLM_HOST_IP") or local_ip()
 
 

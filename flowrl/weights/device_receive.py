@@ -1,7 +1,7 @@
-"""The generator's side on GPUs: joining the trainer's NCCL group, or reading its CUDA IPC handles.
+"""The generator's side on GPUs: joins the trainer's NCCL group, or reads its CUDA IPC handles.
 
-Both transfers happen inside the update itself, while generation is paused: there is no place to fetch to.
-Read in vLLM 0.32 and written to it; not yet run on a GPU.
+Both transfers happen inside the update itself, while generation is paused: there is no memory to fetch into first.
+Written from the source of vLLM 0.32; not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flowrl.weights.handles import HandleReader
 
 
 class NcclReceiver:
-    """Takes part in the trainer's broadcast; all replicas at once, or it never ends."""
+    """Takes part in the trainer's broadcast. All replicas have to do so at once, or the broadcast never ends."""
 
     backend = "nccl"
     takes_turns = False
@@ -54,7 +54,7 @@ class NcclReceiver:
 
 
 class IpcReceiver:
-    """Maps the trainer's tensors on the GPU both use, and says when they are copied."""
+    """Maps the trainer's tensors on the GPU that both use, and reports when they are copied."""
 
     backend = "ipc"
     takes_turns = True

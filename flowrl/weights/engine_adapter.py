@@ -1,8 +1,8 @@
-"""Inside vLLM's worker: a LoRA adapter from shared memory, without files.
+"""Runs inside vLLM's worker: loads a LoRA adapter from shared memory, without files.
 
-vLLM loads an adapter from a directory when a request first names it. One that is registered already is
-not looked for again, so this registers it beforehand, made of the segment's tensors as vLLM would make it
-of a file's.
+vLLM loads an adapter from a directory when a request first names it, unless the adapter is already registered.
+So this module registers it beforehand, and builds it from the segment's tensors as vLLM would build it from
+those of a file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def register_adapter(manager: Any, update_info: Mapping[str, Any], adapter: Mapp
 
 
 def _tensors(update_info: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies: the publisher writes the next version over them."""
+    """Copies of the segment's tensors: the publisher later overwrites the segment with another version."""
     segment = Segment(update_info["segment"])
     try:
         rows = views(segment.map(), update_info["tensors"], start=DATA_OFFSET)

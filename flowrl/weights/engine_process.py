@@ -1,4 +1,4 @@
-"""vLLM's engine process as a child of a generator: it ends with the generator, and Ctrl-C is not its business."""
+"""vLLM's engine process as a child of a generator: it ends with the generator, and ignores Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FIRST = "flowrl.weights.engine_main"
 
 @contextmanager
 def begun_by_us() -> Iterator[None]:
-    """What multiprocessing spawns within imports `FIRST` before all else, in place of this process's main module.
+    """Within this context, processes that multiprocessing spawns first import `FIRST` instead of this main module.
 
-    A generator that dies while vLLM is still loading leaves nothing behind, and Ray, whose worker is this
-    process's main module, is not imported again by a process that does not use it.
+    So a generator that dies while vLLM is still loading leaves no process behind. It also saves importing Ray:
+    this process's main module is Ray's worker, which the spawned process does not use.
     """
     main = sys.modules["__main__"]
     spec, main.__spec__ = main.__spec__, find_spec(FIRST)
@@ -33,9 +33,9 @@ def begun_by_us() -> Iterator[None]:
 
 
 def collect_once_loaded() -> None:
-    """No garbage collection until the first that vLLM asks for, when it has loaded the model.
+    """Disable garbage collection until vLLM first requests one, after it has loaded the model.
 
-    While modules load nearly all objects stay: looking at them again and again takes a fifth of the time.
+    Nearly all objects that loading modules creates stay alive: scanning them repeatedly takes a fifth of the time.
     """
 
     def told(phase: str, info: dict[str, int]) -> None:
@@ -48,11 +48,12 @@ def collect_once_loaded() -> None:
 
 
 _watched = 0
-"""Process that watches already: its own id, as forks inherit the value and not the thread."""
+"""Id of the process that runs the watch thread. A fork inherits this value but not the thread, so `adopt` compares it
+with the current process id."""
 
 
 def adopt() -> None:
-    """Watch the generator's process from one of vLLM's; once is enough. Nothing in the generator's own."""
+    """Watch the generator's process from a process of vLLM, once. Does nothing in the generator's own process."""
     global _watched
     parent = int(os.environ.get(PARENT_VARIABLE, os.getpid()))
     if os.getpid() in (parent, _watched):
@@ -66,7 +67,7 @@ def adopt() -> None:
 def die_with(pid: int) -> None:
     """End this process as soon as process `pid` has ended, for whatever reason.
 
-    Unlike PR_SET_PDEATHSIG, which follows the thread that started the child.
+    PR_SET_PDEATHSIG is no alternative: it depends on the thread that started the child, not on the process.
     """
     parent = os.pidfd_open(pid)
 

@@ -1,4 +1,4 @@
-"""What every way of receiving weights gives to vLLM."""
+"""The interface between the receivers of weights and vLLM."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ class Fetched:
     update: Mapping[str, Any]
     """Update info of the vLLM transfer engine behind this receiver."""
     close: Callable[[], None]
-    """Call once, when the update is over or given up."""
+    """Call once, when the update is finished or abandoned."""
 
 
 class Receiver(Protocol):
-    """How one replica gets one policy's versions."""
+    """Receives the versions of one policy for one replica."""
 
     backend: str
     """Name of the transfer engine in vLLM."""
     takes_turns: bool
-    """Replicas may update one after another. False where a transfer needs all of them at once."""
+    """Whether replicas may update one after another. False if a transfer needs all of them at once."""
 
     def join(self, manifest: Weights) -> Mapping[str, Any] | None:
-        """Init info for vLLM's transfer engine, the first time; None afterwards, or where there is none."""
+        """Init info for vLLM's transfer engine at the first call; None afterwards, or if the engine needs none."""
         ...
 
     def fetch(self, manifest: Weights) -> Fetched:
-        """Raises SegmentLost when newer weights took this version's place: go on with the next manifest."""
+        """Get the version of `manifest`. Raises SegmentLost if newer weights have replaced it: continue with the next
+        manifest."""
         ...
 
     def close(self) -> None: ...

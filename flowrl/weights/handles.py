@@ -1,8 +1,8 @@
-"""Update infos handed from a trainer to the generators of its machine, who say when they are done.
+"""Passes update infos from a trainer to the generators on its machine, which report when they are done.
 
-CUDA IPC handles are valid only while the trainer keeps the tensors, so it has to know when every reader
-has loaded them. Waits: the trainer for each reader's "loaded", a reader for the trainer's answer; both
-end with the processes, which the supervisor ends together.
+CUDA IPC handles are valid only while the trainer keeps the tensors, so the trainer has to know when every
+reader has loaded them. Waits: the trainer waits for each reader's "loaded", a reader waits for the trainer's
+answer; both waits end at the latest with the processes, which the supervisor ends together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flowrl.channel.presence import Presence
 
 
 class HandleServer:
-    """The trainer's end. One thread at a time."""
+    """The trainer's end. Only one thread at a time may use it."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -28,7 +28,7 @@ class HandleServer:
         self._socket: zmq.Socket[bytes] | None = None
 
     def open(self) -> str:
-        """The address for readers."""
+        """Listen, if not yet done, and return the address for readers."""
         if self._socket is None:
             self._presence = Presence(self._run_id)
             self._context = zmq.Context()
@@ -68,7 +68,7 @@ class HandleReader:
         self._socket.connect(f"ipc://{path}")
 
     def ask(self, version: int) -> dict[str, Any]:
-        """The update info of `version`; blocks until the trainer has it."""
+        """Return the update info of `version`; blocks until the trainer has it."""
         self._socket.send(b"wanted")
         answer = json.loads(self._socket.recv())
         assert answer["version"] == version, (answer["version"], version)
@@ -76,7 +76,7 @@ class HandleReader:
         return update
 
     def loaded(self) -> None:
-        """The trainer may let go of the tensors."""
+        """Report that the tensors are loaded: as far as this reader is concerned, the trainer may release them."""
         self._socket.send(b"loaded")
 
     def close(self) -> None:

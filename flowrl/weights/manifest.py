@@ -1,8 +1,8 @@
 """The table of tensors in a manifest: layout, checksum, and views onto a mapped segment.
 
 A row is (name, dtype, shape, offset_bytes, num_bytes), as in `Weights.tensors`; offsets count from the
-segment's first data byte and are multiples of 64. torch is imported where it is used: drivers and tests
-of the plain parts need none.
+segment's first data byte and are multiples of 64. torch is imported only where it is used: drivers, and tests
+of the parts without tensors, do not need it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ChecksumMismatch(FlowrlError):
 
 
 class Checksum:
-    """Order-sensitive over tensors, as fast as memory: 64-bit word sums, hashed with name, type and shape."""
+    """Depends on the order of tensors, and runs at memory speed: 64-bit word sums, hashed with name, type and shape."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
@@ -43,12 +43,12 @@ class Checksum:
 
     @property
     def value(self) -> int:
-        """63 bits, so that it fits a signed integer column anywhere."""
+        """The checksum, with 63 bits so that it fits any signed 64-bit integer."""
         return int.from_bytes(self._hash.digest(), "little") >> 1
 
 
 def word_sum(data: npt.NDArray[np.uint8]) -> int:
-    """Sum modulo 2**64 of the bytes taken as little-endian words, the last one padded with zeros."""
+    """Sum modulo 2**64 of the bytes as 64-bit little-endian words, the last one padded with zeros."""
     whole = len(data) // 8 * 8
     total = int(np.add.reduce(data[:whole].view("<u8"), dtype=np.uint64)) if whole else 0
     return (total + int.from_bytes(data[whole:].tobytes(), "little")) % 2**64
@@ -66,7 +66,7 @@ def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def views(mapping: mmap.mmap, rows: Iterable[Row], *, start: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) over a mapped segment, without a copy. Valid while the segment is locked."""
+    """(name, tensor) for each row, as views of a mapped segment. Valid while the segment is locked."""
     import torch
 
     for name, dtype, shape, offset, num_bytes in rows:
@@ -77,7 +77,7 @@ def views(mapping: mmap.mmap, rows: Iterable[Row], *, start: int) -> Iterator[tu
 
 
 def verify(manifest: Weights, mapping: mmap.mmap, *, start: int) -> None:
-    """Raises ChecksumMismatch if the mapped bytes are not those of the manifest."""
+    """Raises ChecksumMismatch if the mapped bytes do not match the manifest."""
     found = Checksum()
     everything = np.frombuffer(mapping, np.uint8)
     for name, dtype, shape, offset, num_bytes in manifest.tensors:

@@ -1,4 +1,4 @@
-"""A published version into a torch module: for nodes that read weights and are no vLLM engine."""
+"""Loads a published version into a torch module: for nodes that read weights and are no vLLM engine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class ModuleWeights:
-    """Loads versions into `parameters`, which bear the names they are published under."""
+    """Loads versions into `parameters`, whose keys are the published names."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
         self._mappings: dict[str, mmap.mmap] = {}
-        """By segment. A publisher reuses its few segments, and mapping one costs page faults."""
+        """Segment name -> mapping. Kept, because a publisher reuses its few segments and mapping costs page faults."""
 
     def load(self, update: Mapping[str, Any]) -> None:
-        """Copy what `Receiver.fetch` brought; dtypes are converted. The caller holds the segment's lock.
+        """Copy the version that `Receiver.fetch` returned; dtypes are converted. The caller holds the segment's lock.
 
-        Raises FlowrlError, with nothing loaded, where names or shapes are not the module's.
+        Raises FlowrlError, and loads nothing, if names or shapes differ from the module's.
         """
         import torch
 

@@ -1,7 +1,7 @@
 """The probe: four fixed sequences whose logprobs the trainer publishes and every generator checks.
 
 A generator that loaded a version wrongly (a stale head, a swapped tensor, another tokenizer's padding)
-goes on producing fluent text and plausible logprobs. Only the comparison with the trainer shows it.
+still produces fluent text and plausible logprobs. Only the comparison with the trainer shows the error.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from flowrl.errors import FlowrlError
 from flowrl.messages import Weights
 
 TOLERANCE = {"float32": 0.001, "float16": 0.05, "bfloat16": 0.25}
-"""Largest mean |difference| of the probe's logprobs by the generator's dtype.
+"""Largest permitted mean |difference| of the probe's logprobs, by the generator's dtype.
 
 Measured: 2e-6 for a small model in float32; 0.1 for SmolLM2 between bfloat16 and float32, with 0.5 at
-single tokens, which is why the mean is compared and not the largest.
+single tokens. That is why the mean is compared, and not the largest difference.
 """
 _LENGTHS = (5, 11, 17, 24)
 
 
 class ProbeMismatch(FlowrlError):
-    """A generator's logprobs of the probe are not the trainer's."""
+    """A generator's logprobs of the probe differ from the trainer's by more than the tolerance."""
 
 
 @lru_cache
 def probe_sequences(vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Four sequences of token ids, the same for a vocabulary size for ever."""
+    """Four sequences of token ids, always the same for one vocabulary size."""
     draw = np.random.default_rng(20240229)
     return tuple(tuple(int(t) for t in draw.integers(0, vocab_size, length)) for length in _LENGTHS)
 
@@ -41,7 +41,7 @@ def mismatch(manifest: Weights, found: Sequence[Sequence[float]]) -> float:
 
 
 def check(manifest: Weights, found: Sequence[Sequence[float]], *, dtype: str, replica: str) -> float:
-    """The mismatch, or ProbeMismatch if it is above the tolerance of `dtype` or no number at all."""
+    """Return the mismatch. Raises ProbeMismatch if it is above the tolerance of `dtype`, or NaN."""
     difference = mismatch(manifest, found)
     if difference <= TOLERANCE[dtype]:
         return difference

@@ -8,8 +8,8 @@ ZeRO-3 shards and scoring the probe are collectives. The order in a trainer is
         await self.weights.send(manifest)          # rank 0
     publisher.transmit()                           # all ranks, off the event loop
 
-With shared memory nothing waits for a generator. On GPUs a broadcast ends when every generator has it,
-so `transmit` has to come after `send`, and ends with the slowest.
+With shared memory nothing waits for a generator. On GPUs a broadcast ends only when every generator has received it,
+so `transmit` has to come after `send`, and ends with the slowest generator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flowrl.weights.transport import SharedMemory, Source, Transport
 
 @dataclass(frozen=True)
 class PublishTimes:
-    """Seconds of the last publication: gathering shards, copying into the transport, scoring the probe."""
+    """Seconds that the last publication spent gathering shards, copying into the transport and scoring the probe."""
 
     gather_s: float = 0.0
     copy_s: float = 0.0
@@ -38,9 +38,9 @@ class Publisher:
     """Publishes the versions of one policy.
 
     `probe_every=n` adds the probe to every nth publication, the first included; 0 leaves it out.
-    `routes` are its readers, which decide the transport; without any it is shared memory. `adapter` says
-    that the source's tensors are those of a LoRA adapter, and tells what the readers need besides them;
-    adapters go through host memory, whatever the routes.
+    `routes` lead to its readers and determine the transport; without routes it is shared memory. If `adapter` is
+    given, the source's tensors are those of a LoRA adapter, and `adapter` holds what else the readers need;
+    adapters are sent through host memory, whatever the routes are.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Publisher:
         self._last: Weights | None = None
 
     def publish(self, version: int, kind: str = "full") -> Weights | None:
-        """Make `version` readable; collective. Returns the manifest on rank 0, None elsewhere.
+        """Make `version` readable; collective. Returns the manifest on rank 0, None on other ranks.
 
-        `kind` "unchanged": the content published last, under a new number, for a batch without an update.
+        `kind` "unchanged" publishes the last content again under a new number, for a batch without an update.
         """
         if kind not in ("full", "unchanged"):
             raise ValueError(f"found kind {kind!r}; this publisher knows 'full' and 'unchanged'")
@@ -78,11 +78,11 @@ class Publisher:
         return self._last
 
     def transmit(self) -> None:
-        """Move the tensors where the receivers have to take part; collective, after the manifest was sent."""
+        """Move the tensors, if the receivers have to take part; collective. Call it after sending the manifest."""
         self._transport.transmit()
 
     def close(self) -> None:
-        """Remove what the transport left for readers."""
+        """Remove what the transport provides for readers."""
         self._transport.close()
 
     def _stage(self, version: int) -> Weights | None:

@@ -1,7 +1,7 @@
-"""The generator's side: get a published version onto this machine, checked, before anything is paused.
+"""The generator's side: gets a published version onto this machine and checks it, before generation is paused.
 
-A receiver turns a manifest into an update that vLLM's worker can load. `fetch` blocks and belongs off
-the event loop. What it returns is closed after the update, which gives back locks and tells the trainer.
+A receiver converts a manifest to an update that vLLM's worker can load. `fetch` blocks, so it must not run on
+the event loop. The caller closes its result after the update; this releases locks and notifies the trainer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SegmentReceiver:
-    """Reads shared memory; versions that lie on another machine are copied here first, once a machine."""
+    """Reads shared memory; a version on another machine is first copied here, once per machine."""
 
     backend = "flowrl_shm"
     takes_turns = True
@@ -32,7 +32,7 @@ class SegmentReceiver:
     def __init__(self, run_id: str, *, machine: str | None = None) -> None:
         self._run_id = run_id
         self._machine = machine
-        """Stands for this machine's name, in tests of the way to another one."""
+        """Replaces this machine's name, in tests of transfers between machines."""
         self._pool: SegmentPool | None = None
         self._notes: set[Path] = set()
 
@@ -65,7 +65,7 @@ class SegmentReceiver:
         )
 
     def _copied(self, origin: Origin, manifest: Weights) -> Segment:
-        """The local copy of a remote segment. One process copies; the others wait for its lock and read it."""
+        """The local copy of a remote segment. One process copies; the others wait for its lock and read the copy."""
         path = SHM / f"{origin.segment}-copy"
         self._notes.add(path)
         with _locked(path) as note:
@@ -74,7 +74,7 @@ class SegmentReceiver:
                 try:
                     return open_version(known, manifest.base_version)
                 except SegmentLost:
-                    pass  # an older copy
+                    pass  # the note names an older copy: download this version
             name = self._download(origin, manifest)
             os.truncate(note, 0)
             os.pwrite(note, name.encode(), 0)
@@ -102,7 +102,7 @@ class SegmentReceiver:
 
 
 class _locked:
-    """An exclusive lock on a small file beside the segments; its content is shared by who holds it in turn."""
+    """An exclusive lock on a small file beside the segments. The processes that hold it in turn share its content."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -117,7 +117,7 @@ class _locked:
 
 
 def receiver(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Receiver:
-    """What fits the route of `replica`; shared memory if it has none."""
+    """A receiver for the route of `replica`; for shared memory if it has no route."""
     kind = next((route.transport for route in routes if route.consumer == replica), "shm")
     if kind in ("shm", "tcp"):
         return SegmentReceiver(run_id)

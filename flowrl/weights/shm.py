@@ -2,15 +2,15 @@
 
 Invariants:
 
-- File locks are the reference count. A reader holds a shared lock from the check of the version to the
-  end of its use, the writer an exclusive one while it writes. Locks end with their process, so a reader
-  that dies holds nothing back.
-- The version stands in the header and is written last: a segment whose writer died is nobody's version.
-- The newest complete version is never written over. So a pool needs at most one segment per reader,
+- File locks serve as the reference count. A reader holds a shared lock from the check of the version to the
+  end of its use, and the writer holds an exclusive lock while it writes. Locks end with their process, so a
+  reader that dies blocks nothing.
+- The version is in the header and is written last: a segment whose writer died holds no version.
+- The newest complete version is never overwritten. So a pool needs at most one segment per reader,
   the newest, and the one being written: readers + 2.
 
-Nothing here waits: a segment that cannot be locked at once is passed over by the writer, and is lost to
-the reader (`SegmentLost`), for whom there is a newer version.
+Nothing here waits: if a segment cannot be locked at once, the writer skips it, and a reader raises
+`SegmentLost`, because a newer version exists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SHM = Path("/dev/shm")
 DATA_OFFSET = 4096
-"""Where the tensors begin: a page, so that every mapping is aligned."""
+"""Offset of the tensors in bytes: one page, so that every mapping is aligned."""
 _HEADER = struct.Struct("<8sqQ")
 _MAGIC = b"flowrlW1"
 _serial = itertools.count()
@@ -38,11 +38,11 @@ _serial = itertools.count()
 
 
 class SegmentLost(FlowrlError):
-    """The segment holds another version by now, or is being rewritten: take the newest manifest."""
+    """The segment now holds another version, or is being overwritten: use the newest manifest."""
 
 
 class Segment:
-    """An open segment file. `close` gives back whatever lock is held."""
+    """An open segment file. `close` releases any lock that is held."""
 
     def __init__(self, name: str, *, create: bool = False) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class Segment:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def begin(self) -> None:
-        """The content is nobody's version from here until `commit`."""
+        """Mark the content as no version, until `commit`."""
         os.pwrite(self.fd, _HEADER.pack(_MAGIC, -1, 0), 0)
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -98,7 +98,8 @@ class Segment:
 class SegmentPool:
     """The writer's segments of one policy, reused so that their pages stay warm.
 
-    Their names tell the run: its driver removes what a killed writer left, or else the next start's sweep.
+    Their names identify the run. If a writer is killed, the run's driver removes its segments, or else the sweep at
+    the next start does.
     """
 
     def __init__(self, run_id: str, policy: str) -> None:
@@ -115,7 +116,7 @@ class SegmentPool:
         return len(self._segments)
 
     def writable(self) -> Segment:
-        """A segment locked for writing: one that no reader holds and that is not the newest, else a new one."""
+        """A segment locked for writing: one that no reader holds and that is not the newest, or else a new one."""
         for segment in self._segments:
             if segment is not self._newest and segment.lock(exclusive=True):
                 segment.begin()
@@ -131,13 +132,13 @@ class SegmentPool:
         return segment
 
     def publish(self, segment: Segment, version: int, num_bytes: int) -> None:
-        """`segment` is complete and the newest."""
+        """Commit and unlock `segment`, which is complete and now the newest."""
         segment.commit(version, num_bytes)
         segment.unlock()
         self._newest = segment
 
     def close(self) -> None:
-        """Remove the names; readers keep what they have mapped."""
+        """Remove the segments' names; readers keep the segments that they have mapped."""
         for segment in self._segments:
             segment.unlink()
             segment.close()

@@ -1,9 +1,9 @@
-"""Weights to other machines: rank 0 serves its segments in chunks, one reader a machine fetches them.
+"""Weights for other machines: rank 0 serves its segments in chunks, and one reader per machine fetches them.
 
-The server's public key travels in the manifest, over links that are encrypted themselves: who knows it
-belongs to the run. A server answers from the segment under a read lock, so a version that was written
-over in between is "lost", never mixed. Waits: a reader waits for its chunks, until the server answers
-or `SILENCE_S` has passed without one.
+The server's public key is sent in the manifest, over links that are encrypted themselves: any process that knows
+the key belongs to the run. A server reads the segment under a read lock, so a version that is overwritten
+during the transfer is "lost", never mixed. Waits: a reader waits for its chunks, until the server answers
+or `SILENCE_S` has passed without an answer.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ CHUNK_BYTES = 4 << 20
 IN_FLIGHT = 8
 SILENCE_S = 60.0
 _REQUEST = struct.Struct("<qQI")
-"""version, offset, number of bytes; the segment's name follows"""
+"""Version, offset, number of bytes; the segment's name follows."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a segment is served: what stands after "tcp:" in a manifest."""
+    """Where a segment is served: the part after "tcp:" in a manifest's transport."""
 
     host: str
     port: int
     public_key: str
     """Hexadecimal."""
     machine: str
-    """Readers with the same `machine_name()` open the segment itself."""
+    """Readers with the same `machine_name()` open the segment directly."""
     segment: str
 
     def __str__(self) -> str:
@@ -51,12 +51,12 @@ class Origin:
 
 
 def machine_name() -> str:
-    """Equal for processes that share /dev/shm."""
+    """The machine's name; equal in processes that share /dev/shm."""
     return hashlib.blake2b(this_machine().encode(), digest_size=6).hexdigest()
 
 
 class ChunkServer:
-    """Serves this process's segments from a thread of its own."""
+    """Serves this process's segments in a separate thread."""
 
     def __init__(self, address: str | None = None) -> None:
         self._context = zmq.Context()
@@ -78,7 +78,7 @@ class ChunkServer:
         self._thread.join()
 
     def _serve(self) -> None:
-        """Until the context ends, which waits for the socket to be closed here."""
+        """Answer requests until the context ends. Ending the context waits until this thread has closed the socket."""
         try:
             while True:
                 reader, request = self._socket.recv_multipart()
@@ -90,7 +90,7 @@ class ChunkServer:
 
 
 def _chunk(name: str, version: int, offset: int, num_bytes: int) -> bytes:
-    """The bytes, b"" if the segment holds another version by now."""
+    """The requested bytes, b"" if the segment now holds another version."""
     try:
         segment = open_version(name, version)
     except SegmentLost:

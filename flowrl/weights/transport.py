@@ -1,6 +1,6 @@
-"""Transports: how one version's tensors get from the trainer's ranks to where generators read them.
+"""Transports: move one version's tensors from the trainer's ranks to where generators read them.
 
-A transport is driven by `Publisher`, collectively on all ranks. `stage` makes a version readable and
+`Publisher` calls a transport collectively on all ranks. `stage` makes a version readable and
 returns its manifest on rank 0; `transmit` runs after the manifest has been sent.
 """
 
@@ -26,7 +26,7 @@ BUCKET_BYTES = 64 << 20
 
 
 class Source(Protocol):
-    """What publishing needs of a training engine, on every rank. All but the properties are collective."""
+    """What a publisher needs from a training engine, on every rank. All but the properties are collective."""
 
     @property
     def rank(self) -> int: ...
@@ -35,9 +35,9 @@ class Source(Protocol):
     def vocab_size(self) -> int: ...
 
     def buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]]:
-        """Whole parameters under their Hugging Face names, at least one a bucket; valid until the next bucket.
+        """Whole parameters with their Hugging Face names, at least one per bucket; valid until the next bucket.
 
-        Tied parameters come once. The order is the same every time.
+        Tied parameters appear once. The order is the same in every call.
         """
         ...
 
@@ -50,23 +50,23 @@ class Transport(Protocol):
     """All methods are collective."""
 
     copy_s: float
-    """Seconds that the last `stage` or `transmit` spent moving bytes rather than gathering."""
+    """Seconds that the last `stage` or `transmit` spent moving bytes, without gathering."""
 
     def stage(self, source: Source, policy: str, version: int) -> Weights | None:
         """Manifest of `version` on rank 0, None on the others."""
         ...
 
     def transmit(self) -> None:
-        """Move what `stage` announced, where that needs the receivers to take part."""
+        """Move the tensors that `stage` announced, if the receivers have to take part in it."""
         ...
 
     def close(self) -> None: ...
 
 
 class SharedMemory:
-    """Rank 0 writes the gathered buckets into a segment from which any process of the machine reads.
+    """Rank 0 writes the gathered buckets into a segment that any process of the machine can read.
 
-    `dtype` ("bfloat16", ...) converts on the way; default is the engine's own. With `serve`, generators
+    Tensors are converted to `dtype` ("bfloat16", ...); the default is the engine's own. With `serve`, generators
     on other machines may fetch the segments over TCP.
     """
 
@@ -140,7 +140,7 @@ class SharedMemory:
         return str(dtype).removeprefix("torch."), tensor_bytes(here)
 
     def transmit(self) -> None:
-        """Readers fetch by themselves."""
+        """Does nothing: readers fetch by themselves."""
 
     def close(self) -> None:
         if self._server is not None:

@@ -1,14 +1,14 @@
-"""The part that runs inside vLLM's worker process: load a version from shared memory into the model.
+"""Runs inside vLLM's worker process: loads a version from shared memory into the model.
 
-vLLM imports this module in its engine process because it is named as `worker_extension_cls`; importing
-it registers the transfer engine. Three facts of vLLM 0.32 shape it:
+vLLM imports this module in its engine process because `worker_extension_cls` names it; the import
+registers the transfer engine. Three properties of vLLM 0.32 determine the design:
 
-- Between start and finish of an update the model is on the meta device. `apply_weights` does both and
-  the loading in one call, so no engine step can come in between.
+- Between start and finish of an update the model is on the meta device. `apply_weights` does start, loading
+  and finish in one call, so that no engine step can run in between.
 - On CPU, linear layers keep a repacked copy of their weight. The layerwise reload rebuilds it, except
-  for an `lm_head` tied to the embedding: its weight tensor is updated through the embedding, its copy is
-  not, and it would go on with the old weights.
-- The base class synchronizes an accelerator, which raises where there is none.
+  for an `lm_head` tied to the embedding: its weight tensor is updated through the embedding, but its copy is
+  not, and the head would still use the old weights.
+- The base class synchronizes an accelerator, which raises an error on machines without one.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from flowrl.weights.manifest import Row, views
 from flowrl.weights.shm import DATA_OFFSET, Segment
 
 BACKEND = "flowrl_shm"
-# Warns at every update of each layer without weights of its own: rotary embeddings and tied heads.
+# This logger warns at every update about each layer without weights of its own: rotary embeddings and tied heads.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing to agree on beforehand."""
+    """Empty: the engine needs no init info."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One version: its segment, read-locked by the caller until the update is finished, and its table."""
+    """One version: its segment, which the caller keeps read-locked until the update is finished, and its table."""
 
     segment: str
     tensors: Sequence[Row]
@@ -63,7 +63,7 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         super().__init__(*args, **kwargs)
         self._mappings: dict[str, mmap.mmap] = {}
         self._parameters = {name for name, _ in self.model.named_parameters()}
-        """Tied parameters once, which is how a publisher sends them."""
+        """Names of the parameters. Tied parameters appear once, as in what a publisher sends."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -94,7 +94,7 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self._mappings.clear()
 
     def _mapping(self, name: str) -> mmap.mmap:
-        """The segment's mapping, kept because a publisher reuses its few segments and mapping costs page faults."""
+        """The segment's mapping. It is kept: a publisher reuses its few segments, and mapping costs page faults."""
         if name not in self._mappings:
             segment = Segment(name)
             self._mappings[name] = segment.map()
@@ -116,10 +116,10 @@ def refresh_tied_heads(model: torch.nn.Module) -> int:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; its methods are called with `collective_rpc`."""
+    """A mixin for vLLM's worker class; its methods are called with `collective_rpc`."""
 
     def apply_weights(self, update_info: dict[str, Any]) -> float:
-        """Start, load and finish one update; returns its seconds. A failure leaves the engine unusable."""
+        """Start, load and finish one update; returns the seconds taken. A failure leaves the engine unusable."""
         began = time.perf_counter()
         self.start_weight_update()  # type: ignore[attr-defined]
         self.update_weights(update_info)  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ class WorkerExtension:
         return time.perf_counter() - began
 
     def load_adapter(self, update_info: dict[str, Any], adapter: dict[str, Any], adapter_id: int) -> float:
-        """Register a LoRA adapter under `adapter_id`; returns its seconds. Requests name it from then on."""
+        """Register a LoRA adapter under `adapter_id`, so that requests can name it; returns the seconds taken."""
         from flowrl.weights.engine_adapter import register_adapter
 
         began = time.perf_counter()
@@ -138,4 +138,4 @@ class WorkerExtension:
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
 adopt()
-gc.freeze()  # vLLM collects three times before its first request: through the model's objects, not those of all modules
+gc.freeze()  # vLLM collects three times before its first request: these scan the model's objects, not all modules'

@@ -1,10 +1,10 @@
-"""What a node replica is doing: for stall reports, quiescence and the view.
+"""Tracks what a node replica is doing: for stall reports, quiescence and the view.
 
 Invariants
-- `working` counts the invocations that are inside user code and not in one of the engine's waits; an invocation
-  with several waits at once (it sends two messages side by side) waits as long as any of them. A checkpoint waits
-  for 0.
-- Each wait knows the task that stands in it. What other tasks of the node do, `flowrl.runtime.activity.pending` says.
+- `working` counts the invocations that are inside user code and not in one of the engine's waits. An invocation with
+  several concurrent waits (it sends two messages at once) counts as waiting while any of them lasts. A checkpoint
+  waits until `working` is 0.
+- Each wait records the task that waits. `flowrl.runtime.activity.pending` judges the other tasks of the node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from flowrl.runtime.activity.hostloop import Pending
 
 OUTSIDE = "outside"
-"""The kind of a wait that something beyond the graph ends."""
+"""The kind of a wait that something outside the graph ends."""
 
 
 def _tell_loop(error: BaseException) -> None:
@@ -29,7 +29,7 @@ def _tell_loop(error: BaseException) -> None:
 
 @dataclass(slots=True)
 class Wait:
-    """A wait of the engine's that has begun and not ended."""
+    """A wait in the engine that has begun and not ended."""
 
     kind: str
     """item, credit, ticket, reply, lock, barrier, waiting (for what the node itself or the driver does) or outside."""
@@ -45,10 +45,10 @@ class Activity:
     node: str
     working: int = 0
     moves: int = 0
-    """Grows with everything that moves: items taken, messages sent, tickets got, calls returned."""
+    """Increases with every event: an item taken, a message sent, a ticket received, a call returned."""
     waits: dict[int, Wait] = field(default_factory=dict)
     died: Callable[[BaseException], None] = _tell_loop
-    """Told of the death of a task that the node started and nobody awaits."""
+    """Called when a task dies that the node started and nobody awaits."""
     _token: int = 0
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -57,7 +57,7 @@ class Activity:
         self.pending = Pending(lambda error: self.died(error))
 
     def begin(self) -> ActiveInvocation:
-        """An invocation of the node enters user code."""
+        """Begin an invocation, which enters user code."""
         self.work(+1)
         return ActiveInvocation(self)
 
@@ -70,7 +70,7 @@ class Activity:
 
     @contextmanager
     def waiting(self, kind: str, what: str, *, inside: ActiveInvocation | None) -> Iterator[None]:
-        """`inside`: the invocation that the wait is part of, which does not count as working meanwhile."""
+        """Record a wait. `inside`: the invocation that it is part of, which does not count as working meanwhile."""
         self._token += 1
         token = self._token
         self.waits[token] = Wait(kind, what, time.monotonic(), asyncio.current_task())
@@ -85,12 +85,12 @@ class Activity:
                 inside.stand(-1)
 
     async def idle(self) -> None:
-        """Returns when no invocation is inside user code; ended by the invocations themselves."""
+        """Wait until no invocation is inside user code."""
         await self._idle.wait()
 
 
 class ActiveInvocation:
-    """One invocation of a node, in all tasks that work on it."""
+    """One invocation of a node, shared by all tasks that work on it."""
 
     __slots__ = ("_activity", "_over", "_waits")
 
@@ -100,14 +100,14 @@ class ActiveInvocation:
         self._over = False
 
     def stand(self, change: int) -> None:
-        """A wait of the invocation begins (+1) or has ended (-1)."""
+        """Count a wait of the invocation that begins (+1) or has ended (-1)."""
         stood = self._waits > 0
         self._waits += change
         if not self._over and stood != (self._waits > 0):
             self._activity.work(1 if stood else -1)
 
     def end(self) -> None:
-        """The invocation leaves user code, whatever it has left waiting. Once or more."""
+        """End the invocation, even if some of its waits still last. May be called more than once."""
         if not self._over:
             self._over = True
             if not self._waits:
@@ -115,4 +115,4 @@ class ActiveInvocation:
 
 
 in_invocation: ContextVar[ActiveInvocation | None] = ContextVar("flowrl_in_invocation", default=None)
-"""The invocation that the present task works on."""
+"""The invocation that the current task works on."""

@@ -1,8 +1,8 @@
 """How the code of a node may end: by returning, or by an Exception, which fails the node.
 
-Everything else is made such an exception. CancelledError comes out of code that nobody cancelled when a library
-cancels what the code awaits; asyncio takes it for an orderly end, so the item at hand would stay open for ever.
-SystemExit and KeyboardInterrupt end an event loop, GeneratorExit passes every `except Exception`.
+Everything else is converted to such an exception. Code that nobody cancelled raises CancelledError when a library
+cancels what the code awaits; asyncio treats that as an orderly end, so the current item would stay open forever.
+SystemExit and KeyboardInterrupt end an event loop, and GeneratorExit passes every `except Exception`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from flowrl.channel.control import as_exception
 
 
 def ended_by_itself(error: BaseException, task: asyncio.Task[Any] | None = None) -> Exception:
-    """What `error` is told as, which the code of a node (in `task`) ended by."""
+    """The Exception to report when the code of a node (in `task`) ended by `error`."""
     return as_exception("its code" if task is None else f"its task {task.get_name()}, {task.get_coro()!r},", error)
 
 
 def as_failure(error: BaseException, *, cancelled: bool) -> BaseException:
-    """The Exception that `error` is to be raised as, or `error` itself where it is one, or has been asked for.
+    """The Exception to raise for `error`; `error` itself if it is an Exception, or follows from a cancel.
 
-    `cancelled`: the engine has cancelled the code, or what it is part of.
+    `cancelled`: the engine has cancelled the code, or a task that contains it.
     """
     if isinstance(error, Exception) or (cancelled and isinstance(error, asyncio.CancelledError | GeneratorExit)):
         return error
@@ -31,9 +31,9 @@ def as_failure(error: BaseException, *, cancelled: bool) -> BaseException:
 
 
 def is_cancelled() -> bool:
-    """Somebody has cancelled the present task, or the code is being thrown away outside of any."""
+    """Whether the current task was cancelled, or the code is being discarded outside of any task."""
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # no loop runs any more
+    except RuntimeError:  # the loop is not running any more
         task = None
     return task is None or bool(task.cancelling())

@@ -1,12 +1,12 @@
-"""The event loop of a host, which knows what is pending in the name of which node.
+"""The event loop of a host. It records what is pending for each node.
 
-`in_node` says whose code runs. What that code starts on the loop belongs to the same node: tasks, timers, calls in
-threads, servers, readable descriptors. Two things follow. The stall watch can tell a node that only another node can
-move from one that something of its own will move (`pending`). And a task that ends in any way other
-than by returning is told, whoever waits for it.
+`in_node` names the node whose code runs. Everything that this code starts on the loop belongs to the same node: tasks,
+timers, calls in threads, servers, readable descriptors. This has two uses. The stall watch can distinguish a node that
+only another node can move from a node that something of its own will move (`pending`). And if a task ends in any way
+other than by returning, that is reported, whoever waits for the task.
 
-Not seen: a thread that the node starts itself, and child processes that no task waits for. Code that hands items over
-from there says so with `context.outside(...)`.
+The loop does not see threads that the node starts itself, or child processes that no task waits for. Code that
+receives items from them declares it with `context.outside(...)`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import uvloop
 from flowrl.runtime.activity.ending import ended_by_itself
 
 UNOBSERVED_S = 5.0
-"""Time that a failed task has to be awaited by other code; after it, the task's exception fails the node."""
+"""Time within which other code may await a failed task; after it, the task's exception fails the node."""
 
 
 class Pending:
-    """What one node replica has under way on its host's loop; touched only there.
+    """What one node replica has pending on its host's loop; used only on that loop.
 
-    `died(error)` is told of a task that ended with an exception nobody awaits, or by a cancellation nobody asked for.
+    `died(error)` is called for a task that ended with an exception nobody awaits, or by a cancel nobody requested.
     """
 
     def __init__(self, died: Callable[[BaseException], None]) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
         self.timers: WeakSet[asyncio.TimerHandle] = WeakSet()
         self.calls: set[asyncio.Future[Any]] = set()
-        """Of functions that run in a thread."""
+        """Futures of functions that run in a thread."""
         self.servers: WeakSet[Any] = WeakSet()
         self.readers: set[int] = set()
         self._died = died
@@ -51,7 +51,7 @@ class Pending:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """What the present task starts inside belongs to the node; the task itself does not."""
+        """Whatever the current task starts inside belongs to the node; the task itself does not."""
         token = in_node.set(self)
         try:
             yield
@@ -59,7 +59,7 @@ class Pending:
             in_node.reset(token)
 
     def enter(self) -> None:
-        """The present task, and all that it starts from now on, belong to the node."""
+        """Make the current task, and everything it starts from now on, belong to the node."""
         in_node.set(self)
         task = asyncio.current_task()
         if task is not None and task not in self.tasks:
@@ -77,25 +77,25 @@ class Pending:
 
     def _unless_observed(self, task: asyncio.Task[Any]) -> None:
         if (error := _raised(task)) is not None:
-            task.exception()  # it is told now
+            task.exception()  # mark it as retrieved: it is reported here
             self._died(error if isinstance(error, Exception) else ended_by_itself(error, task))
 
 
 def _raised(task: asyncio.Task[Any]) -> BaseException | None:
-    """What it raised, if nobody has asked for it yet: asyncio logs such an exception as never retrieved."""
+    """The task's exception, if nobody has retrieved it yet: asyncio logs such exceptions as never retrieved."""
     return task._exception if task._log_traceback else None
 
 
 in_node: ContextVar[Pending | None] = ContextVar("flowrl_in_node", default=None)
-"""The node in whose name the present code runs; None for the engine's own."""
+"""The node whose code runs now; None for the engine's own code."""
 
 
 @contextmanager
 def apart() -> Iterator[None]:
     """Tasks that a library starts inside belong to no node.
 
-    For the standing tasks of an engine that moves only what a node asks of it and awaits: idle, they are no reason to
-    take the node for alive.
+    Use it for the permanent tasks of an engine that does only what a node requests and awaits: when they are idle,
+    they must not make the node count as alive.
     """
     token = in_node.set(None)
     try:
@@ -105,7 +105,7 @@ def apart() -> Iterator[None]:
 
 
 class HostLoop(uvloop.Loop):
-    """uvloop's loop (a round trip of small messages takes a sixth less on it), with each node's belongings listed."""
+    """uvloop's loop (a round trip of small messages takes a sixth less time), plus a record of what each node owns."""
 
     def __init__(self) -> None:
         super().__init__()

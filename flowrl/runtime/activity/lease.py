@@ -1,15 +1,15 @@
-"""Turns on shared devices: a host works only while it holds the lease of its cores or GPUs.
+"""Leases on shared devices: a host works only while it holds the lease of its cores or GPUs.
 
-The first invocation that begins in a host takes the lease, the last one that ends gives it back; other hosts of the
-same lease wait at the beginning of their invocations. Nodes that keep state on the device move it in `on_acquire` and
+The first invocation that begins in a host takes the lease, and the last one that ends releases it. Other hosts of the
+same lease wait at the beginning of their invocations. Nodes with state on the device move it in `on_acquire` and
 `on_release`.
 
 Invariants
 - An invocation works only between the end of every node's `on_acquire` and the beginning of the next `on_release`.
-- Neither hook is ever interrupted: an invocation that is cancelled meanwhile ends when the hook has. An invocation
-  that is cancelled while it waits for the driver leaves the queue.
-- Whatever is cancelled, the lease is given back when no invocation is open, and nothing is given back that is not held.
-- A hook that fails fails every invocation here from then on, and gives the lease back: nobody waits for a broken host.
+- No hook is ever interrupted: an invocation that is cancelled during a hook ends after the hook. An invocation that
+  is cancelled while it waits for the driver leaves the queue.
+- Whatever is cancelled, the lease is released when no invocation is open, and it is never released unless it is held.
+- When a hook fails, every later invocation here fails, and the lease is released: nobody waits for a broken host.
 
 Waits: for the holder's last open invocation to end.
 """
@@ -28,14 +28,14 @@ from flowrl.graph.node import Node
 
 
 class LockLink(Protocol):
-    """The control link to the driver, where the locks are kept."""
+    """The control link to the driver, which keeps the locks."""
 
     async def request(self, host: str, kind: str, body: dict[str, Any]) -> Any: ...
     def notify(self, host: str, kind: str, body: dict[str, Any]) -> None: ...
 
 
 class Lease:
-    """One host's share in a lease. Without a name every invocation is free."""
+    """One host's side of a lease. Without a name, invocations begin without waiting."""
 
     def __init__(self, name: str, host: str, link: LockLink) -> None:
         self._body: dict[str, Any] = {"name": name, "node": host, "party": host.split("/")[0]}
@@ -44,15 +44,15 @@ class Lease:
         self._link = link
         self._claims = itertools.count(1)
         self._turns = 0
-        """Turns that are open, or wait to begin."""
+        """Number of invocations that are open, or wait to begin."""
         self._held = False
         self._change: asyncio.Task[None] | None = None
-        """The lease is being taken or given back."""
+        """The task that takes or releases the lease, while one runs."""
         self._asking: asyncio.Future[Any] | None = None
         self._failed: Exception | None = None
 
     async def begin(self) -> None:
-        """Begin an invocation; returns when the devices are this host's. Raises FlowrlError when a hook failed."""
+        """Begin an invocation; returns when this host holds the devices. Raises FlowrlError if a hook failed."""
         if not self.name:
             return
         self._turns += 1
@@ -64,7 +64,7 @@ class Lease:
             raise
 
     async def end(self) -> None:
-        """An invocation has ended. A cancel is raised when what it would interrupt is done."""
+        """End an invocation. A cancel is raised only after the change of the lease that it would interrupt."""
         if not self.name:
             return
         self._turns -= 1
@@ -80,7 +80,7 @@ class Lease:
             raise cancel
 
     async def _changed(self) -> None:
-        """Wait for the change under way, or make the next one. It goes on when this wait is cancelled."""
+        """Wait for the running change, or start the next one. Cancelling this wait does not stop the change."""
         if self._failed is not None:
             raise self._failed
         if self._change is None:
@@ -107,10 +107,10 @@ class Lease:
                 self._held = True
         finally:
             if not self._held:
-                self._tell_over()  # also after a cancel: the driver's word may have been under way
+                self._tell_over()  # also after a cancel: the driver may have granted the lock already
 
     async def _granted(self) -> bool:
-        """Ask the driver; False if nobody here wants it any more."""
+        """Request the lock from the driver; False if no invocation here needs it any more."""
         asking = self._asking = asyncio.ensure_future(self._link.request("driver", "lock", dict(self._body)))
         await asyncio.wait((asking,))
         self._asking = None
@@ -132,13 +132,13 @@ class Lease:
 
 
 async def _hook(node: Node, name: str, hook: Callable[[], Awaitable[None]]) -> None:
-    """A node boundary: however the hook ends, its node is named."""
+    """Run a hook; every failure names the node. A node boundary."""
     try:
         await hook()
-    except GeneratorExit:  # the loop is no more
+    except GeneratorExit:  # the event loop is closed
         raise
     except BaseException as error:
-        if is_cancel(error):  # of all that runs here: the loop ends
+        if is_cancel(error):  # a cancel of everything here: the loop ends
             raise
         told = "".join(traceback.format_exception(error))
         where = f"{node.name}/{node.context.replica}"

@@ -1,12 +1,12 @@
-"""What will move a node other than another node: the reasons to take it for alive, of which a deadlock has none.
+"""The reasons why a node counts as alive: what will move it, apart from another node. A deadlocked node has none.
 
-A node's tasks are judged one by one. Alive is every task but these:
-- one that stands in an engine's wait: only another node, or the driver, ends that;
-- one that waits for tasks of its own node (`await task`, gather, wait, wait_for, a TaskGroup): they are judged
+Each task of a node is judged separately. Every task counts as alive except these:
+- a task in one of the engine's waits: only another node, or the driver, ends that;
+- a task that waits for tasks of its own node (`await task`, gather, wait, wait_for, a TaskGroup): those are judged
   themselves;
-- one that waits for an asyncio Lock or Semaphore: a task gives it back.
-Beside tasks, a timer, a call in a thread, a server and a descriptor that is watched keep their node alive. So what
-is not known counts as alive: at worst a deadlock is told as a standstill, and never the other way round.
+- a task that waits for an asyncio Lock or Semaphore: another task releases it.
+A timer, a call in a thread, a server and a watched descriptor also keep their node alive. Anything unknown counts as
+alive: at worst a deadlock is reported as a standstill, and never a standstill as a deadlock.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ GROUP = asyncio.TaskGroup.__aexit__.__code__
 WAIT = asyncio.tasks._wait.__code__  # type: ignore[attr-defined]
 WAIT_FOR = asyncio.wait_for.__code__
 TOLD = 3
-"""Reasons told of one node; it may have a thousand tasks."""
+"""Number of reasons reported for one node, which may have a thousand tasks."""
 
 
 def reasons(activity: Activity, now_s: float) -> list[str]:
-    """What will move this node, in words; nothing if another node has to."""
+    """What will move this node, as texts; empty if only another node can."""
     pending = activity.pending
     found = [wait.what for wait in activity.waits.values() if wait.kind == OUTSIDE]
     if not (found or pending.tasks):
@@ -50,19 +50,19 @@ def _of_tasks(activity: Activity) -> Iterator[str]:
     for task in activity.pending.tasks:
         future = task._fut_waiter  # type: ignore[attr-defined]
         if future is None or future.done():
-            yield place_of(task)  # it goes on in this tick of the loop, or in the next
+            yield place_of(task)  # it resumes in this tick of the loop, or in the next
         elif task not in waiting and not _waits_within(task, future, activity.pending):
             yield place_of(task)
 
 
 def _waits_within(task: asyncio.Task[Any], future: asyncio.Future[Any], pending: Pending) -> bool:
-    """`task` waits for other tasks of its node alone."""
+    """Whether `task` waits only for other tasks of its node."""
     awaited = _awaited(task, future)
     return awaited is not None and all(other in pending.tasks for other in awaited)
 
 
 def _awaited(task: asyncio.Task[Any], future: asyncio.Future[Any]) -> list[Any] | None:
-    """The tasks that `task` waits for; none for a lock; None if it waits for something else."""
+    """The tasks that `task` waits for; [] for a lock; None if it waits for something else."""
     if isinstance(future, asyncio.Task):
         return [future]
     if isinstance(future, asyncio.tasks._GatheringFuture):  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ def _awaited(task: asyncio.Task[Any], future: asyncio.Future[Any]) -> list[Any] 
 
 
 def innermost(task: asyncio.Task[Any]) -> FrameType | None:
-    """The frame in which `task` waits, as far as it can be followed."""
+    """The innermost frame of `task` that can be found."""
     return next(reversed(list(_frames(task))), None)
 
 
@@ -88,7 +88,7 @@ def _frames(task: asyncio.Task[Any]) -> Iterator[FrameType]:
     """The frames of `task`, outermost first: of coroutines and of the async generators that they iterate."""
     at: Any = task.get_coro()
     while at is not None:
-        if type(at).__name__.startswith("async_generator_"):  # the awaitable of an `anext`, which knows its generator
+        if type(at).__name__.startswith("async_generator_"):  # an `anext`, which refers to its generator
             at = next((one for one in gc.get_referents(at) if isinstance(one, AsyncGeneratorType)), None)
         frame = getattr(at, "cr_frame", None) or getattr(at, "ag_frame", None)
         if frame is None:
@@ -98,7 +98,7 @@ def _frames(task: asyncio.Task[Any]) -> Iterator[FrameType]:
 
 
 def place_of(task: asyncio.Task[Any]) -> str:
-    """ "Judge.ask (judge.py:21)": the innermost place of `task` that is no library's, else the innermost."""
+    """ "Judge.ask (judge.py:21)": the innermost place of `task` outside of libraries, else the innermost."""
     frames = list(_frames(task))
     if not frames:
         return task.get_name()

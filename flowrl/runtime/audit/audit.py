@@ -1,13 +1,12 @@
-"""`flowrl audit RUN`: proves a run's ledger from its own files, or names what is wrong with them.
+"""`flowrl audit RUN`: proves that a run's ledger is correct from the run's own files, or lists the violations.
 
-From `ledger.sqlite` alone: every admitted sample is in exactly one state that fits its columns and what its trainers
-did with it; policy tokens generated = trained + stale + masked + filtered + failed + dropped + in flight; no token is
-trained twice by one trainer; none was trained that was older than the bound in force at its step, nor sampled by
-weights older than those held when its group was admitted; never more groups in flight than there are tickets; and
-every row is what the run's commits left. `metrics.jsonl` and the checkpoints have to agree with it.
+From `ledger.sqlite` alone it proves: every admitted sample is in exactly one state, which matches its columns and its
+use by the trainers; policy tokens generated = trained + stale + masked + filtered + failed + dropped + in flight; no
+trainer trains a token twice; no trained token was older than the bound in force at its step, or sampled by weights
+older than those held when its group was admitted; there were never more groups in flight than tickets; and every row
+is as the run's commits left it. `metrics.jsonl` and the checkpoints must agree with the ledger.
 
-Reads only, so it can look at a run that is still going. Rows stay in the database: what is kept of them here are the
-violations.
+The audit only reads, so it can check a run in progress. Rows stay in the database; only violations are kept in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SHOWN_PER_KIND = 20
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What an audit found; `str` of it is what the command line prints."""
+    """The result of an audit; the command line prints its `str`."""
 
     violations: list[Violation] = field(default_factory=list)
     figures: dict[str, int | None] = field(default_factory=dict)
@@ -88,7 +87,7 @@ FIGURES = {
 
 
 def audit(run_dir: Path) -> AuditReport:
-    """Check the records of `run_dir`. Raises ConfigError if there are none to check."""
+    """Check the records of `run_dir`. Raises ConfigError if it has no readable ledger."""
     run_dir = Path(run_dir)
     path = run_dir / LEDGER
     if not path.is_file():
@@ -111,16 +110,16 @@ def _no_ledger(run_dir: Path) -> str:
 
 
 def _look(run_dir: Path) -> AuditReport | None:
-    """One look at a run that may be going on; None if a resume has rewound it meanwhile.
+    """One audit of a run that may be in progress; None if a resume has rewound the run meanwhile.
 
-    Lines and checkpoints are there after the commits that they name: those that were there before the ledger was read
-    have to be known to it, and those that it knows have to be there afterwards.
+    Lines and checkpoints are written after the commits that they name. So the ledger must know those that existed
+    before it was read, and those that it knows must exist afterwards.
     """
     checkpoints, before = kept_heads(run_dir), whole_lines(run_dir / METRICS)
     with closing(open_to_read(run_dir / LEDGER)) as db:
         try:
             db.execute("BEGIN")
-            state = db.execute("PRAGMA integrity_check(1)").fetchone()[0]  # with the first read it stands as it is
+            state = db.execute("PRAGMA integrity_check(1)").fetchone()[0]  # the first read fixes the snapshot
             if state != "ok":
                 raise sqlite3.DatabaseError(state)
             lines = whole_lines(run_dir / METRICS)
@@ -134,9 +133,9 @@ def _look(run_dir: Path) -> AuditReport | None:
 def prove(
     db: sqlite3.Connection, *, lines: Sequence[str], num_known: int, checkpoints: Mapping[str, str] | None = None
 ) -> AuditReport:
-    """Check a ledger, and against it the metrics lines, of which it has to know the first `num_known`.
+    """Check a ledger, and the metrics lines against it; it must know the first `num_known` of them.
 
-    `checkpoints` are those that it has to know, with the head of the commit that each was written after.
+    `checkpoints` maps each checkpoint that the ledger must know to the head of the commit after which it was written.
     """
     figures = {name: _integer(db.execute(query).fetchone()[0]) for name, query in FIGURES.items()}
     terms, strange = _terms(db)
@@ -167,7 +166,7 @@ def _rules(db: sqlite3.Connection, values: Mapping[str, Any]) -> Iterator[Violat
 
 
 def _parameters(db: sqlite3.Connection, terms: Terms) -> dict[str, Any]:
-    """What the queries' names stand for: `main` trainer, whether there are `several`, and lists of nodes as JSON."""
+    """The parameters of the queries: the `main` trainer, whether there are `several`, and lists of nodes as JSON."""
     trainers = terms.trainers or tuple(name for (name,) in db.execute("SELECT DISTINCT trainer FROM steps"))
     lists = {"trainers": terms.trainers, "own_clock": terms.own_clock, "holders": terms.holders}
     texts = {name: None if nodes is None else json.dumps(nodes) for name, nodes in lists.items()}
@@ -187,7 +186,7 @@ def _equation(figures: Mapping[str, int | None]) -> Iterator[Violation]:
 
 
 def _tickets_out(db: sqlite3.Connection, values: Mapping[str, Any]) -> Iterator[Violation]:
-    """Groups ahead of a new one that were trained, but in a version not yet held everywhere."""
+    """Tickets taken while too many were out. A trained group's ticket is out until its version is held everywhere."""
     ahead: list[int] = []
     for ticket, born, num_tickets, step in db.execute(TAKEN, values):
         ahead = [earlier for earlier in ahead if earlier > born]

@@ -1,6 +1,6 @@
-"""The audit's last net: whether every row of every table is what the run's commits left (flowrl.runtime.ledger.chain).
+"""The audit's last check: every row of every table is as the run's commits left it (flowrl.runtime.ledger.chain).
 
-It names the table, not the row: what is wrong with a row say the checks that know a rule for it.
+It names the table, not the row; the checks with a rule for a row report what is wrong with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BY_OTHERS = "by something other than the run; a checkpoint's ledger.sqlite is th
 
 
 def check_chain(db: sqlite3.Connection) -> Iterator[Violation]:
-    """Links that do not follow from each other, and tables that do not hold what the last commit left."""
+    """Report links that do not follow from the previous link, and tables that differ from the last commit."""
     before: Commit | None = None
     for commit in chain.read_commits(db):
         if commit != Commit.after(before, commit.committed_s, commit.digest):
@@ -53,12 +53,12 @@ def _check_table(db: sqlite3.Connection, table: str, recorded: tuple[int, str] |
 
 
 def missing_heads(db: sqlite3.Connection, heads: Collection[str]) -> set[str]:
-    """Those of `heads` that no commit has."""
+    """The members of `heads` that no commit has."""
     return set(heads) - {commit.head for commit in chain.read_commits(db) if commit.head in heads}
 
 
 def is_cut_off(db: sqlite3.Connection) -> bool:
-    """A resume has rewound the ledger and booked nothing since: the metrics may not be rewound yet."""
+    """Whether a resume has rewound the ledger and booked nothing since: the metrics may not be rewound yet."""
     row = db.execute(
         "SELECT number > 0 AND first_commit = (SELECT MAX(number) FROM commits)"
         " FROM incarnations ORDER BY number DESC LIMIT 1"
@@ -67,7 +67,7 @@ def is_cut_off(db: sqlite3.Connection) -> bool:
 
 
 def kept_heads(run_dir: Path) -> dict[str, str]:
-    """Checkpoint of the run -> head that it was written after. What is damaged there a resume finds, and names."""
+    """Checkpoint -> head of the commit after which it was written. Skips damaged ones: a resume reports those."""
     heads = {}
     for _, path in checkpoint.steps_of(run_dir / "checkpoints"):
         with suppress(ConfigError):
@@ -76,7 +76,7 @@ def kept_heads(run_dir: Path) -> dict[str, str]:
 
 
 def check_checkpoints(db: sqlite3.Connection, heads: Mapping[str, str]) -> Iterator[Violation]:
-    """Checkpoints of commits that the ledger does not have. Those that a resume undoes, it puts aside before."""
+    """Report checkpoints of commits that the ledger does not have. A resume puts aside those that it undoes."""
     strange = missing_heads(db, set(heads.values()))
     for name, head in heads.items():
         if head in strange:

@@ -1,7 +1,7 @@
-"""The form of the audit's rules: a check is a query for the rows that are wrong.
+"""The form of the audit's rules: a check is a query that returns the wrong rows.
 
-Of the numbers that a resume may change those count that were in force at a step, or when a ticket was taken.
-The audit says what `:main` and the others stand for.
+For numbers that a resume may change, the values in force at the step, or when the ticket was taken, apply. The audit
+(`audit._parameters`) defines `:main` and the other parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HELD = "json_each(CASE WHEN json_valid(t.held) THEN t.held ELSE '{}' END)"
 
 @dataclass(frozen=True)
 class Check:
-    """`text` takes the columns of a row that `query` returns."""
+    """One rule; `text` is formatted with the columns of each row that `query` returns."""
 
     kind: str
     text: str

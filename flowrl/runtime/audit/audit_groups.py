@@ -1,4 +1,4 @@
-"""The audit's rules for what samples are part of: groups, tickets, steps, and evaluations."""
+"""The audit's rules for groups, tickets, steps and evaluations."""
 
 from __future__ import annotations
 

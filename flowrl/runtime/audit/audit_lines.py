@@ -1,7 +1,7 @@
-"""The audit of metrics.jsonl: every line is the one that the run wrote, and says what the ledger says.
+"""The audit of metrics.jsonl: every line is unchanged since the run wrote it, and agrees with the ledger.
 
-A line is written after the commit that books its step, and its hash is booked with a later commit. So the ledger of
-a run that was killed may end with steps without a line, and the file with a line whose hash is not booked.
+A line is written after the commit that books its step, and its hash is booked with a later commit. So, after a run is
+killed, the ledger may end with steps without a line, and the file may end with a line whose hash is not booked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BY_OTHERS = "by something other than the run"
 
 @dataclass(frozen=True)
 class Booked:
-    """What the ledger says of a step."""
+    """The ledger's record of a step."""
 
     line: str | None
     tokens: int
@@ -39,7 +39,7 @@ def _booked(db: sqlite3.Connection, trainer: str) -> dict[int, Booked]:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the file as it stands there, and what it says."""
+    """A line of the file: its exact text, and its parsed record."""
 
     text: str
     record: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Line:
 
 
 def check_lines(db: sqlite3.Connection, trainer: str, lines: Sequence[str], num_known: int) -> Iterator[Violation]:
-    """`lines` of the main trainer's steps; the first `num_known` were there before the ledger was read."""
+    """Check the `lines` of the main trainer's steps; the first `num_known` existed before the ledger was read."""
     booked = _booked(db, trainer)
     newest, cut_off = max(booked, default=0), is_cut_off(db)
     whole: list[Line] = []

@@ -1,4 +1,4 @@
-"""What an audit finds."""
+"""The form of an audit's findings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that is wrong.
+    """One violation of a rule.
 
     `kind` is state, tokens, uses, losses, versions, bound, groups, tickets, steps, evaluations, metrics, checkpoints
     or chain.

@@ -1,7 +1,7 @@
 """The best checkpoint so far, by held-out score: `best.json` in the run directory names it.
 
-`best.json` is replaced after its checkpoint is complete and before an older one is removed, so it names
-a checkpoint that is there whenever the run is cut off.
+`best.json` is replaced after its checkpoint is complete and before an older one is removed, so it names an existing
+checkpoint, whenever the run is killed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 BEST = "best.json"
 FIGURE = "score"
-"""What decides: the mean verdict on the held-out answers of the first task."""
+"""The figure that decides: the mean verdict on the held-out answers of the first task."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """`score` of the weights that `checkpoint` (relative to the run directory) holds."""
+    """The `score` of the weights in `checkpoint` (relative to the run directory)."""
 
     step: int
     score: float
@@ -26,22 +26,22 @@ class Best:
 
     @classmethod
     def of(cls, step: int, figures: Mapping[str, float]) -> Best:
-        """What an evaluation of the weights of `step` came to."""
+        """The result of an evaluation of the weights of `step`."""
         return cls(step, figures[FIGURE], f"checkpoints/step_{step:06d}")
 
     def beats(self, other: Best | None) -> bool:
-        """Of equal scores the earlier one stays."""
+        """Whether this one is better; at equal scores the earlier one stays."""
         return other is None or self.score > other.score
 
     def write(self, run_dir: Path) -> None:
-        """Whole or not at all."""
+        """Write `best.json` completely or not at all."""
         temporary = run_dir / f".{BEST}.tmp"
         temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
         temporary.replace(run_dir / BEST)
 
 
 def read_best(run_dir: Path, *, newest_step: int) -> Best | None:
-    """What the run has kept up to `newest_step`, None where that is nothing (any more)."""
+    """The best checkpoint up to `newest_step`; None if there is none, or if it was removed."""
     if not (run_dir / BEST).is_file():
         return None
     best = Best(**json.loads((run_dir / BEST).read_text()))

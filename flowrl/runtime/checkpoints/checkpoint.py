@@ -1,27 +1,27 @@
 """Checkpoints: one consistent snapshot through a running graph.
 
-How the snapshot is made. Admission is closed, the trainers stand at a batch's end, generators hand over
-their unfinished prefixes, every host stops taking items, ends the invocations it is in and sends no more, and
-the hosts exchange what is under way until nothing moves. From then on nothing changes, and what the
-producers still keep (custody) is the whole state between the nodes:
+How the snapshot is made: admission is closed, the trainers wait at a batch's end, and generators hand over their
+unfinished prefixes. Every host stops taking items, ends its open invocations and stops sending, and the hosts exchange
+what is in transit until nothing moves. From then on nothing changes, and the messages that the producers still keep
+(custody) are the whole state between the nodes:
 
-- a message that its consumer has not finished is saved with its edge, and sent again on it at resume; so is
-  one that waits for credit, unless its node holds what it was made from, or reads, and makes it again. What
-  two edges carry, or a broadcast, is one message for each consumer; what goes to a gang is kept as it was before
-  it was split, so that it can be for any number of ranks, or once a rank has done its part, for each of the others;
-- a message whose invocation has ended is left out, what was made from it is saved instead;
-- in the place of a message whose loss is booked stands its tombstone;
-- of an invocation that stands still between two sends the item is saved and the ids of what it has already
+- A message that its consumer has not finished is saved with its edge, and sent again on it at resume. A message that
+  waits for credit is saved too, unless its node makes it again, because it holds the items it was made from or reads
+  its data itself. A message on two edges, or a broadcast, is saved as one message for each consumer. A message to a
+  gang is saved as it was before the split, so that it fits any number of ranks; once a rank has finished its part,
+  it is saved separately for each of the other ranks.
+- A message whose invocation has ended is not saved; the messages made from it are saved instead.
+- A tombstone replaces a message whose loss is booked.
+- For an invocation that is paused between two sends, the item is saved together with the ids of the messages already
   sent, so that the repeated invocation sends only the rest.
 
-Messages come from the hosts, and go back to them, in pages: all of a large run are more than a frame holds.
+Messages travel from the hosts and back in pages, because all messages of a large run do not fit in one frame.
 
-A directory becomes a checkpoint by its last rename, after its manifest is written
-(`checkpoint_manifest`); a crash while writing leaves the one before. What is in `step_N` is whole at
-any time: the directory is written and removed as `.step_N.tmp`, and a second `step_N` moves the first aside to
-`.step_N.old` until it has taken its place. The next run that claims the directory calls `recover`, which finishes or
-undoes what a crash interrupted. A run that ends while a thread of it publishes stops the thread and waits for it:
-nobody else writes there any more.
+A directory becomes a checkpoint by its last rename, after its manifest is written (`checkpoint_manifest`); a crash
+while writing leaves the previous checkpoint. `step_N` is complete at any time: the directory is written and removed
+under the name `.step_N.tmp`, and a second `step_N` moves the first one to `.step_N.old` until it has replaced it. The
+next run that claims the directory calls `recover`, which finishes or undoes what a crash interrupted. A run that ends
+while one of its threads publishes stops the thread and waits for it: after that nobody writes there.
 """
 
 from __future__ import annotations
@@ -49,38 +49,38 @@ from flowrl.runtime.ports.items import ItemKey
 FORMAT = 3
 STEP_DIR = re.compile(r"step_(\d{6,})")
 Saved = tuple[str, str, str, Envelope]
-"""(producer node replica, edge name, for whom alone it is or "", message); a broadcast or a gang's part is for one"""
+"""(producer node replica, edge name, the only consumer or "", message); broadcasts and gang parts name a consumer"""
 PAGE_BYTES = 64 << 20
 PAGE_MESSAGES = 4096
-"""In one answer or request."""
+"""Largest number of messages in one answer or request."""
 ASIDE = ".old"
 RUBBISH = ".tmp"
 
 
 @dataclass
 class Snapshot:
-    """What one host, or all of them, hand over."""
+    """The parts of a snapshot from one host, or from all hosts."""
 
     messages: list[Saved] = field(default_factory=list)
     parts: dict[tuple[str, bytes], Mapping[str, bytes]] = field(default_factory=dict)
-    """(edge, id) of a gang's message -> rank -> id of its part, "" of one that it has finished."""
+    """(edge, id) of a message to a gang -> rank -> id of its part, "" if the rank has finished it."""
     ended: set[ItemKey] = field(default_factory=set)
     lost: dict[ItemKey, Message] = field(default_factory=dict)
-    """Tombstones of what is lost and has not been told to the next nodes."""
+    """Lost item -> its tombstone, which is not sent to the next nodes yet."""
     sent: set[bytes] = field(default_factory=set)
-    """Ids of what invocations that are to be repeated have sent."""
+    """Ids of messages already sent by invocations that will be repeated."""
     sent_before: set[bytes] = field(default_factory=set)
-    """The same from the checkpoint that the run began with; `left_out`: those that a repeated invocation reached."""
+    """The same from the checkpoint that the run resumed; `left_out`: those that a repeated invocation has skipped."""
     left_out: set[bytes] = field(default_factory=set)
     cursors: dict[str, int] = field(default_factory=dict)
-    """Out port of a node replica: how many messages it has sent outside of invocations."""
+    """Out port of a node replica -> number of messages sent outside of invocations."""
     states: dict[str, bytes] = field(default_factory=dict)
-    """Node replica: its `state()`, dumped."""
+    """Node replica -> its `state()`, dumped."""
     prefixes: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict)
-    """sample_id: (token_ids, logprobs, versions) of what was generated so far."""
+    """sample_id -> (token_ids, logprobs, versions) of the tokens generated so far."""
 
     def add(self, part: Mapping[str, Any]) -> None:
-        """Take in what a host answered to "snapshot"."""
+        """Add a host's answer to "snapshot"."""
         self.parts.update({(edge, key): parts for edge, key, parts in part["parts"]})
         self.ended.update((port, key) for port, key in part["ended"])
         self.lost.update({(port, key): load(marker) for port, key, marker in part["lost"]})
@@ -101,7 +101,7 @@ class Snapshot:
         left = {rank: (port, key) for rank, key in parts.items() if key and (port, key) not in self.ended}
         lost = {rank: self.lost[place] for rank, place in left.items() if place in self.lost}
         if len(left) == len(parts) and not lost:
-            left = {consumer: (port, envelope.id)}  # nothing of it is done: it may be split for another number of ranks
+            left = {consumer: (port, envelope.id)}  # no rank has finished: it may be split for another number of ranks
         for rank in left:
             body = lost.get(rank) or self._with_prefix(envelope.body)
             yield producer, edge, rank, replace(envelope, body=body)
@@ -114,7 +114,7 @@ class Snapshot:
 
 
 def pages(messages: Iterable[Saved]) -> Iterator[list[Any]]:
-    """The messages packed, about PAGE_BYTES at a time."""
+    """The packed messages, in pages of about PAGE_BYTES."""
     page: list[Any] = []
     num_bytes = 0
     for *place, envelope in messages:
@@ -134,7 +134,7 @@ def unpage(page: Iterable[Any]) -> list[Saved]:
 
 
 def beside(data: bytes) -> npt.NDArray[np.uint8]:
-    """`data` as an array: however long it is, it travels beside the body of an answer or request."""
+    """`data` as an array: arrays of any size travel in frames beside the body of an answer or request."""
     return np.frombuffer(data, np.uint8)
 
 
@@ -164,7 +164,7 @@ def write_state(directory: Path, snapshot: Snapshot, facts: Mapping[str, Any]) -
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """What `write_state` wrote, envelopes unpacked. Raises ConfigError for another format."""
+    """The content that `write_state` wrote, with unpacked envelopes. Raises ConfigError for another format."""
     content = msgpack.unpackb((directory / "state.msgpack").read_bytes(), strict_map_key=False)
     if content["format"] != FORMAT:
         raise ConfigError(f"{directory}: checkpoint format {content['format']}, this flowrl reads {FORMAT}")
@@ -173,17 +173,17 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def made(messages: Iterable[Saved]) -> tuple[set[str], set[str]]:
-    """Ids of the samples among these messages, and of those that have their reward."""
+    """Ids of the samples in these messages, and of those among them that have a reward."""
     bodies = [envelope.body for *_, envelope in messages]
     samples = [s for body in bodies for s in getattr(body, "samples", (body,)) if isinstance(s, Sample)]
     return {s.sample_id for s in samples}, {s.sample_id for s in samples if isinstance(s, Scored)}
 
 
 def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: threading.Event) -> None:
-    """Make a finished directory the checkpoint `final`, durably; one that has the name already is replaced.
+    """Make a finished directory the checkpoint `final`, durably; replaces a checkpoint of that name.
 
-    `facts` go into its manifest. Blocks until the disk has all of it; `stop` ends that with `manifest.Abandoned`,
-    which leaves `final` as it was, as long as the name has not changed.
+    The manifest contains `facts`. Blocks until the disk has all of it. `stop` ends that with `manifest.Abandoned`,
+    which leaves `final` as it was, unless the directory has been renamed already.
     """
     checkpoint_manifest.write(temporary, facts, stop)
     for path in (*temporary.rglob("*"), temporary):
@@ -200,14 +200,14 @@ def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: thread
 
 
 def recover(checkpoints: Path) -> None:
-    """Put back, or remove, what a run left that was killed while it wrote, replaced or removed a checkpoint.
+    """Restore or remove the remains of a run that was killed while it wrote, replaced or removed a checkpoint.
 
-    Nobody else may write there: the run directory's lock is held.
+    Nobody else may write there: the caller holds the run directory's lock.
     """
     for aside in sorted(checkpoints.glob(f".step_*{ASIDE}")):
         _settle(aside.with_name(aside.name[1:].removesuffix(ASIDE)))
     for rubbish in sorted(checkpoints.glob(f".step_*{RUBBISH}")):
-        shutil.rmtree(rubbish, ignore_errors=True)  # a process of the killed run may be writing there still
+        shutil.rmtree(rubbish, ignore_errors=True)  # a process of the killed run may still be writing there
 
 
 def _hidden(final: Path, suffix: str) -> Path:
@@ -215,7 +215,7 @@ def _hidden(final: Path, suffix: str) -> Path:
 
 
 def _settle(final: Path) -> None:
-    """The checkpoint that stands aside for `final` goes if that is there, else back to its place."""
+    """Remove the checkpoint moved aside for `final` if `final` exists; otherwise move it back."""
     aside = _hidden(final, ASIDE)
     if not aside.exists():
         return
@@ -234,7 +234,7 @@ def _sync(path: Path) -> None:
 
 
 def steps_of(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of every checkpoint there, whole or not, oldest first."""
+    """(step, directory) of every checkpoint there, intact or damaged, oldest first."""
     found = ((STEP_DIR.fullmatch(path.name), path) for path in checkpoints.glob("step_*"))
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 

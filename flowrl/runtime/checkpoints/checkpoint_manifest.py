@@ -1,11 +1,11 @@
 """`manifest.json`: every file of a checkpoint with its size and checksums, written last and read first.
 
-Without it a directory is no checkpoint. With it any damage is seen before a run goes on from there: a file that is
-missing, cut or longer, a bit that has turned, in the manifest too. Files may be added; they are not looked at.
+Without it a directory is no checkpoint. With it any damage is detected before a run resumes from the checkpoint: a
+missing, shortened or extended file, or a flipped bit, also in the manifest. Additional files are ignored.
 
-The checksum is CRC-32, which finds what disks and copies do by accident at the speed of a disk: about 2 GB/s a core.
-Files are summed in pieces, in several threads, as zlib and reads let go of the interpreter: a checkpoint of 100 GB
-takes some ten seconds of eight cores where the disk is as fast.
+The checksum is CRC-32: it detects accidental errors of disks and copies at disk speed, about 2 GB/s per core. Files
+are summed in pieces, in several threads, because zlib and reads release the interpreter lock: a checkpoint of 100 GB
+takes about ten seconds on eight cores if the disk is as fast.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from flowrl.errors import ConfigError, FlowrlError
 MANIFEST = "manifest.json"
 FORMAT = 1
 PIECE_BYTES = 256 << 20
-"""Of a file, with one checksum; pieces are summed side by side."""
+"""Size of a piece of a file, which has one checksum; pieces are summed in parallel."""
 CHUNK_BYTES = 4 << 20
-"""Read at once: a thread holds no more."""
+"""Bytes per read; a thread holds no more in memory."""
 THREADS = min(8, os.cpu_count() or 1)
 
 
 class Abandoned(FlowrlError):
-    """The run ends, and with it the writing of a checkpoint."""
+    """The run ends, so the writing of a checkpoint is abandoned."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Piece:
 
 
 def write(directory: Path, facts: Mapping[str, Any], stop: threading.Event) -> None:
-    """Sum up all that is in `directory` and write its manifest, with `facts` (JSON). Raises Abandoned on `stop`."""
+    """Sum all files in `directory` and write its manifest, with `facts` (JSON). Raises Abandoned on `stop`."""
     files = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
     sizes = {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}
     content = {"format": FORMAT, **facts, "files": _summed(directory, sizes, stop)}
@@ -52,7 +52,7 @@ def write(directory: Path, facts: Mapping[str, Any], stop: threading.Event) -> N
 
 
 def read(directory: Path) -> Mapping[str, Any]:
-    """The manifest of a checkpoint. Raises ConfigError, with the file's name, for one that is missing or damaged."""
+    """The manifest of a checkpoint. Raises ConfigError, with the file's name, if it is missing or damaged."""
     try:
         content = json.loads((directory / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def read(directory: Path) -> Mapping[str, Any]:
 
 
 def verify(directory: Path) -> Mapping[str, Any]:
-    """The manifest, after every file was found to be as it says. Raises ConfigError with the first that is not."""
+    """The manifest, after checking every file against it. Raises ConfigError for the first file that differs."""
     content = read(directory)
     sizes = {name: entry["bytes"] for name, entry in content["files"].items()}
     for name, num_bytes in sizes.items():

@@ -1,19 +1,19 @@
-"""Going on with a run: whether this graph can go on from a checkpoint, and the way back to it.
+"""Resuming a run: checks whether a graph can continue from a checkpoint, and rewinds the run's files to it.
 
-A checkpoint holds what is under way between the nodes, made under the numbers of the graph that it is of. Another
-graph can go on from it where that breaks no promise: `require` compares the two by name before anything is started,
-and refuses the rest in a sentence. What may change:
+A checkpoint holds the messages in transit between the nodes, made under the numbers of its graph. Another graph can
+continue from it if that breaks no guarantee: `require` compares the two by name before anything starts, and refuses
+all other changes with a message. What may change:
 
-- more tickets and a larger bound, since what is in flight was admitted under the stricter ones;
-- `on_limit` from "wait" to "mask" under the same rule, not back: nothing orders or bounds the age of what a masking
-  run has in flight;
-- replicas of nodes that keep no state and of which none has messages for itself alone, as with a broadcast: what is
-  under way finds new replicas, and a batch for a gang is split anew;
-- all that the messages under way do not depend on: rates, prices, evaluations, records.
+- more tickets and a larger bound, because the groups in flight were admitted under stricter ones;
+- `on_limit` from "wait" to "mask" under the same rule, but not back: in a masking run nothing orders the groups in
+  flight or bounds their age;
+- the number of replicas of nodes without state, if no replica has messages for itself alone, as with a broadcast:
+  messages in transit go to the new replicas, and a batch for a gang is split again;
+- everything that the messages in transit do not depend on: rates, prices, evaluations, records.
 
-The run's files stay as they are until the run can begin: until all hosts are set up and hold the checkpoint's states
-and messages. Then `rewind` takes them back. Wherever it is killed, `--resume` begins again from the same checkpoint,
-and no fresh run is let in.
+The run's files are unchanged until the run can begin: until all hosts are set up and hold the checkpoint's states
+and messages. Then `rewind` rewinds them. If it is killed at any point, `--resume` starts again from the same
+checkpoint, and a fresh run in the directory is refused.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from flowrl.runtime.telemetry.metrics import rewind as rewind_metrics
 
 DAMAGED = ".damaged"
 Described = Mapping[str, Any]
-"""A graph as graph.json tells of it."""
+"""A graph as described in graph.json."""
 
 
 def facts(version: int, plan: Plan, seed: int) -> dict[str, Any]:
-    """What a checkpoint says of the run that made it, for `require`."""
+    """The facts about a run that its checkpoint stores for `require`."""
     return {"version": version, "seed": seed, "graph": plan.to_json()}
 
 
 def require(directory: Path, graph: Graph, plan: Plan, seed: int) -> dict[str, int]:
-    """Raise ConfigError with every reason for which `graph` cannot go on from the checkpoint in `directory`.
+    """Raise ConfigError with every reason why `graph` cannot continue from the checkpoint in `directory`.
 
-    Returns the version that each trainer goes on from.
+    Returns the version from which each trainer continues.
     """
     state = checkpoint.read_state(directory)
     before, now = state["facts"]["graph"], plan.to_json()
@@ -118,7 +118,7 @@ def _groups_under_way(name: str) -> str:
 def _replicas(
     before: Described, now: Described, with_state: Collection[str], addressed: Collection[str]
 ) -> Iterator[str]:
-    """`addressed` are nodes for one of whose replicas alone there are messages under way."""
+    """`addressed`: nodes with messages in transit that only one particular replica may take."""
     was, is_ = ({node["name"]: node for node in g["nodes"]} for g in (before, now))
     queues = [edge for edge in now["edges"] if edge["kind"] == "queue"]
     own = {edge["into"].split(".")[0] for edge in queues if edge["dispatch"] == "broadcast"} | set(addressed)
@@ -137,7 +137,7 @@ def _replicas(
 
 
 def _with_state(state: Mapping[str, Any]) -> set[str]:
-    """The nodes that have something to say in their state."""
+    """The nodes with a non-empty state."""
     return {replica_id.split("/")[0] for replica_id, data in state["states"].items() if load_value(data)}
 
 
@@ -150,7 +150,7 @@ def _seed(before: int, now: int) -> Iterator[str]:
 
 
 def _nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, bytes]) -> Iterator[str]:
-    """What the nodes themselves have to say."""
+    """The problems that the nodes themselves report."""
     for name, node in graph.nodes.items():
         mine = {int(t.split("/")[1]): load_value(data) for t, data in states.items() if t.split("/")[0] == name}
         saved = Saved(directory, graph.placed[name].replicas, seed, mine)
@@ -158,19 +158,19 @@ def _nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, bytes]
 
 
 def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
-    """Take the records of a run back to the checkpoint in `directory`; no process has them open.
+    """Rewind the records of a run to the checkpoint in `directory`; no process may have them open.
 
-    What the run is held to from here on are `terms`; they stand in the ledger from its first commit on.
+    `terms` are the terms of the run from here on; the ledger has them from the first commit of the resumed run.
 
-    Later checkpoints, all of them damaged, are put aside, and a `best.json` that names one of them goes: this run makes
-    others with their names.
+    Later checkpoints, all of them damaged, are put aside, and a `best.json` that names one of them is removed: this
+    run will write others with the same names.
     """
     for step, path in checkpoint.steps_of(directory.parent):
         if step > version:
             _put_aside(path)
     if (run_dir / BEST).is_file() and read_best(run_dir, newest_step=version) is None:
         (run_dir / BEST).unlink()
-    ledger_file.restore(directory / LEDGER, run_dir / LEDGER, terms)  # first: it says that the lines are to follow
+    ledger_file.restore(directory / LEDGER, run_dir / LEDGER, terms)  # first: it shows that the lines must follow
     rewind_metrics(run_dir / METRICS, version)
 
 

@@ -1,10 +1,10 @@
-"""The run directory: who owns it, what it says about the run, and which checkpoint is the newest.
+"""The run directory: who owns it, what it records about the run, and which checkpoint is the newest.
 
-It is its user's alone, and so is every file that a run makes in it, whatever the umask. A directory that was
-there before keeps its mode.
+Only its user can access it, and every file that a run creates in it, whatever the umask. A directory that existed
+before keeps its mode.
 
-A run holds an advisory lock on `.lock` for as long as its driver lives; the kernel gives it back
-when the driver dies, however it dies.
+A run holds an advisory lock on `.lock` while its driver lives; the kernel releases it when the driver dies, in
+whatever way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRIVATE = 0o077
 
 @contextmanager
 def writing(run_dir: Path) -> Iterator[None]:
-    """Whatever cannot be written in `run_dir` (disk full, rights, a lost mount) is one FlowrlError."""
+    """Convert every failure to write in `run_dir` (disk full, rights, a lost mount) to a FlowrlError."""
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
@@ -45,7 +45,7 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def private() -> Iterator[None]:
-    """What this process, and what it starts, makes inside is its user's alone."""
+    """Files that this process and its children create inside are accessible only to the user."""
     before = os.umask(PRIVATE)
     try:
         yield
@@ -65,11 +65,11 @@ class RunDir:
         self._lock: IO[str] | None = None
         self._made = False
         self.damaged: list[str] = []
-        """Newer checkpoints than the one that was found, each with what is wrong with it."""
+        """The damaged checkpoints that are newer than the one found, each with its defect."""
 
     @staticmethod
     def fresh(graph_name: str) -> Path:
-        """Where a run goes when the user names no directory."""
+        """The directory of a run if the user names none."""
         return Path("runs") / f"{graph_name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     @property
@@ -122,7 +122,7 @@ class RunDir:
             self._lock.flush()
 
     def release(self) -> None:
-        """Give the directory back; one that was made for a run that never began is removed."""
+        """Release the directory; remove it if it was created for a run that never began."""
         if self._lock is None:
             return
         if self._made and not (self.path / "config.json").exists():
@@ -133,7 +133,7 @@ class RunDir:
         self._lock = None
 
     def newest_checkpoint(self) -> tuple[int, Path]:
-        """(version, directory) of the newest one that is whole, in every byte; `damaged` says what the others lack.
+        """(version, directory) of the newest checkpoint with all bytes intact; sets `damaged` for newer ones.
 
         Raises ConfigError if there is none.
         """
@@ -156,7 +156,7 @@ class RunDir:
         )
 
     def changed_config(self, config: Mapping[str, Any]) -> list[str]:
-        """The fields of `config` that are not those the run was started with, as "lr: 0.0001, was 0.001"."""
+        """The fields of `config` that differ from those at the start of the run, as "lr: 0.0001, was 0.001"."""
         before = dict(_leaves(json.loads((self.path / "config.json").read_text())["config"]))
         now = dict(_leaves(json.loads(json.dumps(config))))
         return [
@@ -166,7 +166,7 @@ class RunDir:
         ]
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a JSON file whole or not at all."""
+        """Write a JSON file completely or not at all."""
         temporary = self.path / f".{name}.tmp"
         with writing(self.path):
             temporary.write_text(json.dumps(content, indent=2) + "\n")
@@ -183,7 +183,7 @@ def _leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def provenance(graph_file: Path) -> dict[str, Any]:
-    """Package versions, Python, machine and git commit: what a result depends on besides its config."""
+    """Package versions, Python, machine and git commit: what a result depends on apart from its config."""
     versions = {}
     for package in PACKAGES:
         try:

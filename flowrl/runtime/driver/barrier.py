@@ -1,11 +1,11 @@
 """Run-wide locks and the batch-end barrier, kept in the driver.
 
 Invariants
-- Whoever was granted a lock holds it, also while the answer is on its way: a taker that gives up waiting calls
-  `release` too.
+- A taker holds a lock from the moment it is granted, also while the answer is in transit: a taker that stops waiting
+  must call `release` too.
 - A rank counts at the barrier only while it waits there.
 
-Waits: a lock is free after `release` by its holder, or the holder's death; a barrier opens when every trainer has
+Waits: a lock becomes free by its holder's `release`, or by the holder's death; a barrier opens when every trainer has
 arrived and the checkpoint that is due there is written.
 """
 
@@ -16,19 +16,19 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 Claim = tuple[str, int]
-"""A node or host, and which of its takes."""
+"""(node or host, number of the take)"""
 
 
 class Locks:
-    """Named locks, first come first served.
+    """Named locks, granted in order of request.
 
-    A lock has one holder, or several hosts of one `party`: the ranks of a gang work in lockstep, so they have to
-    hold it together. A `claim` tells the requests of one node apart.
+    A lock is held by one holder, or by several hosts of one `party`: the ranks of a gang work in lockstep, so they
+    must hold it together. A `claim` distinguishes the requests of one node.
     """
 
     def __init__(self) -> None:
         self._holders: dict[str, tuple[str, list[Claim]]] = {}
-        """Lock -> (party, its claims that hold it)."""
+        """Lock -> (party that holds it, the claims of that party)."""
         self._queues: dict[str, list[tuple[str, Claim, asyncio.Future[None]]]] = {}
 
     async def take(self, host: str, body: dict[str, Any]) -> None:
@@ -42,14 +42,14 @@ class Locks:
         try:
             await waiter
         except asyncio.CancelledError:
-            if not waiter.cancelled():  # called and cancelled in one tick of the loop
+            if not waiter.cancelled():  # granted and cancelled in one tick of the loop
                 self.release(host, body)
             elif entry in self._queues[name]:
                 self._queues[name].remove(entry)
             raise
 
     def release(self, host: str, body: dict[str, Any]) -> None:
-        """Give up a claim. One that does not hold the lock changes nothing."""
+        """Release a claim. A claim that does not hold the lock changes nothing."""
         name, claim = body["name"], _claim(body)
         _, claims = self._holders.get(name, ("", []))
         if claim not in claims:
@@ -66,7 +66,7 @@ class Locks:
         return holder == party
 
     def _call_next(self, name: str) -> None:
-        """The first in the queue that still waits, and everybody of its party."""
+        """Grant the lock to the first waiter in the queue, and to all waiters of its party."""
         queue = [entry for entry in self._queues.get(name, ()) if not entry[2].cancelled()]
         first = queue[0][0] if queue else ""
         self._queues[name] = [entry for entry in queue if entry[0] != first]
@@ -81,10 +81,10 @@ def _claim(body: dict[str, Any]) -> Claim:
 
 
 class BatchEnd:
-    """Where trainers stand at a batch's end while a checkpoint is written.
+    """The barrier at which trainers wait at a batch's end while a checkpoint is written.
 
-    `due(version)` says whether one is; `write(version)` is called once, when all `size` replicas stand. Nodes named
-    in `passing` do not come to stand: their versions are other ones.
+    `due(version)` tells whether a checkpoint is due; `write(version)` is called once, when all `size` replicas wait.
+    Nodes named in `passing` do not wait here: they count their own versions.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Ray: start or join it, place the hosts, make the actors.
+"""Ray: start or join it, place the hosts, create the actors.
 
-flowrl starts a local Ray of its own, unless RAY_ADDRESS is set or the driver runs inside a Ray job. That Ray
-listens on the loopback address only, asks for a token, and keeps its files in the user's own directory.
-On a cluster the graph's directory travels as Ray's `working_dir`, and every machine needs flowrl.
+flowrl starts its own local Ray, unless RAY_ADDRESS is set or the driver runs inside a Ray job. The local Ray
+listens on the loopback address only, requires a token, and keeps its files in the user's own directory.
+On a cluster Ray copies the graph's directory as its `working_dir`; flowrl must be installed on every machine.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from flowrl.runtime.host.processes import children
 PLACEMENT_TIMEOUT_S = 120.0
 ANSWER_WITHIN_S = 5.0
 HEAD_AWAY_S = 20.0
-"""For how long a run goes on without the head of its cluster; Ray's library gives up after 60 s."""
+"""How long a run continues without the head of its cluster; Ray's library ends the process after 60 s."""
 ESSENTIAL = ("gcs_server", "raylet")
 EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-"""Variables by which gloo, NCCL and vLLM listen on this machine only."""
+"""Environment variables that make gloo, NCCL and vLLM listen on this machine only."""
 
 
 @dataclass(frozen=True)
 class HostSlot:
-    """What one host asks of its machine, and the environment its process starts with."""
+    """The resources that one host needs on its machine; `environment` derives its variables from them."""
 
     host: str
     cpus: float
@@ -45,9 +45,9 @@ class HostSlot:
 
 
 def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
-    """Threads of every library follow the cores of the host, before anything is imported.
+    """Variables that set every library's thread count to the host's number of cores before anything is imported.
 
-    `alone`: all hosts are on one machine, so that no library has to be reached from another.
+    `alone`: all hosts are on one machine, so no library has to accept connections from another machine.
     """
     threads = str(max(1, len(slot.cores)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
@@ -61,19 +61,19 @@ def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
 
 
 class RayCluster:
-    """The Ray this run lives on. `start`, `place`, `spawn`, `stop`, in this order."""
+    """The Ray on which this run executes. Call `start`, `place`, `spawn`, `stop` in this order."""
 
     def __init__(self) -> None:
         self._placement: Any = None
         self._actors: dict[str, Any] = {}
         self._addresses: tuple[str, ...] = ()
         self.owned = False
-        """flowrl started this Ray, and ends it."""
+        """Whether flowrl started this Ray, and so stops it."""
         self.started = False
         self._alone = False
         self._head: tuple[str, int] | None = None
         self.lost = ""
-        """The process of Ray that has ended before its time."""
+        """Name of the Ray process that has ended unexpectedly, "" if none has."""
 
     def start(self, *, graph_dir: Path, num_cpus: int, num_gpus: int) -> None:
         """Join the cluster of RAY_ADDRESS, or start a local Ray."""
@@ -85,8 +85,8 @@ class RayCluster:
         import ray
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets all else on the machine go before the models
-        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a host's environment fits none of them
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 gives all other processes priority
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no prestarted worker has a host's environment
         self.started = True
         quiet = {"log_to_driver": bool(os.environ.get("FLOWRL_RAY_LOGS")), "logging_level": logging.ERROR}
         if not address:
@@ -101,7 +101,7 @@ class RayCluster:
                     _temp_dir=str(ray_directory()),
                     **quiet,
                 )
-            except Exception as error:  # Ray has no class for this: it raises plain ones
+            except Exception as error:  # Ray has no class for this: it raises built-in exceptions
                 why = " ".join(str(error).split())
                 raise FlowrlError(f"Ray did not start on this machine: {why}; see what else runs here") from error
             return
@@ -139,7 +139,7 @@ class RayCluster:
         )
 
     def place(self, slots: Sequence[HostSlot]) -> None:
-        """Reserve a bundle a host. Raises ConfigError when the cluster cannot hold them."""
+        """Reserve one bundle per host. Raises ConfigError when the cluster cannot place them."""
         import ray
         from ray.util.placement_group import placement_group
 
@@ -162,7 +162,7 @@ class RayCluster:
         return bundle
 
     def spawn(self, actor_class: type, index: int, slot: HostSlot, *args: Any) -> Any:
-        """The actor of one host, in its bundle. Never restarted by Ray."""
+        """Create the actor of one host in its bundle. Ray never restarts it."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -178,11 +178,11 @@ class RayCluster:
         return self._actors[slot.host]
 
     def head(self) -> tuple[str, int] | None:
-        """Where the head of a joined cluster listens; None for a Ray of one's own, whose processes are known."""
+        """Address of the head of a joined cluster; None for flowrl's own Ray, whose processes are known."""
         return self._head
 
     def head_answers(self) -> bool:
-        """Ray's library waits for a minute for one that does not, and ends this process."""
+        """Whether the head answers. If it does not, Ray's library ends this process after a minute."""
         if self._head is None:
             return True
         try:
@@ -192,11 +192,11 @@ class RayCluster:
         return True
 
     def processes(self) -> dict[str, int]:
-        """Name -> pid of the processes without which the run's own Ray does not go on."""
+        """Name -> pid of the processes that the run's own Ray cannot work without."""
         return children(*ESSENTIAL) if self.owned else {}
 
     def has_lost(self, name: str) -> FlowrlError:
-        """The process `name` of Ray has ended: nothing is asked of Ray any more. What there is to tell the user."""
+        """Record that Ray's process `name` has ended: nothing calls Ray any more. Returns the error for the user."""
         self.lost = name
         logs = f"its logs are in {ray_directory() / 'session_latest' / 'logs'}; " if self.owned else ""
         return FlowrlError(
@@ -213,7 +213,7 @@ class RayCluster:
             ray.kill(actor, no_restart=True)
 
     def stop(self) -> None:
-        """End every host and give back what was reserved; ends a Ray that flowrl started."""
+        """End every host and release the reserved resources; stop Ray if flowrl started it."""
         if not self.started:
             return
         import ray
@@ -225,14 +225,14 @@ class RayCluster:
             self.kill(host)
         if self.lost:
             for pid in self.processes().values():
-                os.kill(pid, signal.SIGKILL)  # a child that nobody has waited for: the number is its own
+                os.kill(pid, signal.SIGKILL)  # nobody has waited for this child, so its pid is not reused
         if self._placement is not None and not self.owned and not self.lost:
             remove_placement_group(self._placement)
         ray.shutdown()
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError unless somebody listens at RAY_ADDRESS: Ray itself would go on trying for minutes."""
+    """Raise ConfigError unless a process listens at RAY_ADDRESS: Ray itself would retry for minutes."""
     if address in ("auto", "local"):
         return
     host, colon, port = address.rpartition(":")
@@ -252,10 +252,10 @@ def _nobody(address: str, error: Exception) -> ConfigError:
 
 
 def _keep_to_this_machine() -> None:
-    """For a Ray of one's own: loopback only, and a token that nobody else knows.
+    """Make flowrl's own Ray listen on loopback only, and require a token that nobody else knows.
 
-    Ray has no option for the first. It does so where it supports no clusters, which this variable says of any
-    system: processes that are started read it, this one may have imported Ray already.
+    Ray has no option for loopback only. It uses loopback on systems where it does not support clusters; this variable
+    declares that for any system. New processes read the variable; this process may have imported Ray already.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -265,5 +265,5 @@ def _keep_to_this_machine() -> None:
 
 
 def ray_directory() -> Path:
-    """Where a Ray of one's own keeps its sockets and logs: RAY_TMPDIR, or a directory of the user's alone."""
+    """Directory for the sockets and logs of flowrl's own Ray: RAY_TMPDIR, or a private directory of the user."""
     return Path(os.environ.get("RAY_TMPDIR") or socket_root() / "ray")

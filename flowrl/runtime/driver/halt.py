@@ -1,11 +1,11 @@
-"""Trainers at a batch's end, for a checkpoint: the ranks of each gang have to stand behind the same batch.
+"""Halts trainers between batches for a checkpoint: all ranks of a gang must have finished the same batches.
 
-The main trainer, and those that train the same batches, come to a barrier (`barrier.BatchEnd`). The
-others make versions of their own, so that no number of the main trainer says where they stand. They are halted: each
-rank's gate closes, and a rank that has taken a batch less than another takes that one too. All ranks of a gang are
-sent their parts together, so it is there or on its way.
+The main trainer, and trainers that train the same batches, wait at a barrier (`barrier.BatchEnd`). The other trainers
+count their own versions, so no version of the main trainer tells which batch they are at. They are halted: each
+rank's gate closes, and a rank that has taken fewer batches than another rank takes the missing ones too. All ranks of
+a gang are sent their parts of a batch together, so a missing part has arrived or is in transit.
 
-Waits: for those parts. What the ranks are doing then ends with the pause for the checkpoint.
+Waits: for those parts. The pause for the checkpoint then waits for the work that the ranks have begun.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flowrl.runtime.driver.orders import Orders
 
 @asynccontextmanager
 async def halted(orders: Orders, gangs: Sequence[str]) -> AsyncIterator[None]:
-    """Inside, no gang of these trainers begins a batch, and its ranks have all begun the same ones."""
+    """Inside, no gang of these trainers begins a batch, and all its ranks have begun the same batches."""
     ranks_of = [orders.replicas(name) for name in gangs]
     try:
         await asyncio.gather(*(_halt(orders, ranks) for ranks in ranks_of))

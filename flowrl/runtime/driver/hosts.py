@@ -1,8 +1,8 @@
-"""The host processes of a run, seen from the driver: start, ask all, follow, end.
+"""The host processes of a run, seen from the driver: start, query, watch and end them.
 
-A host answers with plain data; a failure comes back as a mapping and is raised here as NodeFailed,
-once. A host whose process died is named with the node it ran: by the kernel's word if it ran on this
-machine (that does not need Ray to be alive), else by Ray's.
+A host answers with plain data; a failure arrives as a mapping and is raised here as NodeFailed, once. When a host's
+process dies, the error names the nodes it ran. The kernel reports the death if the process ran on this machine
+(Ray need not be alive for that); otherwise Ray reports it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flowrl.runtime.host.processes import Processes, pid_space
 
 STOP_WITHIN_S = 6.0
 ANSWER_WITHIN_S = 1.5
-"""A process that answers at all does it sooner, also while a node holds its event loop."""
+"""A live process answers within this time, also while a node blocks its event loop."""
 KILLED_WITHIN_S = 2.0
-"""Ray kills a host at once, if Ray is alive."""
+"""If Ray is alive, it kills a host at once."""
 
 
 class Hosts:
@@ -37,23 +37,23 @@ class Hosts:
         self._cluster = cluster
         self._on_death = on_death
         self._processes = Processes()
-        """Those of the hosts on this machine."""
+        """The processes of the hosts on this machine."""
         self._rays = Processes()
         self._head: asyncio.Task[None] | None = None
         self._endpoint = endpoint
         self._actors: dict[str, Any] = {}
         self._specs: dict[str, HostSpec] = {}
         self._late: dict[str, tuple[float, asyncio.Future[list[dict[str, Any]]]]] = {}
-        """Host that has not answered in time -> (asked at, its answer)."""
+        """Host whose answer is late -> (time of the question, its pending answer)."""
         self.pids: dict[str, int] = {}
         self.death: FlowrlError | None = None
-        """The first death of a process; what else fails in the meantime is its consequence."""
+        """The first death of a process; later failures are its consequences."""
 
     def __iter__(self) -> Any:
         return iter(self._actors)
 
     async def start(self, slots: Sequence[HostSlot], specs: Mapping[str, HostSpec]) -> None:
-        """Processes up, sockets bound, everybody connected to everybody, nodes built."""
+        """Start the processes, bind their sockets, connect all of them to each other, and build the nodes."""
         self._specs = dict(specs)
         self._follow_ray()
         for index, slot in enumerate(slots):
@@ -86,13 +86,13 @@ class Hosts:
             self._ray_has_ended("head")
 
     def _ray_has_ended(self, name: str) -> None:
-        """Ray's library would end this process a minute later."""
+        """End the run now: Ray's library would end this process a minute later."""
         error = self._cluster.has_lost(name)
         self.death = self.death or error
         self._on_death(error)
 
     def _dead(self, host: str, why: str) -> FlowrlError:
-        """The process of `host` is no more: what waits for it fails. A host does not outlive Ray: then that is told."""
+        """The process of `host` has died: fail whatever waits for it. If Ray has ended, that is the reported cause."""
         self._rays.look()
         if self.death is None and not self._cluster.head_answers():
             self._ray_has_ended("head")
@@ -103,7 +103,7 @@ class Hosts:
         return self.death
 
     def _gang_addresses(self, meeting: Mapping[str, str]) -> dict[str, str]:
-        """Where the ranks of each node meet: on the machine of its replica 0."""
+        """Address at which the ranks of each node meet: on the machine of its replica 0."""
         return {
             place.node: meeting[host]
             for host, spec in self._specs.items()
@@ -117,7 +117,7 @@ class Hosts:
         return dict(zip(self._actors, answers, strict=True))
 
     async def ask_one(self, host: str, method: str, *args: Any) -> Any:
-        """Call `method` on one host; a failure, or the death of its process, is raised."""
+        """Call `method` on one host. Raises its failure, or the death of its process."""
         from ray.exceptions import ActorDiedError, RayActorError, RayError
 
         try:
@@ -134,7 +134,7 @@ class Hosts:
         return ", ".join(place.node for place in self._specs[host].places)
 
     async def reports(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """What the replicas of every host do and wait for, and the hosts that do not answer, with for how long.
+        """What the replicas of every host do and wait for, and the silent hosts with the seconds of their silence.
 
         Takes ANSWER_WITHIN_S at most. Raises NodeFailed for a host whose process has died.
         """
@@ -154,7 +154,7 @@ class Hosts:
         return asyncio.ensure_future(self.ask_one(host, "waits"))
 
     def silent(self) -> dict[str, float]:
-        """The hosts that let the last question pass -> for how many seconds they have not answered it."""
+        """Host that did not answer the last question in time -> seconds since that question."""
         now = time.monotonic()
         return {host: now - since for host, (since, answer) in self._late.items() if not answer.done()}
 
@@ -163,7 +163,7 @@ class Hosts:
         return [place.replica_id for place in self._specs[host].places]
 
     async def stop(self, *, within_s: float = STOP_WITHIN_S) -> list[NodeFailed]:
-        """Orderly if the hosts still answer, by force after `within_s` seconds. Returns what went wrong with it."""
+        """Stop the hosts in order, and kill them after `within_s` seconds. Returns the failures to close."""
         self._processes.expect_ends()
         self._rays.expect_ends()
         for _, answer in self._late.values():
@@ -183,7 +183,7 @@ class Hosts:
         return [failed for host, task in tasks.items() for failed in self._ill_closed(host, task, within_s)]
 
     def _ill_closed(self, host: str, task: asyncio.Future[Any], within_s: float) -> list[NodeFailed]:
-        """How the nodes of a host failed to close; nothing where a process has died, which is told as such."""
+        """How the nodes of a host failed to close; nothing if a process has died, which is reported as the cause."""
         if self.death is not None:
             return []
         if task.cancelled():
@@ -194,7 +194,7 @@ class Hosts:
 
 
 def _rays_word(error: Exception) -> str:
-    """What Ray knows about a death beyond its list of common causes."""
+    """Ray's own detail about a death, without its list of common causes."""
     line = next((line for line in str(error).splitlines() if "Worker exit detail:" in line), "")
     detail = line.partition("Worker exit detail:")[2].partition("Some common causes")[0].strip()
     return f" ({detail.rstrip('.')})" if detail else ""

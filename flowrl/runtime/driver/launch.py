@@ -1,6 +1,6 @@
 """`flowrl run`: from a declared graph to a finished run directory.
 
-What a user can get wrong is found before Ray starts: the graph's checks, the run directory, then every
+User mistakes are found before Ray starts, in this order: the graph's checks, the run directory, then every
 node's preflight (models, tokenizer, task, reward, one trial reward).
 """
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from flowrl.runtime.telemetry.view import View
 
 RAY_PARTS = 10_000
-"""Ray counts resources in ten-thousandths; rounded down, parts never add up to more than the whole."""
+"""Ray counts resources in ten-thousandths. Shares are rounded down, so their sum never exceeds the whole."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run can say of itself."""
+    """The result of a finished run."""
 
     run_dir: Path
     outcome: Outcome
     audit: AuditReport | None
-    """None for graphs without admission: they have no tickets to prove anything by."""
+    """None for graphs without admission: without tickets there is nothing to audit."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Launch:
     options: RunOptions
 
     def run(self) -> Result:
-        """Check, prepare, run, audit. Raises FlowrlError with all there is to say."""
+        """Check, prepare, run, audit. Raises FlowrlError with a message for the user."""
         from flowrl.runtime.driver.cluster import RayCluster
 
         cluster = RayCluster()
@@ -76,7 +76,7 @@ class Launch:
             directory.release()
 
     def _machines(self, cluster: RayCluster) -> Cluster:
-        """A running cluster is joined now, as the plan follows its machines; one's own Ray starts later."""
+        """Join a running cluster now, because the plan depends on its machines; flowrl's own Ray starts later."""
         if not os.environ.get("RAY_ADDRESS"):
             return Cluster.here()
         cluster.start(graph_dir=self.graph_file.parent, num_cpus=0, num_gpus=0)
@@ -121,7 +121,7 @@ class Launch:
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
 
     def _preflight(self) -> None:
-        """Every node's trial. All that is wrong becomes one message; what several nodes say is said once."""
+        """Run every node's preflight. All problems become one message; a problem of several nodes appears once."""
         found: dict[str, None] = {}
         for node in self.graph.nodes.values():
             try:
@@ -174,7 +174,7 @@ class Launch:
             )
 
     def describe(self, directory: RunDir, plan: Plan) -> None:
-        """Write what the run is, `config.json` and `graph.json`."""
+        """Write the description of the run: `config.json` and `graph.json`."""
         directory.write("config.json", self._describe())
         directory.write("graph.json", plan.to_json())
 
@@ -193,7 +193,7 @@ class Launch:
 
 @dataclass
 class _Prepared:
-    """A launch whose checks are done."""
+    """A launch whose checks have passed."""
 
     launch: Launch
     directory: RunDir
@@ -201,7 +201,7 @@ class _Prepared:
     version: int
     resume_from: Path | None
     versions: Mapping[str, int]
-    """Trainer -> the version that it goes on from."""
+    """Trainer -> the version from which it continues."""
 
     async def drive(self, cluster: RayCluster, view: View) -> Outcome:
         """Open the driver's endpoint and the ledger, and run."""
@@ -247,14 +247,14 @@ class _Prepared:
             remove_run(run_id)
 
     def _rewind(self) -> None:
-        """Make the run's files those of the checkpoint that it goes on from; nothing to do for a fresh run."""
+        """Rewind the run's files to the checkpoint from which it continues; does nothing for a fresh run."""
         if self.resume_from is not None:
             terms = Terms.of(self.plan.to_json())
             resume.rewind(self.directory.path, self.resume_from, self.version, terms)
             self.launch.describe(self.directory, self.plan)
 
     def _claim(self, host: HostPlan) -> tuple[float, float]:
-        """(cpus, gpus) that Ray reserves: hosts that take turns reserve their devices once, in equal parts."""
+        """(cpus, gpus) that Ray reserves: hosts that share a lease reserve its devices once, in equal parts."""
         sharers = sum(other.lease == host.lease for other in self.plan.hosts) if host.lease else 1
         cpus, gpus = (math.floor(amount / sharers * RAY_PARTS) / RAY_PARTS for amount in (host.cpus, host.num_gpus))
         return cpus, gpus
@@ -300,9 +300,9 @@ class _Prepared:
 
 
 class _signals:
-    """SIGINT and SIGTERM end the run in order, a second one at once; SIGUSR1 tells who waits for what.
+    """SIGINT and SIGTERM end the run in order, a second one ends it at once; SIGUSR1 shows who waits for what.
 
-    Who sends SIGTERM kills some time after it, so a checkpoint is made as soon as can be.
+    The sender of SIGTERM usually sends SIGKILL later, so the run writes a checkpoint as soon as possible.
     """
 
     def __init__(self, driver: Driver, view: View) -> None:

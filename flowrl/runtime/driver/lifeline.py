@@ -1,7 +1,7 @@
-"""A connection that is kept only to hear of the other side's end: that of the head of a Ray cluster.
+"""A connection to the head of a Ray cluster, kept only to detect that the head has ended.
 
-Ray's library ends a driver that has not reached the head for a minute, whatever it is doing. A head may come back
-before that, where the cluster keeps its state, so a lost connection is made again for some seconds.
+Ray's library ends a driver that has not reached the head for a minute, whatever the driver does. A head may return
+before that, if the cluster keeps its state, so a lost connection is retried for some seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 
 RETRY_S = 1.0
 PROBES = ((socket.SO_KEEPALIVE, 1), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-"""So that a machine that was switched off is a connection that breaks."""
+"""Keepalive options: they break the connection when the other machine was switched off."""
 
 
 async def outlive(address: tuple[str, int], *, patience_s: float) -> None:
@@ -22,13 +22,13 @@ async def outlive(address: tuple[str, int], *, patience_s: float) -> None:
         try:
             async with asyncio.timeout(patience_s):
                 reader, writer = await asyncio.open_connection(*address)
-        except OSError:  # a timeout is one
+        except OSError:  # TimeoutError is an OSError
             await asyncio.sleep(RETRY_S)
             continue
         start_s = loop.time()
         await _until_it_breaks(reader, writer)
         last_s = loop.time()
-        if last_s - start_s < RETRY_S:  # a server may close at once what does not speak its protocol
+        if last_s - start_s < RETRY_S:  # a server may close a connection at once that does not use its protocol
             await asyncio.sleep(RETRY_S)
 
 
@@ -39,7 +39,7 @@ async def _until_it_breaks(reader: asyncio.StreamReader, writer: asyncio.StreamW
     for option, value in details:
         link.setsockopt(socket.IPPROTO_TCP, option, value)
     try:
-        while await reader.read(4096):  # what a server says first
+        while await reader.read(4096):  # discard what the server sends
             pass
     except OSError:
         pass

@@ -1,11 +1,11 @@
-"""The driver's lookout: deadlocks are proven, standstills and hosts that do not answer are told by name.
+"""The driver's lookout: it proves deadlocks, and reports standstills and silent hosts by name.
 
-A deadlock is proven by two looks that show the same replicas stuck (`stall`) and unmoved, and between
-them FLUSHES rounds in which every process hears that all it had sent has arrived: frames of a link keep their order.
-One round would do for messages; what arrives may be answered by the driver, and a connection that was made anew
-first asks what was lost, so there are more.
+A deadlock is proven by two looks that show the same replicas stuck (`stall`) and unmoved. Between the looks there are
+FLUSHES rounds, in each of which every process confirms that all it had sent has arrived: frames of a link keep their
+order. One round is enough for messages. There are more because the driver may answer an arriving message, and because
+a restored connection first asks which frames were lost.
 
-Waits: each question to a host has a limit. A host that lets it pass is not asked again until it has answered.
+Waits: each question to a host has a time limit. A host that exceeds it is not asked again until it has answered.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LOOK_EVERY_S = 5.0
 FLUSHES = 3
 FLUSHED_WITHIN_S = 5.0
 TELL_AFTER_S = 10.0
-"""A host that has not answered for so long is named, and again each time it has been twice as long."""
+"""Silence after which a host is named in a warning; the warning repeats each time the silence has doubled."""
 SILENT = "it is stopped, or held by code that keeps the GIL"
 
 
 class Lookout:
-    """Watches the hosts of one run. `warn(text)` tells the user."""
+    """Watches the hosts of one run. `warn(text)` shows the user a warning."""
 
     def __init__(self, hosts: Hosts, endpoint: Endpoint, topology: Topology, warn: Callable[[str], None]) -> None:
         self._hosts = hosts
@@ -40,17 +40,17 @@ class Lookout:
         self._standstill = Standstill()
         self._doing: list[str] = []
         self._blocking: set[str] = set()
-        """Lines of code that have been reported to hold an event loop."""
+        """Lines of code already reported as blocking an event loop."""
         self._tell_of_host_at_s: dict[str, float] = {}
-        """Host that does not answer -> the silence that is told of next."""
+        """Silent host -> length of silence, in seconds, at which the next warning is due."""
         endpoint.on("ping", self._ping)
 
     async def _ping(self, host: str, body: Any) -> None:
-        """What `host` sent before has arrived."""
+        """The reply proves that everything `host` sent before has arrived."""
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """The driver works on something that will move the run: a checkpoint, the set-up."""
+        """Inside, the driver works on something that will move the run: a checkpoint, the set-up."""
         self._doing.append(what)
         try:
             yield
@@ -58,7 +58,7 @@ class Lookout:
             self._doing.remove(what)
 
     async def watch(self, every_s: float) -> None:
-        """Look again and again. Raises Stalled for a deadlock, NodeFailed for a host that has died."""
+        """Look every `every_s` seconds. Raises Stalled for a deadlock, NodeFailed for a host that has died."""
         while True:
             await asyncio.sleep(every_s)
             await self.look()
@@ -73,7 +73,7 @@ class Lookout:
             self._warn(f"nothing has moved for {for_s:.0f} s.\n{self._described(reports)}")
 
     async def describe(self) -> str:
-        """What everybody does and waits for, within some seconds whatever state the hosts are in."""
+        """What every node and the driver do and wait for. Takes some seconds at most, in any state of the hosts."""
         return self._described(await self._reports())
 
     def _described(self, reports: list[Report]) -> str:
@@ -85,7 +85,7 @@ class Lookout:
         return deadlocked(reports, self._topology, driver=self._doing)
 
     async def _proof(self) -> str:
-        """What the deadlocked nodes wait for; "" if they are not proven to be deadlocked."""
+        """What the deadlocked nodes wait for; "" if no deadlock is proven."""
         first = await self._reports()
         if not self._stuck(first) or not await self._flushed():
             return ""
@@ -95,7 +95,7 @@ class Lookout:
         return "" if not stuck or stuck & moved else self._described(second)
 
     async def _flushed(self) -> bool:
-        """Whether everything that was under way between any two processes has arrived."""
+        """Whether everything in transit between any two processes has arrived."""
         hosts = list(self._hosts)
         body = {"peers": [*hosts, self._endpoint.host]}
         try:
@@ -109,7 +109,7 @@ class Lookout:
     # Hosts
 
     async def _reports(self) -> list[Report]:
-        """Of every replica. Those in a host that does not answer are taken for alive."""
+        """The reports of all replicas. Replicas in a silent host count as alive."""
         reports, silent = await self._hosts.reports()
         unknown = [(replica_id, host) for host in silent for replica_id in self._hosts.replica_ids(host)]
         return [*reports, *(self._of_silent(replica_id, host, silent[host]) for replica_id, host in unknown)]
@@ -119,14 +119,14 @@ class Lookout:
         return {"node": replica_id, "alive": [text], "waits": [], "moves": -1, "ended": False}
 
     def _tell_of_blocking(self, reports: list[Report]) -> None:
-        """Name code that holds an event loop right now, once; the host tells how long it was afterwards."""
+        """Name code that blocks an event loop now, once per line; the host reports the duration afterwards."""
         for report in reports:
             if (where := report.get("still")) and where not in self._blocking:
                 self._blocking.add(where)
                 self._warn(f"{report['node']}: its event loop stands still at {where}")
 
     def _tell_of_silence(self) -> None:
-        """Name hosts that have not answered for long, rarely, and tell when they answer again."""
+        """Warn about silent hosts at doubling intervals, and report when they answer again."""
         silent = self._hosts.silent()
         for host in [host for host in self._tell_of_host_at_s if host not in silent]:
             del self._tell_of_host_at_s[host]
@@ -138,7 +138,7 @@ class Lookout:
                 self._warn(f"host {host!r} ({nodes}) has not answered for {for_s:.0f} s: {SILENT}")
 
     async def answers(self, kind: str, asked: Mapping[str, Awaitable[Any]]) -> list[Any]:
-        """The answers of hosts to `kind`; whose answer is long in coming is told. Raises the first failure."""
+        """The answers of hosts to `kind`. Warns about hosts whose answer is late. Raises the first failure."""
         tasks = {host: asyncio.ensure_future(answer) for host, answer in asked.items()}
         began, tell_after_s = time.monotonic(), TELL_AFTER_S
         try:

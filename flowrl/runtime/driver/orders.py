@@ -1,4 +1,4 @@
-"""What the driver asks of running hosts and node replicas, over the control link."""
+"""The driver's requests to running hosts and node replicas, over the control link."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowrl.runtime.driver.lookout import Lookout
 
 
 class Orders:
-    """Requests to the hosts of one run. Every one raises what the host's answer is, if that is an error."""
+    """Requests to the hosts of one run. Each request raises the error if the host answers with one."""
 
     def __init__(self, endpoint: Endpoint, plan: Plan, hosts: Iterable[str], lookout: Lookout) -> None:
         self.plan = plan
@@ -24,11 +24,11 @@ class Orders:
         return await self._endpoint.request(host, kind, body if body is not None else {})
 
     async def ask_all(self, kind: str, body: Callable[[str], Any] = lambda host: {}) -> list[Any]:
-        """The answers of all hosts to `kind`; `body(host)` goes with it."""
+        """The answers of all hosts to `kind`, asked with `body(host)`."""
         return await self._lookout.answers(kind, {host: self.ask(host, kind, body(host)) for host in self.hosts})
 
     def replicas(self, node: str) -> list[str]:
-        """["trainer/0", "trainer/1"]"""
+        """The replica ids of a node, in order, as ["trainer/0", "trainer/1"]."""
         found = [one for host in self.plan.hosts for one in host.nodes if one.rpartition("/")[0] == node]
         return sorted(found, key=lambda one: int(one.rpartition("/")[2]))
 
@@ -42,11 +42,11 @@ class Orders:
         return await self.ask(self.host_of(replica_id), "node", body)
 
     async def gate(self, replica_id: str, by: str, *, open_: bool) -> dict[str, int]:
-        """Let one node replica take items, as far as `by` goes, or not. Returns what each of its ports has taken."""
+        """Open or close the gate of one node replica for `by`. Returns how many items each of its ports has taken."""
         body = {"replica_id": replica_id, "by": by, "open": open_}
         taken: dict[str, int] = await self.ask(self.host_of(replica_id), "gate", body)
         return taken
 
     async def reach(self, replica_id: str, taken: Mapping[str, int]) -> None:
-        """Let each port of a node replica take up to these numbers of items, and wait until it has."""
+        """Let each port of a node replica take items up to these numbers, and wait until it has taken them."""
         await self.ask(self.host_of(replica_id), "reach", {"replica_id": replica_id, "taken": taken})

@@ -1,8 +1,8 @@
 """The phases of a run after its start, and the evaluations between them.
 
-Every evaluation sees one version. Before and after training admission is closed. One during training is
-due at the end of a batch: the trainers then take no further batch until it has ended, whereas prompts,
-generators and rewards work on what the tickets allow.
+Every evaluation uses one version. Before and after training, admission is closed. An evaluation during training is
+due at the end of a batch: the trainers take no further batch until it has ended, while prompts, generators and
+rewards continue as far as the tickets allow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowrl.runtime.telemetry.view import View
 
 
 class Run(Protocol):
-    """The state of a run that changes while it goes on, and what ends in a checkpoint: the driver."""
+    """The changing state of a run, and the methods that write checkpoints: implemented by the driver."""
 
     version: int
     best: Best | None
@@ -37,7 +37,7 @@ class Run(Protocol):
 
 
 class Phases:
-    """Leads one run from its wired hosts to its last checkpoint."""
+    """Runs the phases of one run, from wired hosts to the last checkpoint."""
 
     def __init__(self, run: Run, graph: Graph, plan: Plan, options: RunOptions, orders: Orders, view: View) -> None:
         self._run = run
@@ -54,10 +54,10 @@ class Phases:
         """Set when the body of the replica has returned."""
         own = plan.own_clock
         self._standing = [replica_id for replica_id in self.trainers if replica_id.split("/")[0] not in own]
-        """The trainers that stand at the batch's end after which an evaluation is due."""
+        """The trainers that wait at the end of a batch after which an evaluation is due."""
 
     async def run(self, running: Mapping[str, asyncio.Task[Any]]) -> dict[str, dict[str, float]]:
-        """Returns the results by phase when every host has ended."""
+        """Run all phases. Returns the results by phase when every host has ended."""
         run, results = self._run, {}
         if self._evaluations and run.version == 0:
             results["before"] = await self._evaluate("before", self._evaluations)
@@ -77,17 +77,17 @@ class Phases:
         return results
 
     def due(self, version: int) -> bool:
-        """An evaluation follows the batch that made `version`."""
+        """Whether an evaluation is due after the batch that made `version`."""
         return bool(self._due(version)) and version != self._options.steps and not self._run.interrupted
 
     async def hold(self, version: int) -> None:
-        """The trainers stand at the end of that batch: let them take no other, and evaluate."""
+        """Start an evaluation at the end of the batch that made `version`; the trainers take no batch meanwhile."""
         await self._gate(open_=False)
         self._during = asyncio.create_task(self._evaluate_held(version))
         self._during.add_done_callback(self._run.unless_cancelled)
 
     def _due(self, version: int) -> list[str]:
-        """The evaluations of the first published version from each multiple of their `every` on."""
+        """The evaluations due at `version`: at the first published version from each multiple of their `every` on."""
         published = self._publish_every
         if version % published:
             return []
@@ -103,23 +103,23 @@ class Phases:
         await self._gate(open_=True)
 
     async def _gate(self, *, open_: bool) -> None:
-        """Let the trainers take batches, or not."""
+        """Open or close the gates of the trainers."""
         gate = self._orders.gate
         await asyncio.gather(*(gate(replica_id, "evaluation", open_=open_) for replica_id in self._standing))
 
     def _better(self, figures: Mapping[str, float] | None) -> Best | None:
-        """The current version, if it is to be kept as the best so far: the first evaluation decides."""
+        """The current version, if it is the best so far by the first evaluation, and --keep-best is on; else None."""
         if figures is None or not self._options.keep_best:
             return None
         found = Best.of(self._run.version, figures)
         return found if found.beats(self._run.best) else None
 
     def node_ended(self, host: str, body: Mapping[str, str]) -> None:
-        """The word of a host that the body of a node replica has returned."""
+        """Handle a host's report that the body of a node replica has returned."""
         self._ended[body["node"]].set()
 
     async def _end_of_training(self) -> None:
-        """Until every trainer has taken its last batch. Without one: until all that an evaluation does not keep."""
+        """Wait until all trainers have ended; without trainers, until all nodes not in `_kept_open` have ended."""
         kept = _kept_open(self._graph, self._evaluations)
         rest = [replica_id for replica_id in self._ended if replica_id.split("/")[0] not in kept]
         await asyncio.gather(*(self._ended[replica_id].wait() for replica_id in self.trainers or rest))
@@ -144,7 +144,7 @@ class Phases:
 
 
 def _kept_open(graph: Graph, evaluations: Iterable[str]) -> set[str]:
-    """The evaluations, the nodes that go on answering them, and those that take from these."""
+    """The evaluations, and all nodes that receive from them, directly or through other nodes."""
     kept, edges = set(evaluations), [(owner(edge.out), owner(edge.into)) for edge in graph.edges]
     while more := {receiver for sender, receiver in edges if sender in kept} - kept:
         kept |= more

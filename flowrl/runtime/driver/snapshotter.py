@@ -1,6 +1,6 @@
-"""Takes snapshots of the running hosts and puts them back; `checkpoints.checkpoint` says what a snapshot is.
+"""Takes snapshots of the running hosts and restores them; `checkpoints.checkpoint` defines what a snapshot is.
 
-Waits: for invocations to end or to wait, for what is under way to arrive, and for the threads that write.
+Waits: for invocations to end or to wait, for messages in transit to arrive, and for the threads that write.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from flowrl.runtime.ledger.ledger_file import LEDGER
 T = TypeVar("T")
 
 ASKED_FOR = 50
-"""Rounds in which hosts are asked whether anything moves at all; after them, whether messages do."""
+"""Rounds in which messages and waits of the hosts must both stop moving; after them only messages must."""
 
 
 class Snapshotter:
-    """Snapshots of one run. The trainers stand at a batch's end and admission is closed whenever one is taken."""
+    """Snapshots of one run. While one is taken, the trainers stand at a batch's end and admission is closed."""
 
     def __init__(self, orders: Orders, nodes: Mapping[str, Node], run_dir: Path, *, keep: int) -> None:
         self._orders = orders
@@ -39,9 +39,9 @@ class Snapshotter:
     async def write(
         self, facts: Mapping[str, Any], accounting: Accounting, *, best: Best | None, spared: Collection[int]
     ) -> str:
-        """Make a snapshot the newest checkpoint, and `best` what best.json says; returns the checkpoint's name.
+        """Write a snapshot as the newest checkpoint, and `best` to best.json; returns the checkpoint's name.
 
-        Of the older checkpoints the last `keep` stay, and those of the `spared` steps.
+        The last `keep` of the older checkpoints stay, and so do those of the `spared` steps.
         """
         version = facts["version"]
         final = self._run_dir / "checkpoints" / f"step_{version:06d}"
@@ -63,9 +63,9 @@ class Snapshotter:
         return final.name
 
     async def take(self, facts: Mapping[str, Any], directory: Path, accounting: Accounting) -> str:
-        """Pause the graph, let it go on, and write all that it was, with `facts`, below `directory`.
+        """Pause the graph, collect its state, resume it, and write the state and `facts` below `directory`.
 
-        What nodes write themselves they write while everything stands. Returns the head of the ledger there.
+        Nodes write their own files while the graph is paused. Returns the head of the ledger in the snapshot.
         """
         orders, snapshot = self._orders, checkpoint.Snapshot()
         generators = self._with_method("snapshot")
@@ -99,10 +99,10 @@ class Snapshotter:
         snapshot.add(part)
 
     async def _until_still(self) -> None:
-        """Until nothing is under way between any two hosts: a credit or an ack may call for another when it arrives.
+        """Wait until nothing is in transit between any two hosts: an arriving credit or ack may trigger another.
 
-        The hosts are paused, so that comes to an end. Requests made outside of invocations may go on for ever; the
-        snapshot holds nothing of them, and they are waited for ASKED_FOR rounds only.
+        The hosts are paused, so this traffic ends. Requests made outside of invocations may continue forever; the
+        snapshot contains nothing of them, so the wait for them is limited to ASKED_FOR rounds.
         """
         hosts = list(self._orders.hosts)
         before: list[list[int]] = []
@@ -113,7 +113,7 @@ class Snapshotter:
             before = moved
 
     async def put_back(self, state: Mapping[str, Any]) -> None:
-        """Give states and messages of a checkpoint (`read_state`) to the hosts, before their nodes run."""
+        """Send the states and messages of a checkpoint (`read_state`) to the hosts, before their nodes run."""
         orders = self._orders
         messages: dict[str, list[checkpoint.Saved]] = {host: [] for host in orders.hosts}
         for producer, edge, consumer, envelope in state["messages"]:
@@ -131,22 +131,22 @@ class Snapshotter:
             await self._orders.ask(host, "send again", page)
 
     def _with_method(self, method: str) -> list[str]:
-        """The replicas of the nodes that have it."""
+        """The replicas of all nodes that have this method."""
         names = [name for name, node in self._nodes.items() if hasattr(node, method)]
         return [replica_id for name in names for replica_id in self._orders.replicas(name)]
 
 
 async def to_its_end(work: Callable[[threading.Event], T]) -> T:
-    """What `work(stop)` returns, in a thread. Cancelled, this sets `stop`, and ends when the thread has ended."""
+    """Run `work(stop)` in a thread; returns its result. A cancel sets `stop` and waits until the thread has ended."""
     stop = threading.Event()
-    # No task, but the executor's own future: the end of a loop cancels tasks, which does not end their threads.
+    # Use the executor's future, not a task: a closing loop cancels tasks, and that does not end their threads.
     thread = asyncio.get_running_loop().run_in_executor(None, work, stop)
     try:
         return await asyncio.shield(thread)
     except asyncio.CancelledError:
         stop.set()
         while not thread.done():
-            with suppress(asyncio.CancelledError):  # once more is no reason to leave it writing
+            with suppress(asyncio.CancelledError):  # a second cancel must not leave the thread writing
                 await asyncio.wait((thread,))
-        thread.exception()  # nobody waits for what it says now
+        thread.exception()  # mark its exception as retrieved: nobody else waits for it
         raise

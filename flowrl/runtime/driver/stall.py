@@ -1,12 +1,12 @@
-"""Who waits for whom: the proof of a deadlock, and what is told of a standstill.
+"""Who waits for whom: the proof of a deadlock, and the report of a standstill.
 
-A deadlock is a set of nodes of which none can move unless another of the set does. Each is without anything pending
-of its own (`host.pending`), and whoever could end any of its waits is in the set too. The driver is in it
-if it does nothing itself and all nodes are. That nothing is on its way to them either, `lookout` makes
-sure between two looks. No elapsed time enters into it.
+A deadlock is a set of nodes of which none can move unless another node of the set moves. No node of the set has
+anything pending of its own (`host.pending`), and whoever could end one of its waits is in the set too. The driver is
+in the set if it does nothing itself and all nodes are in it. `lookout` makes sure, between two looks, that nothing
+is in transit to these nodes. The proof does not depend on elapsed time.
 
-Everything else is a standstill: told after STALL_S with what each node does, and again each time it has become twice
-as long.
+Everything else is a standstill: it is reported after STALL_S with what each node does, and again each time its length
+has doubled.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ STALL_S = 120.0
 DRIVER = "the driver"
 
 Report = Mapping[str, Any]
-"""What `Replica.report` says of one node replica."""
+"""What `Replica.report` returns for one node replica."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Who can end whose wait: node names by port, by edge, and those behind the tickets."""
+    """Who can end whose wait: node names by port, by edge, and for tickets."""
 
     producers: Mapping[str, tuple[str, ...]]
-    """In or Serve port "node.port": nodes that send into it, or ask there."""
+    """In or Serve port "node.port" -> nodes that send to it or call it."""
     consumers: Mapping[str, tuple[str, ...]]
-    """Edge name: nodes that take from it."""
+    """Edge name -> nodes that take from it."""
     servers: Mapping[str, tuple[str, ...]]
-    """Call port "node.port": nodes that answer it."""
+    """Call port "node.port" -> nodes that answer it."""
     ticket_holders: tuple[str, ...]
     """Nodes whose progress returns tickets: the senders of the edges `admit` waits for."""
 
@@ -54,11 +54,11 @@ class Topology:
         )
 
     def others(self, kind: str, what: str) -> tuple[str, ...]:
-        """The nodes that end such a wait, for the telling."""
+        """The nodes that end such a wait, as named in reports."""
         return self.ticket_holders if kind == "ticket" else self.enders(kind, what)
 
     def enders(self, kind: str, what: str) -> tuple[str, ...]:
-        """All who can end such a wait. The driver stands for everybody: it moves when any node has moved."""
+        """All who can end such a wait. The driver represents all nodes: it may move when any node has moved."""
         known = {"item": self.producers, "credit": self.consumers, "reply": self.servers}.get(kind, {})
         return known.get(what, (DRIVER,))
 
@@ -68,9 +68,9 @@ def _owner(port: str) -> str:
 
 
 def deadlocked(reports: Iterable[Report], topology: Topology, *, driver: Sequence[str]) -> set[str]:
-    """The replicas that can only move when another of them does, if nothing is on its way to them.
+    """The replicas that can move only when another of them does, if nothing is in transit to them.
 
-    `driver`: what the driver does by itself.
+    `driver`: what the driver is doing by itself.
     """
     by_node: dict[str, list[Report]] = {}
     for report in reports:
@@ -147,14 +147,14 @@ def _line(report: Report) -> str:
 
 @dataclass
 class Standstill:
-    """Since when nothing has moved, and when that is to be told."""
+    """Tracks since when nothing has moved, and when the next report is due."""
 
     _last: Any = None
     _since_s: float = 0.0
     _tell_at_s: float = field(default=STALL_S)
 
     def look(self, reports: Iterable[Report], now_s: float) -> float | None:
-        """For how many seconds nothing has moved, if that is to be told now."""
+        """Seconds for which nothing has moved, if a report is due now; otherwise None."""
         moves = {report["node"]: (report["moves"], report["ended"]) for report in reports}
         if moves != self._last:
             self._last, self._since_s, self._tell_at_s = moves, now_s, STALL_S

@@ -1,7 +1,7 @@
 """The Ray actor of a host: Ray places, starts and ends it; messages never pass through Ray.
 
-The engine has an event loop and a thread of its own, so that Ray's calls are answered even while a node blocks its
-loop. The thread survives what ends other loops (SystemExit in a task), which fails the run. CPUs are pinned before
+The engine has its own event loop and thread, so the actor answers Ray's calls even while a node blocks the loop.
+The thread survives exceptions that end other loops (SystemExit in a task); they fail the run. CPUs are pinned before
 anything imports torch.
 """
 
@@ -26,14 +26,14 @@ from flowrl.runtime.host.host_engine import HostEngine, HostSpec
 R = TypeVar("R")
 BLOCKED_S = 1.0
 IMPORTING = 50_000
-"""New objects between two garbage collections while modules load: nearly all of them stay. Python's 700 make
-the import of vLLM take a sixth longer."""
+"""New objects between two garbage collections during module imports, which create mostly permanent objects. With
+Python's default of 700 the import of vLLM takes a sixth longer."""
 
 
 def pin(cores: tuple[int, ...]) -> None:
-    """Bind every thread of this process, and so all it starts later, to `cores`.
+    """Bind every thread of this process, and so every later thread, to `cores`.
 
-    On another machine than the plan's the numbers count through the cores that are there.
+    If this machine does not have these cores, the numbers are mapped, modulo their count, to the available cores.
     """
     if not cores:
         return
@@ -62,7 +62,7 @@ class HostActor:
         self._engine = asyncio.run_coroutine_threadsafe(self._make(spec), self._loop).result()
         self._done = threading.Event()
         self._still: tuple[str, str, float] | None = None
-        """(node, line of code, since) of a loop that stands still."""
+        """(node, line of code, since) while the loop is blocked."""
         threading.Thread(target=self._watch, name="flowrl-watch", daemon=True).start()
 
     @staticmethod
@@ -74,9 +74,9 @@ class HostActor:
         while True:
             try:
                 self._loop.run_forever()
-            except BaseException as error:  # what a task raised through the loop: it is told, and the loop goes on
+            except BaseException as error:  # raised by a task through the loop: report it, and continue
                 if self._loop.is_closed():
-                    os._exit(1)  # the end of this process is heard of
+                    os._exit(1)  # the driver notices the end of this process
                 self._loop.call_soon(self._engine.fail, error)
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, R]) -> R:
@@ -89,18 +89,18 @@ class HostActor:
         return await self._on_loop(self._engine.guarded(self._engine.wire(addresses, gangs)))
 
     async def setup(self) -> dict[str, Any] | None:
-        """None, or the failure of a node's set-up as plain data."""
+        """Set up the nodes. Returns None, or the failure of a node's set-up as plain data."""
         failure: dict[str, Any] | None = await self._on_loop(self._engine.guarded(self._engine.setup()))
-        gc.freeze()  # what is there now stays: a collection of all of it would stand in the way of messages
+        gc.freeze()  # the present objects are permanent: collecting them again would delay messages
         gc.set_threshold(*self._collect_every)
         return failure
 
     async def run(self) -> dict[str, Any] | None:
-        """Until every node here has ended. None, or the failure that ended the host."""
+        """Run until every node here has ended. Returns None, or the failure that ended the host."""
         return await self._on_loop(self._engine.guarded(self._engine.run()))
 
     async def waits(self) -> list[dict[str, Any]]:
-        """What every node here is doing and waiting for; of a loop that stands still, what holds it."""
+        """What every node here does and waits for; if the loop is blocked, the code that blocks it."""
         asking = asyncio.ensure_future(self._on_loop(self._engine.waits()))
         while not asking.done():
             if (still := self._still) is not None:
@@ -122,12 +122,12 @@ class HostActor:
         }
 
     async def stop(self) -> list[dict[str, Any]]:
-        """Close nodes and sockets; in whatever state the run is. Returns how nodes failed to close."""
+        """Close nodes and sockets, in any state of the run. Returns how nodes failed to close."""
         self._done.set()
         return await self._on_loop(self._engine.stop())
 
     def _watch(self) -> None:
-        """Report a loop that stood still for a second, with the line of code that holds it."""
+        """Report when the loop is blocked for a second, with the line of code that blocks it."""
         while not self._done.wait(BLOCKED_S):
             alive = threading.Event()
             start = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a node replica is told of its place in the run, and the engine's services to it."""
+"""What a node replica knows about its place in the run, and the services that the engine offers to it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ReplicaPlace:
     window: int | None = None
     own_clock: bool = False
     lease: str = ""
-    """Lock that a host with shared devices needs for its work."""
+    """The lock that a host with shared devices must hold while it works."""
     weight_routes: tuple[WeightRoute, ...] = ()
 
     @property
@@ -52,7 +52,7 @@ class ReplicaPlace:
 
 
 class NodeContext:
-    """Implements `flowrl.graph.node.Context`. `blocking` has one thread a node replica: calls queue up."""
+    """Implements `flowrl.graph.node.Context`. `blocking` has one thread per node replica: calls queue up."""
 
     def __init__(self, place: ReplicaPlace, endpoint: Endpoint, activity: Activity, trace: TraceBuffer) -> None:
         self.place = place
@@ -74,9 +74,9 @@ class NodeContext:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=place.replica_id)
 
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run `fn` in this node's thread. A cancelled caller does not stop a call that has begun.
+        """Run `fn` in this node's thread. Cancelling the caller does not stop a call that has begun.
 
-        What `fn` raises is raised here; what is no Exception, or ends an iteration, as a RuntimeError that says so.
+        Raises what `fn` raises; StopIteration, and what is not an Exception, become a RuntimeError that names it.
         """
         loop = asyncio.get_running_loop()
         outside = in_invocation.get() is None
@@ -89,15 +89,15 @@ class NodeContext:
                 self.activity.work(-1)
 
     def metric(self, name: str, value: float) -> None:
-        """Add to a counter of this replica; counters are read once a step and once a second."""
+        """Add to a counter of this replica; counters are read once per step and once per second."""
         self.meters.add(name, value)
 
     def gauge(self, name: str, value: float) -> None:
-        """One observation: its mean and maximum since the last step are reported."""
+        """Record one observation; the mean and maximum since the last step are reported."""
         self.meters.observe(name, value)
 
     def progress(self, text: str) -> None:
-        """One line about a long step of set-up."""
+        """Report one line about a long step of set-up."""
         self.endpoint.notify(DRIVER, "progress", {"node": self.place.replica_id, "text": text})
 
     @contextmanager
@@ -113,34 +113,36 @@ class NodeContext:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """A wait for another item of this node, or for a word of the driver's.
+        """Inside, this code waits for another item of this node, or for a message from the driver.
 
-        An invocation does not count as working meanwhile: checkpoints go on. For the stall watch the wait is one
-        that only the graph ends; where something else ends it (a service, a person, a thread of the node), use
-        `outside`.
+        The invocation does not count as working meanwhile, so checkpoints proceed. The stall watch assumes that only
+        the graph ends the wait; if something else ends it (a service, a person, a thread of the node), use `outside`.
         """
         with self.activity.waiting("waiting", what, inside=in_invocation.get()):
             yield
 
     @contextmanager
     def outside(self, what: str) -> Iterator[None]:
-        """A wait for something beyond the graph, an environment say: checkpoints go on, and the node is alive."""
+        """Inside, this code waits for something outside the graph: checkpoints proceed, and the node counts as alive.
+
+        An example is a wait for an environment.
+        """
         with self.activity.waiting(OUTSIDE, what, inside=in_invocation.get()):
             yield
 
     @asynccontextmanager
     async def exclusive(self, name: str) -> AsyncIterator[None]:
-        """The run-wide lock called `name`: one holder at a time, in order of asking."""
+        """Inside, hold the run-wide lock `name`: one holder at a time, in order of request."""
         body = {"name": name, "node": self.place.replica_id, "claim": next(self._claims)}
         try:
             with self.activity.waiting("lock", name, inside=None):
                 await self.endpoint.request(DRIVER, "lock", body)
             yield
-        finally:  # also when the wait was cancelled: the driver's word may have been under way
+        finally:  # also when the wait was cancelled: the driver may have granted the lock already
             self.endpoint.notify(DRIVER, "unlock", body)
 
     async def step_done(self, version: int) -> None:
-        """A batch's end: returns at once, or after the checkpoint that is due here."""
+        """Report a batch's end; returns at once, or after the checkpoint that is due here."""
         with self.activity.waiting("barrier", "the end of a checkpoint", inside=in_invocation.get()):
             await self.endpoint.request(DRIVER, "step_done", {"node": self.place.replica_id, "version": version})
 
@@ -149,7 +151,7 @@ class NodeContext:
 
 
 def _called(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """`fn(...)`, in the thread. A future cannot end with all that `fn` may raise: who awaits it would wait for ever."""
+    """Call `fn` in the thread. Converts exceptions that a future cannot hold: its awaiter would wait forever."""
     try:
         return fn(*args, **kwargs)
     except StopIteration as error:
@@ -186,7 +188,7 @@ class Meters:
             self.busy_s += time.monotonic() - self._since
 
     def read(self) -> dict[str, object]:
-        """Totals so far; observations are handed over and forgotten."""
+        """Totals so far, and the observations since the last read."""
         running = time.monotonic() - self._since if self._depth else 0.0
         observed, self.observed = self.observed, {}
         return {"busy_s": self.busy_s + running, "counters": dict(self.counters), "observed": observed}

@@ -1,4 +1,4 @@
-"""How a node's failure becomes plain data that names the node, for the driver and the other hosts."""
+"""Converts a node's failure to plain data that names the node, for the driver and the other hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowrl.runtime.activity.ending import as_failure, is_cancelled
 from flowrl.runtime.host.replica import Replica
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""Errors of the disk, not of the code that writes: told without a traceback."""
+"""Errors of the disk, not of the writing code: reported without a traceback."""
 
 
 class NodeError(Exception):
@@ -26,7 +26,7 @@ class NodeError(Exception):
 
 @contextmanager
 def attributed(replica: Replica) -> Iterator[None]:
-    """What is raised inside reaches the driver as the node's failure. A node boundary."""
+    """Exceptions raised inside reach the driver as failures of the node. A node boundary."""
     try:
         yield
     except BaseException as error:
@@ -45,7 +45,7 @@ def failure_of(replica: Replica, error: BaseException) -> dict[str, Any]:
 
 
 def report_of(error: BaseException) -> dict[str, Any]:
-    """What there is to say of an exception; of a group of them, of the first that is a cause."""
+    """The report of an exception; for an exception group, of the first one that is not a LaneFailed."""
     while isinstance(error, BaseExceptionGroup):
         leaves = leaves_of(error)
         error = next((leaf for leaf in leaves if not isinstance(leaf, LaneFailed)), leaves[0])

@@ -1,8 +1,7 @@
-"""One host's engine: builds the graph again, joins its nodes to their lanes, and runs them.
+"""One host's engine: it rebuilds the graph, connects the nodes of its host to their lanes, and runs them.
 
-Lifecycle: open -> wire -> setup -> run -> stop. Everything happens on one event loop, which nothing may
-block: nodes do heavy work in `blocking`. The first node that fails ends the run of its host; the driver
-ends the other hosts.
+Lifecycle: open -> wire -> setup -> run -> stop. Everything runs on one event loop, which nothing may block: nodes do
+heavy work in `blocking`. The first node that fails ends the run of its host; the driver ends the other hosts.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ TOLD_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class HostSpec:
-    """Everything a host process needs; plain data."""
+    """Everything that a host process needs, as plain data."""
 
     host: str
     run_id: str
@@ -66,21 +65,21 @@ class HostEngine:
         self._reporting: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
         self._kept: Iterator[list[Any]] = iter(())
-        """The messages of a snapshot that are still to be handed over, in pages."""
+        """Pages of a snapshot's messages that the driver has not fetched yet."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().set_exception_handler(self._unretrieved)
 
     def fail(self, error: BaseException) -> None:
-        """An exception that nobody waits for ends the run of this host."""
+        """End the run of this host because of an exception that nobody awaits."""
         self._fail(self._host_failure(error if isinstance(error, Exception) else ended_by_itself(error)))
 
     def _fail(self, failure: dict[str, Any]) -> None:
         if not self._broken.done():
             self._broken.set_exception(NodeError(failure))
-            self._broken.exception()  # it counts as retrieved: there may be no run to raise it
+            self._broken.exception()  # mark it as retrieved: there may be no `run` that raises it
 
     def _unretrieved(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback or task raised, and nobody waited for it."""
+        """Handle an exception of a callback or task that nobody awaits."""
         error = context.get("exception")
         if error is not None and not isinstance(error, asyncio.CancelledError):
             self.fail(error)
@@ -88,9 +87,9 @@ class HostEngine:
             loop.default_exception_handler(context)
 
     async def open(self) -> dict[str, Any]:
-        """Bind. The answer goes to every other host through the driver."""
+        """Bind the sockets. The driver forwards the answer to every other host."""
         if self.spec.tcp:
-            sweep()  # the driver does on its own machine
+            sweep()  # on its own machine the driver sweeps
         address: Address = await self.endpoint.open(tcp=self.spec.tcp)
         handlers: dict[str, Answer] = {
             "pause": self._pause,
@@ -115,7 +114,7 @@ class HostEngine:
         return {"pid": os.getpid(), "pids": pid_space(), "address": address, "meeting": meeting}
 
     async def wire(self, addresses: Mapping[str, Address], gangs: Mapping[str, str]) -> None:
-        """Build the graph again, one for each replica index, and join this host's nodes to their lanes."""
+        """Rebuild the graph, once per replica index, and connect this host's nodes to their lanes."""
         for host, address in addresses.items():
             if host != self.spec.host:
                 self.endpoint.connect(host, address)
@@ -132,12 +131,12 @@ class HostEngine:
         self._reporting = asyncio.get_running_loop().create_task(self._report())
 
     def _graph_file(self) -> Path:
-        """Where the driver has it, or on another machine in the directory that Ray has brought along."""
+        """The driver's path; on another machine, the copy in Ray's working directory."""
         path = Path(self.spec.graph_file)
         return path if path.is_file() else Path.cwd() / path.name
 
     async def setup(self) -> None:
-        """Every node's own set-up, one after the other: heavy imports in two threads at once break."""
+        """Run every node's set-up, one after the other: concurrent heavy imports in two threads break."""
         await self._unless_broken(self._set_up_nodes())
 
     async def _set_up_nodes(self) -> None:
@@ -147,12 +146,12 @@ class HostEngine:
                 await self._named(replica, replica.node.setup())
 
     async def run(self) -> None:
-        """Every node's body, until all have returned, or one has failed."""
+        """Run every node's body until all have returned, or one has failed."""
         await self._unless_broken(self._run_nodes())
         self._send_report()
 
     async def _unless_broken(self, body: Coroutine[Any, Any, None]) -> None:
-        """Until `body` has ended, or something that nobody waits for has failed."""
+        """Run `body` until it has ended, or until something that nobody awaits has failed."""
         self._running = asyncio.create_task(body)
         await asyncio.wait((self._running, self._broken), return_when=asyncio.FIRST_COMPLETED)
         if not self._running.done():
@@ -179,11 +178,11 @@ class HostEngine:
             raise NodeError(failure_of(replica, failure)) from error
 
     def _died(self, replica: Replica, error: BaseException) -> None:
-        """A task that the node started has died, and nobody awaits it."""
+        """Fail the host: a task that the node started has died, and nobody awaits it."""
         self._fail(failure_of(replica, error))
 
     async def guarded(self, body: Coroutine[Any, Any, Any]) -> Any:
-        """The answer of `body`, or {"failure": ...} of the node that failed first."""
+        """The result of `body`, or {"failure": ...} with the first failure, where causes precede consequences."""
         try:
             return await body
         except* NodeError as group:
@@ -195,7 +194,7 @@ class HostEngine:
         return {"failure": failures[0]}
 
     def _host_failure(self, error: BaseException) -> dict[str, Any]:
-        """A failure that belongs to no single node."""
+        """The report of a failure that belongs to no single node."""
         place = self.spec.places[0]
         return report_of(error) | {"node": ", ".join(p.node for p in self.spec.places), "replica": place.replica}
 
@@ -213,7 +212,7 @@ class HostEngine:
         return failures
 
     async def _close(self, replica: Replica) -> dict[str, Any] | None:
-        """None, or how the node failed to close; the others are closed in any case."""
+        """Close a node. Returns None, or its failure; the other nodes are closed in any case."""
         try:
             await self._named(replica, replica.node.close())
         except NodeError as error:
@@ -225,10 +224,10 @@ class HostEngine:
     async def waits(self) -> list[dict[str, Any]]:
         return [replica.report() for replica in self.replicas.values()]
 
-    # What the driver asks over the control link
+    # Requests of the driver over the control link
 
     async def _pause(self, host: str, body: Any) -> None:
-        """Take nothing more, and when every invocation has ended or stands in a wait, send nothing more."""
+        """Stop taking items; when every invocation has ended or waits, stop sending too."""
         for replica in self.replicas.values():
             replica.gate("checkpoint", open_=False)
         while True:
@@ -254,42 +253,42 @@ class HostEngine:
             replica.gate("checkpoint", open_=True)
 
     async def _idle(self) -> None:
-        """Until no invocation of any node here is inside user code."""
+        """Wait until no invocation of any node here is inside user code."""
         while any(replica.activity.working for replica in self.replicas.values()):
             for replica in self.replicas.values():
                 await replica.activity.idle()
 
     async def _gate(self, host: str, body: dict[str, Any]) -> dict[str, int]:
-        """Let one node take items, or not; invocations that have begun go on. How many each of its ports has taken."""
+        """Open or close a node's gate; begun invocations continue. Returns how many items each port has taken."""
         replica = self.replicas[body["replica_id"]]
         replica.gate(body["by"], open_=body["open"])
         return {name: port.num_taken for name, port in replica.inbound.items()}
 
     def _give_up(self, host: str, body: dict[str, str]) -> None:
-        """A node has dropped a whole group."""
+        """Handle the driver's report that a node has dropped a whole group."""
         for replica in self.replicas.values():
             replica.open_items.given_up.add(body["group_id"], body["state"], body["reason"])
 
     async def _reach(self, host: str, body: dict[str, Any]) -> None:
-        """Let a node take so many items by each port, whatever its gates say."""
+        """Let a node take items at each port up to the given numbers, whatever its gates say."""
         ports = self.replicas[body["replica_id"]].inbound
         await asyncio.gather(*(ports[name].reach(taken) for name, taken in body["taken"].items()))
 
     async def _quiesce(self, host: str, body: dict[str, Any]) -> tuple[int, int]:
-        """Everything that was under way from here has arrived. Counts of what ever moved here: messages, waits."""
+        """Wait until everything in transit from here has arrived. Returns total counts of moves: (messages, waits)."""
         await self._idle()
         await asyncio.gather(*(self.endpoint.request(peer, "ping") for peer in body["peers"]))
         return self.endpoint.moves(), sum(replica.activity.moves for replica in self.replicas.values())
 
     async def _ping(self, host: str, body: Any) -> None:
-        """Frames of a link keep their order: what `host` sent before has arrived."""
+        """Frames of a link keep their order, so the reply proves that everything `host` sent before has arrived."""
 
     async def _flush(self, host: str, body: dict[str, Any]) -> None:
-        """Returns when everything that was under way from here has arrived."""
+        """Wait until everything in transit from here has arrived."""
         await asyncio.gather(*(self.endpoint.request(peer, "ping") for peer in body["peers"]))
 
     async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
-        """This host's part of a snapshot, but for the messages, which "kept" asks for; the host is paused."""
+        """This host's part of a snapshot, without the messages, which "kept" returns; the host is paused."""
         replicas = self.replicas.values()
         for replica in replicas:
             replica.context.ledger.flush()
@@ -321,11 +320,11 @@ class HostEngine:
                 raise FlowrlError(f"its `state()` cannot be stored in a checkpoint: {error}") from error
 
     async def _next_page(self, host: str, body: Any) -> list[Any]:
-        """The next of this host's messages for the snapshot; none when all were asked for."""
+        """The next page of this host's messages for the snapshot; empty after the last page."""
         return next(self._kept, [])
 
     async def _restore(self, host: str, body: dict[str, Any]) -> None:
-        """Take up the states of a checkpoint."""
+        """Load the states of a checkpoint."""
         for replica_id, replica in self.replicas.items():
             if replica_id in body["states"]:
                 with attributed(replica):
@@ -335,7 +334,7 @@ class HostEngine:
                 out.cursor = body["cursors"].get(f"{replica_id} {name}", 0)
 
     async def _send_again(self, host: str, page: list[Any]) -> None:
-        """Messages of a checkpoint: they go out on their lanes when the nodes run."""
+        """Accept messages of a checkpoint; they are sent on their lanes when the nodes run."""
         for replica_id, edge, consumer, envelope in unpage(page):
             self.replicas[replica_id].restore((edge, consumer, envelope))
 
@@ -355,7 +354,7 @@ class HostEngine:
             self._send_report()
 
     async def _report_now(self, host: str, body: Any) -> None:
-        """The report is on its way before the answer, and so arrives before it."""
+        """Send a report now. It is sent before the answer, so it arrives before it."""
         self._send_report()
 
     def _set_trace_level(self, host: str, level: int) -> None:
@@ -373,7 +372,7 @@ class HostEngine:
         )
 
     def loop_blocked(self, culprit: tuple[str, str], for_s: float) -> None:
-        """Told by the watch thread after the fact: the loop stood still."""
+        """Warn that the loop was blocked; called for the watch thread afterwards."""
         node, where = culprit
         text = f"the event loop stood still for {for_s:.1f} s at {where}; use `await self.blocking(...)` there"
         self.endpoint.notify(DRIVER, "warning", {"node": node or self.spec.host, "text": text})

@@ -1,4 +1,4 @@
-"""Where the ranks of a gang meet."""
+"""Chooses the address at which the ranks of a gang meet."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import socket
 
 
 def meeting_place(*, alone: bool) -> str:
-    """ "host:port" on this machine, free right now, at which the ranks of a gang can meet.
+    """ "host:port" on this machine, free at the moment, at which the ranks of a gang can meet.
 
-    `alone`: they are all on this machine.
+    `alone`: all ranks are on this machine.
     """
     import ray
 

@@ -1,6 +1,6 @@
-"""Processes on this machine whose end the driver hears of at once, by the kernel's word: Ray need not be alive.
+"""Processes on this machine whose end the kernel reports to the driver at once: Ray need not be alive.
 
-Waits: `end` for the processes to end, which it sees to after a time itself.
+Waits: `end` waits for the processes to end, and kills them after a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 KILLED_WITHIN_S = 5.0
-"""A process that SIGKILL does not end in this time hangs in the kernel: nobody can do more."""
+"""A process that SIGKILL does not end within this time hangs in the kernel: nothing else can end it."""
 
 
 class Processes:
@@ -22,7 +22,7 @@ class Processes:
 
     def __init__(self) -> None:
         self._handles: dict[str, int] = {}
-        """Descriptors that are readable when their processes have ended."""
+        """Name -> descriptor that becomes readable when the process has ended."""
         self._report: dict[str, Callable[[str], None]] = {}
         self._none_left = asyncio.Event()
 
@@ -48,16 +48,16 @@ class Processes:
             self._none_left.set()
 
     def look(self) -> None:
-        """Tell of those that have ended and have not been told of yet."""
+        """Report the processes that have ended and are not reported yet."""
         for name in [name for name, handle in self._handles.items() if select.select([handle], [], [], 0)[0]]:
             self._has_ended(name)
 
     def expect_ends(self) -> None:
-        """Tell nobody from now on."""
+        """Report no ends from now on."""
         self._report.clear()
 
     async def end(self, *, within_s: float) -> None:
-        """Until all have ended: by themselves, or after `within_s` by SIGKILL."""
+        """Wait until all have ended: by themselves, or after `within_s` by SIGKILL."""
         for patience_s in (within_s, KILLED_WITHIN_S):
             self._none_left.clear()
             if self._handles:
@@ -68,19 +68,19 @@ class Processes:
         self.close()
 
     def close(self) -> None:
-        """Follow them no more."""
+        """Stop following all processes."""
         for name in list(self._handles):
             self._let_go(name)
 
 
 def pid_space() -> str:
-    """Processes with the same value mean the same process by a number: they are of one machine, and one container."""
+    """Identifies the pid namespace: processes with the same value are on one machine and in one container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def children(*names: str) -> dict[str, int]:
-    """Name -> pid of this process's own children of these names, as the kernel calls them."""
+    """Name -> pid of this process's children with these names, as the kernel reports them."""
     found = {}
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
@@ -92,6 +92,6 @@ def children(*names: str) -> dict[str, int]:
 
 
 def _stat(process: Path) -> tuple[str, list[str]]:
-    """(name, state and all that follows)"""
+    """(name, the fields after it, beginning with the state)"""
     before, _, rest = (process / "stat").read_text().rpartition(") ")
     return before.partition("(")[2], rest.split()

@@ -24,11 +24,11 @@ from flowrl.runtime.ports.requests import LiveCall
 from flowrl.runtime.telemetry.trace import TraceBuffer
 
 TRACED_WAIT_NS = 1_000_000
-"""Shorter waits are not worth a slice."""
+"""Shorter waits get no slice in the trace."""
 
 
 class Replica:
-    """Runs one node. Also where its in ports leave what is lost (`inbound.Losses`)."""
+    """Runs one node. It also records the losses of its in ports (`inbound.Losses`)."""
 
     def __init__(self, node: Node, place: ReplicaPlace, endpoint: Endpoint, trace: TraceBuffer, lease: Lease) -> None:
         self.node = node
@@ -41,19 +41,19 @@ class Replica:
         self.calls: list[LiveCall] = []
         self.lease = lease
         self.trainers: frozenset[str] = frozenset()
-        """Those that what comes in here can come to, this node among them."""
+        """The trainers that items arriving here can reach, including this node."""
         self.every_trainer: frozenset[str] = frozenset()
-        """Those that an admitted group can come to by any branch."""
+        """The trainers that an admitted group can reach by any branch."""
         self._trace = trace
         self._tasks = asyncio.TaskGroup()
         self._restored: list[tuple[Outbound, Kept]] = []
         self.ended = False
         self._stopped_by: set[str] = set()
-        """Who keeps in ports from taking or out ports from sending."""
+        """Who currently stops in ports from taking, or out ports from sending."""
         node.context = self.context
 
     async def run(self) -> None:
-        """The body, then the end of its out ports. Raises what the body, or a loss on its way, raised."""
+        """Run the body, then close the out ports. Raises what the body, or the forwarding of a loss, raised."""
         with self.activity.pending.named():
             async with self._tasks as tasks:
                 for out, kept in self._restored:
@@ -68,7 +68,7 @@ class Replica:
             call.close()
 
     async def _body(self, whole: asyncio.Task[None] | None) -> None:
-        """The node's own code; the engine cancels it by cancelling `whole`, the task that `run` is."""
+        """Run the node's own code; the engine cancels it by cancelling `whole`, the task of `run`."""
         with self.open_items.noting_failure():
             try:
                 await self.node.run()
@@ -83,7 +83,7 @@ class Replica:
     def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
         self.book(items, marker)
         if not self._unheard(items) and marker.state == "failed" and items[0].sent_on:
-            self.context.metric("failed_after_send", 1)  # all of it is on its way: the failure is its node's alone
+            self.context.metric("failed_after_send", 1)  # all ports have sent already: nothing is lost
         self.forward(items, marker)
 
     def book(self, items: Sequence[Item], marker: Tombstone) -> None:
@@ -92,7 +92,7 @@ class Replica:
             self.context.ledger.lost(marker, sorted(lost_at))
 
     def give_up(self, item: Item, state: str, reason: str) -> None:
-        """See `inbound.Losses`. Raises FlowrlError where a branch that does not pass here may still want the group."""
+        """See `inbound.Losses`. Raises FlowrlError if a branch that does not pass here may still need the group."""
         group_id = item.envelope.group_id
         if not group_id:
             raise FlowrlError(f"it dropped the group of a {type(item.body).__name__} that is of no group")
@@ -107,7 +107,7 @@ class Replica:
         self.context.endpoint.notify(DRIVER, "give up", body)
 
     def _ended(self, item: Item) -> None:
-        """What a trainer has let go of has to be booked by it."""
+        """Note samples that a trainer is done with: the trainer has to book them."""
         if self.place.node in self.trainers and item.lost is None:
             self.context.ledger.finished(self.place.node, [sample.sample_id for sample in samples_of(item.body)])
 
@@ -117,7 +117,7 @@ class Replica:
         return [out for out in self.outbound.values() if out.port in names]
 
     def _unheard(self, items: Sequence[Item]) -> list[Outbound]:
-        """The out ports whose consumers have nothing of `items`, and take tombstones."""
+        """The out ports that carry tombstones, and on which nothing was made from `items`."""
         sent = self._sent(items)
         return [out for out in self.outbound.values() if out not in sent and out.carries_tombstones]
 
@@ -132,18 +132,18 @@ class Replica:
                 self.open_items.end(item)
             return None
         for item in items:
-            item.held = True  # its invocation may end before the marker is on its way
+            item.held = True  # its invocation may end before the marker is sent
         for out in outs:
             out.leaving(+1)
         forwarding = self._forward(items, marker, outs)
         try:
             return self._tasks.create_task(forwarding)
-        except RuntimeError:  # the node is ending by a failure: nothing goes out any more
+        except RuntimeError:  # the node is ending because of a failure: it sends nothing more
             forwarding.close()
             return None
 
     async def _forward(self, items: Sequence[Item], marker: Tombstone, outs: Sequence[Outbound]) -> None:
-        in_invocation.set(None)  # the invocation that it comes from goes on, or has ended
+        in_invocation.set(None)  # this wait is not part of the invocation that lost the items
         for out in outs:
             await out.send_tombstone(marker, items)
             out.leaving(-1)
@@ -151,7 +151,7 @@ class Replica:
             self.open_items.end(item)
 
     async def leave(self, items: Sequence[Item]) -> None:
-        """See `inbound.Losses`. Cancelled, it goes on by itself."""
+        """See `inbound.Losses`. If the caller is cancelled, the work continues in its own task."""
         if len(self.outbound) > 1 and (leaving := self._tell_elsewhere(items)) is not None:
             await asyncio.shield(leaving)
 
@@ -161,7 +161,7 @@ class Replica:
                 self.open_items.end(item)
 
     def _tell_elsewhere(self, items: Sequence[Item]) -> asyncio.Task[None] | None:
-        """Where samples are counted, those that were sent on other ports only are told of; None if there is nobody."""
+        """On ports that count samples, send tombstones for samples sent on other ports only; None if there are none."""
         outs = [out for out in self._unheard(items) if out.counted]
         if not outs or not any(item.sent_on for item in items) or any(item.lost for item in items):
             return None
@@ -174,7 +174,7 @@ class Replica:
         return self._begin_forward(items, marker, outs)
 
     def sent_already(self) -> list[bytes]:
-        """Ids of what was made from items, or for a group, whose invocation goes on."""
+        """Ids of messages already sent by unfinished invocations and admissions, and outside of invocations."""
         admitted = [key for out in self.outbound.values() for key in out.sent_of_open_group()]
         waiting = {key for out in self.outbound.values() for key in out.not_sent()}
         outside = [key for out in self.outbound.values() for key in out.sent_outside()]
@@ -192,7 +192,7 @@ class Replica:
             self._trace.slice(self.place.replica_id, what, since_ns, now, kind="wait")
 
     def restore(self, kept: Kept) -> None:
-        """Send a checkpoint's message again, as soon as the node runs: the lane may have to wait for credit."""
+        """Send a checkpoint's message again once the node runs: the send may have to wait for credit."""
         ports = [out for out in self.outbound.values() if kept[0].startswith(f"{out.port} -> ")]
         for out in ports:
             out.leaving(+1)
@@ -202,13 +202,13 @@ class Replica:
         self._trace.item(self.place.replica_id, item.envelope, begins=begins)
 
     def gate(self, by: str, *, open_: bool) -> None:
-        """Let in ports take items, or not, as far as `by` goes."""
+        """Open or close the gates of the in ports for `by`."""
         self._stopped(by, not open_)
         for port in self.inbound.values():
             port.gate(by, open_=open_)
 
     def hold(self, held: bool) -> None:
-        """Let out ports send, or not."""
+        """Stop or restart sending on the out ports."""
         self._stopped("hold", held)
         for port in self.outbound.values():
             port.hold(held)
@@ -220,7 +220,7 @@ class Replica:
             self._stopped_by.discard(by)
 
     def report(self) -> dict[str, Any]:
-        """What the stall watch is told: `alive` says why the node will move by itself, if it will."""
+        """The report for the stall watch; `alive` lists the reasons why the node will move by itself, if any."""
         now = time.monotonic()
         waits = [(wait.kind, wait.what, now - wait.since_s) for wait in self.activity.waits.values()]
         if self._stopped_by and not self.ended:

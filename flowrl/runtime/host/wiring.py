@@ -1,4 +1,4 @@
-"""Joins one node replica's ports to the lanes that the plan gives it."""
+"""Connects the ports of one node replica to the lanes that the plan assigns to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowrl.runtime.ports.requests import LiveCall, LiveServe
 
 
 def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None:
-    """Give every port of `replica` its live side. Ignored ports get one without lanes, unused calls none."""
+    """Give every port of `replica` its live side. An ignored port gets one without lanes, an unused Call port none."""
     node = graph.nodes[replica.place.node]
     ways = by_name(plan.ports)
     admitted = [ways[plan.admission["out"]]] if plan.admission is not None else plan.ports
@@ -60,7 +60,7 @@ def _spec(lane: LanePlan) -> LaneSpec:
 
 
 def _ends(plan: Plan, way: PortPlan) -> tuple[str, ...]:
-    """The trainers beyond a port; in a graph without any, the one end that all branches have."""
+    """The trainers downstream of a port; in a graph without trainers, the single end "" of all branches."""
     return way.trainers if plan.trainers else ("",)
 
 
@@ -105,7 +105,7 @@ def _serve(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> Live
 
 
 class _Doors:
-    """Stands for the endpoint of a Serve port: what answers there works in the name of its node."""
+    """Wraps the endpoint for a Serve port, so that its handlers run as work of the node."""
 
     def __init__(self, endpoint: Endpoint, replica: Replica) -> None:
         self._endpoint = endpoint

@@ -1,15 +1,15 @@
-"""Accounting: tickets and ledger of one run, kept in the driver and fed by every host.
+"""Accounting: tickets and ledger of one run, kept in the driver; every host reports to it.
 
 Invariants
-- A group stands committed in the ledger before `admit` answers, so before its first prompt leaves.
-- No group and no sample is admitted twice: `_admitting`, `_fates` and the ledger know every one there is.
-- A sample is in flight until its fate at every trainer that it can come to is known (`fates`), and
-  its group's ticket is out until the state of the last of them is. What is lost on a branch that leads to no
-  trainer changes nothing here.
-- No trainer's use of a token that is older than the bound is booked: it ends the run.
-- What is made of a sample again after a resume changes its row only if what was made before is gone.
-- Other events are committed with the next admission or step, and COMMIT_WITHIN_S after they came at
-  the latest.
+- A group is committed in the ledger before `admit` answers, and so before its first prompt is sent.
+- No group and no sample is admitted twice: `_admitting`, `_fates` and the ledger together know all of them.
+- A sample is in flight until its fate at every trainer that it can reach is known (`fates`). The ticket of its group
+  is out until the state of the group's last sample is known. A loss on a branch that leads to no trainer changes
+  nothing here.
+- A trainer's use of a token older than the bound is not booked: it ends the run.
+- After a resume, repeated work on a sample changes its row only if the result of the earlier work is gone.
+- Other events are committed with the next admission or step, and at the latest COMMIT_WITHIN_S after they
+  arrive.
 
 Waits: `admit` waits for a returned ticket, the end of a pause, or the end of admission; `until_held`
 for consumers to load or to die.
@@ -47,12 +47,12 @@ class Handlers(Protocol):
 
 
 class Accounting:
-    """Tickets, ledger and the admission queue. Not thread-safe: the driver's event loop only.
+    """Tickets, ledger and the admission queue. Not thread-safe: use it on the driver's event loop only.
 
-    `tickets` names the trainers, the main one first: its steps are the run's, and the other trainers' records
-    stand in its next record, under their names. `on_step` gets that record. `bound` is the largest staleness of
-    a trained token; the age of a use by one of `own_clock` counts from the weights of its own that were held
-    when the group was admitted. With `resume` the groups that the ledger has in flight keep their tickets.
+    `tickets` names the trainers, the main one first: its steps are the run's steps, and its next record contains the
+    other trainers' records under their names. `on_step` gets that record. `bound` is the largest staleness of a
+    trained token. For a trainer of `own_clock`, the age of a use counts from the version of its own weights that was
+    held when the group was admitted. With `resume`, groups that the ledger has in flight keep their tickets.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Accounting:
         self._other_records: dict[str, Any] = {}
         self._fates = Fates(tickets.trainers)
         self._admitting: dict[str, str] = {}
-        """Sample whose `admit` has not been answered yet -> its group."""
+        """Sample whose `admit` has not returned yet -> its group."""
         self._taken_up: dict[str, int] = {}
-        """Group that the resume found in flight -> its ticket, until its source asks for it."""
+        """Group that the resume found in flight -> its ticket, until its source admits it again."""
         self._generated_before: set[str] = set()
         self._scored_before: set[str] = set()
         self._waiters: list[asyncio.Future[None]] = []
@@ -95,7 +95,7 @@ class Accounting:
             self._take_up()
 
     def serve(self, endpoint: Handlers) -> None:
-        """Answer the `LedgerClient` of every host."""
+        """Register the handlers for the `LedgerClient` of every host."""
 
         async def admit(host: str, body: Mapping[str, Any]) -> int | None:
             return await self.admit(body["node"], body["group_id"], body["rows"], trainers=body["trainers"])
@@ -119,9 +119,9 @@ class Accounting:
     ) -> int | None:
         """A committed ticket for the group, or None when admission has ended.
 
-        `rows`: (sample_id, prompt_id, epoch, member, prompt_tokens); `trainers`: those that the group can come to,
-        all by default. A group that a resume found in flight, because the checkpoint came while its source was sending
-        it, gets the ticket it has, once. Raises FlowrlError for what was admitted before, or is being admitted.
+        `rows`: (sample_id, prompt_id, epoch, member, prompt_tokens); `trainers`: those that the group can reach, all
+        by default. A group that a resume found in flight, because its source was sending it when the checkpoint was
+        written, gets its old ticket, once. Raises FlowrlError if it was admitted before, or is being admitted.
         """
         sample_ids = [row[0] for row in rows]
         if group_id in self._taken_up:
@@ -131,7 +131,7 @@ class Accounting:
                 f"node {node!r} admitted {repeated}; a source has to give every group of every epoch its own "
                 "group_id, and every member of a group its own sample_id and number"
             )
-        self._admitting |= dict.fromkeys(sample_ids, group_id)  # nobody else takes these ids during the waits
+        self._admitting |= dict.fromkeys(sample_ids, group_id)  # reserve the ids during the waits
         try:
             while (ticket := self.tickets.try_admit(trainers)) is None:
                 if self.tickets.closed:
@@ -153,7 +153,7 @@ class Accounting:
         return self._taken_up.pop(group_id)
 
     def _repeated(self, group_id: str, sample_ids: Sequence[str], members: Sequence[int]) -> str:
-        """What of the group was admitted before, in words; "" if nothing was."""
+        """A text that names what of the group was admitted before; "" if nothing was."""
         known = group_id in self._fates.groups or group_id in self._admitting.values()
         if known or self.ledger.samples_of(group_id):
             return f"group {group_id!r} a second time"
@@ -181,7 +181,7 @@ class Accounting:
         return waiter
 
     def _changed(self) -> None:
-        """Let all that wait look again, in order of asking."""
+        """Wake all waiters, in order of request, to check their conditions again."""
         waiters, self._waiters = self._waiters, []
         for waiter in [waiter for waiter in waiters if not waiter.done()]:
             waiter.set_result(None)
@@ -213,9 +213,9 @@ class Accounting:
             await self._change()
 
     def kept(self, generated: Set[str], scored: Set[str]) -> None:
-        """A checkpoint has these samples generated, and scored, already.
+        """Note the samples that a checkpoint holds as generated, and as scored.
 
-        An invocation that the snapshot found in its last send makes them once more, and that copy goes nowhere.
+        An invocation that the snapshot found in its last send makes them again, and the copy is not sent.
         """
         self._generated_before |= generated
         self._scored_before |= scored
@@ -223,7 +223,7 @@ class Accounting:
     # Events
 
     def record(self, events: Sequence[Row]) -> None:
-        """Book events in order; `LedgerClient` makes them."""
+        """Book events from `LedgerClient`, in order."""
         for kind, *fields in events:
             self._book[kind](*fields)
         self._changed()
@@ -251,7 +251,7 @@ class Accounting:
         reason: str,
         tokens: int,
     ) -> None:
-        """A loss at `trainers` (None: at all) of the samples that `Fates.samples` finds."""
+        """Book a loss at `trainers` (None: at all of them) of the samples that `Fates.samples` finds."""
         lost = self._fates.samples(group_id, member, sample_ids)
         if tokens and len(lost) == 1:
             self.ledger.add("partial", tokens, lost[0])
@@ -260,7 +260,7 @@ class Accounting:
                 self._settle(sample_id, trainer, Fate(state=state, reason=reason))
 
     def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[Row]) -> None:
-        """A batch is finished and made version `record["step"]` of `trainer`."""
+        """Book a finished batch, which made version `record["step"]` of `trainer`."""
         step = int(record["step"])
         require_next(trainer, step, self.tickets.versions)
         self.ledger.add("step", trainer, step, time.time())
@@ -279,7 +279,7 @@ class Accounting:
         group = self._fates.group_of(sample_id)
         if group is None and self.ledger.group_of(sample_id) is not None:
             raise used_after_all(trainer, step, sample_id)
-        # Its generator tells of it in its own time; until then, and if that never comes, this is what there was.
+        # The generator reports the sample later; until then, and if that report never comes, this count stands.
         self.ledger.add("partial", tokens + stale + masked, sample_id)
         if trainer in self._own_clock:
             oldest = None if group is None else group.held.get(trainer)
@@ -293,7 +293,7 @@ class Accounting:
         self._settle(sample_id, trainer, Fate(step, tokens, stale, masked, oldest))
 
     def _settle(self, sample_id: str, trainer: str, fate: Fate) -> None:
-        """Note a fate, and what follows from it for the sample, its group's ticket, and admission."""
+        """Note a fate, and its consequences for the sample, its group's ticket, and admission."""
         group = self._fates.settle(sample_id, trainer, fate)
         if group is None:
             return
@@ -312,7 +312,7 @@ class Accounting:
             self.ledger.add("settled", "dropped" if step is None else "trained", step, group.ticket)
 
     def _close(self, sample_id: str, fate: Fate) -> None:
-        """The state of a sample is known."""
+        """Book the final state of a sample."""
         if not fate.trained:
             row = (fate.state, fate.reason, fate.stale_tokens, fate.masked_tokens)
             self.ledger.add("unused", *row, sample_id)
@@ -326,7 +326,7 @@ class Accounting:
         self.tickets.holds(replica, policy, version)
 
     def line(self, step: int, line: str) -> None:
-        """The metrics line of that step is written; `line` is its hash."""
+        """Book that the metrics line of that step is written; `line` is its hash."""
         self.ledger.add("line", line, self._main, step)
         self._commit_later()
 
@@ -337,10 +337,10 @@ class Accounting:
     # Storage
 
     def commit(self) -> None:
-        """Write what is buffered, and let the admissions that wait for it go on.
+        """Write all buffered rows, and resume the admissions that wait for it.
 
-        Raises FlowrlError where the ledger cannot be written; so do the waiting admissions. Called by the
-        loop, it goes to the loop's exception handler: the driver ends the run before a node hears of it.
+        Raises FlowrlError if the ledger cannot be written; so do the waiting admissions. If the loop calls this, its
+        exception handler gets the error: the driver ends the run before a node sees it.
         """
         if self._timer is not None:
             self._timer.cancel()
@@ -358,7 +358,7 @@ class Accounting:
                 waiting.set_result(None)
 
     def _commit_this_turn(self) -> asyncio.Future[None]:
-        """One commit for all that is admitted in this tick of the loop."""
+        """One shared commit for all admissions of this tick of the loop."""
         if self._committing is None:
             loop = asyncio.get_running_loop()
             self._committing = loop.create_future()
@@ -370,7 +370,7 @@ class Accounting:
             self._timer = asyncio.get_running_loop().call_later(COMMIT_WITHIN_S, self.commit)
 
     def _take_up(self) -> None:
-        """The groups that the ledger has in flight, with the fates that it knows."""
+        """Load the groups in flight from the ledger, with their known fates."""
         self._fates.take_up(self.ledger.in_flight(), self.ledger.fates())
         self._taken_up = self.in_flight()
         groups = self._fates.groups.values()
@@ -390,7 +390,7 @@ class Accounting:
         return self.ledger.as_of_now()
 
     def close(self, *, orderly: bool) -> None:
-        """The last commit. At an orderly end what is still in flight is dropped, reason `run_end`."""
+        """Commit for the last time. At an orderly end, drop all samples still in flight, with reason `run_end`."""
         self.end_admission()
         if orderly:
             for sample_id, trainer in self._fates.still_open():

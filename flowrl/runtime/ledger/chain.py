@@ -1,15 +1,15 @@
-"""The hash chain of a ledger: one link a commit, which binds every row of every table as that commit left it.
+"""The hash chain of a ledger: one link per commit, which binds every row of every table as that commit left it.
 
-Rows change in place, so a link binds contents, not writes. Each table has the number of its rows and the sum of
-their hashes modulo 2^256: what a commit changes is subtracted as it was and added as it is, and a reader recomputes
-the sums in one pass, in any order. Triggers of the writing connection report the changes, whatever statement makes
-them. A commit's digest is the hash of all numbers and sums; its head hashes the head before it, its own number, time
-and digest. What changes nothing makes no link.
+Rows change in place, so a link binds contents, not writes. For each table the chain has the number of its rows and
+the sum of their hashes modulo 2^256. A commit subtracts the hash of a changed row's old content and adds that of its
+new content; a reader recomputes the sums in one pass, in any order. Triggers of the writing connection report all
+changes, whatever statement makes them. A commit's digest is the hash of all numbers and sums; its head hashes the
+head before it, its own number, time and digest. A commit that changes nothing makes no link.
 
 `contents` and `commits` are written in the commit's own transaction: a crash leaves them as they were before it, and
-a ledger rewound to a checkpoint has that checkpoint's chain. There is no key: the chain shows what anything but
-flowrl has changed, not what somebody has changed who then computed the chain anew. Against that, keep a head
-elsewhere: it stands in every metrics line.
+a ledger rewound to a checkpoint has that checkpoint's chain. There is no key: the chain reveals changes by anything
+but flowrl, unless whoever made them then recomputed the chain. Against that, keep a head elsewhere: every metrics
+line contains one.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ Row = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """What a table holds."""
+    """The content of a table as a row count and a sum of row hashes."""
 
     num_rows: int = 0
     row_hashes: int = 0
 
     def changed(self, was: Row | None, now: Row | None) -> Sum:
-        """With the row `now` in the place of `was`; None is no row."""
+        """The sum with the row `was` replaced by `now`; None means no row."""
         num_rows = self.num_rows + (now is not None) - (was is not None)
         change = (0 if now is None else row_hash(now)) - (0 if was is None else row_hash(was))
         return Sum(num_rows, (self.row_hashes + change) % MODULUS)
 
     def row(self, table: str) -> Row:
-        """The row of `contents`."""
+        """The row of `contents` for this table."""
         return table, self.num_rows, f"{self.row_hashes:064x}"
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Sum:
-        """Of a whole table, row by row."""
+        """The sum of a whole table, computed row by row."""
         num_rows, row_hashes = 0, 0
         for row in rows:
             num_rows += 1
@@ -72,7 +72,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One link."""
+    """One link of the chain."""
 
     number: int
     committed_s: float
@@ -81,26 +81,26 @@ class Commit:
 
     @classmethod
     def after(cls, before: Commit | None, committed_s: float, digest: str) -> Commit:
-        """The one that follows `before`, None for the first."""
+        """The link that follows `before`; `before` is None for the first link."""
         number, head = (0, "") if before is None else (before.number + 1, before.head)
         return cls(number, committed_s, digest, _hash((head, number, committed_s, digest)))
 
 
 @dataclass(frozen=True)
 class State:
-    """Where the chain stands: what the tables hold, and the commit that left it."""
+    """The state of the chain: the contents of the tables, and the newest commit."""
 
     sums: Mapping[str, Sum] = field(default_factory=dict)
     newest: Commit | None = None
 
 
 def row_hash(row: Row) -> int:
-    """Of the values as SQLite gives them: 1, 1.0, "1" and b"1" are four values."""
+    """The hash of the values as SQLite returns them: 1, 1.0, "1" and b"1" are four different values."""
     return int.from_bytes(hashlib.blake2b(msgpack.packb(row), digest_size=32).digest())
 
 
 def digest_of(contents: Iterable[Row]) -> str:
-    """One hash of the rows of `contents`, in order of their names."""
+    """One hash over the rows of `contents`, which are ordered by name."""
     return _hash(list(contents))
 
 
@@ -109,12 +109,12 @@ def _hash(content: Any) -> str:
 
 
 def read_contents(db: sqlite3.Connection) -> list[Row]:
-    """What the newest commit says that the tables hold."""
+    """The contents of the tables according to the newest commit."""
     return db.execute("SELECT name, num_rows, row_hashes FROM contents ORDER BY name").fetchall()
 
 
 def read_commits(db: sqlite3.Connection) -> Iterator[Commit]:
-    """All links in order of their numbers."""
+    """All links, ordered by number."""
     return (Commit(*row) for row in db.execute("SELECT number, committed_s, digest, head FROM commits ORDER BY number"))
 
 
@@ -127,13 +127,13 @@ def newest(db: sqlite3.Connection) -> Commit | None:
 class Chain:
     """Links the commits of one connection, the only one that writes the ledger.
 
-    Inside of each transaction, last, `extend`; after its end `settle`.
+    Call `extend` as the last step of each transaction, and `settle` after its end.
     """
 
     def __init__(self, db: sqlite3.Connection, tables: Sequence[str]) -> None:
         self._db = db
         self._changes: dict[tuple[str, int], list[Row | None]] = {}
-        """(table, rowid) -> its row before this transaction, and now."""
+        """(table, rowid) -> [row before this transaction, row now]."""
         known = {name: Sum(num_rows, int(row_hashes, 16)) for name, num_rows, row_hashes in read_contents(db)}
         self.state = State(dict.fromkeys(tables, Sum()) | known, newest(db))
         db.create_function("row_was", -1, self._was)
@@ -143,10 +143,11 @@ class Chain:
 
     @property
     def head(self) -> str:
-        """Of the last commit, "" before the first."""
+        """The head of the last commit, "" before the first."""
         return self.state.newest.head if self.state.newest else ""
 
     def _was(self, table: str, rowid: int, *row: Any) -> None:
+        # Only the first change of a row in a transaction reports its content before the transaction.
         self._changes.setdefault((table, rowid), [row, None])[1] = None
 
     def _is(self, table: str, rowid: int, *row: Any) -> None:
@@ -167,13 +168,13 @@ class Chain:
         return State(sums, commit)
 
     def settle(self, state: State | None) -> None:
-        """The transaction is over: committed with what `extend` returned, or rolled back (None)."""
+        """End the transaction: committed with the state that `extend` returned, or rolled back (None)."""
         self._changes.clear()
         self.state = state or self.state
 
 
 def _report_changes(db: sqlite3.Connection, table: str) -> None:
-    """Triggers that this connection alone has: whatever it writes to the table is reported to its chain."""
+    """Create triggers, for this connection only, that report everything it writes to the table to its chain."""
     columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
     was, now = (
         f"SELECT {function}('{table}', {row}.rowid, {', '.join(f'{row}.{name}' for name in columns)});"

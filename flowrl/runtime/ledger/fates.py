@@ -1,13 +1,13 @@
-"""Fates: what becomes of each sample at each trainer that it can come to. Pure bookkeeping.
+"""Fates: the outcome of each sample at each trainer that it can reach. Pure bookkeeping.
 
 Invariants
-- A sample has one fate at each trainer that its group can come to: a use, or a loss. The first word stands. A later
-  loss changes nothing, a later use is an error of the graph or of flowrl.
-- A sample's state is known with its last fate: trained if any trainer used it, else what its loss at the first
-  trainer says.
+- A sample has one fate at each trainer that its group can reach: a use or a loss. The first report is final. A later
+  loss changes nothing; a later use is an error of the graph or of flowrl.
+- A sample's state is known when its last fate is known: trained if any trainer used it, otherwise the state of its
+  loss at the first trainer.
 - A trainer is done with a group when it has a fate for each of the group's samples.
 
-`trainers` is in order, the main one first; a graph without trainers has the one name "".
+`trainers` is ordered, the main one first; a graph without trainers has the single name "".
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ LEFT_AT_END = Fate(state="dropped", reason="run_end")
 
 @dataclass(slots=True)
 class GroupFates:
-    """A group of which the fate of some sample is open."""
+    """A group in which some sample has an open fate."""
 
     group_id: str
     ticket: int
     held: Mapping[str, int]
-    """Trainer that it can come to -> the version of its weights that was held everywhere at admission."""
+    """Trainer that it can reach -> the version of its weights that all consumers held at admission."""
     members: Mapping[int, str]
     """Member -> sample."""
     open: dict[str, set[str]]
-    """Sample -> the trainers at which its fate is open; samples without any are gone."""
+    """Sample -> the trainers at which its fate is open; samples without open fates are removed."""
     fates: dict[str, dict[str, Fate]] = field(default_factory=dict)
     """Sample -> trainer -> fate."""
 
@@ -41,12 +41,12 @@ class GroupFates:
         return not any(trainer in trainers for trainers in self.open.values())
 
     def made(self, trainer: str) -> int | None:
-        """The newest version of `trainer` whose batch had a sample of the group; None: it left all out."""
+        """The newest version of `trainer` whose batch contained a sample of the group; None if no batch did."""
         steps = [fate.step for fates in self.fates.values() if (fate := fates.get(trainer)) is not None]
         return max((step for step in steps if step is not None), default=None)
 
     def known(self) -> dict[str, int | None]:
-        """Trainer that is done with the group -> what it made."""
+        """Trainer that is done with the group -> the result of `made`."""
         return {trainer: self.made(trainer) for trainer in self.held if self.is_done(trainer)}
 
 
@@ -60,17 +60,17 @@ class Fates:
         self._group_of: dict[str, GroupFates] = {}
         """Sample with an open fate -> its group."""
         self._finished: dict[str, dict[str, None]] = {trainer: {} for trainer in trainers}
-        """Trainer -> samples of batches that it has let go of, of which it has booked nothing."""
+        """Trainer -> samples of finished batches for which the trainer has booked no fate yet."""
 
     def open(self, group_id: str, ticket: int, held: Mapping[str, int], members: Mapping[int, str]) -> GroupFates:
-        """A group is admitted."""
+        """Add an admitted group."""
         group = GroupFates(group_id, ticket, held, members, {sample: set(held) for sample in members.values()})
         self.groups[group_id] = group
         self._group_of |= dict.fromkeys(members.values(), group)
         return group
 
     def take_up(self, samples: Iterable[OpenSample], known: Iterable[tuple[str, str, str, Fate]]) -> None:
-        """The samples that a resumed run finds in flight, and (group, sample, trainer, fate) of what is known."""
+        """Load the samples that a resumed run finds in flight, and the known fates (group, sample, trainer, fate)."""
         for row in samples:
             group = self.groups.setdefault(row.group_id, GroupFates(row.group_id, row.ticket, row.held, {}, {}))
             group.members = {**group.members, row.member: row.sample_id}
@@ -86,9 +86,9 @@ class Fates:
         return self._group_of.get(sample_id)
 
     def samples(self, group_id: str, member: int, sample_ids: Sequence[str]) -> list[str]:
-        """The samples with an open fate that a loss is about.
+        """The samples with an open fate to which a loss applies.
 
-        That is `member` of the group; the named ones if it is about several; the whole group if none is named.
+        These are `member` of the group; without a member the samples named; the whole group if none is named.
         """
         group = self.groups.get(group_id)
         if group is None:
@@ -100,9 +100,9 @@ class Fates:
         return [sample for sample in chosen if sample in group.open]
 
     def settle(self, sample_id: str, trainer: str, fate: Fate) -> GroupFates | None:
-        """Note a fate. None if it was known before: then nothing changes.
+        """Note a fate; returns its group. If the fate was known before, nothing changes, and it returns None.
 
-        Raises FlowrlError where `trainer` uses a sample of which another word stands.
+        Raises FlowrlError if `trainer` uses a sample whose fate there is known already.
         """
         group = self._group_of.get(sample_id)
         known = {} if group is None else group.fates.get(sample_id, {})
@@ -120,14 +120,14 @@ class Fates:
         return group
 
     def finished(self, trainer: str, sample_ids: Iterable[str]) -> None:
-        """`trainer` has let go of a batch with these samples."""
+        """`trainer` has finished a batch with these samples."""
         for sample_id in sample_ids:
             group = self._group_of.get(sample_id)
             if group is not None and trainer in group.open[sample_id]:
                 self._finished[trainer][sample_id] = None
 
     def unbooked(self) -> str:
-        """The mistake of a trainer that finishes samples without booking what it did with them, in words; else ""."""
+        """A text about a trainer that finished samples without booking what it did with them; "" if there is none."""
         for trainer, samples in self._finished.items():
             if samples:
                 return (
@@ -138,14 +138,14 @@ class Fates:
         return ""
 
     def state(self, group: GroupFates, sample_id: str) -> Fate | None:
-        """What became of the sample in all; None while a fate is open."""
+        """The final state of the sample over all trainers; None while a fate is open."""
         if sample_id in group.open:
             return None
         fates = [group.fates[sample_id][t] for t in self._in_order(group) if t in group.fates[sample_id]]
         return next((fate for fate in fates if fate.trained), fates[0])
 
     def step_of(self, group: GroupFates) -> int | None:
-        """The version that the group helped to make at the first trainer that used it; None if none did."""
+        """The newest version made with the group at the first trainer that used it; None if no trainer did."""
         for trainer in self._in_order(group):
             used = [fates[trainer] for fates in group.fates.values() if trainer in fates and fates[trainer].trained]
             if used:
@@ -156,7 +156,7 @@ class Fates:
         return [trainer for trainer in self.trainers if trainer in group.held]
 
     def still_open(self) -> Iterator[tuple[str, str]]:
-        """(sample, trainer) of every open fate, as a list made now."""
+        """(sample, trainer) of every open fate, from a copy, so that fates may be settled meanwhile."""
         groups = list(self.groups.values())
         yield from [(s, t) for group in groups for s, trainers in group.open.items() for t in sorted(trainers)]
 
@@ -179,7 +179,7 @@ def require_next(trainer: str, step: int, versions: Mapping[str, int]) -> None:
 def require_fresh(trainer: str, version: int, oldest: int | None, of: str, bound: int | None) -> None:
     """Raise FlowrlError for an update of `version` with tokens whose age counts from a version beyond the bound.
 
-    The last line of defence: the tickets and the window have made sure of it before.
+    This is the last check: the tickets and the window already prevent such an update.
     """
     if bound is not None and oldest is not None and version - oldest > bound:
         raise FlowrlError(
@@ -190,7 +190,7 @@ def require_fresh(trainer: str, version: int, oldest: int | None, of: str, bound
 
 
 def used_after_all(trainer: str, step: int, sample_id: str) -> FlowrlError:
-    """A use of a sample of which the last fate is known."""
+    """The error for a use of a sample whose last fate is known."""
     return FlowrlError(
         f"{trainer!r} used sample {sample_id!r} at step {step}, whose state is known: two branches bring it the same "
         "sample, or a node sends on what it has dropped"

@@ -1,7 +1,7 @@
-"""The ledger file: what became of every admitted sample and of every policy token.
+"""The ledger: the outcome of every admitted sample and of every policy token.
 
-Storage only; `Accounting` decides. Rows are buffered and written in one transaction by `commit`, together with the link
-that binds what all tables then hold (`chain`). The file and its tables: `ledger_file`.
+Storage only; `Accounting` decides. Rows are buffered. `commit` writes them in one transaction, together with the link
+that binds the contents of all tables after it (`chain`). `ledger_file` defines the file and its tables.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from flowrl.runtime.ledger.terms import Terms
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a sample at one trainer."""
+    """The outcome of a sample at one trainer."""
 
     step: int | None = None
-    """The version that its batch made; None: it came into no batch."""
+    """The version that its batch made; None if it was in no batch."""
     tokens: int = 0
     stale_tokens: int = 0
     masked_tokens: int = 0
     oldest_version: int | None = None
     state: str = "trained"
-    """trained, or why nothing of it entered the loss: filtered, failed, dropped."""
+    """trained; or filtered, failed or dropped, if nothing of it entered the loss."""
     reason: str | None = None
 
     @property
@@ -42,15 +42,16 @@ class Fate:
 
 STATES = ("in_flight", "trained", "filtered", "failed", "dropped")
 
-# A transaction runs these in this order, each one's rows in order of their events: a sample's later events never
-# meet a missing row. That is not the order in which the events came, and need not be; of one row of `samples`
-# - `partial` and `generated` both write response_tokens, but a finished rollout's stand in any order: `generated`
-#   replaces what `partial` wrote, and `partial` leaves a generated row alone;
+# A transaction runs the statements in this order, and the rows of each in order of their events, so the row of a
+# sample exists before its later events change it. This is not the order in which the events arrived, and it need not
+# be. In one row of `samples`
+# - `partial` and `generated` both write response_tokens, but the tokens of a finished rollout win in either order:
+#   `generated` replaces the value from `partial`, and `partial` does not change a generated row;
 # - `generated` and `redone` both write redone_tokens, but only add to them;
-# - `trained` and `unused` write state and tokens, but `Accounting` adds one of the two at most.
-# The first `settled` of a ticket stands. No other two statements write the same column of a row.
-# A second generation of one sample (a crash came between) counts as redone: the first one where the second replaces
-# it, and the second ("redone") where a checkpoint kept the first.
+# - `trained` and `unused` write state and tokens, but `Accounting` adds at most one of the two.
+# The first `settled` of a ticket is final. No other two statements write the same column of a row.
+# When a sample is generated twice (after a crash), one generation counts as redone: the first if the second replaces
+# it, the second ("redone") if a checkpoint holds the first.
 STATEMENTS = {
     "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL, ?)",
     "admitted": "INSERT INTO samples VALUES (?, ?, ?, ?, ?, 'in_flight', NULL, ?, 0, 0, 0, 0, NULL, ?,"
@@ -89,7 +90,7 @@ class OpenSample:
 class Ledger:
     """Buffered writes to one ledger file, and the few reads that accounting needs.
 
-    A file that is not there is made, with `terms` for its first incarnation.
+    If the file does not exist, it is created, with `terms` for its first incarnation.
     """
 
     def __init__(self, path: Path, terms: Terms | None = None) -> None:
@@ -106,18 +107,18 @@ class Ledger:
 
     @property
     def dirty(self) -> bool:
-        """Something is buffered."""
+        """Whether any row is buffered."""
         return any(self._rows.values())
 
     @property
     def head(self) -> str:
-        """Of the last commit: it binds all that is committed."""
+        """The head of the last commit; it binds everything committed."""
         return self._chain.head
 
     def commit(self) -> None:
-        """Write all that is buffered, in one transaction.
+        """Write all buffered rows in one transaction.
 
-        Raises FlowrlError where that fails; then nothing of it is written, and everything is still buffered.
+        Raises FlowrlError if that fails; then nothing is written, and all rows stay buffered.
         """
         linked = None
         try:
@@ -128,7 +129,7 @@ class Ledger:
                 state = self._chain.extend(time.time())
             linked = state
         except (sqlite3.Error, OverflowError) as error:
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the primary one
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the primary result code
             remedy = "make room there" if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) else "fix that"
             raise FlowrlError(
                 f"the ledger {self.path} cannot be written ({error}); the run cannot go on unbooked; {remedy} and "
@@ -161,7 +162,7 @@ class Ledger:
         ]
 
     def fates(self) -> list[tuple[str, str, str, Fate]]:
-        """(group_id, sample_id, trainer, fate): what is known of the groups with a sample in flight."""
+        """(group_id, sample_id, trainer, fate): the known fates in all groups with a sample in flight."""
         open_groups = "(SELECT group_id FROM samples WHERE state = 'in_flight')"
         used = self._db.execute(
             "SELECT s.group_id, sample_id, trainer, u.step, tokens, u.stale_tokens, u.masked_tokens, u.oldest_version"
@@ -183,7 +184,7 @@ class Ledger:
         return dict(self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state"))
 
     def as_of_now(self) -> LedgerSnapshot:
-        """Commit; the ledger as it is then."""
+        """Commit, and return a snapshot of the ledger after that."""
         self.commit()
         return LedgerSnapshot(self.path)
 
@@ -195,17 +196,17 @@ class Ledger:
 
 
 class LedgerSnapshot:
-    """A ledger as it is committed now, however the run writes on; for `copy`, once, in any thread.
+    """A ledger as committed now, unaffected by later writes. Call `copy` once, in any thread.
 
-    That is a reader's transaction on a connection of its own: WAL mode lets it see nothing newer, and holds nobody up.
+    It is a read transaction on its own connection: in WAL mode it sees nothing newer and blocks nobody.
     """
 
     def __init__(self, path: Path) -> None:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._db.execute("BEGIN")
-        self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # it begins with the first read
+        self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # the transaction begins with its first read
 
     def copy(self, path: Path) -> None:
-        """Write all of it to a new file at `path`."""
+        """Write the whole ledger to a new file at `path`."""
         with closing(self._db), closing(sqlite3.connect(path)) as copy:
             self._db.backup(copy)

@@ -1,8 +1,8 @@
-"""What a node replica reports to the ledger: its `context.ledger`.
+"""Reports of a node replica to the ledger: its `context.ledger`.
 
-Events are collected and sent as one notification within SEND_WITHIN_S. Those that can set something
-in motion (a loss, a step, weights held) go at once, together with all collected before them, so the
-ledger sees the events of one replica in order.
+Events are collected and sent as one notification within SEND_WITHIN_S. Events that others may wait for (a loss, a
+step, weights held) are sent at once, together with all events collected before them, so the ledger receives the
+events of one replica in order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DRIVER = "driver"
 
 
 class LedgerLink(Protocol):
-    """What the client needs of `flowrl.channel.endpoint.Endpoint`."""
+    """The part of `flowrl.channel.endpoint.Endpoint` that the client uses."""
 
     async def request(self, host: str, kind: str, body: dict[str, Any]) -> Any: ...
     def notify(self, host: str, kind: str, body: dict[str, Any]) -> None: ...
@@ -31,24 +31,24 @@ class LedgerLink(Protocol):
 
 @dataclass(frozen=True)
 class Use:
-    """What one batch did with one sample."""
+    """How one batch used one sample."""
 
     sample_id: str
     group_id: str
     tokens: int
     """Policy tokens that entered the loss, each counted once."""
     stale_tokens: int = 0
-    """Policy tokens masked out of the loss for their age."""
+    """Policy tokens masked out of the loss because of their age."""
     oldest_version: int | None = None
-    """Of the tokens that entered the loss; None if none did, or no policy sampled them."""
+    """Oldest version of the tokens that entered the loss; None if none did, or if no policy sampled them."""
     masked_tokens: int = 0
     """Policy tokens that a node's `loss_mask` kept out of the loss."""
 
     @classmethod
     def of(cls, sample: Sample, loss_mask: Bool | None = None) -> Use:
-        """The use of `sample` with the tokens of `loss_mask` (default: all that its own lets into the loss).
+        """The use of `sample` with the tokens of `loss_mask` (default: all tokens that its own mask allows).
 
-        What its own mask lets in and `loss_mask` does not is too old.
+        Tokens that its own mask allows and `loss_mask` excludes are too old: they count as stale.
         """
         own: Bool | None = getattr(sample, "loss_mask", None)
         allowed = sample.policy_mask if own is None else own & sample.policy_mask
@@ -71,13 +71,13 @@ class EvaluationRow:
     correct: bool
     response_tokens: int
     oldest_version: int | None
-    """Of its tokens; None if it has none."""
+    """Oldest version of its tokens; None if it has no tokens."""
     newest_version: int | None
     task: str = ""
 
 
 class LedgerClient:
-    """The events of one node replica."""
+    """Collects and sends the events of one node replica."""
 
     def __init__(self, link: LedgerLink, replica: str) -> None:
         self.replica = replica
@@ -88,7 +88,7 @@ class LedgerClient:
     async def admit(self, node: str, samples: Sequence[Prompt], *, trainers: Sequence[str] | None = None) -> int | None:
         """A ticket for one group, committed in the ledger; None when no further group is wanted.
 
-        `samples` are the members of one group, `trainers` those that they can come to (all by default). Waits for
+        `samples` are the members of one group, `trainers` are those that they can reach (all by default). Waits for
         the ticket.
         """
         rows = [(s.sample_id, s.prompt_id, s.epoch, s.member, len(s.token_ids)) for s in samples]
@@ -97,57 +97,57 @@ class LedgerClient:
         return ticket
 
     def generated(self, sample: Sample) -> None:
-        """A rollout is finished, with the versions of its policy tokens (of a dataset's: -1, so none)."""
+        """Report a finished rollout, with the versions of its policy tokens (-1 for a dataset's: reported as None)."""
         versions = sample.versions[sample.policy_mask]
         oldest, newest = (int(versions.min()), int(versions.max())) if len(versions) else (-1, -1)
         at_s = sample.generated_s or time.time()
         self._add("generated", sample.sample_id, sample.generator, len(versions), _known(oldest), _known(newest), at_s)
 
     def scored(self, sample: Scored) -> None:
-        """A sample has its reward."""
+        """Report that a sample has its reward."""
         self._add("scored", sample.sample_id, float(sample.reward), sample.scored_s or time.time())
 
     def lost(self, marker: Tombstone, trainers: Sequence[str] | None = None) -> None:
-        """The marker's sample, or its whole group, is filtered, failed or dropped at `trainers` (default: at all)."""
+        """Report the marker's sample, or whole group, as filtered, failed or dropped at `trainers` (default: all)."""
         who = (marker.group_id, marker.member, marker.sample_ids)
         self._add("lost", trainers, *who, marker.state, marker.reason, marker.response_tokens)
         self.flush()
 
     async def assert_bound(self, trainer: str, version: int, group_ids: Sequence[str]) -> None:
-        """Before `trainer` updates `version` with these groups. Raises FlowrlError for one that is too old.
+        """Call before `trainer` updates `version` with these groups. Raises FlowrlError if one of them is too old.
 
-        For trainers whose versions are not those of the tokens; the others see the age of every token.
+        For trainers whose versions are not those of the tokens; other trainers know the age of every token.
         """
         await self._link.request(DRIVER, "ages", {"trainer": trainer, "version": version, "group_ids": group_ids})
 
     def step(self, record: Mapping[str, Any], uses: Sequence[Use], *, policy: str) -> None:
-        """A batch is finished: its metrics line, and what it did with each of its samples.
+        """Report a finished batch: its metrics line, and how it used each of its samples.
 
-        `record["step"]` is the version that the batch made. Called once a batch, with the uses of all
-        ranks. `policy` is the name the weights are published under: the trainer node's.
+        `record["step"]` is the version that the batch made. Call it once per batch, with the uses of
+        all ranks. `policy` is the name under which the weights are published: the trainer node's.
         """
         rows = [(u.sample_id, u.group_id, u.tokens, u.stale_tokens, u.masked_tokens, u.oldest_version) for u in uses]
         self._add("step", policy, {name: _plain(value) for name, value in record.items()}, rows)
         self.flush()
 
     def finished(self, trainer: str, sample_ids: Sequence[str]) -> None:
-        """`trainer` has let go of a batch with these samples, which it books in a step before or after."""
+        """Report that `trainer` has finished a batch with these samples, which it books in a step before or after."""
         self._add("finished", trainer, sample_ids)
 
     def holds(self, replica: str, policy: str, version: int) -> None:
-        """`replica` now serves with `version` of `policy`; tickets may wait for that."""
+        """Report that `replica` now serves with `version` of `policy`; tickets may wait for that."""
         self._add("holds", replica, policy, version)
         self.flush()
 
     def evaluation(self, rows: Sequence[EvaluationRow]) -> None:
-        """Results of one evaluation; they stand in their own table."""
+        """Report the results of one evaluation, which have their own table."""
         now = time.time()
         table = [(*dataclasses.astuple(row), now) for row in rows]
         self._add("evaluation", _plain(table))
         self.flush()
 
     def flush(self) -> None:
-        """Send what is collected. The host calls it once more when the replica ends."""
+        """Send all collected events. The host calls it once more when the replica ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -166,7 +166,7 @@ def _known(version: int) -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """numpy and torch scalars as Python numbers, containers likewise."""
+    """Convert numpy and torch scalars to Python numbers, also inside containers."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
-"""The ledger file: its tables, and how it is made, opened and rewound.
+"""The ledger file: its tables, and how it is created, opened and rewound.
 
-WAL mode with synchronous=NORMAL: what is committed survives the death of any process, and a reader (`flowrl audit`,
+WAL mode with synchronous=NORMAL: committed data survives the death of any process, and a reader (`flowrl audit`,
 the sqlite3 shell) never blocks the run.
 
-A file with this name is whole at any time. A new ledger, and one that a resume has rewound, is written beside it with
-its first commit, which begins an incarnation, and then takes its place in one step.
+A file with this name is complete at any time. A new or rewound ledger is written to another file next to it, with its
+first commit, which begins an incarnation; then it replaces the old file in one step.
 
 All `*_s` columns are seconds since the Unix epoch.
 """
@@ -23,7 +23,7 @@ from flowrl.runtime.ledger.terms import COLUMNS, Terms
 
 LEDGER = "ledger.sqlite"
 FORMAT = 2
-"""The file's `user_version`; 0 had no chain."""
+"""The file's `user_version`; files with 0 have no chain."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS incarnations (
     number INTEGER PRIMARY KEY,         -- from 0; those that a resume has undone are not counted
@@ -127,7 +127,7 @@ BEGIN_INCARNATION = (
 def restore(backup: Path, path: Path, terms: Terms | None = None) -> None:
     """Rewind the ledger at `path` to `backup` and begin another incarnation there; no process may be writing it.
 
-    It takes one step: until then the old ledger stands as it was. Raises ConfigError for a backup that is no ledger.
+    The replacement is one step: until then the old ledger is unchanged. Raises ConfigError if `backup` is no ledger.
     """
     fresh = _beside(path)
     with closing(open_to_read(backup)) as source, closing(sqlite3.connect(fresh)) as target:
@@ -137,7 +137,7 @@ def restore(backup: Path, path: Path, terms: Terms | None = None) -> None:
 
 
 def open_to_write(path: Path) -> sqlite3.Connection:
-    """The connection of the one process that keeps the ledger. Raises ConfigError for what is no ledger."""
+    """The connection of the only process that writes the ledger. Raises ConfigError if the file is no ledger."""
     db = _connect(path)
     try:
         _require_format(db, path)
@@ -148,7 +148,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing, and leaves no file behind. Raises ConfigError for what is no ledger."""
+    """A connection that changes nothing and leaves no files. Raises ConfigError if the file is no ledger."""
     db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, isolation_level=None)
     try:
         db.execute("PRAGMA query_only = ON")  # mode=ro would leave a WAL file behind
@@ -160,14 +160,14 @@ def open_to_read(path: Path) -> sqlite3.Connection:
 
 
 def read_terms(db: sqlite3.Connection) -> Terms:
-    """Those of the newest incarnation."""
+    """The terms of the newest incarnation."""
     query = f"SELECT {', '.join(COLUMNS)} FROM incarnations ORDER BY number DESC LIMIT 1"
     row = db.execute(query).fetchone()
     return Terms() if row is None else Terms.of_row(row)
 
 
 def unreadable(path: Path, error: sqlite3.DatabaseError) -> str:
-    """What to say of a file that SQLite cannot read."""
+    """The message about a file that SQLite cannot read."""
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
         return f"{path} is no ledger of flowrl: {error}"
     return (
@@ -192,14 +192,14 @@ def _require_format(db: sqlite3.Connection, path: Path) -> None:
 
 
 def create(path: Path, terms: Terms) -> None:
-    """A ledger with its first commit. Nothing stands at `path` before."""
+    """Create a ledger with its first commit. No file may exist at `path`."""
     fresh = _beside(path)
     _begin(fresh, terms)
     fresh.rename(path)
 
 
 def _beside(path: Path) -> Path:
-    """Where a ledger is written before it takes the place of `path`. What a killed run left there goes."""
+    """The file in which a ledger is written before it replaces `path`. Removes what a killed run left there."""
     fresh = path.with_name(f".{path.name}.new")
     for file in (fresh, *_side_files(fresh)):
         file.unlink(missing_ok=True)
@@ -207,7 +207,7 @@ def _beside(path: Path) -> Path:
 
 
 def _side_files(path: Path) -> tuple[Path, ...]:
-    """What SQLite keeps beside a file that is in WAL mode, and open."""
+    """The files that SQLite keeps next to an open file in WAL mode."""
     return path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")
 
 
@@ -219,7 +219,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _begin(path: Path, terms: Terms) -> None:
-    """The first commit of an incarnation, in a ledger of its own or in one that a checkpoint kept."""
+    """Write the first commit of an incarnation, in a new ledger or in one from a checkpoint."""
     with closing(_connect(path)) as db, db:
         db.execute("BEGIN")
         for statement in (SCHEMA + chain.SCHEMA).split(";\n"):
@@ -231,10 +231,10 @@ def _begin(path: Path, terms: Terms) -> None:
 
 
 def _replace(path: Path, fresh: Path) -> None:
-    """Put `fresh` into the place of `path`: the one or the other stands there at any time.
+    """Replace `path` by `fresh`: at any time one of the two is at `path`.
 
-    An old ledger is overwritten by SQLite, in one transaction: its WAL, which a killed run has left, would otherwise
-    be taken for the new one's. What is no database has no WAL that counts.
+    SQLite overwrites an old ledger in one transaction: otherwise the WAL that a killed run has left would be taken for
+    the WAL of the new file. The WAL of a file that is no database does not count.
     """
     if path.exists():
         try:

@@ -1,6 +1,6 @@
-"""What a run was held to: the numbers of its graph that the ledger keeps for the audit, once an incarnation.
+"""The terms of a run: the numbers of its graph that the ledger stores for the audit, once per incarnation.
 
-A resume may change some of them, so the bound that a step was trained under is that of the incarnation that trained it.
+A resume may change some of them, so the bound for a step is that of the incarnation that trained it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ COLUMNS = (*LISTS, *NUMBERS)
 
 @dataclass(frozen=True)
 class Terms:
-    """None stands for what the graph does not declare: it is held to nothing there."""
+    """The terms of one incarnation. None means that the graph does not declare the number: nothing is required."""
 
     trainers: tuple[str, ...] | None = None
     """Names of the trainer nodes, the main one first."""
     own_clock: tuple[str, ...] | None = None
-    """Trainers whose tokens are aged in their own versions."""
+    """Trainers for which the age of tokens is counted in their own versions."""
     holders: tuple[str, ...] | None = None
-    """Nodes that hold weights: tokens of others are data, of no version."""
+    """Nodes that hold weights. Tokens of other nodes are data and have no version."""
     max_staleness: int | None = None
     tickets: int | None = None
     window: int | None = None
@@ -35,7 +35,7 @@ class Terms:
 
     @classmethod
     def of(cls, graph: Mapping[str, Any]) -> Terms:
-        """From what graph.json holds."""
+        """The terms from the content of graph.json."""
         latest = [edge for edge in graph.get("edges", ()) if edge["kind"] == "latest"]
         holders = sorted({edge["into"].partition(".")[0] for edge in latest}) if "edges" in graph else None
         lists = {"trainers": graph.get("trainers"), "own_clock": graph.get("own_clock"), "holders": holders}
@@ -44,18 +44,18 @@ class Terms:
 
     @classmethod
     def read(cls, run_dir: Path) -> Terms:
-        """Those of the run in `run_dir`; where it has no graph.json, there are none."""
+        """The terms of the run in `run_dir`; all None if it has no graph.json."""
         path = run_dir / "graph.json"
         return cls.of(json.loads(path.read_text())) if path.is_file() else cls()
 
     @classmethod
     def of_row(cls, row: tuple[Any, ...]) -> Terms:
-        """From the columns COLUMNS of the table `incarnations`. Raises ValueError for what this class did not write."""
+        """The terms from the columns COLUMNS of the table `incarnations`. Raises ValueError for a malformed list."""
         columns: list[Any] = [*map(_nodes, row[: len(LISTS)]), *row[len(LISTS) :]]
         return cls(*columns)
 
     def row(self) -> tuple[Any, ...]:
-        """The columns COLUMNS of the table `incarnations`."""
+        """The values of the columns COLUMNS of the table `incarnations`."""
         lists = (getattr(self, name) for name in LISTS)
         numbers = (getattr(self, name) for name in NUMBERS)
         return (*(None if nodes is None else json.dumps(nodes) for nodes in lists), *numbers)

@@ -1,11 +1,11 @@
-"""Groups that were given up: a node has dropped one whole while members of it are under way elsewhere.
+"""Groups that were given up: a node dropped a whole group while other nodes still have members of it.
 
 Invariants
-- Work of `each` on a member is cancelled; its sample ends by the same reason, and a tombstone goes on in its place.
-- A member that comes later does not reach user code; it goes on as such a tombstone.
-- What user code holds, or works on in a plain loop, goes on to the next node, and ends there.
+- Work of `each` on a member is cancelled; its sample ends with the same reason, and a tombstone replaces it.
+- A member that arrives later does not reach user code; such a tombstone replaces it too.
+- A member that user code holds, or works on in a plain loop, continues to the next node, and ends there.
 
-Whoever waits for the group's other members hears of each, so groups and joins behind are complete.
+Every member still produces a message or a tombstone, so groups and joins downstream become complete.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import asyncio
 from collections import OrderedDict
 
 REMEMBER = 1 << 14
-"""Groups. Members of more than that are not under way when one is given up."""
+"""Number of groups. The members in transit at one time belong to fewer groups than that."""
 
 
 class GivenUp:
-    """The groups that one node replica has been told to give up, and its work on members of any group."""
+    """The groups that one node replica has to give up, and its tasks that work on members of any group."""
 
     def __init__(self) -> None:
         self._why: OrderedDict[str, tuple[str, str]] = OrderedDict()
@@ -26,7 +26,7 @@ class GivenUp:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
 
     def add(self, group_id: str, state: str, reason: str) -> None:
-        """Give a group up: cancel the work on it."""
+        """Give up a group: cancel the work on its members."""
         self._why[group_id] = state, reason
         if len(self._why) > REMEMBER:
             self._why.popitem(last=False)
@@ -38,13 +38,13 @@ class GivenUp:
         return self._why.get(group_id) if self._why else None
 
     def begin(self, group_id: str) -> None:
-        """The present task works on a member, and may be cancelled until `end`."""
+        """The current task works on a member, and may be cancelled until `end`."""
         task = asyncio.current_task()
         if group_id and task is not None:
             self._tasks.setdefault(group_id, set()).add(task)
 
     def end(self, group_id: str) -> None:
-        """The present task has let go of it."""
+        """The current task is done with the member."""
         tasks, task = self._tasks.get(group_id), asyncio.current_task()
         if tasks is not None and task is not None:
             tasks.discard(task)

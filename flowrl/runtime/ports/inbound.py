@@ -1,8 +1,8 @@
-"""The live side of an In port: invocations, holds, groups, and tombstones forwarded unseen.
+"""The live side of an In port: it makes invocations, holds and groups, and forwards tombstones unseen by user code.
 
-Waits: taking an item ends with a message, end of stream, or LaneFailed when a producer's process died.
-A closed gate is opened again by the checkpoint that closed it. Takes may be cancelled: what has come stays for the
-next one.
+Waits: taking an item ends with a message, with end of stream, or with LaneFailed when a producer's process has died.
+Whoever closed a gate (a checkpoint, an evaluation) opens it again. A take may be cancelled: a delivery that has
+already arrived stays for the next take.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ Take = Callable[[], Awaitable[Item | None]]
 
 
 class Losses(Protocol):
-    """Where losses go: the ledger, and the node's out ports."""
+    """Records losses: in the ledger, and on the node's out ports."""
 
     def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
-        """Book `marker` where nothing was made of `items`, and forward it there."""
+        """Book `marker` for the trainers that get nothing made from `items`, and forward it as `forward` does."""
 
     def book(self, items: Sequence[Item], marker: Tombstone) -> None:
-        """The same without forwarding."""
+        """Book `marker` as `lose` does, without forwarding it."""
 
     def forward(self, items: Sequence[Item], marker: Tombstone) -> None:
-        """Send `marker` on every out port that has nothing of `items`, and end these once it has arrived."""
+        """Send `marker` on every out port that sent nothing made from `items`, and end the items after that."""
 
     async def leave(self, items: Sequence[Item]) -> None:
-        """The work on `items` is over: tell of them where they were not sent."""
+        """The work on `items` is over: send tombstones where samples are counted and nothing was sent."""
 
     def give_up(self, item: Item, state: str, reason: str) -> None:
-        """The whole group of `item` is lost: end its other members wherever they are."""
+        """The whole group of `item` is lost: end its other members in whichever node they are."""
 
     def flow(self, item: Item, *, begins: bool) -> None:
-        """An invocation began or ended: for the trace."""
+        """Trace that an invocation of `item` began or ended."""
 
 
 @dataclass
 class _Each:
-    """One `each`: its body, the slots for its invocations, and whether it is being left while some go on."""
+    """One call of `each`: its body, its invocation slots, and whether it is being left while invocations still run."""
 
     body: Callable[[Any], Awaitable[None]]
     slots: asyncio.Semaphore
@@ -60,15 +60,15 @@ class _Each:
 
     @property
     def cancelled(self) -> bool:
-        """Its invocations are cancelled: one of them has failed, or what it is part of was cancelled."""
+        """Whether its invocations are being cancelled: one of them has failed, or the enclosing task was cancelled."""
         return self.left or self.task is None or bool(self.task.cancelling())
 
 
 class Inbound:
     """LiveIn of one In port of one node replica.
 
-    `arrivals` is the number of things that come for each sample to a node that counts them; a node that does not
-    count (`counts`) forwards each by itself.
+    `arrivals` is the number of messages and tombstones that arrive for each sample at a node that counts them. A node
+    that does not count (`counts`) forwards each of them separately.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Inbound:
     ) -> None:
         self.port = port
         self.joined: Callable[[Sequence[Inbound]], Any] | None = None
-        """Makes the live join of this port and others; set by the wiring."""
+        """Creates the live join of this port and others; the wiring sets it."""
         self._inbox = inbox
         self._open_items = open_items
         self._activity = activity
@@ -97,21 +97,21 @@ class Inbound:
         self._gate.set()
         self._closed_by: set[str] = set()
         self._ahead: deque[Delivery] = deque()
-        """Taken from the inbox, and kept by a gate that closed meanwhile."""
+        """Deliveries taken from the inbox that wait here because a gate is closed."""
         self._groups: dict[str, OpenGroup] = {}
         self.num_taken = 0
-        """Deliveries that have gone into the node."""
+        """Number of deliveries that the node has taken."""
         self._wanted = 0
-        """So many deliveries go in whatever the gates say."""
+        """The node takes deliveries up to this number even while a gate is closed."""
         self._reached: list[tuple[int, asyncio.Future[None]]] = []
 
     @property
     def num_open_groups(self) -> int:
-        """Groups of which members are still to come."""
+        """Number of groups with members that have not arrived yet."""
         return len(self._groups)
 
     def gate(self, by: str, *, open_: bool) -> None:
-        """Lets no further item in until each that closed it has opened it: a checkpoint, an evaluation."""
+        """Open or close the gate for `by`, a checkpoint or an evaluation. Items enter while nobody keeps it closed."""
         if open_:
             self._closed_by.discard(by)
         else:
@@ -125,7 +125,7 @@ class Inbound:
             self._gate.set()
 
     async def reach(self, num_taken: int) -> None:
-        """Let in what is wanting to so many deliveries, and wait until they are in."""
+        """Let deliveries in until the node has taken `num_taken`, whatever the gates say, and wait for that."""
         self._wanted = max(self._wanted, num_taken)
         self._turn_gate()
         if self.num_taken < num_taken:
@@ -165,18 +165,18 @@ class Inbound:
     async def _delivery(self) -> Delivery | None:
         with self._activity.waiting("item", self.port, inside=None):
             while True:
-                if not self._ahead:
+                if not self._ahead:  # a take that is cancelled at the gate leaves its delivery there
                     try:
                         self._ahead.append(await self._inbox.take())
                     except EndOfStream:
                         return None
                 await self._gate.wait()
-                if self._ahead:  # another take may have been quicker
+                if self._ahead:  # a concurrent take may have removed it during the wait for the gate
                     self._count()
                     return self._ahead.popleft()
 
     async def _next(self) -> Item | None:
-        """The next item that is for user code; tombstones go on by themselves."""
+        """The next item for user code; tombstones on the way are forwarded here."""
         while (item := await self.take()) is not None:
             if isinstance(item.body, Tombstone):
                 self.forward(item)
@@ -192,11 +192,11 @@ class Inbound:
         self._losses.forward(item.whole, item.body)
 
     def lost_here(self, parts: Sequence[Item], marker: Tombstone) -> None:
-        """A join has found that `marker` stands for a sample of which other parts came: book it."""
+        """Book `marker`: a join received it for one part of a sample, and messages for other parts."""
         self._losses.book(parts, marker)
 
     def work_on(self, item: Item) -> Invocation:
-        """The invocation of one item, or of a joined sample by one of its parts. The engine ends it."""
+        """The invocation of one item, or of the joined sample that `item` is a part of. The engine ends it."""
         return self._invocation(item.given, [item], whole=item, end=self._finish)
 
     def _invocation(self, value: Any, items: list[Item], **ends: Any) -> Invocation:
@@ -262,7 +262,7 @@ class Inbound:
         return self.joined((self, *others))
 
     def grouped(self, take: Take, size: int, close: Callable[[], None] = lambda: None) -> Invocations:
-        """The groups that the items of `take` make up; a joined sample stands there as one of its parts."""
+        """The groups formed from the items of `take`; one of its parts represents a joined sample."""
 
         async def pull() -> Invocation | None:
             while (item := await take()) is not None:
@@ -280,7 +280,7 @@ class Inbound:
         return Invocations(pull, close)
 
     def _join(self, item: Item, size: int) -> OpenGroup:
-        """Put a member on hold with its group."""
+        """Add a member to its group, and hold it until the group ends."""
         envelope = item.envelope
         if not envelope.group_id or envelope.member < 0:
             raise FlowrlError(
@@ -313,7 +313,7 @@ class Inbound:
         )
 
     def _lose_group(self, group: OpenGroup, state: str, reason: str) -> None:
-        """Nothing of the group is left: one marker for the whole group travels on, at its ticket."""
+        """No member of the group is left: forward one marker for the whole group, under its ticket."""
         items = [part for item in (*group.items.values(), *group.lost.values()) for part in item.whole]
         ids = dict.fromkeys(i for item in items for i in tombstone(item, self._open_items.node, "", "").sample_ids)
         marker = Tombstone(group.group_id, -1, state, reason, self._open_items.node, tuple(ids), group.size)

@@ -1,12 +1,12 @@
-"""Invocations: what user code gets of an In port, one piece of work after the other, from its begin to its end.
+"""Invocations: the pieces of work that user code gets from an In port, one after the other, from begin to end.
 
 Invariants
 - Taking, beginning and finishing may be cancelled at any point (`asyncio.timeout` around the next item): nothing is
-  lost, and the next call goes on where the cancelled one stood.
-- Whatever the piece of work is (an item, a joined sample, a group), it is begun under the lease of its host's
-  devices and counts as working until the next one is asked for.
+  lost, and the next call continues where the cancelled one stopped.
+- Every piece of work (an item, a joined sample, a group) begins under the lease of its host's devices, and counts as
+  working until user code asks for the next one.
 
-Waits: for the port's next piece of work, for the lease, and at the end for the news of it to leave.
+Waits: for the port's next piece of work, for the lease, and at the end until tombstones for the work are sent.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from flowrl.runtime.ports.items import Item, at_hand, current
 
 
 class Trace(Protocol):
-    """Who is told of begins and ends."""
+    """Records when invocations begin and end."""
 
     def flow(self, item: Item, *, begins: bool) -> None: ...
 
 
 class Invocation:
-    """One piece of work: `value` is what user code gets, `items` what it is made of.
+    """One piece of work: user code gets `value`, which is made from `items`.
 
-    With `whole` the engine ends it: what follows in the task of the body is made from that item and the others of its
-    sample, and `end` is called when the body has let go. Otherwise the items are on hold. The methods are called in
-    their order; those that wait may be called again after a cancellation.
+    With `whole` the engine ends it: messages that the task of the body sends from then on are made from that item and
+    the others of its sample, and the engine calls `end` when the body is done. Without `whole` the items are held. The
+    methods are called in the order below; those that wait may be called again after a cancellation.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Invocation:
             self._active = self._activity.begin()
 
     def enter(self) -> None:
-        """What follows in this task is the work."""
+        """Mark this task as working on the items from now on."""
         current.set(self._whole.whole if self._whole is not None else ())
         in_invocation.set(self._active)
         at_hand.set(self._items[0].envelope.ticket)
 
     def leave(self) -> None:
-        """The body has let go. Once."""
+        """The body is done with the work. Call it once."""
         current.set(())
         in_invocation.set(None)
         at_hand.set(-1)
@@ -83,7 +83,7 @@ class Invocation:
             self._trace.flow(item, begins=False)
 
     async def finish(self) -> None:
-        """End what the engine ends, and give the devices back."""
+        """End the items if the engine ends them, and release the devices."""
         if self._whole is not None and self._end is not None:
             await self._end(self._whole)
             self._whole = None
@@ -92,7 +92,7 @@ class Invocation:
             await self._lease.end()
 
     def abandon(self) -> None:
-        """The body was left inside the work: its items stay unfinished."""
+        """User code left the loop during the work: its items stay unfinished."""
         if self._active is not None:
             self._active.end()
         if self._leased:
@@ -103,11 +103,11 @@ class Invocation:
 
 
 _ending: set[asyncio.Task[None]] = set()
-"""Leases that abandoned invocations give back; the loop itself keeps tasks by weak references only."""
+"""Tasks that release the leases of abandoned invocations; the event loop itself holds tasks only weakly."""
 
 
 class Invocations:
-    """The pieces of work that `pull` brings, one after the other; it gives None at the end of the stream."""
+    """Iterates over the pieces of work that `pull` returns; `pull` returns None at the end of the stream."""
 
     def __init__(
         self, pull: Callable[[], Awaitable[Invocation | None]], close: Callable[[], None] = lambda: None
@@ -117,7 +117,7 @@ class Invocations:
         self._next: Invocation | None = None
         self._given: Invocation | None = None
         self._left = False
-        """`_given` has been left, and is not finished yet."""
+        """Whether `leave` was called on `_given`, and `finish` has not completed."""
 
     def __aiter__(self) -> Invocations:
         return self
@@ -144,7 +144,7 @@ class Invocations:
         self._given, self._left = None, False
 
     def __del__(self) -> None:
-        """A loop that was left by `break`, or by an exception, lets go of this object."""
+        """Abandon the current work: user code left its loop by `break` or by an exception."""
         if self._given is not None and not self._left:
             self._given.abandon()
         self._close()

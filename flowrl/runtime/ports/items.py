@@ -1,10 +1,10 @@
-"""Items: messages being worked on in one host, and when each is finished.
+"""Items: the messages that one host works on, and when each of them is finished.
 
 Invariants
-- Every delivery taken in becomes one `Item`, and every item is acked exactly once: when its invocation has
-  ended and everything made from it has been taken in by the next process (`Custody` counts that).
-- An invocation ends by the engine (next item asked for, body returned), by a send that names the item, or by
-  a drop. An item that ends its invocation with none of send, hold and drop is the node's error.
+- Every delivery that the node takes becomes one `Item`, and every item is acked exactly once: when its invocation has
+  ended and the next processes have taken everything made from it (`Custody` counts that).
+- The engine ends an invocation (user code asks for the next item, or the body returns), or a send that names the item
+  does, or a drop. If an item ends its invocation without a send, hold or drop, that is an error of the node.
 - The parts of a joined sample (`Item.whole`) are made from, held, dropped and ended together.
 - Tombstones are items too, but user code never sees them.
 """
@@ -34,26 +34,26 @@ ItemKey = tuple[str, bytes]
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """One message in the hands of a node."""
+    """One message that a node has taken."""
 
     delivery: Delivery
     port: str = ""
-    """The in port that it came to."""
+    """The in port at which it arrived."""
     ordinals: dict[str, int] = field(default_factory=dict)
-    """How many messages were made from it so far, by out port."""
+    """Out port -> number of messages made from it so far."""
     accounted: bool = False
-    """A send, hold or drop has spoken for it."""
+    """Whether a send, hold or drop has named it."""
     held: bool = False
     lost: Tombstone | None = None
-    """Its loss is booked, and this marker stands for it from then on, also in a checkpoint."""
+    """Set when its loss is booked: the marker that replaces it from then on, also in a checkpoint."""
     group: OpenGroup | None = None
     children: list[bytes] = field(default_factory=list)
     sent_on: set[str] = field(default_factory=set)
     """Out ports on which something was made from it."""
     parts: tuple[Item, ...] = ()
-    """Of a joined sample: what each port brought of it, this item among them."""
+    """For a joined sample: the item from each port, this one included."""
     others: tuple[Item, ...] = ()
-    """Of a tombstone that stands for several: the others."""
+    """For a tombstone that represents several: the other ones."""
 
     @property
     def whole(self) -> tuple[Item, ...]:
@@ -64,12 +64,12 @@ class Item:
 
     @property
     def given(self) -> Any:
-        """What user code gets: the message, or the messages of all parts."""
+        """The value for user code: the message, or the messages of all parts."""
         return tuple(part.body for part in self.parts) if self.parts else self.body
 
     @property
     def place(self) -> ItemKey:
-        """What names it in its node: a message that an edge brings to two ports is two items."""
+        """Its identity within the node: a message that arrives at two ports is two items."""
         return self.port, self.envelope.id
 
     @property
@@ -83,7 +83,7 @@ class Item:
 
 @dataclass(slots=True, eq=False)
 class OpenGroup:
-    """A group whose members stand on hold until one send names it, or all are dropped."""
+    """A group whose members are held until a send names the group, or all of them are dropped."""
 
     group_id: str
     ticket: int
@@ -104,32 +104,32 @@ class OpenGroup:
 
 
 current: ContextVar[tuple[Item, ...]] = ContextVar("flowrl_current_items", default=())
-"""What the present invocation works on: nothing, an item, or all parts of a joined sample."""
+"""What the current invocation works on: nothing, an item, or all parts of a joined sample."""
 at_hand: ContextVar[int] = ContextVar("flowrl_ticket_at_hand", default=-1)
-"""The ticket that the present invocation works for, -1 outside of invocations."""
+"""The ticket of the current invocation, -1 outside of invocations."""
 
 
 class OpenItems:
-    """All items of one node replica, by the identity of their bodies."""
+    """All items of one node replica, looked up by the identity of their bodies."""
 
     def __init__(self, node: str, ended: Callable[[Item], None] = lambda item: None) -> None:
         self.node = node
         self.ended = ended
-        """Is told of every item of which the invocation has ended."""
+        """Called with every item whose invocation has ended."""
         self._custody: Custody[Hashable] = Custody()
-        """Of items by their place, and of what is made from them by its id."""
+        """Tracks items by their place, and messages made from them by their id."""
         self._open: dict[int, Item] = {}
         self._by_place: dict[Hashable, Item] = {}
         self.given_up = GivenUp()
         self.failed_ticket: int | None = None
-        """What the node worked on when its first exception was raised, None if that was on no ticket."""
+        """The ticket that the node worked on when it raised its first exception; None if there was none."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def take(self, delivery: Delivery, port: str) -> Item:
         item = Item(delivery, port)
-        if id(item.body) in self._open:  # two branches of one process passed on the very same object
+        if id(item.body) in self._open:  # two branches of one process sent the same object
             delivery.envelope = dataclasses.replace(item.envelope, body=copy.copy(item.body))
         self._open[id(item.body)] = item
         self._by_place[item.place] = item
@@ -137,7 +137,7 @@ class OpenItems:
         return item
 
     def of(self, body: Message) -> Item:
-        """The open item of a message object. Raises ValueError where there is none."""
+        """The open item of a message object. Raises ValueError if there is none."""
         item = self._open.get(id(body))
         if item is None:
             raise ValueError(
@@ -157,7 +157,7 @@ class OpenItems:
             item.children.append(child_id)
 
     def owes(self, parents: Iterable[Item], child_id: bytes, num_lanes: int) -> None:
-        """What was made from `parents` goes out as `child_id`, and must be taken in on `num_lanes` lanes."""
+        """`child_id`, made from `parents`, is being sent: consumers on `num_lanes` lanes have to take it."""
         self._custody.child([item.place for item in parents], child_id, num_lanes)
 
     def arrived(self, child_ids: Iterable[bytes]) -> None:
@@ -165,26 +165,26 @@ class OpenItems:
             self._ack(self._custody.arrived(child_id))
 
     def end(self, item: Item) -> None:
-        """End the item's invocation. Ends of an item that has ended already are ignored."""
+        """End the item's invocation. Does nothing if it has ended already."""
         if self._open.pop(id(item.body), None) is not None:
             self.ended(item)
             self._ack(self._custody.end(item.place))
 
     def waiting_for_children(self) -> list[ItemKey]:
-        """Items whose invocation has ended, not yet acked: a checkpoint keeps their children instead."""
+        """Items whose invocation has ended, but which are not acked: a checkpoint stores their children instead."""
         return [item.place for item in self._by_place.values() if id(item.body) not in self._open]
 
     def lost(self) -> list[tuple[ItemKey, Tombstone]]:
-        """Items whose loss is booked and whose marker is not on its way: a checkpoint keeps the marker instead."""
+        """Items whose loss is booked and whose marker is not sent yet: a checkpoint stores the marker instead."""
         return [(item.place, item.lost) for item in self._open.values() if item.lost is not None]
 
     def sent_by_open_items(self) -> list[bytes]:
-        """Ids of what was made from items whose invocation goes on."""
+        """Ids of the messages made from items whose invocation has not ended."""
         return [child for item in self._open.values() for child in item.children]
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Keeps the ticket of the first invocation that raises; the exception goes on."""
+        """Record the ticket of the first invocation that raises; the exception propagates."""
         try:
             yield
         except Exception:
@@ -198,7 +198,7 @@ class OpenItems:
             self._by_place.pop(place).delivery.ack()
 
     def end_turn(self, item: Item, *, sink: bool) -> None:
-        """The body has let go of the item: finish it unless it is on hold."""
+        """The body is done with the item: end it, unless it is held."""
         if item.held:
             return
         if not item.accounted and not sink:
@@ -210,7 +210,7 @@ class OpenItems:
 
 
 def tombstone(item: Item, node: str, reason: str, state: str) -> Tombstone:
-    """The marker that stands for `item` from here on."""
+    """The marker that replaces `item` from here on."""
     body, envelope = item.body, item.envelope
     if isinstance(body, Tombstone):
         return body
@@ -228,7 +228,7 @@ def tombstone(item: Item, node: str, reason: str, state: str) -> Tombstone:
 
 
 def samples_of(body: Any) -> tuple[Prompt | Sample, ...]:
-    """The samples that a message is, or holds in its fields, however deep."""
+    """The samples in a message: the message itself, or those in its fields at any depth."""
     if isinstance(body, Prompt | Sample):
         return (body,)
     if isinstance(body, Tombstone):

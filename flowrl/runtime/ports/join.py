@@ -1,12 +1,12 @@
-"""In ports of one node matched by sample: the live side of `flowrl.join`.
+"""Matches the In ports of one node by sample: the live side of `flowrl.join`.
 
 Invariants
-- A sample goes to user code when every port has brought its part; the parts end together.
-- A sample lost on one branch, or on several, is lost once: when its last part has come, one tombstone stands for all
-  of them. It is booked here if some part did come.
-- What waits for its counterpart is unfinished, so a crash or a checkpoint repeats it.
+- User code gets a sample when every port has delivered its part; the parts end together.
+- A sample that is lost on one branch or on several is lost once: when its last part has arrived, one tombstone
+  represents all of them. The loss is booked here if some part arrived as a message.
+- A part that waits for the other parts is unfinished, so a crash or a checkpoint repeats it.
 
-Waits: for the next message of any port. That ends with the end of all streams, or with LaneFailed.
+Waits: for the next message of any port. The wait ends with the end of all streams, or with LaneFailed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Joined:
     def __init__(self, ports: Sequence[Inbound]) -> None:
         self._ports = tuple(ports)
         self._waiting: dict[Key, dict[int, Item]] = {}
-        """Samples of which some part is still to come: port index -> part."""
+        """Sample with missing parts -> port index -> part that has arrived."""
         self._takes: dict[asyncio.Task[Item | None], int] | None = None
-        """The takes that go on, by port index; None before the first."""
+        """Pending take -> port index; None before the first one."""
 
     def iterate(self) -> AsyncIterator[tuple[Any, ...]]:
         return Invocations(self._next_invocation, self._close)
@@ -51,7 +51,7 @@ class Joined:
         return self._ports[0].grouped(self._next_whole, size, self._close)
 
     async def _next_whole(self) -> Item | None:
-        """One part of the next complete sample: a tombstone if there is one, else the first port's."""
+        """One part of the next complete sample: a tombstone if it has one, else the part from the first port."""
         while (arrival := await self._arrival()) is not None:
             parts = self._met(*arrival)
             if parts is not None:
@@ -65,9 +65,10 @@ class Joined:
         return None
 
     def _lost_here(self, parts: tuple[Item, ...]) -> Item | None:
-        """The part that says why the sample is lost, if it is.
+        """The part that tells why the sample is lost, or None if it is not.
 
-        What came of it by another way is lost with it, here. Where nothing came, it was lost before, or went elsewhere.
+        Messages of other branches are lost here with it. If there are none, the sample was lost before this node, or
+        went elsewhere.
         """
         lost = [part for part in parts if isinstance(part.body, Tombstone)]
         if not lost:
@@ -79,7 +80,7 @@ class Joined:
         return told
 
     def _met(self, index: int, item: Item) -> tuple[Item, ...] | None:
-        """Put a part with the others of its sample; all parts, in order of ports, if it was the last."""
+        """Add a part to its sample. Returns all parts, in order of ports, if it was the last; otherwise None."""
         key = self._key(index, item)
         found = self._waiting.setdefault(key, {})
         if index in found:
@@ -109,7 +110,7 @@ class Joined:
         return ", ".join(self._ports[index].port for index in sorted(indices))
 
     async def _arrival(self) -> tuple[int, Item] | None:
-        """(port index, item) of what comes next; None when every stream has ended. It may be cancelled and repeated."""
+        """(port index, item) of the next arrival; None when every stream has ended. May be cancelled and repeated."""
         if self._takes is None:
             self._takes = {}
             for index in range(len(self._ports)):
@@ -129,12 +130,12 @@ class Joined:
         self._takes[take] = index
 
     def _close(self) -> None:
-        """Nobody asks for more: end the takes that go on."""
+        """User code asks for no more samples: cancel the pending takes."""
         for take in self._takes or ():
             take.cancel()
 
 
 def _heard(take: asyncio.Task[Item | None]) -> None:
-    """The failure of one lane ends the join; that of another is its consequence, and nobody asks for it."""
+    """Mark the exception of a take as retrieved: the first lane failure ends the join, later ones are consequences."""
     if not take.cancelled():
         take.exception()

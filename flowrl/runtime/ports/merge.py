@@ -1,11 +1,12 @@
-"""Merge: ways of samples that meet again in one In port of a node that counts them.
+"""Merge: branches that meet again in one In port of a node that counts samples.
 
-Each way brings one thing for each sample: the message, or a tombstone where the sample went another way or was lost.
+Each branch delivers one arrival for each sample: the message, or a tombstone if the sample took another branch or was
+lost.
 
 Invariants
-- A message goes on at once. A tombstone waits until all ways have brought theirs: it is over if one of them was a
-  message, else all of them go on as one.
-- Tombstones that wait are unfinished, so a crash or a checkpoint repeats them. Where the message of their sample was
+- A message passes at once. A tombstone waits for the arrivals of all branches: it ends here if one of them was a
+  message; otherwise all tombstones of the sample pass as one.
+- Waiting tombstones are unfinished, so a crash or a checkpoint repeats them. If the message of their sample was
   finished before that, they wait until the end of the stream.
 
 Pure bookkeeping: nothing here waits.
@@ -29,7 +30,7 @@ class _Sample:
 
 
 class Merge:
-    """What has come of each sample to one port, of `arrivals` things."""
+    """Counts what has arrived for each sample at one port, out of `arrivals`."""
 
     def __init__(self, port: str, arrivals: int) -> None:
         self._port = port
@@ -37,7 +38,7 @@ class Merge:
         self._samples: dict[tuple[str, int], _Sample] = {}
 
     def add(self, item: Item) -> tuple[Item | None, Sequence[Item]]:
-        """(what goes on now, if anything; what is over now)."""
+        """(item that passes now, if any; items that end now)."""
         envelope = item.envelope
         if not envelope.group_id:
             return item, ()
@@ -68,14 +69,14 @@ class Merge:
         return _together(sample.tombstones), ()
 
     def rest(self) -> list[Item]:
-        """At the end of the stream: what still waits is over."""
+        """At the end of the stream: the tombstones that still wait, to be ended."""
         waiting = [item for sample in self._samples.values() for item in sample.tombstones]
         self._samples.clear()
         return waiting
 
 
 def _together(tombstones: list[Item]) -> Item:
-    """One tombstone that stands for all; the reason is that of a loss, not of a way that was not taken."""
+    """One tombstone that represents all; a real loss is preferred to a branch that the sample did not take."""
     first = next((item for item in tombstones if getattr(item.body, "reason", "") != NOT_ROUTED), tombstones[0])
     first.others = tuple(item for item in tombstones if item is not first)
     return first

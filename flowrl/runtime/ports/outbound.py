@@ -1,6 +1,6 @@
-"""The live side of an Out port: ids from lineage, custody of what is sent, admission.
+"""The live side of an Out port: it derives ids from lineage, keeps custody of sent messages, and admits groups.
 
-Waits: a send waits for credit on its lane, an admission for a ticket. Both end when the run stops.
+Waits: a send waits for credit on its lane, an admission waits for a ticket. Both waits end when the run stops.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class OutboundOwner(Protocol):
     activity: Activity
 
     async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
-        """A ticket for one group that can come to `trainers`, committed; None when no further group is wanted."""
+        """A committed ticket for one group that can reach `trainers`; None when no further group is wanted."""
 
     def book(self, items: Sequence[Item], marker: Tombstone) -> None:
-        """Samples of `items` are lost where nothing was made of these."""
+        """Book `marker` for the trainers that get nothing made from `items`."""
 
     def use_up(self, items: Sequence[Item]) -> None:
-        """What `items` were held for is sent: end them."""
+        """End held `items`: the message made from them has been sent."""
 
     def sent(self, envelope: Envelope) -> None:
-        """For the trace."""
+        """Trace that `envelope` was sent."""
 
     def waited(self, what: str, since_ns: int) -> None:
-        """For the trace: a wait that ends now."""
+        """Trace a wait that ends now."""
 
 
 Kept = tuple[str, str, Envelope]
-"""What a checkpoint keeps on an edge: (edge, consumer as in `OutEdge.addressed`, message)."""
+"""A message that a checkpoint stores for an edge: (edge, consumer as in `OutEdge.addressed`, message)."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class WaitingSend:
 
     envelope: Envelope
     first: int
-    """The first edge that has not got it yet."""
+    """Index of the first edge on which it is not sent yet."""
     again: bool
-    """A resumed run makes it again (`_makes_again`); otherwise a checkpoint keeps it."""
+    """Whether a resumed run makes it again (`_makes_again`); otherwise the checkpoint stores it."""
     outside: bool
-    """It was made outside of invocations."""
+    """Whether it was made outside of invocations."""
 
 
 class Outbound:
@@ -72,31 +72,31 @@ class Outbound:
         self.port = port
         self.edges = tuple(edges)
         self.trainers = frozenset(trainers)
-        """Those that its messages can come to."""
+        """The trainers that its messages can reach."""
         self.counted = counted
-        """Somebody beyond it has to hear of every sample, be it that it went elsewhere."""
+        """Whether a node downstream counts samples: it needs a message or a tombstone for each of them."""
         self._owner = owner
         self._open_items = owner.open_items
         self._activity = owner.activity
         self._cursor = 0
         self._outside = 0
-        """Sends outside of invocations that wait now. A resumed run repeats them, with the same ids."""
+        """Number of sends outside of invocations that wait now. A resumed run repeats them with the same ids."""
         self._admitted: dict[int, list[bytes]] = {}
-        """What is already sent of groups whose other members still wait for credit, by ticket."""
+        """Ticket -> ids of the members already sent, for groups whose other members still wait for credit."""
         self._restoring: list[Kept] = []
-        """A checkpoint's messages that still wait for credit."""
+        """Messages from a checkpoint that still wait for credit."""
         self._waiting: dict[bytes, WaitingSend] = {}
         self._num_leaving = 0
-        """Tombstones and kept messages on their way out; the stream ends after them."""
+        """Number of tombstones and restored messages still being sent; the stream ends after them."""
         self._ending = False
         self.sent_before: set[bytes] = set()
-        """Ids of what invocations cut off by a checkpoint had sent: their repetitions leave it out."""
+        """Ids of messages that invocations sent before a checkpoint cut them off; repeated invocations skip them."""
         self.left_out: set[bytes] = set()
-        """Those that were left out."""
+        """The ids of `sent_before` that were skipped."""
 
     @property
     def carries_tombstones(self) -> bool:
-        """Gangs and latest edges take whole batches and weights: a lost sample means nothing to them."""
+        """Whether tombstones go out here: not to gangs and latest edges, which carry whole batches and weights."""
         return any(edge.rule in ("share", "key", "broadcast") for edge in self.edges)
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None:
@@ -137,9 +137,9 @@ class Outbound:
         return True
 
     async def send_tombstone(self, marker: Tombstone, items: Sequence[Item]) -> None:
-        """Pass a tombstone on in the place of what would have been made from `items`."""
+        """Send a tombstone in place of the message that would have been made from `items`."""
         if self.carries_tombstones:
-            # An id apart from those of what the invocations sent, whatever they had sent when their item was lost.
+            # The id differs from all ids of the invocations, whatever they had sent before their item was lost.
             key = message_id(sorted(item.envelope.id for item in items), f"{self.port} lost", 0)
             ticket = items[0].envelope.ticket
             alike = all(item.envelope.ticket == ticket for item in items)
@@ -147,13 +147,13 @@ class Outbound:
             await self._send(envelope, items, uses_up=False)
 
     def leaving(self, change: int) -> None:
-        """A message that is not the body's own begins its way out (+1), or is out (-1)."""
+        """Count a message that the engine sends itself: its send begins (+1), or has ended (-1)."""
         self._num_leaving += change
         if self._ending and not self._num_leaving:
             self._close_edges()
 
     async def restore(self, kept: Kept) -> None:
-        """Send a message that a checkpoint kept, on the edge where it was under way."""
+        """Send a message from a checkpoint again, on the edge on which it was in transit."""
         self._restoring.append(kept)
         name, consumer, envelope = kept
         for edge in self.edges:
@@ -163,7 +163,7 @@ class Outbound:
         self.leaving(-1)
 
     def unacked(self) -> list[Kept]:
-        """All that no consumer has finished."""
+        """All messages that no consumer has finished."""
         queues = [edge for edge in self.edges if edge.rule != "latest"]
         kept = [(edge.name, *one) for edge in queues for one in edge.unacked()]
         for waiting in self._waiting.values():
@@ -173,20 +173,20 @@ class Outbound:
         return kept + self._restoring
 
     def parts(self) -> list[tuple[str, bytes, dict[str, bytes]]]:
-        """Of gangs' messages among `unacked`: (edge, its id, `OutEdge.parts`)."""
+        """For each message to a gang among `unacked`: (edge, message id, `OutEdge.parts`)."""
         return [(edge.name, key, parts) for edge in self.edges for key, parts in edge.parts().items()]
 
     def not_sent(self) -> list[bytes]:
-        """Ids of what waits for credit and is not among `unacked`."""
+        """Ids of messages that wait for credit and are not among `unacked`."""
         return [key for key, waiting in self._waiting.items() if waiting.again]
 
     def sent_outside(self) -> list[bytes]:
-        """Ids of what waits for credit, made outside of invocations, and is among `unacked`."""
+        """Ids of messages that wait for credit, were made outside of invocations, and are among `unacked`."""
         return [key for key, waiting in self._waiting.items() if waiting.outside and not waiting.again]
 
     @property
     def cursor(self) -> int:
-        """How many messages were sent outside of invocations; a send that waits is repeated by the resumed run."""
+        """Number of messages sent outside of invocations, without waiting sends: the resumed run repeats those."""
         return self._cursor - self._outside
 
     @cursor.setter
@@ -194,16 +194,16 @@ class Outbound:
         self._cursor = value
 
     def hold(self, held: bool) -> None:
-        """While held, nothing is sent."""
+        """Stop or restart sending on all edges."""
         for edge in self.edges:
             edge.hold(held)
 
     def sent_of_open_group(self) -> list[bytes]:
-        """Ids of the members that are sent of a group whose admission has not returned yet."""
+        """Ids of the members already sent of groups whose admission has not returned yet."""
         return [key for keys in self._admitted.values() for key in keys]
 
     def close(self) -> None:
-        """End of stream, after what is on its way out."""
+        """End the stream, after the messages counted by `leaving`."""
         if not self._ending:
             self._ending = True
             self.leaving(0)
@@ -213,7 +213,7 @@ class Outbound:
             edge.close()
 
     def _book_left_out(self, body: Message, parents: Sequence[Item]) -> None:
-        """Samples of `parents` that are not in `body` end here, as far as this port leads."""
+        """Book the samples of `parents` that are not in `body` as lost for the trainers behind this port."""
         if not self.trainers or (len(parents) == 1 and isinstance(parents[0].body, Sample | Prompt)):
             return
         kept = {sample.sample_id for sample in samples_of(body)}
@@ -252,15 +252,15 @@ class Outbound:
         )
 
     def _next_id(self, parents: Sequence[Item]) -> bytes:
-        """Of the next message that is made from these."""
+        """The id of the next message made from `parents`."""
         return message_id([item.envelope.id for item in parents], self.port, parents[0].ordinals.get(self.port, 0))
 
     def _count(self, parents: Sequence[Item]) -> None:
-        """That message has its id now."""
+        """Advance the ordinal: the id of `_next_id` is used now."""
         parents[0].ordinals[self.port] = parents[0].ordinals.get(self.port, 0) + 1
 
     def _left_out(self, key: bytes, parents: Sequence[Item]) -> bool:
-        """A checkpoint has the message already: it counts as sent by its invocation."""
+        """Whether a checkpoint already holds the message; if so, count it as sent by its invocation."""
         if key not in self.sent_before:
             return False
         self.sent_before.discard(key)
@@ -295,13 +295,13 @@ class Outbound:
 
     async def _send_on(self, edge: OutEdge, envelope: Envelope, parents: Sequence[Item]) -> None:
         owed = edge.arrivals(envelope) if parents else []
-        for key, num_lanes in owed:
+        for key, num_lanes in owed:  # before the send, so that no ack can arrive first
             self._open_items.owes(parents, key, num_lanes)
         began = time.time_ns()
         try:
             with self._activity.waiting("credit", edge.name, inside=in_invocation.get()):
                 await edge.send(envelope)
-        except BaseException:  # a send is all or nothing: what never left is not waited for
+        except BaseException:  # a send is all or nothing: no consumer will ack a message that was not sent
             for key, num_lanes in owed:
                 self._open_items.arrived([key] * num_lanes)
             raise
@@ -311,13 +311,15 @@ class Outbound:
 
 
 def _own_lineage(body: Message) -> tuple[str, int]:
-    """(group, member) of a message that is made from nothing: what it says of itself."""
+    """(group, member) of a message without parents, from its own fields."""
     group_id, member = getattr(body, "group_id", ""), getattr(body, "member", -1)
     return (group_id, member) if isinstance(group_id, str) and isinstance(member, int) else ("", -1)
 
 
 def _makes_again(parents: Sequence[Item]) -> bool:
-    """Whether a resumed run lets the node make this anew rather than keep it: the node's state says that of what
-    it held and has not sent yet, or reads at its own pace. What an invocation made of its one item is kept, since
-    that may have been work."""
+    """Whether a resumed run lets the node make this message again, so that the checkpoint does not store it.
+
+    That holds for messages without parents or from held items: the node's state tells what it still has to send. A
+    message that an invocation made from its one item is stored, because making it may have been expensive.
+    """
     return not parents or any(item.held for item in parents)

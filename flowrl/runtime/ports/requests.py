@@ -1,9 +1,9 @@
 """The live sides of Call and Serve: request and reply between node replicas.
 
-The caller's item stays unfinished until the reply, because its invocation is waiting here. A request that is
-cancelled at the caller cancels its body at the server; a server that dies fails the request. A body that ends in any
-other way than by returning, or by SampleFailed, fails the server.
-Waits: a call waits for a free slot of the edge and for its reply; a server until every caller has closed.
+The caller's item stays unfinished until the reply, because its invocation waits here. When the caller cancels a
+request, the server cancels its body; when the server dies, the request fails. A body that ends in any other way than
+by returning or by raising SampleFailed fails the server.
+Waits: a call waits for a free slot of the edge and for its reply; a server waits until every caller has closed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flowrl.runtime.activity.lease import Lease
 
 
 class LiveCall:
-    """One Call port of one replica; `ways` lead to the answering replicas."""
+    """One Call port of one replica; `ways` lead to the replicas that serve it."""
 
     def __init__(
         self, port: str, ways: Sequence[CallPlan], caller: str, endpoint: Endpoint, activity: Activity
@@ -63,7 +63,7 @@ class LiveCall:
 
 
 class LiveServe:
-    """One Serve port of one replica; `ways` come from the replicas that may ask."""
+    """One Serve port of one replica; `ways` come from the replicas that may call it."""
 
     def __init__(
         self, port: str, ways: Sequence[CallPlan], endpoint: Endpoint, activity: Activity, lease: Lease
@@ -88,15 +88,15 @@ class LiveServe:
             await self._ended
 
     async def _answer(self, host: str, message: dict[str, Any]) -> dict[str, Any]:
-        body = await asyncio.shield(self._body)  # all requests wait for it: one that is cancelled leaves it alone
+        body = await asyncio.shield(self._body)  # shared by all requests: cancelling one of them must not cancel it
         async with self._slots:
             try:
                 return await self._work(body, message["request"])
             except SampleFailed as failure:
                 return {"failed": str(failure)}
-            except GeneratorExit:  # the loop is no more
+            except GeneratorExit:  # the event loop is closed
                 raise
-            except BaseException as error:  # a node boundary: the server fails, and with it the run
+            except BaseException as error:  # a node boundary: the server fails, and so does the run
                 if is_cancel(error):
                     raise
                 if not self._ended.done():

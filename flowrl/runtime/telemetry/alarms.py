@@ -1,7 +1,7 @@
-"""Alarms: what usually goes wrong in RL, seen in the metrics lines while there is time to act.
+"""Alarms: common RL failures, detected early in the metrics lines.
 
-Pure. An alarm looks at the mean of the last `window` lines that have its figure, and rings from the line
-that crosses its limit to the one that comes back. It changes nothing in the run.
+Pure. An alarm checks the mean over the last `window` lines that have its figure. It rings from the line that crosses
+the limit until a line that is within the limit again. It changes nothing in the run.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from flowrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limits:
-    """Where alarms begin to ring; 0 keeps one silent."""
+    """The limits at which alarms begin to ring; 0 disables an alarm."""
 
     entropy: float = 0.1
-    """entropy_collapse: below this part of the entropy that the run began with."""
+    """entropy_collapse: below this fraction of the entropy at the start of the run."""
     kl: float = 0.5
     """kl_drift: above this KL to the reference per token."""
     equal: float = 0.9
-    """all_equal_groups: above this share of groups whose rewards are all equal, so that they teach nothing."""
+    """all_equal_groups: above this share of groups whose rewards are all equal and so give no training signal."""
     mismatch: float = 0.05
     """logprob_mismatch: above this mean difference between the trainer's and the generator's logprobs."""
     truncated: float = 0.5
     """truncation: above this share of responses cut off at the longest length."""
     window: int = 5
-    """Lines that a mean is taken over."""
+    """Number of lines in a mean."""
 
     def __post_init__(self) -> None:
         for name in ("entropy", "kl", "equal", "mismatch", "truncated"):
@@ -45,12 +45,12 @@ FIGURES = {
     "logprob_mismatch": ("logprob_mismatch", "mismatch"),
     "truncation": ("truncated_share", "truncated"),
 }
-"""Alarm -> (figure of a metrics line, limit) of those that ring above a limit."""
+"""Alarm -> (figure of a metrics line, limit), for the alarms that ring above a limit."""
 NAMES = ("entropy_collapse", *FIGURES)
 
 
 class Alarms:
-    """Looks at every metrics line; `before` are the lines of a run that is resumed."""
+    """Checks every metrics line; `before` are the existing lines of a resumed run."""
 
     def __init__(self, limits: Limits, before: Iterable[Mapping[str, Any]] = ()) -> None:
         self._limits = limits
@@ -61,7 +61,7 @@ class Alarms:
             self.look(record)
 
     def look(self, record: Mapping[str, Any]) -> dict[str, str]:
-        """The alarms that ring at this line, with what they have to say."""
+        """The alarms that ring at this line, with their messages."""
         ringing = {name: text for name in FIGURES if (text := self._above(name, record))}
         if text := self._collapse(record):
             ringing["entropy_collapse"] = text
@@ -84,7 +84,7 @@ class Alarms:
         return f"entropy is {mean:.3g}, below {part:g} of the {began:.3g} at the start" if mean < part * began else ""
 
     def _mean(self, figure: str, record: Mapping[str, Any]) -> float | None:
-        """Of the last lines that have the figure; None while they are fewer than a window."""
+        """The mean over the last lines that have the figure; None while there are fewer than `window`."""
         recent = self._recent.setdefault(figure, deque(maxlen=self._limits.window))
         if record.get(figure) is not None:
             recent.append(float(record[figure]))

@@ -1,4 +1,4 @@
-"""What the live view shows, and how it is drawn. Pure: a `Board` in, a rich renderable out."""
+"""The content of the live view, and how it is drawn. Pure: takes a `Board`, returns a rich renderable."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ LABEL_WIDTH = 11
 
 @dataclass
 class Board:
-    """Everything known about the run now. `steps` and `bound` are None where there is no such number."""
+    """Everything known about the run now. `steps` and `bound` are None if the run has no such number."""
 
     name: str
     run_dir: str = ""
     steps: int | None = None
     bound: int | None = None
     capacities: Mapping[str, int] = field(default_factory=dict)
-    """Messages that one lane holds, by edge name."""
+    """Edge name -> number of messages that one lane holds."""
     elapsed_s: float = 0.0
     progress: dict[str, str] = field(default_factory=dict)
     """Node replica -> the last line of its set-up."""
     records: list[Mapping[str, Any]] = field(default_factory=list)
     """Metrics lines of this run, oldest first."""
     evaluations: dict[str, list[tuple[str, int, float, int]]] = field(default_factory=dict)
-    """Task, "" for the first: (phase, step, mean score, number of answers)"""
+    """Task ("" for the first one) -> [(phase, step, mean score, number of answers)]."""
     nodes: Sequence[NodeNow] = ()
     edges: Sequence[EdgeNow] = ()
     generated_per_s: float = 0.0
@@ -95,7 +95,7 @@ def _step(board: Board) -> Text:
 
 
 def _left(board: Board) -> str:
-    """The time the rest needs at the pace of the last steps."""
+    """The estimated time for the remaining steps, at the pace of the last steps."""
     recent = board.records[-10:]
     if len(recent) < 2 or board.steps is None:
         return ""
@@ -163,7 +163,7 @@ def _edges(board: Board) -> RenderableType:
 
 
 def _figure_grid() -> Table:
-    """A label and a figure, which may take several lines."""
+    """A grid of labels and figures; a figure may take several lines."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="dim", width=LABEL_WIDTH)
     table.add_column()
@@ -171,7 +171,7 @@ def _figure_grid() -> Table:
 
 
 def _bar_grid() -> Table:
-    """A name, a bar, and what it means; the name gives way in a narrow terminal."""
+    """A grid of names, bars and their values; names are shortened in a narrow terminal."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, overflow="ellipsis")
     for _ in range(3):
@@ -197,13 +197,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def evaluation_text(phase: str, step: int, score: float, count: int, task: str) -> str:
-    """As "0.412 at step 30 (512 answers)"."""
+    """Formats a result as "0.412 at step 30 (512 answers)"."""
     where = f"at step {step}" if phase == "during" else f"{phase} training"
     return f"{score:.3f} {where} ({count} answers{f', {task}' if task else ''})"
 
 
 def clock(seconds: float) -> str:
-    """As 1:02:03 or 2:03."""
+    """Formats a duration as 1:02:03 or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

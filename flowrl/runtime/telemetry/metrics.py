@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: one line a batch, and the same record to TensorBoard, W&B or Trackio if asked.
+"""`metrics.jsonl`: one line per batch; on request the same record goes to TensorBoard, W&B or Trackio.
 
-The trainer's record wins; the counters of all nodes since the line before are added to it. A name in
-NAMES that nothing reported stands there as null.
+The counters of all nodes since the previous line are added to the trainer's record, which takes precedence. A name in
+NAMES that nobody reported is null.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ NAMES = (
 
 
 class Metrics:
-    """Writes the lines. `roles` maps a node's name to the one under which its busy time stands.
+    """Writes the lines. `roles` maps a node's name to the name under which its busy time is reported.
 
-    A graph may call its generator "actor": `generator_busy_s` is still that node's. `time_s` counts
-    from the start of the run and goes on where the file ends when a run is resumed. `book` gets the step and
-    the hash of each line that is written, for the ledger.
+    A graph may call its generator "actor": `generator_busy_s` is still the busy time of that node. `time_s` counts
+    from the start of the run; in a resumed run it continues from the last line of the file. `book` gets the step and
+    the hash of each written line, for the ledger.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Metrics:
         return full
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Results of an evaluation go to the sinks; the ledger has them answer by answer.
+        """Write the results of an evaluation to the sinks; the ledger has every single answer.
 
-        One beside the training ends some steps later, and W&B takes no step twice back: so it stands at
-        the newest step, and `evaluation/step` says which one it is of.
+        An evaluation during training ends some steps later, and W&B does not accept earlier steps. So the results are
+        written at the newest step, and `evaluation/step` gives the step that was evaluated.
         """
         for sink in self._sinks:
             sink.write(max(step, self._step), {**values, "evaluation/step": step})
@@ -115,12 +115,12 @@ class Metrics:
 
 
 def line_hash(text: str) -> str:
-    """What the ledger keeps of a line, its end left out."""
+    """The hash of a line, without its newline, that the ledger stores."""
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines of a metrics file, [] if there is none, to the byte; a half-written last one is left out."""
+    """The exact lines of a metrics file, without an incomplete last one; [] if there is no file."""
     if not path.exists():
         return []
     whole, _, _ = path.read_bytes().decode(errors="surrogateescape").rpartition("\n")
@@ -128,7 +128,7 @@ def whole_lines(path: Path) -> list[str]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file, parsed. Raises ConfigError for one that is no JSON."""
+    """All complete lines of a metrics file, parsed. Raises ConfigError for a line that is no valid record."""
     return [_parse(path, number, line) for number, line in enumerate(whole_lines(path), start=1)]
 
 
@@ -140,7 +140,7 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def parse(line: str) -> dict[str, Any]:
-    """One line's record. Raises ValueError, with what is wrong, for what is none."""
+    """The record of one line. Raises ValueError with the reason if the line is no valid record."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as problem:
@@ -151,7 +151,7 @@ def parse(line: str) -> dict[str, Any]:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Keep the lines up to `step`, as they stand, as a resumed run goes on from the checkpoint of that step."""
+    """Keep only the lines up to `step`, unchanged: a resumed run continues from the checkpoint of that step."""
     lines = zip(whole_lines(path), read(path), strict=True)
     temporary = path.with_name(f".{path.name}.tmp")
     kept = "".join(line + "\n" for line, record in lines if record["step"] <= step)
@@ -160,7 +160,7 @@ def rewind(path: Path, step: int) -> None:
 
 
 def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a record, nested names joined with "/", for sinks that know only scalars."""
+    """The numbers of a record, with nested names joined by "/", for sinks that accept only scalars."""
     scalars: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
@@ -171,7 +171,7 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN: what is not finite becomes null."""
+    """Replace numbers that are not finite by None: JSON has no NaN."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -180,9 +180,9 @@ def _finite(value: Any) -> Any:
 
 
 def roles(graph: Graph) -> dict[str, str]:
-    """Node name -> role, so that `generator_busy_s` is a generator's whatever its name in the graph.
+    """Node name -> role, so that `generator_busy_s` is the generator's, whatever its name in the graph.
 
-    Of several nodes of one kind (actor and critic are trainers) the first one has the role.
+    If there are several nodes of one kind (actor and critic are trainers), the first one has the role.
     """
     found: dict[str, str] = {}
     for name, node in graph.nodes.items():

@@ -1,6 +1,6 @@
-"""Where a run's metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio.
+"""Sinks for a run's metrics, in addition to `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio.
 
-Each is a package of its own, imported when it is asked for.
+Each sink needs its own package, which is imported only when the sink is requested.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flowrl.errors import ConfigError
 
 
 class Sink(Protocol):
-    """Takes the numbers of one step."""
+    """Receives the numbers of each step."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -36,7 +36,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A W&B run named after the directory; a resumed run continues it. Set WANDB_MODE=offline to keep it here."""
+    """A W&B run named after the directory; a resumed run continues it. WANDB_MODE=offline keeps it local."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         wandb = _import("wandb", "wandb")
@@ -74,17 +74,17 @@ SINKS: Mapping[str, Callable[[Path, Mapping[str, Any]], Sink]] = {
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Raise ConfigError for a sink that there is not, or whose package is not installed. Imports nothing."""
+    """Raise ConfigError for an unknown sink, or if its package is not installed. Imports nothing."""
     for name in names:
         if name not in SINKS:
             raise ConfigError(f"no metrics sink is called {name!r}; there are {', '.join(SINKS)}")
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a directory of that name is no package
+        if spec is None or spec.origin is None:  # a directory of that name is not a package
             raise ConfigError(f"metrics go to {name}, which is not installed; pip install {name}")
 
 
 def open_sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> list[Sink]:
-    """The sinks of these names. Raises ConfigError for an unknown one and for a missing package."""
+    """Open the sinks of these names. Raises ConfigError for an unknown sink or a missing package."""
     check_sinks(names)
     return [SINKS[name](run_dir, config) for name in names]
 

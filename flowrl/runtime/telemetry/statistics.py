@@ -1,7 +1,7 @@
-"""What the hosts report about once a second, put together for the whole run.
+"""Combines the statistics that the hosts report about once per second, for the whole run.
 
-A report holds running totals, so a lost or late one costs nothing. `since_line` gives what was added
-since the metrics line before; `nodes` and `edges` give fractions of the last WINDOW_S seconds.
+A report holds running totals, so a lost or late report does no harm. `since_line` returns the growth since the
+previous metrics line; `nodes` and `edges` return fractions of the last WINDOW_S seconds.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ REPLICA = re.compile(r"/\d+")
 
 @dataclass(frozen=True)
 class NodeNow:
-    """One node, all replicas together."""
+    """One node; its replicas are combined."""
 
     node: str
     num_replicas: int
     busy: float
-    """Mean fraction of the time in which a replica worked."""
+    """Mean over the replicas of the fraction of time spent working."""
 
 
 @dataclass(frozen=True)
 class EdgeNow:
-    """One edge, all lanes together."""
+    """One edge; its lanes are combined."""
 
     edge: str
     producer: str
     consumer: str
     depth: int
-    """Messages sent and not yet taken in."""
+    """Number of messages sent but not yet taken."""
     num_lanes: int
     blocked: float
-    """Fraction of the time in which a sender waited for credit; the largest of its producers."""
+    """Fraction of time in which a sender waited for credit; the largest over the producers."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Meter:
     _points: deque[tuple[float, float]] = field(default_factory=deque)
 
     def read(self, total: float, now_s: float) -> None:
-        """A replica that was started again counts from 0 again."""
+        """Add a reading; the total of a restarted replica begins at 0 again."""
         self.since_line += float(total - self.total if total >= self.total else total)
         if total < self.total:
             self._points.clear()
@@ -72,7 +72,7 @@ class _Meter:
 
 
 class Statistics:
-    """Feed it the bodies of the hosts' "statistics" notifications."""
+    """Statistics of one run; its input are the bodies of the hosts' "statistics" notifications."""
 
     def __init__(self) -> None:
         self._busy: dict[str, _Meter] = defaultdict(_Meter)
@@ -85,7 +85,7 @@ class Statistics:
         self._depth: dict[str, int] = {}
 
     def absorb(self, body: Mapping[str, Any], now_s: float) -> None:
-        """Take in one host's report. A lane's two ends may both report it; the sender's blocking counts."""
+        """Add one host's report. Both ends of a lane may report it; the sender's blocking counts."""
         for replica_id, meters in body.get("nodes", {}).items():
             self._busy[replica_id].read(meters["busy_s"], now_s)
             for name, total in meters["counters"].items():
@@ -149,7 +149,7 @@ class Statistics:
 
 
 def _whole(value: float) -> float:
-    """Counts stay whole numbers in JSON."""
+    """Convert whole numbers to int, so that counts are integers in JSON."""
     return int(value) if value.is_integer() else value
 
 
@@ -164,10 +164,10 @@ def edge_of(lane: str) -> str:
 
 
 def bottleneck(nodes: Iterable[NodeNow], edges: Iterable[EdgeNow]) -> tuple[str, str]:
-    """(node, why) of the node that holds the others up now; ("", why) if none does.
+    """(node, why) of the node that limits the others now; ("", why) if there is none.
 
-    The busiest node, where time that it spends waiting to send does not count: a node behind which
-    messages pile up is held up itself.
+    This is the busiest node. Time in which a node waits to send does not count as busy: such a node is itself held up
+    by a node downstream.
     """
     edges = list(edges)
     ranked = sorted(((now.busy - _held_up(now.node, edges), now) for now in nodes), key=lambda pair: pair[0])

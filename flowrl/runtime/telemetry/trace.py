@@ -1,13 +1,13 @@
 """What a host records for the trace of a run; the driver writes it (`trace_file`).
 
-Every node replica is a track (a "process" of the format). Items that a replica works on side by side
-take rows of it (its "threads"), so that slices of one row only ever nest. An arrow leads from the
-slice that sent a message to the slice that received it. Times are those of `time.time_ns`.
+Every node replica is a track (a "process" of the format). Items on which a replica works concurrently occupy
+different rows of the track (its "threads"), so slices within one row always nest. An arrow leads from the slice that
+sent a message to the slice that received it. Times come from `time.time_ns`.
 
-What is recorded is decided by lineage. Every group has a depth, the same in every host: half of them have
-depth 0, a quarter 1, an eighth 2. At level n a trace has the groups of depth n and more, from prompt to gradient
-and with all their arrows, and nothing of the others. A batch has the depth of its deepest group, a message
-outside of groups one by its id, and what belongs to no message one by its number on its track. The driver
+Lineage decides what is recorded. Every group has a depth, the same in every host: half of the groups have depth 0, a
+quarter 1, an eighth 2. At level n a trace contains the groups of depth n and more, from prompt to gradient and with
+all their arrows, and nothing of the other groups. A batch has the depth of its deepest group. A message outside of
+groups gets its depth from its id, and a span that belongs to no message from its number on its track. The driver
 raises the level when the file is full.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from flowrl.channel.envelope import Envelope
 
 BACKGROUND_ROW = 1000
-"""Rows from here on hold what belongs to no item: weight updates, evaluation, checkpoints."""
+"""Rows from this number on hold spans that belong to no item: weight updates, evaluation, checkpoints."""
 DEEPEST = 32
 OFF = DEEPEST + 1
 """The level at which nothing is recorded."""
@@ -33,7 +33,7 @@ Event = tuple[Any, ...]
 
 
 def depth_of(envelope: Envelope) -> int:
-    """Up to which level a trace has this message."""
+    """The highest level at which a trace contains this message."""
     if envelope.group_id:
         return _depth(zlib.crc32(envelope.group_id.encode()))
     groups: Iterable[str] = {sample.group_id for sample in getattr(envelope.body, "samples", ())}
@@ -41,12 +41,12 @@ def depth_of(envelope: Envelope) -> int:
 
 
 def _depth(number: int) -> int:
-    """How often two divides `number`."""
+    """The number of times that 2 divides `number`."""
     return min((number & -number).bit_length() - 1, DEEPEST) if number else DEEPEST
 
 
 class _Rows:
-    """The rows of one track, lowest free one first."""
+    """The rows of one track; the lowest free row is taken first."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
@@ -64,12 +64,12 @@ class _Rows:
         heappush(self._free, row)
 
     def next_depth(self) -> int:
-        """Of the next span that belongs to no message."""
+        """The depth of the next span that belongs to no message."""
         self._num_spans += 1
         return _depth(self._num_spans - 1)
 
     def background(self, start_us: int, end_us: int) -> int:
-        """A background row that is free from `start_us` on."""
+        """Reserve a background row that is free from `start_us` on."""
         for index, busy_until in enumerate(self._background):
             if busy_until <= start_us:
                 self._background[index] = end_us
@@ -79,11 +79,11 @@ class _Rows:
 
 
 class TraceBuffer:
-    """Events of one host, until `drain` takes them. Only its event loop may use it."""
+    """Events of one host, until `drain` returns them. Only the host's event loop may use it."""
 
     def __init__(self) -> None:
         self.level = 0
-        """What is less deep is not recorded."""
+        """Events of smaller depth are not recorded."""
         self._events: list[Event] = []
         self._rows: dict[str, _Rows] = {}
         self._open: dict[tuple[str, bytes], tuple[int, int, int]] = {}
@@ -92,7 +92,7 @@ class TraceBuffer:
         """Track, row and depth of the item that the running task works on; row -1 if it is not recorded."""
 
     def item(self, track: str, envelope: Envelope, *, begins: bool) -> None:
-        """An invocation with `envelope` begins, or ends, in the task that calls this."""
+        """Record that an invocation with `envelope` begins or ends in the calling task."""
         key = (track, envelope.id)
         if begins:
             self._begin(key, envelope)
@@ -100,7 +100,7 @@ class TraceBuffer:
             self._end(key, envelope)
 
     def sent(self, track: str, envelope: Envelope) -> None:
-        """A message leaves: the arrow to its receiver starts in the invocation at hand."""
+        """Record a sent message: the arrow to its receiver starts in the current invocation."""
         depth = depth_of(envelope)
         if depth < self.level:
             return
@@ -114,7 +114,7 @@ class TraceBuffer:
         self._events.append(("s", track, row, "", now, _number(envelope.id), depth))
 
     def slice(self, track: str, name: str, start_ns: int, end_ns: int, *, kind: str = "work") -> None:
-        """A span that is over: inside the invocation at hand, else in a background row.
+        """Record a finished span: inside the current invocation, else in a background row.
 
         `kind="wait"` is for waits: for credit, a ticket, a lock.
         """
@@ -158,5 +158,5 @@ class TraceBuffer:
 
 
 def _number(message_id: bytes) -> int:
-    """Names the arrow of a message."""
+    """The id of a message's arrow."""
     return int.from_bytes(message_id[:6], "big")

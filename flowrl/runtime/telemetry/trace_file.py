@@ -1,9 +1,9 @@
 """`trace.json`, in Chrome's JSON array format: open it in https://ui.perfetto.dev.
 
 Invariants
-- The file is whole JSON after every write: each ends with the array's end, and the next one begins in its place.
-- It has every event that is as deep as its level (see `trace`), and no other. Where a limit is set, it is never
-  larger: before it would be, the level rises, and what is less deep leaves the file.
+- The file is valid JSON after every write: each write ends with the array's end, and the next write overwrites it.
+- It has every event that is at least as deep as its level (see `trace`), and no other. If a limit is set, the file
+  never exceeds it: before that the level rises, and events of smaller depth are removed from the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flowrl.runtime.telemetry.trace import BACKGROUND_ROW, DEEPEST, OFF
 TraceMode = Literal["off", "sampled", "full"]
 
 LIMIT_BYTES = 16 << 20
-"""Of the file of a run with `--trace sampled`."""
+"""Largest size of the file with `--trace sampled`."""
 TAIL_BYTES = 65536
 END = b"\n]\n"
 DEPTH = b'"depth":'
@@ -29,14 +29,14 @@ Line = tuple[int, bytes]
 
 
 def open_trace(mode: TraceMode, path: Path, on_level: Callable[[int], None]) -> TraceWriter | NoTrace:
-    """What `--trace` asks for."""
+    """The trace writer for the mode of `--trace`."""
     if mode == "off":
         return NoTrace()
     return TraceWriter(path, limit_bytes=LIMIT_BYTES if mode == "sampled" else None, on_level=on_level)
 
 
 class NoTrace:
-    """Of a run that leaves none; what hosts have recorded before they heard of it is let go."""
+    """The writer of a run without a trace; it discards what hosts recorded before the level reached them."""
 
     level = OFF
 
@@ -48,9 +48,9 @@ class NoTrace:
 
 
 class TraceWriter:
-    """Writes events as they come. An existing file is continued, as a resumed run continues its directory.
+    """Writes events as they arrive. It continues an existing file, because a resumed run continues its directory.
 
-    `on_level` is told when the level has risen, so that hosts need not send what would be left out.
+    `on_level` is called when the level has risen, so that hosts stop sending events that would be dropped.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TraceWriter:
         self._file = self._open()
 
     def _open(self) -> BinaryIO:
-        """At the end of the last whole event: a killed run may have left half of one."""
+        """Open the file at the end of the last complete event: a killed run may have left an incomplete one."""
         if not self._path.exists() or self._path.stat().st_size <= len(END):
             self._path.write_bytes(b"[\n" + _head(self.level) + END)
         file = self._path.open("rb+")
@@ -82,7 +82,7 @@ class TraceWriter:
         return file
 
     def write(self, events: Iterable[Sequence[Any]]) -> None:
-        """Append what a host has drained."""
+        """Append the drained events of a host."""
         before = self.level
         lines = self._deep(line for event in events for line in self._lines(event))
         while self._is_full(lines):
@@ -108,7 +108,7 @@ class TraceWriter:
             self._size += len(text)
 
     def _thin(self) -> None:
-        """Raise the level by one, and leave out what is less deep; whole or not at all."""
+        """Raise the level by one, and remove events of smaller depth, atomically."""
         self.level += 1
         with self._path.open("rb") as old, self._temporary.open("wb") as new:
             old.readline()
@@ -151,7 +151,7 @@ class TraceWriter:
         return quoted
 
     def _name_track(self, track: str) -> Iterable[Line]:
-        """The id depends on the name alone, so that a resumed run goes on in the same tracks."""
+        """The id depends only on the name, so a resumed run continues the same tracks."""
         pid = self._tracks[track] = zlib.crc32(track.encode()) % 1_000_000 + 1
         order = {"sort_index": len(self._tracks)}
         for kind, args in (("process_name", {"name": track}), ("process_sort_index", order)):
@@ -170,7 +170,7 @@ def _write_at(file: BinaryIO, place: int, text: bytes) -> None:
 
 
 def _note(kind: str, args: dict[str, Any], **place: int) -> Line:
-    """A name of something, which stays as long as the file."""
+    """A name event; it stays in the file at every level."""
     return OFF, json.dumps({"ph": "M", "name": kind, **place, "args": args}).encode()
 
 
@@ -183,7 +183,7 @@ def _level(head: bytes) -> int:
 
 
 def _depth_of(line: bytes) -> int:
-    """Of an event of the file; names stay at any level, and what has no depth at none but the first."""
+    """The depth of an event in the file; names stay at any level, events without depth only at level 0."""
     if line.startswith(b'{"ph": "M"'):
         return OFF
     _, known, depth = line.rpartition(DEPTH)

@@ -1,7 +1,7 @@
-"""The view of a run while it goes: live in a terminal, lines elsewhere.
+"""The view of a running run: live in a terminal, plain lines elsewhere.
 
-Both kinds take the same calls from the driver. The live one draws again when something it shows has
-changed, at most REDRAW_PER_S times a second, and leaves its last picture on the screen.
+Both kinds take the same calls from the driver. The live view redraws when its content has changed, at most
+REDRAW_PER_S times per second, and leaves its last picture on the screen.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ REDRAW_PER_S = 4.0
 
 
 class View(Protocol):
-    """What the driver tells a view."""
+    """The calls from the driver to a view."""
 
     def progress(self, replica_id: str, text: str) -> None:
-        """A node replica (or the driver itself) is at this point of its set-up."""
+        """Show how far a node replica (or the driver itself) is with its set-up."""
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A batch is finished; `record` is its metrics line."""
+        """Show a finished batch; `record` is its metrics line."""
 
     def statistics(self, statistics: Statistics, admission: str) -> None:
-        """New reports; `admission` is `Tickets.why_waiting()`."""
+        """Show new statistics; `admission` is `Tickets.why_waiting()`."""
 
     def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
-        """An evaluation of `count` answers is finished; `task` is given for all but the first one."""
+        """Show a finished evaluation of `count` answers; `task` is given for all tasks but the first."""
 
     def warning(self, text: str) -> None:
-        """Something the user should know that does not end the run."""
+        """Show a problem that does not end the run."""
 
     def close(self) -> None:
-        """Leave the terminal as it was; what was shown last stays."""
+        """Restore the terminal; the last picture stays."""
 
 
 class LiveView:
@@ -90,7 +90,7 @@ class LiveView:
 
 
 class PlainView:
-    """One line an event, for logs and pipes."""
+    """Prints one line per event, for logs and pipes."""
 
     def __init__(self, board: Board, console: Console) -> None:
         self._board = board
@@ -112,7 +112,7 @@ class PlainView:
         self._alarms(record.get("alarms") or {})
 
     def _alarms(self, ringing: Mapping[str, str]) -> None:
-        """Those that begin and those that end."""
+        """Print the alarms that begin and those that end."""
         for name in ringing.keys() - self._ringing:
             self._print(f"alarm: {name}: {ringing[name]}")
         for name in self._ringing - ringing.keys():
@@ -130,7 +130,7 @@ class PlainView:
         self._print(f"warning: {text}")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this view holds no resources."""
 
     def _print(self, text: str) -> None:
         self._console.print(
@@ -139,6 +139,6 @@ class PlainView:
 
 
 def open_view(board: Board, console: Console | None = None) -> View:
-    """The live view if the console is a terminal, else lines."""
+    """The live view if the console is a terminal, else the plain view."""
     console = console or Console()
     return LiveView(board, console) if console.is_terminal else PlainView(board, console)
