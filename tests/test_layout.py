@@ -117,6 +117,56 @@ def test_the_rooms_of_the_runtime_point_one_way() -> None:
     assert not wrong
 
 
+BROAD_EXCEPTS = {
+    "channel/control.py: Control._note",
+    "channel/control.py: Control._work",
+    "channel/link.py: Listener._drain",
+    "graph/load.py: user_code",
+    "models/__init__.py: check_prompts",
+    "runtime/activity/lease.py: Lease._move",
+    "runtime/activity/lease.py: _hook",
+    "runtime/driver/cluster.py: RayCluster.start",
+    "runtime/driver/driver.py: Driver.run",
+    "runtime/host/actor.py: HostActor._turn_loop",
+    "runtime/host/context.py: _called",
+    "runtime/host/failures.py: attributed",
+    "runtime/host/host_engine.py: HostEngine._named",
+    "runtime/host/replica.py: Replica._body",
+    "runtime/ledger/ledger_file.py: open_to_read",
+    "runtime/ledger/ledger_file.py: open_to_write",
+    "runtime/ports/inbound.py: Inbound._run",
+    "runtime/ports/inbound.py: Inbound.each",
+    "runtime/ports/items.py: OpenItems.noting_failure",
+    "runtime/ports/outbound.py: Outbound._send_on",
+    "runtime/ports/requests.py: LiveServe._answer",
+    "tasks/judge.py: Judge._checked",
+    "tasks/judge.py: Judge.ask",
+    "tasks/judge.py: _file_module",
+    "tasks/judge.py: _package_module",
+}
+"""Where any exception is caught: boundaries to foreign code, and places that undo something and raise again."""
+
+
+def broad_excepts(path: Path) -> Iterator[str]:
+    """ "channel/link.py: Listener._drain" for each handler of Exception, BaseException or everything."""
+
+    def visit(node: ast.AST, within: tuple[str, ...]) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ExceptHandler) and (child.type is None or ast.unparse(child.type) in BROAD):
+                yield f"{path.relative_to(ROOT / 'flowrl')}: {'.'.join(within)}"
+            named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            yield from visit(child, (*within, child.name) if named else within)
+
+    return visit(ast.parse(path.read_text(encoding="utf-8")), ())
+
+
+BROAD = ("Exception", "BaseException")
+
+
+def test_any_exception_is_caught_at_known_boundaries_alone() -> None:
+    assert {place for path in modules() for place in broad_excepts(path)} == BROAD_EXCEPTS
+
+
 def loaded_by(code: str) -> set[str]:
     """Heavy packages that a fresh interpreter has loaded after `code`."""
     probe = f"{code}\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
