@@ -142,7 +142,7 @@ DAMAGES = {
         "step 1 trained samples of 3 groups, and a batch has 2 at most",
     ),
     "a gap": ([LAST.format("ticket = ticket + 500")], "tickets", "14 tickets were taken, numbered 0 to 513"),
-    "a state of a ticket": ([TICKET.format("state = 'lost'")], "tickets", "ticket 0 is in state 'lost'"),
+    "a state of a ticket": ([TICKET.format("state = 'lost'")], "tickets", "ticket 0 has unknown state 'lost'"),
     "nothing held": ([TICKET.format("held = 'x'")], "tickets", "ticket 0 does not tell which versions were held"),
     "a group without a ticket": (
         ["DELETE FROM tickets WHERE group_id = 'g0'"],
