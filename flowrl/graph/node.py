@@ -72,7 +72,7 @@ class Context(Protocol):
     weight_routes: tuple[WeightRoute, ...]
     """The readers of this trainer's weights, or of the weights that this generator reads."""
     ledger: Any
-    """Ledger events, see flowrl.runtime.accounting.LedgerClient."""
+    """Ledger events, see flowrl.runtime.ledger.ledger_client.LedgerClient."""
 
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     def metric(self, name: str, value: float) -> None: ...
