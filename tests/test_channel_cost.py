@@ -6,6 +6,7 @@ import random
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -208,6 +209,29 @@ def test_whatever_a_sender_takes_its_receiver_takes_whatever_it_came_with(seed: 
     received = [envelope for frame in found if frame[0] == DATA for envelope in frame[4]]  # type: ignore[index]
     assert [(e.id, len(e.body.inner)) for e in received] == [(e.id, len(e.body.inner)) for e in sent]  # type: ignore[attr-defined]
     assert len(found) >= len(frames) / 256
+
+
+@dataclass(frozen=True)
+class Flat(Message):
+    """Nothing in it needs counting beside the message itself."""
+
+    number: int
+
+
+@pytest.mark.parametrize("num_between", [0, 1, 700, 2300])
+def test_small_messages_that_join_a_record_are_counted_too(num_between: int) -> None:
+    """They are cheap one by one, and `num_between` of them stand between costly ones."""
+    bodies: list[Message] = []
+    for _ in range(6):
+        bodies += [*[Flat(1)] * num_between, Parcel(inner=({"a": 1},) * 200)]
+    bodies += [Flat(2)] * 3000
+    envelopes = [Envelope(source_id("s", str(seq)), body=body) for seq, body in enumerate(bodies)]
+    frames: list[Frame] = [(DATA, 1, 0, 0, envelopes), (CREDIT, 3, 0, 1, None)]
+    multiparts = encoded(*frames)
+    found = [frame for parts in multiparts for frame in MessageDecoder().decode(parts)]
+    assert {*map(refusal, found)} == {""}
+    assert [e.id for frame in found if frame[0] == DATA for e in frame[4]] == [e.id for e in envelopes]  # type: ignore[index]
+    assert len(envelopes) / MAX_FRAMES < len(multiparts) < len(envelopes) / 200
 
 
 def test_a_multipart_has_so_many_frames_and_parts() -> None:

@@ -45,15 +45,33 @@ Frames that together cost less than FLOOR_BYTES are within the allowance and wit
 class _Record:
     """Messages that are collected for one record."""
 
-    __slots__ = ("bodies", "first", "heads", "key", "next", "num_bytes")
+    __slots__ = (
+        "bodies",
+        "counted",
+        "counted_bytes",
+        "first",
+        "heads",
+        "lane",
+        "next",
+        "num_bytes",
+        "schema",
+        "session",
+        "until",
+    )
 
-    def __init__(self, key: tuple[int, int, Schema], seq: int) -> None:
-        self.key = key
-        """(lane, session, schema), the same for all messages of the record."""
+    def __init__(self, lane: int, session: int, schema: Schema, seq: int) -> None:
+        self.lane = lane
+        self.session = session
+        self.schema = schema
         self.first = self.next = seq
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
         self.num_bytes = 0
+        self.until = seq
+        """Messages up to this seq can join without a look at the multipart's cost."""
+        self.counted = seq
+        """Messages from this seq on, and bytes above `counted_bytes`, are not in the multipart's totals yet."""
+        self.counted_bytes = 0
 
 
 class MessageEncoder:
@@ -111,21 +129,22 @@ class MessageEncoder:
         schema = KNOWN.get(type(message)) or schema_of(type(message))  # a hot path: the lookup saves a call
         body = encoder.pack(schema.take_apart(envelope.group_id, message, self._carried))
         num_bytes = len(body)
-        cost = self._cost + schema.cost + _FRAME_COST
-        if encoder.cost:
-            cost += encoder.cost
-        if cost <= FLOOR_BYTES and num_bytes <= RECORD_BYTES:  # nearly always: no exact check is needed
-            self._cost = cost
-            self._num_bytes += num_bytes
-        elif not self._takes(cost, num_bytes):
-            if self._frames:
+        record = self._open
+        if (
+            record is None
+            or seq != record.next
+            or seq >= record.until
+            or schema is not record.schema
+            or lane != record.lane
+            or session != record.session
+            or record.num_bytes + num_bytes > RECORD_BYTES
+            or encoder.cost
+        ):  # seldom: nearly all messages join the open record, and are counted with it
+            record = self._record_for(lane, session, seq, schema, body)
+            if record is None:
                 self._cut()
                 self._message(lane, session, seq, envelope)
                 return
-            self._check_alone(body, _FRAME_COST)
-        record, key = self._open, (lane, session, schema)
-        if not record or seq != record.next or key != record.key or record.num_bytes + num_bytes > RECORD_BYTES:
-            record = self._begin(_Record(key, seq))
         record.heads.append(HEAD.pack(envelope.id, envelope.ticket, envelope.member))
         record.bodies.append(body)
         record.num_bytes += num_bytes
@@ -134,10 +153,46 @@ class MessageEncoder:
         if encoder.cost:
             encoder.keep()
 
+    def _record_for(self, lane: int, session: int, seq: int, schema: Schema, body: bytes) -> _Record | None:
+        """The record that the message goes into, counted without it. None if the multipart is too full for it.
+
+        The message itself is in the multipart's totals when this returns.
+        """
+        self._count()
+        num_bytes, each = len(body), schema.cost + _FRAME_COST
+        cost = self._cost + each + self._encoder.cost
+        if cost <= FLOOR_BYTES and num_bytes <= RECORD_BYTES:  # no exact check is needed
+            self._cost = cost
+            self._num_bytes += num_bytes
+        elif not self._takes(cost, num_bytes):
+            if self._frames:
+                return None
+            self._check_alone(body, _FRAME_COST)
+        record = self._open
+        if (
+            record is None
+            or (seq, lane, session, schema) != (record.next, record.lane, record.session, record.schema)
+            or record.num_bytes + num_bytes > RECORD_BYTES
+        ):
+            record = self._begin(_Record(lane, session, schema, seq))
+        record.counted = seq + 1
+        record.counted_bytes = record.num_bytes + num_bytes
+        record.until = record.counted + max(0, FLOOR_BYTES - self._cost) // each
+        return record
+
+    def _count(self) -> None:
+        """Add the messages that have joined the open record to the multipart's totals."""
+        record = self._open
+        if record is not None and record.counted != record.next:
+            self._cost += (record.next - record.counted) * (record.schema.cost + _FRAME_COST)
+            self._num_bytes += record.num_bytes - record.counted_bytes
+            record.counted, record.counted_bytes = record.next, record.num_bytes
+
     def _frame(self, kind: int, lane: int, session: int, seq: int, payload: Any) -> None:
         encoder = self._encoder
         body = b"" if payload is None else encoder.pack(payload)
         num_bytes = len(body)
+        self._count()
         cost = self._cost + _FRAME_COST + WORST * num_bytes
         if cost <= FLOOR_BYTES and num_bytes <= FEW_BYTES:
             self._cost = cost
@@ -195,9 +250,10 @@ class MessageEncoder:
 
     def _close(self) -> None:
         """Finish the open record: it takes no more messages."""
+        self._count()
         record, self._open = self._open, None
         if record is not None:
-            lane, session, schema = record.key
+            lane, session, schema = record.lane, record.session, record.schema
             kind = TOMBSTONE if schema.cls is Tombstone else DATA
             count, length = len(record.bodies), ARRAY.size + record.num_bytes
             self._records.append(HEADER.pack(kind, lane, session, record.first, schema.hash, count, length))
