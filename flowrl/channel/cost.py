@@ -48,6 +48,9 @@ _BULK_BYTES = 4096
 ADVICE = "hold numbers in numpy arrays, not in tuples, and send what is large in several messages"
 
 
+_TUPLES = tuple(_TUPLE + _SLOT * length for length in range(SHORT + 1))
+
+
 class Costly(Exception):
     """The data being decoded may cost more than the allowance."""
 
@@ -86,7 +89,7 @@ class Allowance:
         self.pay(weight.num_bytes + weight.bulk_bytes - free)
 
     def array(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
-        self.left -= _TUPLE + _SLOT * len(items)
+        self.left -= _TUPLES[len(items)]  # a hot path: every message's body comes here
         if self.left < 0:
             raise Costly
         return items

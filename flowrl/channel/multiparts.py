@@ -150,8 +150,6 @@ class MessageEncoder:
         record.num_bytes += num_bytes
         record.next = seq + 1
         self._frames += 1
-        if encoder.cost:
-            encoder.keep()
 
     def _record_for(self, lane: int, session: int, seq: int, schema: Schema, body: bytes) -> _Record | None:
         """The record that the message goes into, counted without it. None if the multipart is too full for it.
@@ -178,6 +176,7 @@ class MessageEncoder:
         record.counted = seq + 1
         record.counted_bytes = record.num_bytes + num_bytes
         record.until = record.counted + max(0, FLOOR_BYTES - self._cost) // each
+        self._encoder.keep()
         return record
 
     def _count(self) -> None:
