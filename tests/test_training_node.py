@@ -205,9 +205,9 @@ def test_master_weights_keep_what_bfloat16_would_lose(ran: tuple[Recorder, Train
     """Steps far below half a unit in the last place of any weight add up all the same."""
     import torch
 
+    from flowrl.training.batch.masks import loss_masks
+    from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.learner import Learner
-    from flowrl.training.masks import loss_masks
-    from flowrl.training.zero import ZeroEngine
 
     _, trainer = ran
     gang = trainer._learner.engine.gang

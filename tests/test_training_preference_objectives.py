@@ -11,10 +11,10 @@ import torch
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Mismatched, Trainable
-from flowrl.training.micro_batch import make_micro_batch
-from flowrl.training.objectives import LossInputs, Objective, Totals
-from flowrl.training.preference_losses import dpo_loss, kto_loss
-from flowrl.training.preference_objectives import DPO, KTO
+from flowrl.training.batch.micro_batch import make_micro_batch
+from flowrl.training.loss.objective import LossInputs, Objective, Totals
+from flowrl.training.loss.preference_losses import dpo_loss, kto_loss
+from flowrl.training.loss.preference_objectives import DPO, KTO
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 3, 2, 6, 4, 4)

@@ -47,7 +47,7 @@ GIVEN_UP = {
 """Identifier -> what the thing is called."""
 
 ELSEWHERE = {
-    "turn": ("conversations: tasks, models and nodes that render them", r"tasks/|models/|training/|nodes/|graph/svg"),
+    "turn": ("conversations: tasks, models and nodes that render them", r"tasks/|models/|training/|nodes/"),
     "turns": ("conversations", r"tasks/|models/|training/|nodes/|messages|benchmarks/reward_accuracy"),
     "epoch": ("passes over data", r"tasks/|nodes/|training/|messages|ledger|audit/|benchmarks/stages"),
     "track": (

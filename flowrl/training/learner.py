@@ -24,12 +24,12 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Bool, Trainable
-from flowrl.training.masks import loss_masks
-from flowrl.training.micro_batch import MicroBatch, make_micro_batch
-from flowrl.training.objectives import LossInputs, Objective, Totals
-from flowrl.training.output_layer import OutputLayer
-from flowrl.training.referenced import with_reference
-from flowrl.training.zero import ZeroEngine
+from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch.micro_batch import MicroBatch, make_micro_batch
+from flowrl.training.batch.referenced import with_reference
+from flowrl.training.engine.zero import ZeroEngine
+from flowrl.training.loss.objective import LossInputs, Objective, Totals
+from flowrl.training.model.output_layer import OutputLayer
 
 
 @dataclass
