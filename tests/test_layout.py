@@ -183,6 +183,7 @@ BROAD_EXCEPTS = {
     "tasks/judge.py: Judge.ask",
     "tasks/judge.py: _file_module",
     "tasks/judge.py: _package_module",
+    "training/loss/function_trial.py: _attempt",
 }
 """Where any exception is caught: boundaries to foreign code, and places that undo something and raise again."""
 

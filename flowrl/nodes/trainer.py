@@ -111,6 +111,11 @@ class Trainer(Node):
         )
 
     def check(self, facts: Any) -> list[str]:
+        if not isinstance(self.objective, Objective):
+            return [
+                f"objective is {self.objective!r}, which is no Objective; wrap a function as "
+                "FunctionObjective(function, columns=(...)), or let a class inherit from Objective"
+            ]
         least = {"epochs": 1, "publish_every": 1, "probe_every": 0, "start_after": 0, "judge_every": 0}
         problems = [
             f"{name} is {getattr(self, name)}; it has to be {low} or more"
@@ -125,6 +130,7 @@ class Trainer(Node):
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
+        problems += self.objective.problems()
         return problems + lora_problems(self.lora, self.zero)
 
     def preflight(self) -> None:

@@ -147,6 +147,7 @@ PADDING = Trainable(
     truncated=False,
     generator="",
     ref_logprobs=np.zeros(2, np.float32),
+    teacher_logprobs=np.zeros(2, np.float32),
     values=np.zeros(2, np.float32),
     returns=np.zeros(2, np.float32),
     advantages=np.zeros(2, np.float32),

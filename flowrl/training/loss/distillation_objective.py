@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Totals
-from flowrl.training.settings import Head
+from flowrl.training.loss.objective import Column, LossInputs, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ReverseKL:
+class ReverseKL(Objective):
     """Σ_v π(v) (log π(v) − log π_teacher(v)) at every policy token, over the full vocabulary.
 
     The gradient is exact for the sampled prefixes; the distribution of the prefixes is not differentiated.
@@ -36,21 +35,10 @@ class ReverseKL:
         if self.aggregation not in ("token", "sequence"):
             raise ConfigError(f"aggregation is {self.aggregation!r}; choose token or sequence")
 
-    @property
-    def head(self) -> Head:
-        return "lm"
-
-    at_end = False
-    offline = False
     needs_proximal = False
-    needs_reference = False
-    needs_mismatched = False
     needs_entropy_gradient = True
     """The entropy it sees is relative to the teacher: −KL."""
     stats = ("reverse_kl",)
-
-    def enough(self, totals: Totals) -> bool:
-        return totals.num_tokens > 0
 
     def columns(self, sample: Trainable) -> Column:
         if sample.sample_id and sample.teacher_hidden is None:

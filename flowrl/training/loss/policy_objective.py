@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Totals
-from flowrl.training.settings import Head
+from flowrl.training.loss.objective import Column, LossInputs, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class PolicyObjective:
+class PolicyObjective(Objective):
     """The policy gradient family; see `flowrl.training.loss.policy_losses.policy_loss` for the formulas."""
 
     kind: str = "ppo"
@@ -51,18 +50,6 @@ class PolicyObjective:
             raise ConfigError(problem)
 
     @property
-    def head(self) -> Head:
-        return "lm"
-
-    @property
-    def at_end(self) -> bool:
-        return False
-
-    @property
-    def offline(self) -> bool:
-        return False
-
-    @property
     def needs_proximal(self) -> bool:
         return self.old == "proximal" and (self.kind != "reinforce" or self.correction is not None)
 
@@ -74,14 +61,9 @@ class PolicyObjective:
     def needs_entropy_gradient(self) -> bool:
         return self.entropy_coef != 0.0
 
-    needs_mismatched = False
-
     @property
     def stats(self) -> tuple[str, ...]:
         return ("clip_fraction", "ratio_mean", "correction_mean", "entropy", "kl", "policy_loss")
-
-    def enough(self, totals: Totals) -> bool:
-        return totals.num_tokens > 0
 
     def columns(self, sample: Trainable) -> Column:
         if self.kl_coef and sample.ref_logprobs is None:

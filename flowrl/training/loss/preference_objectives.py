@@ -9,12 +9,11 @@ Axes: B samples, T policy tokens of the longest one, P pairs of the micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Totals
-from flowrl.training.settings import Head
+from flowrl.training.loss.objective import Column, LossInputs, Objective, Totals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +22,7 @@ KINDS = ("dpo", "ipo", "cdpo")
 
 
 @dataclass(frozen=True)
-class DPO:
+class DPO(Objective):
     """Direct preference optimization (2305.18290) on neighbouring samples of one `pair`, labelled 1 and -1."""
 
     beta: float = 0.1
@@ -37,12 +36,8 @@ class DPO:
     online: bool = False
     """The pairs are rollouts: their versions are held to the graph's staleness and reported."""
 
-    head: ClassVar[Head] = "lm"
-    at_end = False
     needs_proximal = False
     needs_reference = True
-    needs_entropy_gradient = False
-    needs_mismatched = False
     stats = (
         "entropy",
         "preference_accuracy",
@@ -103,7 +98,7 @@ class DPO:
 
 
 @dataclass(frozen=True)
-class KTO:
+class KTO(Objective):
     """Kahneman–Tversky optimization (2402.01306) on single completions, labelled 1 or -1.
 
     The baseline z0 is one number an optimizer step, from the samples' mismatched completions, no gradient.
@@ -116,11 +111,7 @@ class KTO:
     """λ_U"""
 
     offline = True
-    head: ClassVar[Head] = "lm"
-    at_end = False
-    needs_proximal = False
     needs_reference = True
-    needs_entropy_gradient = False
     needs_mismatched = True
     stats = (
         "entropy",

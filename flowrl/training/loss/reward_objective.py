@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Totals
+from flowrl.training.loss.objective import Column, LossInputs, Objective, Totals
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BradleyTerry:
+class BradleyTerry(Objective):
     """−log σ(chosen − rejected − margin) on neighbouring samples of one `pair`, scored at their last token."""
 
     margin: bool = False
@@ -31,10 +31,6 @@ class BradleyTerry:
     head: ClassVar[Head] = "scalar"
     at_end = True
     offline = True
-    needs_proximal = False
-    needs_reference = False
-    needs_entropy_gradient = False
-    needs_mismatched = False
     stats = ("preference_accuracy", "score_margin", "chosen_score", "rejected_score", "score_mean", "score_square")
 
     def __post_init__(self) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from flowrl.errors import ConfigError
-from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Totals
-from flowrl.training.settings import Head
+from flowrl.training.loss.objective import LossInputs, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class SFT:
+class SFT(Objective):
     """Maximum likelihood of the tokens in the loss mask."""
 
     aggregation: str = "token"
@@ -25,20 +23,8 @@ class SFT:
         if self.aggregation not in ("token", "sequence"):
             raise ConfigError(f"aggregation is {self.aggregation!r}; choose token or sequence")
 
-    head: ClassVar[Head] = "lm"
-    at_end = False
     offline = True
-    needs_proximal = False
-    needs_reference = False
-    needs_entropy_gradient = False
-    needs_mismatched = False
     stats = ("entropy",)
-
-    def enough(self, totals: Totals) -> bool:
-        return totals.num_tokens > 0
-
-    def columns(self, sample: Trainable) -> Column:
-        return {}
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         from flowrl.training.loss.policy_losses import aggregate

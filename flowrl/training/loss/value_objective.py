@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Totals
+from flowrl.training.loss.objective import Column, LossInputs, Objective
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ValueObjective:
+class ValueObjective(Objective):
     """0.5·(V − R)², clipped around the values that the batch's advantages were made with (2017, PPO's `vf_clip`)."""
 
     clip: float | None = 0.2
@@ -29,16 +29,7 @@ class ValueObjective:
     def head(self) -> Head:
         return "scalar"
 
-    at_end = False
-    offline = False
-    needs_proximal = False
-    needs_entropy_gradient = False
-    needs_mismatched = False
-    needs_reference = False
     stats = ("clip_fraction", "value_mean", "value_error")
-
-    def enough(self, totals: Totals) -> bool:
-        return totals.num_tokens > 0
 
     def columns(self, sample: Trainable) -> Column:
         if sample.values is None or sample.returns is None:
