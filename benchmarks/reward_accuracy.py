@@ -69,7 +69,7 @@ class PolicyLogprobs:
     """log p of answers under a policy, the end token included."""
 
     def __init__(self, model_dir: str, system_prompt: str) -> None:
-        from flowrl.training.model import load_policy_model
+        from flowrl.training.model.policy_model import load_policy_model
 
         self._model = load_policy_model(model_dir).eval()
         self._chat = Chat(load_tokenizer(model_dir), system_prompt)
@@ -84,7 +84,7 @@ class PolicyLogprobs:
         """(sum, number of tokens) of each answer."""
         import torch
 
-        from flowrl.training.row_layout import lay_out
+        from flowrl.training.model.row_layout import lay_out
 
         found: list[tuple[float, int]] = []
         for start in range(0, len(asked), SEQUENCES_A_PASS):

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.overlap import Gain, Lines, Pace, Spread, pace, rewards
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.graph.check import check
+from flowrl.graph.analysis.check import check
 from flowrl.graph.load import GraphFile, load_file
 from flowrl.graph.machine import Cluster
 from flowrl.runtime.telemetry.metrics import read

@@ -62,9 +62,9 @@ def rank_process(case: Case, rank: int, address: str, pipe: Connection | None) -
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     import torch
 
-    from flowrl.training.gang import Gang
+    from flowrl.training.engine.gang import Gang
+    from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.settings import ZeroSettings
-    from flowrl.training.zero import ZeroEngine
     from flowrl.weights.publish import Publisher
 
     torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def train(engine: Any, seed: int) -> None:
     """One optimizer step on random sequences."""
     import torch
 
-    from flowrl.training.row_layout import lay_out
+    from flowrl.training.model.row_layout import lay_out
 
     draw = np.random.default_rng((seed, engine.rank))
     tokens = [draw.integers(0, engine.vocab_size, LENGTH).astype(np.int32) for _ in range(SEQUENCES)]

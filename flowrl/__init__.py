@@ -5,7 +5,7 @@ deepspeed. The built-in nodes are in `flowrl.nodes`, tasks in `flowrl.tasks`, mo
 """
 
 from flowrl.errors import ConfigError, FlowrlError, GraphError, NodeFailed, SampleFailed
-from flowrl.graph.check import check
+from flowrl.graph.analysis.check import check
 from flowrl.graph.facts import Facts
 from flowrl.graph.graph import Graph
 from flowrl.graph.machine import Cluster, Machine

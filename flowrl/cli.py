@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(args: Sequence[str]) -> int:
     """`flowrl check GRAPH.py`: problems to stderr and status 2, or the plan to stdout."""
-    from flowrl.graph.check import check as find
-    from flowrl.graph.draw import draw
-    from flowrl.graph.report import render
+    from flowrl.graph.analysis.check import check as find
+    from flowrl.graph.analysis.report import render
+    from flowrl.graph.drawing.draw import draw
 
     file, graph, _, options = _prepare("check", CheckOptions, args)
     cluster = Cluster.parse(options.cluster) if options.cluster else Cluster.here()

@@ -24,8 +24,8 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.tasks import Task
-from flowrl.training.estimate import Estimate
-from flowrl.training.objectives import PolicyObjective
+from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, ZeroSettings
 

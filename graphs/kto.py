@@ -21,7 +21,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.tasks import Task
-from flowrl.training.preference_objectives import KTO as KTOObjective
+from flowrl.training.loss.preference_objectives import KTO as KTOObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, ZeroSettings
 

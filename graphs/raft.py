@@ -22,7 +22,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.tasks import Task
-from flowrl.training.objectives import PolicyObjective
+from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, ZeroSettings
 

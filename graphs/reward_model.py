@@ -18,7 +18,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.tasks import Task
-from flowrl.training.reward_objective import BradleyTerry
+from flowrl.training.loss.reward_objective import BradleyTerry
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, ZeroSettings
 

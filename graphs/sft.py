@@ -10,7 +10,7 @@ from flowrl import Graph
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, PromptSource, TokenBatch, Trainer
 from flowrl.tasks import Task
-from flowrl.training.objectives import SFT as SFTObjective
+from flowrl.training.loss.sft_objective import SFT as SFTObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, ZeroSettings
 

@@ -22,7 +22,7 @@ from flowrl import (
     Serve,
     Weights,
 )
-from flowrl.graph.check import check
+from flowrl.graph.analysis.check import check
 
 MACHINE = Cluster((Machine(cores=tuple(range(8)), gpus=0, memory_bytes=16 << 30),))
 

@@ -18,10 +18,10 @@ from unittest import mock
 
 from flowrl.channel import endpoint as endpoints
 from flowrl.errors import GraphError
-from flowrl.graph.check import check
+from flowrl.graph.analysis.check import check
+from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster, Machine
-from flowrl.graph.plan import make_plan
 from flowrl.runtime.activity.hostloop import HostLoop
 from flowrl.runtime.audit.audit import AuditReport, audit
 from flowrl.runtime.checkpoints.resume import require

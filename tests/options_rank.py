@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowrl.training.gang import Gang
+from flowrl.training.batch.masks import loss_masks
+from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
-from flowrl.training.masks import loss_masks
-from flowrl.training.objectives import PolicyObjective
+from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import LoRA, ZeroSettings
-from flowrl.training.zero import ZeroEngine
 from tests.options_cases import BATCHES, OPTIONS, Option, offloaded
 from tests.training_cases import TEMPERATURE, make_batch
 from tests.training_rank import EVERYTHING_SHARDED

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from flowrl.messages import Batch, Trainable
-from flowrl.training.gang import Gang
+from flowrl.training.batch.masks import loss_masks
+from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
-from flowrl.training.masks import loss_masks
-from flowrl.training.reward_objective import BradleyTerry
+from flowrl.training.loss.reward_objective import BradleyTerry
 from flowrl.training.settings import ZeroSettings
-from flowrl.training.zero import ZeroEngine
 from tests.word_policy import EOS, WORDS
 
 EVERYTHING_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}

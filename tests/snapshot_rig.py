@@ -17,8 +17,8 @@ from typing import Any
 
 from flowrl import Cluster, Machine
 from flowrl.channel.endpoint import Endpoint
+from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild
-from flowrl.graph.plan import make_plan
 from flowrl.runtime.checkpoints.checkpoint import read_state
 from flowrl.runtime.driver.orders import Orders
 from flowrl.runtime.driver.snapshotter import Snapshotter

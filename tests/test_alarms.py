@@ -10,19 +10,19 @@ import pytest
 from rich.console import Console
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.telemetry.alarms import FIGURES, NAMES, Alarms, Limits
+from flowrl.runtime.telemetry.alarms import FIGURES, NAMES, Alarms, AlarmThresholds
 from flowrl.runtime.telemetry.board import Board, draw
 from flowrl.runtime.telemetry.metrics import Metrics, read
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.runtime.telemetry.view import PlainView
 from tests.test_metrics import Recorder
 
-SHORT = Limits(window=2)
+SHORT = AlarmThresholds(window=2)
 BAD = {"kl": 0.9, "all_equal_groups_share": 1.0, "logprob_mismatch": 0.2, "truncated_share": 0.8}
 GOOD = {"kl": 0.01, "all_equal_groups_share": 0.2, "logprob_mismatch": 0.001, "truncated_share": 0.0}
 
 
-def ringing(limits: Limits, *records: dict[str, Any]) -> list[set[str]]:
+def ringing(limits: AlarmThresholds, *records: dict[str, Any]) -> list[set[str]]:
     alarms = Alarms(limits)
     return [set(alarms.look(record)) for record in records]
 
@@ -52,7 +52,7 @@ def test_lines_without_a_figure_neither_ring_nor_end_an_alarm() -> None:
 
 
 def test_a_limit_of_zero_is_silence() -> None:
-    silent = Limits(0, 0, 0, 0, 0, window=1)
+    silent = AlarmThresholds(0, 0, 0, 0, 0, window=1)
     assert ringing(silent, BAD | {"entropy": 1.0}, BAD | {"entropy": 0.0}) == [set(), set()]
 
 
@@ -65,12 +65,12 @@ def test_a_resumed_run_remembers_what_it_began_with() -> None:
 @pytest.mark.parametrize("limits", [{"kl": -1}, {"entropy": float("nan")}, {"window": 0}])
 def test_limits_are_numbers_from_zero_up(limits: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"--alarms\."):
-        Limits(**limits)
+        AlarmThresholds(**limits)
 
 
 def test_lines_and_sinks_tell_of_alarms(tmp_path: Path) -> None:
     sink = Recorder()
-    metrics = Metrics(tmp_path, Statistics(), roles={}, sinks=[sink], limits=Limits(window=1))
+    metrics = Metrics(tmp_path, Statistics(), roles={}, sinks=[sink], limits=AlarmThresholds(window=1))
     metrics.line({"step": 1, **GOOD})
     metrics.line({"step": 2, **BAD})
     metrics.close()

@@ -16,13 +16,14 @@ from flowrl.models.characters import character_vocabulary
 from flowrl.models.vocabulary import untold, vocabulary, vocabulary_problem
 from flowrl.nodes import Teacher, TeacherAdvantage, Trainer
 from flowrl.nodes.teacher import _require_same_vocabulary, scored_by_teacher
-from flowrl.training.distillation import ReverseKL, distillation_advantages
-from flowrl.training.estimate import trainable
-from flowrl.training.logprobs import Taught, chunked_logprobs
-from flowrl.training.objectives import LossInputs, Totals
-from flowrl.training.output_layer import OutputLayer, load_output_layer
-from flowrl.training.policy_losses import policy_loss
-from flowrl.training.row_layout import lay_out
+from flowrl.training.advantage.advantages import distillation_advantages
+from flowrl.training.advantage.estimate import trainable
+from flowrl.training.loss.distillation_objective import ReverseKL
+from flowrl.training.loss.objective import LossInputs, Totals
+from flowrl.training.loss.policy_losses import policy_loss
+from flowrl.training.model.logprobs import Taught, chunked_logprobs
+from flowrl.training.model.output_layer import OutputLayer, load_output_layer
+from flowrl.training.model.row_layout import lay_out
 from tests.node_rig import InMemoryIn, InMemoryOut, members, run, sample, scored
 
 

@@ -19,15 +19,16 @@ from flowrl.errors import ConfigError
 from flowrl.graph.ports import Members
 from flowrl.messages import Scored, Trainable
 from flowrl.nodes import GroupAdvantage, TokenBatch
-from flowrl.training.advantages import WHITENED_ESTIMATORS, advantages
-from flowrl.training.estimate import Estimate, stack
-from flowrl.training.masks import loss_masks
-from flowrl.training.micro_batch import make_micro_batch
-from flowrl.training.model import PolicyModel, load_policy_model
-from flowrl.training.objectives import LossInputs, PolicyObjective, Totals
-from flowrl.training.policy_losses import kl, policy_loss
-from flowrl.training.preference_objectives import DPO
-from flowrl.training.row_layout import lay_out
+from flowrl.training.advantage.advantages import WHITENED_ESTIMATORS, advantages
+from flowrl.training.advantage.estimate import Estimate, stack
+from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch.micro_batch import make_micro_batch
+from flowrl.training.loss.objective import LossInputs, Totals
+from flowrl.training.loss.policy_losses import kl, policy_loss
+from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.loss.preference_objectives import DPO
+from flowrl.training.model.policy_model import PolicyModel, load_policy_model
+from flowrl.training.model.row_layout import lay_out
 from tests.node_rig import attach, scored
 from tests.training_cases import CASES, make_batch, make_model
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl import Call, Cluster, Facts, Graph, In, Machine, Node, Out, Prompt, Sample, Scored, Serve, Weights
-from flowrl.graph.check import check
+from flowrl.graph.analysis.check import check
 from flowrl.graph.machine import GB
 from tests.graph_nodes import (
     MACHINE,

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 import pytest
 
 from flowrl import ConfigError, Graph
-from flowrl.graph.draw import draw, mermaid
+from flowrl.graph.analysis.plan import make_plan
+from flowrl.graph.drawing.draw import draw, mermaid
+from flowrl.graph.drawing.layout import columns
+from flowrl.graph.drawing.svg import svg
 from flowrl.graph.graph import Edge
-from flowrl.graph.layout import columns
-from flowrl.graph.plan import make_plan
-from flowrl.graph.svg import svg
 from tests.graph_nodes import MACHINE, Evaluation, Grpo, Teacher, Trainer, grpo
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.graph.numbers import Numbers, capacity, derive, in_flight, message_bytes
+from flowrl.graph.analysis.numbers import Numbers, capacity, derive, in_flight, message_bytes
 from flowrl.messages import Batch, Group, Sample
 from tests.graph_nodes import Evaluation, grpo
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl import Cluster, Machine
+from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.graph.machine import GB
-from flowrl.graph.plan import Plan, make_plan
 from tests.graph_nodes import MACHINE, Evaluation, Grpo, grpo
 
 TWO_CORES = Cluster((Machine((0, 1), memory_bytes=8 * GB),))

@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.graph.check import check
+from flowrl.graph.analysis.check import check
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB, Cluster, Machine

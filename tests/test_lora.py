@@ -14,7 +14,7 @@ from flowrl.graph.routes import WeightRoute, through_hosts
 from flowrl.models import Policy
 from flowrl.nodes import Generator, Trainer
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
-from flowrl.training.requirements import check_training, lora_problems
+from flowrl.training.engine.requirements import check_training, lora_problems
 from flowrl.training.settings import LoRA, ZeroSettings
 from tests.tiny_policy import make_policy
 
@@ -76,7 +76,7 @@ def test_a_quantized_base_is_neither_sharded_nor_offloaded() -> None:
 
 
 def test_a_missing_package_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowrl.training.requirements.find_spec", lambda package: None)
+    monkeypatch.setattr("flowrl.training.engine.requirements.find_spec", lambda package: None)
     check_training(ZeroSettings(), LoRA(), model_dir=None)
     with pytest.raises(ConfigError, match="LoRA needs the package peft"):
         check_training(ZeroSettings(), LoRA(rank=1), model_dir=None)

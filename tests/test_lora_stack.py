@@ -34,10 +34,10 @@ class Trained(Live):
         super().__init__(path, tied=True, lora=self.lora)
 
     def make_publisher(self) -> Publisher:
-        from flowrl.training.adapter import AdapterSource, told_to_vllm
+        from flowrl.training.engine.zero import ZeroEngine
         from flowrl.training.learner import Learner
-        from flowrl.training.objectives import PolicyObjective
-        from flowrl.training.zero import ZeroEngine
+        from flowrl.training.loss.policy_objective import PolicyObjective
+        from flowrl.training.model.adapter import AdapterSource, told_to_vllm
 
         self.engine = ZeroEngine(self.path, ZeroSettings(), self.gang, lora=self.lora)
         self.learner = Learner(self.engine, PolicyObjective())
@@ -46,7 +46,7 @@ class Trained(Live):
         return Publisher(source, "policy", run_id=f"lora-{self.lora.sync}", adapter=adapter, probe_every=1)
 
     def change_weights(self) -> None:
-        from flowrl.training.masks import loss_masks
+        from flowrl.training.batch.masks import loss_masks
 
         part = make_batch(self.version, CASES[0]).split(1)[0]
         masks = loss_masks(part.samples, part.mask_staleness, self.version)
@@ -74,7 +74,7 @@ class Trained(Live):
 def gang() -> Any:
     import torch
 
-    from flowrl.training.gang import Gang
+    from flowrl.training.engine.gang import Gang
 
     return Gang.meet(0, 1, "", torch.device("cpu"))
 

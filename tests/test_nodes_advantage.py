@@ -8,7 +8,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.messages import Group
 from flowrl.nodes import DynamicSampling, GroupAdvantage
-from flowrl.training.estimate import Estimate, kl_per_token
+from flowrl.training.advantage.estimate import Estimate, kl_per_token
 from tests.node_rig import InMemoryIn, InMemoryOut, members, run, scored
 
 

@@ -17,8 +17,8 @@ from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Sample, Values, Weights
 from flowrl.models import Policy
 from flowrl.nodes.critic import Critic, values_of
-from flowrl.training.row_layout import lay_out
-from flowrl.training.value_model import ScalarModel, load_scalar_model
+from flowrl.training.model.row_layout import lay_out
+from flowrl.training.model.value_model import ScalarModel, load_scalar_model
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
 from tests.node_rig import FakeContext, InMemoryIn, attach, sample

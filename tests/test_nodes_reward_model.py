@@ -17,8 +17,8 @@ from flowrl.models.scorer import Scorer, load_scorer
 from flowrl.nodes import RewardModel, Shaping
 from flowrl.nodes.reward_model import renders_alike
 from flowrl.tasks import Task
-from flowrl.training.model import companions
-from flowrl.training.value_model import load_scalar_model, write_scalar_model
+from flowrl.training.model.policy_model import companions
+from flowrl.training.model.value_model import load_scalar_model, write_scalar_model
 from tests.node_rig import FakeContext, InMemoryIn, InMemoryOut, attach, run, sample
 from tests.word_policy import EOS, make_policy
 

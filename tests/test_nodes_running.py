@@ -8,7 +8,7 @@ import pytest
 from flowrl.messages import Batch, Group
 from flowrl.nodes import AdaptiveKL, GroupAdvantage, TokenBatch
 from flowrl.nodes.running import Moments
-from flowrl.training.estimate import Estimate, Scale
+from flowrl.training.advantage.estimate import Estimate, Scale
 from tests.node_rig import InMemoryIn, InMemoryOut, attach, members, run, scored
 
 D = 0.1

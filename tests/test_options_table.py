@@ -12,13 +12,14 @@ import flowrl.nodes
 from flowrl.graph.command_line import option_names
 from flowrl.graph.load import load_file
 from flowrl.runtime.driver.options import RunOptions
-from flowrl.training import objectives, preference_objectives, schedule, settings
+from flowrl.training import schedule, settings
+from flowrl.training.loss import policy_objective, preference_objectives
 
 ROOT = Path(__file__).parent.parent
 TABLE = (ROOT / "docs" / "options.md").read_text()
 ROWS = [line.rsplit("|", 2)[1] for line in TABLE.splitlines() if line.startswith("| ")]
 """flowrl's column."""
-HOMES = (flowrl.nodes, objectives, preference_objectives, schedule, settings)
+HOMES = (flowrl.nodes, policy_objective, preference_objectives, schedule, settings)
 
 
 def options() -> set[str]:

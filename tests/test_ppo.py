@@ -20,10 +20,10 @@ from flowrl.messages import Batch, Group, Scored, Values
 from flowrl.models import Policy
 from flowrl.nodes import AdaptiveKL, JoinedAdvantage, TokenBatch, Trainer
 from flowrl.runtime.telemetry.metrics import roles
-from flowrl.training.advantages import advantages
-from flowrl.training.estimate import Estimate
-from flowrl.training.objectives import LossInputs, Totals
-from flowrl.training.value_objective import ValueObjective
+from flowrl.training.advantage.advantages import advantages
+from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.loss.objective import LossInputs, Totals
+from flowrl.training.loss.value_objective import ValueObjective
 from tests.node_rig import InMemoryIn, InMemoryOut, members, run, sample, scored
 
 GAE = Estimate("gae", gamma=0.9, lam=0.8, kl_coef=0.1)

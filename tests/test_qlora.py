@@ -19,7 +19,7 @@ TOLERANCE: dict[Quantize, float] = {"nf4": 1e-4, "int8": 0.05}
 
 
 def logprobs(model: Any) -> Any:
-    from flowrl.training.row_layout import lay_out
+    from flowrl.training.model.row_layout import lay_out
 
     return model(lay_out([TOKENS], [np.ones(len(TOKENS), np.bool_)], packed=False))[0]
 
@@ -30,8 +30,8 @@ def test_what_is_exported_is_what_was_trained(quantize: Quantize, tmp_path: Path
     import torch
     from transformers import AutoModelForCausalLM
 
-    from flowrl.training.model import companions, load_policy_model, write_model
-    from flowrl.training.tensors import whole_weights
+    from flowrl.training.model.policy_model import companions, load_policy_model, write_model
+    from flowrl.training.model.tensors import whole_weights
 
     base = make_policy(tmp_path / "base", tied=True)
     model = load_policy_model(tmp_path / "base", lora=LoRA(rank=4, quantize=quantize, sync="merged"))

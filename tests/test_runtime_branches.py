@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowrl.errors import FlowrlError, GraphError
-from flowrl.graph.check import check
+from flowrl.graph.analysis.check import check
 from flowrl.graph.load import load_file
 from tests.in_process import CLUSTER, Ran, run
 

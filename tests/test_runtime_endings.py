@@ -12,8 +12,8 @@ import pytest
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import NodeFailed
+from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild
-from flowrl.graph.plan import make_plan
 from flowrl.runtime.activity import hostloop
 from flowrl.runtime.host import host_engine as engines
 from flowrl.runtime.host.actor import HostActor

@@ -12,8 +12,8 @@ import pytest
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import FlowrlError, LaneFailed, SampleFailed
+from flowrl.graph.analysis.plan import CallPlan
 from flowrl.graph.node import Node
-from flowrl.graph.plan import CallPlan
 from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.ports.requests import LiveCall, LiveServe

@@ -8,8 +8,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from flowrl import Cluster, Machine
+from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.machine import GB
-from flowrl.graph.plan import make_plan
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.host.context import ReplicaPlace
 from flowrl.runtime.host.replica import Replica

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.training import async_io
+from flowrl.training.engine import async_io
 
 
 def test_a_guard_that_was_left_behind_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

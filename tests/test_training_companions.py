@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.runtime.ledger.accounting import LEDGER
-from flowrl.training import model
-from flowrl.training.model import companions, write_model
+from flowrl.training.model import policy_model
+from flowrl.training.model.policy_model import companions, write_model
 
 
 class Network:
@@ -55,5 +55,5 @@ def test_weights_and_the_runs_own_files_are_no_companions(tmp_path: Path, monkey
     write(tmp_path, LEDGER, "state.msgpack", "manifest.json")
     write(tmp_path / "adapter", "adapter_config.json")
     (tmp_path / "huge.weird").write_bytes(b"w" * 100)
-    monkeypatch.setattr(model, "LARGEST_COMPANION_BYTES", 99)
+    monkeypatch.setattr(policy_model, "LARGEST_COMPANION_BYTES", 99)
     assert companions(tmp_path) == {"tokenizer.model": b"the old tokenizer.model"}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
-from flowrl.training.logprobs import chunked_logprobs
-from flowrl.training.model import PolicyModel, load_policy_model
-from flowrl.training.row_layout import lay_out, policy_places
+from flowrl.training.model.logprobs import chunked_logprobs
+from flowrl.training.model.policy_model import PolicyModel, load_policy_model
+from flowrl.training.model.row_layout import lay_out, policy_places
 from tests.training_cases import CASES, make_batch, make_model
 
 N, H, V = 7, 5, 11

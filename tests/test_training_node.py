@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,8 +17,14 @@ from flowrl.messages import Batch, Weights
 from flowrl.models import Policy
 from flowrl.nodes.trainer import Trainer
 from flowrl.runtime.ledger.ledger_client import Use
+from flowrl.training.loss.function_objective import FunctionObjective
+from flowrl.training.loss.objective import LossInputs, Objective
+from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import ZeroSettings
-from tests.training_cases import CASES, TEMPERATURE, make_batch, make_model
+from tests.training_cases import CASES, LR, TEMPERATURE, make_batch, make_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 pytestmark = pytest.mark.slow
 
@@ -205,9 +211,9 @@ def test_master_weights_keep_what_bfloat16_would_lose(ran: tuple[Recorder, Train
     """Steps far below half a unit in the last place of any weight add up all the same."""
     import torch
 
+    from flowrl.training.batch.masks import loss_masks
+    from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.learner import Learner
-    from flowrl.training.masks import loss_masks
-    from flowrl.training.zero import ZeroEngine
 
     _, trainer = ran
     gang = trainer._learner.engine.gang
@@ -224,3 +230,54 @@ def test_master_weights_keep_what_bfloat16_would_lose(ran: tuple[Recorder, Train
         moved.append(float((head() - start).abs().max()))
     assert moved[0] < moved[-1]
     assert moved[-1] > 4 * moved[0] or moved[0] == 0.0
+
+
+def reinforce(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    gain_BT = inputs.columns["advantages"] * inputs.logprobs_BT
+    loss = -gain_BT[inputs.mask_BT].sum() / inputs.totals.num_tokens
+    return loss, {"policy_loss": loss.detach()}
+
+
+def test_a_loss_of_ones_own_trains_as_the_shipped_one(ran: tuple[Recorder, Trainer]) -> None:
+    """The same weights after three batches, each of two optimizer steps in several micro-batches."""
+    import torch
+
+    from flowrl.training.batch.masks import loss_masks
+    from flowrl.training.engine.zero import ZeroEngine
+    from flowrl.training.learner import Learner
+
+    _, trainer = ran
+    gang = trainer._learner.engine.gang
+    case = replace(CASES[0], optimizer_steps=2, token_budget=35)
+
+    def trained(objective: Objective) -> tuple[list[float | None], dict[str, torch.Tensor]]:
+        engine = ZeroEngine(trainer.policy.model, ZeroSettings(optimizer="sgd"), gang)
+        learner = Learner(engine, objective, temperature=TEMPERATURE)
+        losses = []
+        for number in range(3):
+            part = make_batch(number, case).split(1)[0]
+            assert len(part.micro_batches) > len(part.step_ends) == 2
+            update = learner.update(part, loss_masks(part.samples, -1, number), number, lr=LR)
+            losses.append(update.stats["policy_loss"])
+            assert update.grad_norm and update.grad_norm > 0.01
+        return losses, {n: t.clone() for ns, ts in engine.buckets(1 << 20) for n, t in zip(ns, ts, strict=True)}
+
+    own_losses, own = trained(FunctionObjective(reinforce, columns=("advantages",), stats=("policy_loss",)))
+    losses, shipped = trained(PolicyObjective(kind="reinforce", correction=None))
+    assert own_losses == pytest.approx(losses, rel=1e-5)
+    assert own.keys() == shipped.keys()
+    for name, weight in own.items():
+        torch.testing.assert_close(weight, shipped[name])
+
+
+def test_a_stat_that_no_metrics_line_would_contain_is_an_error(ran: tuple[Recorder, Trainer]) -> None:
+    from flowrl.training.batch.masks import loss_masks
+    from flowrl.training.learner import Learner
+
+    _, trainer = ran
+    learner = Learner(trainer._learner.engine, FunctionObjective(reinforce, columns=("advantages",)))
+    part = make_batch(0, CASES[0]).split(1)[0]
+    with pytest.raises(
+        FlowrlError, match=r"FunctionObjective\.loss returned the stats policy_loss, which its `stats` do"
+    ):
+        learner.update(part, loss_masks(part.samples, -1, 0), 0, lr=0.0)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.training.requirements import TAG
+from flowrl.training.engine.requirements import TAG
+from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.settings import ZeroSettings
-from flowrl.training.zero import ZeroEngine
 
 
 def load(path: Path, *, ranks: int, nvme_path: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,99 +10,12 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.messages import Mismatched, Trainable
-from flowrl.training.micro_batch import make_micro_batch
-from flowrl.training.objectives import LossInputs, Objective, Totals
-from flowrl.training.preference_losses import dpo_loss, kto_loss
-from flowrl.training.preference_objectives import DPO, KTO
-
-CPU = torch.device("cpu")
-LENGTHS = (5, 3, 2, 6, 4, 4)
-"""Policy tokens: chosen and rejected of three pairs."""
-
-
-def samples() -> list[Trainable]:
-    draw = np.random.default_rng(5)
-    return [_sample(draw, index, length) for index, length in enumerate(LENGTHS)]
-
-
-def _sample(draw: np.random.Generator, index: int, length: int) -> Trainable:
-    mask = np.arange(2 + length) >= 2
-    return Trainable(
-        sample_id=f"s{index}",
-        group_id=f"g{index // 2}",
-        prompt_id="p",
-        epoch=0,
-        member=index % 2,
-        group_size=2,
-        prompt_text="",
-        response_text="",
-        token_ids=np.arange(len(mask), dtype=np.int32),
-        policy_mask=mask,
-        behavior_logprobs=np.zeros(len(mask), np.float32),
-        versions=np.full(len(mask), -1, np.int32),
-        prompt_tokens=2,
-        truncated=False,
-        generator="",
-        ref_logprobs=np.where(mask, draw.normal(-2, 1, len(mask)), 0).astype(np.float32),
-        label=1 - 2 * (index % 2),
-        pair=f"g{index // 2}",
-    )
-
-
-def logprobs() -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(n, generator=draw) - 2).requires_grad_() for n in LENGTHS]
-
-
-@dataclass
-class Outcome:
-    loss: float
-    stats: dict[str, float]
-    gradient: torch.Tensor
-
-
-def run(objective: Objective, cut: list[list[int]], **seen: Any) -> Outcome:
-    """The sum over the micro-batches of `cut`, as the learner makes it."""
-    drawn, given = logprobs(), samples()
-    pieces = [
-        make_micro_batch(
-            [given[i] for i in part],
-            [given[i].policy_mask for i in part],
-            objective,
-            version=0,
-            packed=False,
-            device=CPU,
-        )
-        for part in cut
-    ]
-    totals = Totals(*np.sum([piece.counts for piece in pieces], axis=0).tolist())
-    assert objective.enough(totals)
-    loss, stats = torch.zeros(()), dict[str, float]()
-    for part, piece in zip(cut, pieces, strict=True):
-        empty = torch.zeros(1, requires_grad=True)
-        logprobs_BT = piece.rows.spread(torch.cat([drawn[i] for i in part]) if part else empty)
-        nothing = logprobs_BT.detach() * 0
-        shown = LossInputs(
-            logprobs_BT,
-            nothing,
-            nothing,
-            piece.mask_BT,
-            piece.columns,
-            totals,
-            nothing,
-            piece.labels_B,
-            piece.pairs_P2,
-            **seen,
-        )
-        part_loss, part_stats = objective.loss(shown)
-        assert part_loss.requires_grad
-        loss = loss + part_loss
-        for name, value in part_stats.items():
-            stats[name] = stats.get(name, 0.0) + float(value)
-    loss.backward()
-    assert stats.keys() <= set(objective.stats)
-    return Outcome(float(loss.detach()), stats, torch.cat([d.grad for d in drawn if d.grad is not None]))
+from flowrl.messages import Mismatched
+from flowrl.training.batch.micro_batch import make_micro_batch
+from flowrl.training.loss.objective import Objective, Totals
+from flowrl.training.loss.preference_losses import dpo_loss, kto_loss
+from flowrl.training.loss.preference_objectives import DPO, KTO
+from tests.objective_rig import CPU, logprobs, run, samples
 
 
 def whole(means: bool = False) -> list[torch.Tensor]:

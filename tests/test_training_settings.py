@@ -12,8 +12,9 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.node import Saved
 from flowrl.models import Policy
 from flowrl.nodes.trainer import Trainer
-from flowrl.training.batch_stats import BatchStats
-from flowrl.training.objectives import SFT, PolicyObjective
+from flowrl.training.batch.batch_stats import BatchStats
+from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.loss.sft_objective import SFT
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import ZeroSettings
 from tests.training_cases import CASES, make_batch

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
-from flowrl.training.model import companions, load_policy_model
-from flowrl.training.row_layout import lay_out, lay_out_ends
-from flowrl.training.value_model import (
+from flowrl.training.model.policy_model import companions, load_policy_model
+from flowrl.training.model.row_layout import lay_out, lay_out_ends
+from flowrl.training.model.value_model import (
     ScalarModel,
     draw_head,
     has_scalar_head,

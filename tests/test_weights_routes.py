@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.graph.plan import make_plan, routes_of
+from flowrl.graph.analysis.plan import make_plan, routes_of
 from flowrl.graph.routes import WeightRoute, common_transport, rank_offset, world_size
 from tests.graph_nodes import grpo
 

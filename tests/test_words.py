@@ -13,7 +13,6 @@ CODE = [path for folder in ("flowrl", "graphs", "benchmarks") for path in sorted
 MOST_LINES = 400
 
 GIVEN_UP = {
-    "Turn": "ActiveInvocation",
     "in_turn": "in_invocation",
     "turning": "time_shared",
     "Books": "Accounting",
@@ -47,7 +46,7 @@ GIVEN_UP = {
 """Identifier -> what the thing is called."""
 
 ELSEWHERE = {
-    "turn": ("conversations: tasks, models and nodes that render them", r"tasks/|models/|training/|nodes/|graph/svg"),
+    "turn": ("conversations: tasks, models and nodes that render them", r"tasks/|models/|training/|nodes/"),
     "turns": ("conversations", r"tasks/|models/|training/|nodes/|messages|benchmarks/reward_accuracy"),
     "epoch": ("passes over data", r"tasks/|nodes/|training/|messages|ledger|audit/|benchmarks/stages"),
     "track": (
@@ -57,6 +56,13 @@ ELSEWHERE = {
     "freeze": ("arrays made read-only, gc", r"channel/|host/actor|weights/vllm_worker|training/"),
 }
 """Identifier -> what it means where it stays, and the files that may have it."""
+
+KEPT_FREE = {
+    "Limits": "what ends an episode",
+    "Step": "one model call of an episode",
+    "Turn": "one message of a conversation",
+}
+"""Class name -> what agents need it for; no other class takes it."""
 
 FILES_GIVEN_UP = {"books.py", "cutter.py", "pieces.py", "tally.py", "asking.py", "rungs.py", "recipes.py"}
 
@@ -86,6 +92,16 @@ def test_names_that_were_given_up_do_not_come_back() -> None:
         for path in CODE
         for name, line in identifiers(path)
         if name in GIVEN_UP
+    ]
+    assert not found
+
+
+def test_class_names_that_agents_need_are_free() -> None:
+    found = [
+        f"{short(path)}:{node.lineno}: {node.name} is {KEPT_FREE[node.name]}"
+        for path in CODE
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and node.name in KEPT_FREE
     ]
     assert not found
 

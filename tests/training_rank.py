@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from flowrl.training.gang import Gang
+from flowrl.training.batch.masks import loss_masks
+from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
-from flowrl.training.masks import loss_masks
-from flowrl.training.objectives import PolicyObjective
+from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import ZeroSettings
-from flowrl.training.zero import ZeroEngine
 from tests.run_process import listening
 from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch
 

@@ -149,7 +149,7 @@ class Node:
         """Called before another process gets the devices: move what they hold elsewhere."""
 
     def check(self, facts: Any) -> list[str]:
-        """Problems of this node's own settings, as complete sentences; see flowrl.graph.check."""
+        """Problems of this node's own settings, as complete sentences; see flowrl.graph.analysis.check."""
         return []
 
     def preflight(self) -> None:

@@ -23,8 +23,8 @@ import torch
 from flowrl.messages import Bool, Float32, Int32
 from flowrl.models.cache import Progress, cached_directory
 from flowrl.packing import PackedUnit, micro_batches_of
-from flowrl.training.model import choose_attention, load_policy_model
-from flowrl.training.row_layout import lay_out, policy_places
+from flowrl.training.model.policy_model import choose_attention, load_policy_model
+from flowrl.training.model.row_layout import lay_out, policy_places
 from flowrl.training.settings import Dtype
 
 VERSION = 1

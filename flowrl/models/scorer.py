@@ -18,7 +18,7 @@ from flowrl.models.chat import Chat, Turns, load_tokenizer
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
-    from flowrl.training.value_model import ScalarModel
+    from flowrl.training.model.value_model import ScalarModel
 
 Conversation = Turns | tuple[Turns, str]
 """All turns with the assistant's as the last one, or the turns of a prompt and the response to it."""
@@ -59,7 +59,7 @@ class Scorer:
         """The score of each sequence, at its last token."""
         import torch
 
-        from flowrl.training.row_layout import lay_out_ends
+        from flowrl.training.model.row_layout import lay_out_ends
 
         scores = [0.0] * len(token_ids)
         device = self._model.network.score.weight.device
@@ -80,7 +80,7 @@ def load_scorer(
     path: str | Path, device: str = "cpu", dtype: Dtype = "float32", *, system_prompt: str = "", attention: str = "sdpa"
 ) -> Scorer:
     """The reward model in the directory `path`. Raises ConfigError if there is none."""
-    from flowrl.training.value_model import load_scalar_model
+    from flowrl.training.model.value_model import load_scalar_model
 
     model = load_scalar_model(path, start="reward_model", dtype=dtype, attention=attention)
     return Scorer(model.eval().to(device), load_tokenizer(path), system_prompt=system_prompt)
@@ -88,7 +88,7 @@ def load_scorer(
 
 def check_reward_model(path: str | Path) -> None:
     """Raise ConfigError unless the directory `path` holds a reward model. Loads no weights."""
-    from flowrl.training.value_model import require_scalar_head
+    from flowrl.training.model.value_model import require_scalar_head
 
     require_scalar_head(path)
 

@@ -11,8 +11,8 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out, join
 from flowrl.messages import Group, Sample, Scored
 from flowrl.nodes.dynamic import DynamicSampling, GroupFilter
-from flowrl.training.advantages import GROUP_ESTIMATORS, Estimator
-from flowrl.training.estimate import Estimate, unvalued
+from flowrl.training.advantage.advantages import GROUP_ESTIMATORS, Estimator
+from flowrl.training.advantage.estimate import Estimate, unvalued
 
 
 class GroupAdvantage(Node):

@@ -20,9 +20,9 @@ from flowrl.messages import Batch, Bool, Group, Trainable, Values, packed
 from flowrl.nodes.judged import judged_metrics
 from flowrl.nodes.running import AdaptiveKL, RunningEstimate
 from flowrl.nodes.valued import question, require_advantages, value_metrics, with_values
-from flowrl.training.advantages import whiten
-from flowrl.training.estimate import Estimate
-from flowrl.training.masks import loss_masks, trained_mask
+from flowrl.training.advantage.advantages import whiten
+from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.batch.masks import loss_masks, trained_mask
 
 
 class TokenBatch(Node):

@@ -32,7 +32,7 @@ from flowrl.weights.receive import receiver
 from flowrl.weights.shm import SegmentLost
 
 if TYPE_CHECKING:
-    from flowrl.training.value_model import ScalarModel
+    from flowrl.training.model.value_model import ScalarModel
     from flowrl.weights.module import ModuleWeights
 
 
@@ -85,7 +85,7 @@ class Critic(Node):
         source = resolve(self.policy, progress=self.context.progress)
         import torch
 
-        from flowrl.training.value_model import load_scalar_model
+        from flowrl.training.model.value_model import load_scalar_model
         from flowrl.weights.module import ModuleWeights
 
         torch.set_num_threads(max(1, len(self.context.cores)))
@@ -178,7 +178,7 @@ def values_of(
     """V of the state before each policy token, at the token's position, for every sequence; 0 elsewhere."""
     import torch
 
-    from flowrl.training.row_layout import lay_out, policy_places
+    from flowrl.training.model.row_layout import lay_out, policy_places
 
     device = next(model.parameters()).device
     values = [np.zeros(len(tokens), np.float32) for tokens in token_ids]

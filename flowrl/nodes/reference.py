@@ -18,7 +18,7 @@ from flowrl.packing import micro_batches_of, units_of
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
-    from flowrl.training.model import PolicyModel
+    from flowrl.training.model.policy_model import PolicyModel
 
 
 class Reference(Node):
@@ -71,7 +71,7 @@ class Reference(Node):
         source = resolve(self.policy, progress=self.context.progress)
         import torch
 
-        from flowrl.training.model import load_policy_model
+        from flowrl.training.model.policy_model import load_policy_model
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         device = "cuda" if self.context.gpus else "cpu"
@@ -97,7 +97,7 @@ def reference_logprobs(
     """log p of the policy tokens of each sample under `model`, at their positions; 0 elsewhere."""
     import torch
 
-    from flowrl.training.row_layout import lay_out, policy_places
+    from flowrl.training.model.row_layout import lay_out, policy_places
 
     device = next(model.parameters()).device
     results = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.messages import Group
-from flowrl.training.estimate import Estimate, Scale, whole_reward
+from flowrl.training.advantage.estimate import Estimate, Scale, whole_reward
 
 SMALLEST_VARIANCE = 1e-8
 

@@ -17,8 +17,8 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
 from flowrl.nodes.judged import Judged
-from flowrl.training.advantages import all_equal
-from flowrl.training.estimate import trainable, whole_reward
+from flowrl.training.advantage.advantages import all_equal
+from flowrl.training.advantage.estimate import trainable, whole_reward
 
 PairReference = Literal["round", "initial"]
 

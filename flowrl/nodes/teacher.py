@@ -15,13 +15,12 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Group, Sample, Scored
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.vocabulary import difference, untold, vocabulary_problem
-from flowrl.training.advantages import Array
-from flowrl.training.distillation import distillation_advantages
-from flowrl.training.estimate import trainable
+from flowrl.training.advantage.advantages import Array, distillation_advantages
+from flowrl.training.advantage.estimate import trainable
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
-    from flowrl.training.model import PolicyModel
+    from flowrl.training.model.policy_model import PolicyModel
 
 
 class Teacher(Node):
@@ -74,7 +73,7 @@ class Teacher(Node):
         source = resolve(self.policy, progress=self.context.progress)
         import torch
 
-        from flowrl.training.model import load_policy_model
+        from flowrl.training.model.policy_model import load_policy_model
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         device = "cuda" if self.context.gpus else "cpu"
@@ -131,7 +130,7 @@ def judgement(model: PolicyModel, sample: Sample, temperature: float) -> tuple[F
     """(log p of the policy tokens at their positions, 0 elsewhere; the last hidden state of each policy token)."""
     import torch
 
-    from flowrl.training.row_layout import lay_out, policy_places
+    from flowrl.training.model.row_layout import lay_out, policy_places
 
     device = next(model.parameters()).device
     rows = lay_out([sample.token_ids], [sample.policy_mask], packed=False, device=device)

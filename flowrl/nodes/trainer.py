@@ -26,18 +26,19 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, resolve
 from flowrl.runtime.ledger.ledger_client import Use
-from flowrl.training.batch_stats import BatchStats
-from flowrl.training.distillation import ReverseKL
-from flowrl.training.masks import loss_masks
-from flowrl.training.objectives import Objective, PolicyObjective
-from flowrl.training.requirements import TAG, check_training, lora_problems, resume_problems
+from flowrl.training.batch.batch_stats import BatchStats
+from flowrl.training.batch.masks import loss_masks
+from flowrl.training.engine.requirements import TAG, check_training, lora_problems, resume_problems
+from flowrl.training.loss.distillation_objective import ReverseKL
+from flowrl.training.loss.objective import Objective
+from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, Start, ZeroSettings
 
 if TYPE_CHECKING:
+    from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.learner import Learner, Update
-    from flowrl.training.output_layer import OutputLayer
-    from flowrl.training.zero import ZeroEngine
+    from flowrl.training.model.output_layer import OutputLayer
     from flowrl.weights.publish import Publisher
 
 
@@ -110,6 +111,11 @@ class Trainer(Node):
         )
 
     def check(self, facts: Any) -> list[str]:
+        if not isinstance(self.objective, Objective):
+            return [
+                f"objective is {self.objective!r}, which is no Objective; wrap a function as "
+                "FunctionObjective(function, columns=(...)), or let a class inherit from Objective"
+            ]
         least = {"epochs": 1, "publish_every": 1, "probe_every": 0, "start_after": 0, "judge_every": 0}
         problems = [
             f"{name} is {getattr(self, name)}; it has to be {low} or more"
@@ -124,6 +130,7 @@ class Trainer(Node):
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
+        problems += self.objective.problems()
         return problems + lora_problems(self.lora, self.zero)
 
     def preflight(self) -> None:
@@ -149,10 +156,10 @@ class Trainer(Node):
         progress("importing torch and DeepSpeed")
         import torch
 
-        from flowrl.training.async_io import is_built
-        from flowrl.training.gang import Gang
+        from flowrl.training.engine.async_io import is_built
+        from flowrl.training.engine.gang import Gang
+        from flowrl.training.engine.zero import ZeroEngine
         from flowrl.training.learner import Learner
-        from flowrl.training.zero import ZeroEngine
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         torch.manual_seed(self.context.seed)
@@ -180,7 +187,7 @@ class Trainer(Node):
     def _load_teacher(self, engine: ZeroEngine) -> OutputLayer | None:
         if self.teacher is None:
             return None
-        from flowrl.training.output_layer import load_output_layer
+        from flowrl.training.model.output_layer import load_output_layer
 
         path = resolve(self.teacher, progress=self.context.progress)
         return load_output_layer(path, vocab_size=engine.vocab_size, dtype=self.zero.dtype, device=engine.device)
@@ -193,14 +200,14 @@ class Trainer(Node):
 
     def _head_start(self, source: str) -> Start:
         """How to initialise a scalar head: a model that already has one keeps it."""
-        from flowrl.training.value_model import has_scalar_head
+        from flowrl.training.model.value_model import has_scalar_head
 
         return "reward_model" if has_scalar_head(source) else "policy"
 
     def _make_publisher(self, engine: Any) -> Publisher | None:
         if not self.weights.connected:
             return None
-        from flowrl.training.adapter import AdapterSource, told_to_vllm
+        from flowrl.training.model.adapter import AdapterSource, told_to_vllm
         from flowrl.weights.publish import Publisher
 
         adapter = told_to_vllm(self.lora, engine.model.network) if self.lora.synced_rank else None

@@ -1,5 +1,8 @@
-"""The mathematics of training: pure functions first, DeepSpeed (`zero`) and models at the edge.
+"""The mathematics of training: pure functions first, DeepSpeed (`engine`) and models (`model`) at the edge.
 
-What a graph file needs (`recipes`, `schedule`, `settings`) and what cheap nodes need (`packing`,
-`advantages`, `tally`) is free of torch; nothing here imports ray or vllm.
+`settings`, `schedule` and the objectives of `loss` are plain data that a graph file can build without torch;
+`advantage` and `batch.batch_stats` need only numpy. Nothing here imports ray or vllm.
+
+`learner` uses the rooms in the order of a batch: `batch` (samples to tensors), `engine` (ranks of a sharded model),
+`model` (tensors to logprobs or values), `loss`.
 """

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Bool, Trainable
-from flowrl.training.masks import loss_masks
-from flowrl.training.micro_batch import MicroBatch, make_micro_batch
-from flowrl.training.objectives import LossInputs, Objective, Totals
-from flowrl.training.output_layer import OutputLayer
-from flowrl.training.referenced import with_reference
-from flowrl.training.zero import ZeroEngine
+from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch.micro_batch import MicroBatch, make_micro_batch
+from flowrl.training.batch.referenced import with_reference
+from flowrl.training.engine.zero import ZeroEngine
+from flowrl.training.loss.objective import LossInputs, Objective, Totals
+from flowrl.training.model.output_layer import OutputLayer
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Learner:
             mismatched_kl = self._mismatched_kl(micro_batches) if self.objective.needs_mismatched else 0.0
             for micro_batch in micro_batches if self.objective.enough(total) else ():
                 loss, stats = self.objective.loss(self._loss_inputs(micro_batch, total, None, mismatched_kl))
-                sums.add({"loss": loss} | stats)
+                sums.add(self._reported(loss, stats))
         merged = self._merged(sums)
         return {name: merged.values.get(name) for name in ("loss", *self.objective.stats)}
 
@@ -169,11 +169,20 @@ class Learner:
             inputs = self._loss_inputs(micro_batch, total, old.get(id(micro_batch)), mismatched_kl)
             loss, stats = self.objective.loss(inputs)
             self.engine.backward(loss, last=position == len(micro_batches) - 1)
-            sums.add({"loss": loss.detach()} | stats, share)
+            sums.add(self._reported(loss.detach(), stats), share)
             if first_epoch and self.objective.head == "lm" and not self.objective.offline:
                 _add_gaps(sums, micro_batch, inputs.old_logprobs_BT)
         step = self.engine.step()
         return step.grad_norm if step.applied else None
+
+    def _reported(self, loss: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Loss and stats of a micro-batch. Raises FlowrlError for a stat that metrics lines would leave out."""
+        if unnamed := sorted(stats.keys() - set(self.objective.stats)):
+            raise FlowrlError(
+                f"{type(self.objective).__name__}.loss returned the stats {', '.join(unnamed)}, which its `stats` do "
+                "not name; add them there, so that every metrics line contains them"
+            )
+        return {"loss": loss, **stats}
 
     def _loss_inputs(
         self, micro_batch: MicroBatch, total: Totals, old_BT: Tensor | None, mismatched_kl: float

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from flowrl.messages import Batch, Mismatched, Trainable
-from flowrl.training.objectives import Objective
-from flowrl.training.preference_objectives import DPO, KTO
-from flowrl.training.value_objective import ValueObjective
+from flowrl.training.loss.objective import Objective
+from flowrl.training.loss.preference_objectives import DPO, KTO
+from flowrl.training.loss.value_objective import ValueObjective
 from tests.training_cases import VOCABULARY
 
 NUM_PAIRS = 5

@@ -17,13 +17,13 @@ import torch
 from flowrl.graph.ports import Members
 from flowrl.messages import Batch, Group, Scored, Tombstone
 from flowrl.nodes import GroupAdvantage, TokenBatch
-from flowrl.training.estimate import Estimate
-from flowrl.training.gang import Gang
+from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.batch.masks import loss_masks
+from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
-from flowrl.training.masks import loss_masks
-from flowrl.training.objectives import PolicyObjective
+from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import ZeroSettings
-from flowrl.training.zero import ZeroEngine
 from tests.node_rig import InMemoryIn, InMemoryOut, attach, run
 from tests.oracle.cases import BATCHES, CASES, GROUP_SIZE, GROUPS, LAM, LR, MAX_STALENESS, TEMPERATURE, OracleCase
 from tests.oracle.offline import OFFLINE_CASES, OfflineCase, make_batch

@@ -10,7 +10,7 @@ from flowrl.graph.facts import Facts
 from flowrl.messages import Bool
 from flowrl.nodes.batch import TokenBatch
 from flowrl.runtime.ledger.ledger_client import Use
-from flowrl.training.masks import loss_masks
+from flowrl.training.batch.masks import loss_masks
 from tests.random_graphs.nodes import Played
 from tests.random_graphs.record import Meeting
 from tests.random_graphs.shape import Part, Shape

@@ -25,9 +25,9 @@ from typing import Any
 
 from flowrl.channel.stored import load_value
 from flowrl.errors import ConfigError
+from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Saved
-from flowrl.graph.plan import Plan
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.checkpoints.best import BEST, read_best
 from flowrl.runtime.ledger import ledger_file

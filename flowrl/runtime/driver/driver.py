@@ -21,8 +21,8 @@ from typing import Any
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError, LaneFailed, Stalled
+from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph
-from flowrl.graph.plan import Plan
 from flowrl.runtime.checkpoints import checkpoint, resume
 from flowrl.runtime.checkpoints.best import Best, read_best
 from flowrl.runtime.checkpoints.rundir import writing

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
-from flowrl.graph.check import check
+from flowrl.graph.analysis.check import check
+from flowrl.graph.analysis.plan import HostPlan, Plan, make_plan, routes_of
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
-from flowrl.graph.plan import HostPlan, Plan, make_plan, routes_of
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
 from flowrl.runtime.driver.options import RunOptions

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.telemetry.alarms import Limits
+from flowrl.runtime.telemetry.alarms import AlarmThresholds
 from flowrl.runtime.telemetry.sinks import check_sinks
 from flowrl.runtime.telemetry.trace_file import TraceMode
 
@@ -38,8 +38,8 @@ class RunOptions:
     trace: TraceMode = "sampled"
     """sampled: `trace.json` has at most 16 MiB, and of a long run every nth group from prompt to gradient; full:
     everything, however large; off: no trace."""
-    alarms: Limits = field(default_factory=Limits)
-    """Limits of the alarms in view and metrics."""
+    alarms: AlarmThresholds = field(default_factory=AlarmThresholds)
+    """When the alarms in view and metrics begin."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
-from flowrl.graph.plan import Plan
+from flowrl.graph.analysis.plan import Plan
 from flowrl.runtime.driver.lookout import Lookout
 
 

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, owner
-from flowrl.graph.plan import Plan
 from flowrl.runtime.checkpoints.best import Best
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.orders import Orders

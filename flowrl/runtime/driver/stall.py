@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.graph.plan import Plan
+from flowrl.graph.analysis.plan import Plan
 
 STALL_S = 120.0
 DRIVER = "the driver"

@@ -10,9 +10,9 @@ from flowrl.channel.control import Answer
 from flowrl.channel.dispatch import Inbox, OutEdge, Rule
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lane import LaneSpec
-from flowrl.graph.branches import PortPlan, by_name
+from flowrl.graph.analysis.branches import PortPlan, by_name
+from flowrl.graph.analysis.plan import LanePlan, Plan
 from flowrl.graph.graph import Graph
-from flowrl.graph.plan import LanePlan, Plan
 from flowrl.graph.ports import Call, In, Out, Serve
 from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.ports.inbound import Inbound

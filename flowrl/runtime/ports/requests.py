@@ -16,7 +16,7 @@ from typing import Any
 from flowrl.channel.control import as_exception, is_cancel
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import LaneFailed, SampleFailed
-from flowrl.graph.plan import CallPlan
+from flowrl.graph.analysis.plan import CallPlan
 from flowrl.messages import Message
 from flowrl.runtime.activity.activity import Activity, in_invocation
 from flowrl.runtime.activity.lease import Lease

@@ -15,7 +15,7 @@ from flowrl.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Limits:
+class AlarmThresholds:
     """The limits at which alarms begin to ring; 0 disables an alarm."""
 
     entropy: float = 0.1
@@ -52,7 +52,7 @@ NAMES = ("entropy_collapse", *FIGURES)
 class Alarms:
     """Checks every metrics line; `before` are the existing lines of a resumed run."""
 
-    def __init__(self, limits: Limits, before: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, limits: AlarmThresholds, before: Iterable[Mapping[str, Any]] = ()) -> None:
         self._limits = limits
         self._recent: dict[str, deque[float]] = {}
         self._first: list[float] = []

@@ -17,7 +17,7 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph
 from flowrl.runtime.telemetry.alarms import NAMES as ALARMS
-from flowrl.runtime.telemetry.alarms import Alarms, Limits
+from flowrl.runtime.telemetry.alarms import Alarms, AlarmThresholds
 from flowrl.runtime.telemetry.sinks import Sink
 from flowrl.runtime.telemetry.statistics import Statistics
 
@@ -61,7 +61,7 @@ class Metrics:
         *,
         roles: Mapping[str, str],
         sinks: Sequence[Sink] = (),
-        limits: Limits | None = None,
+        limits: AlarmThresholds | None = None,
         book: Callable[[int, str], None] | None = None,
     ) -> None:
         self._statistics = statistics
@@ -70,7 +70,7 @@ class Metrics:
         self._book = book
         self._step = 0
         before = read(run_dir / METRICS)
-        self._alarms = Alarms(limits or Limits(), before)
+        self._alarms = Alarms(limits or AlarmThresholds(), before)
         self._start_s = time.monotonic() - (before[-1]["time_s"] if before else 0.0)
         self._file = (run_dir / METRICS).open("a")
 

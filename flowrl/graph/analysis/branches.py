@@ -1,0 +1,197 @@
+"""Which trainers the branches of a graph lead to, and how many copies of a sample arrive at a port.
+
+A sample's state depends on all paths that it takes. So for every port the run has to know which trainers are
+downstream, and how many copies of a sample a node that counts samples (a group, a join, a batch) has to receive
+before it has them all. If a path splits at several Out ports of one node, every port delivers one thing for each
+sample: the message, or a tombstone if the node sent it elsewhere. So the number of paths is the number of arrivals.
+
+Only queue edges carry samples. They form no cycle in a graph that passes the check.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from flowrl.graph.analysis.flow import admitted_port, source_ports
+from flowrl.graph.graph import Edge, Graph, carried, owner, port_name
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out, Port
+from flowrl.messages import Weights
+
+
+@dataclass(frozen=True)
+class PortPlan:
+    """The host's information about one port of its node."""
+
+    name: str
+    """ "node.port" """
+    trainers: tuple[str, ...] = ()
+    """Trainers that the messages of this port can come to, the node itself among them."""
+    arrivals: int = 1
+    """In ports of nodes that count: messages and tombstones that come for each sample, or each group."""
+    counted: bool = False
+    """Out ports: beyond it somebody counts samples, so each has to be heard of."""
+
+
+def counts(node: Node) -> bool:
+    """Whether the node combines samples and therefore waits for all copies of each."""
+    facts = node.facts()
+    return bool(facts.joins) or not facts.keeps_lineage
+
+
+def trainers(graph: Graph) -> tuple[str, ...]:
+    """The nodes that train, the main one first: its weights are those that the admission's first `until` names.
+
+    A trainer is a gang, sends weights, or declares itself a trainer in its facts.
+    """
+    sending = {owner(e.out) for e in graph.edges if e.kind == "latest" and issubclass(carried(e.out), Weights)}
+    found = [name for name, node in graph.nodes.items() if node.gang or node.facts().trains or name in sending]
+    return tuple(sorted(found, key=lambda name: name != _main(graph)))
+
+
+def _main(graph: Graph) -> str | None:
+    if graph.admission is None:
+        return None
+    first = graph.admission.until[0] if graph.admission.until else None
+    return next((owner(e.out) for e in graph.edges if e.kind == "latest" and e.into is first), None)
+
+
+class Branches:
+    """The paths of samples through one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self.trainers = trainers(graph)
+        self._queues = [edge for edge in graph.edges if edge.kind == "queue"]
+        self._into: dict[int, list[Edge]] = {}
+        self._out_of: dict[int, list[Edge]] = {}
+        for edge in self._queues:
+            self._into.setdefault(id(edge.into), []).append(edge)
+            self._out_of.setdefault(id(edge.out), []).append(edge)
+
+    @cached_property
+    def own_clock(self) -> tuple[str, ...]:
+        """Trainers whose versions differ from the main trainer's, because they receive other batches."""
+        if not self.trainers:
+            return ()
+        fed = {name: self._batch_ports(name) for name in self.trainers}
+        return tuple(name for name in self.trainers[1:] if fed[name] != fed[self.trainers[0]])
+
+    def _batch_ports(self, name: str) -> frozenset[int]:
+        """The Out ports that feed a node's required In ports."""
+        node = self._graph.nodes[name]
+        optional = node.facts().optional
+        ports = [port for port in node.ports.values() if isinstance(port, In) and port.name not in optional]
+        return frozenset(id(edge.out) for port in ports for edge in self._into.get(id(port), ()))
+
+    def beyond(self, port: Port) -> tuple[str, ...]:
+        """The trainers that an Out port's messages reach; for an In port, from its own node onwards."""
+        names = {owner(port)} if isinstance(port, In) else {owner(e.into) for e in self._out_of.get(id(port), ())}
+        reached = frozenset().union(*(self._reached(name) for name in names)) if names else frozenset()
+        return tuple(name for name in self.trainers if name in reached)
+
+    def _reached(self, start: str) -> frozenset[str]:
+        """The nodes that samples can reach from `start`, `start` included."""
+        seen, frontier = {start}, [start]
+        while frontier:
+            name = frontier.pop()
+            new = {owner(edge.into) for edge in self._queues if owner(edge.out) == name} - seen
+            seen |= new
+            frontier += new
+        return frozenset(seen)
+
+    def counts(self, name: str) -> bool:
+        """See `counts`."""
+        return counts(self._graph.nodes[name])
+
+    def is_counted(self, port: Port) -> bool:
+        """Whether a node downstream of this Out port counts samples or trains."""
+        names = {owner(edge.into) for edge in self._out_of.get(id(port), ())}
+        reached = frozenset().union(*(self._reached(name) for name in names)) if names else frozenset()
+        return any(name in self.trainers or counts(self._graph.nodes[name]) for name in reached)
+
+    def arrivals(self, port: Port) -> dict[str, int]:
+        """Source port -> number of arrivals at this In port for each of its samples; sources with none are left out."""
+        return {
+            port_name(source): number
+            for source in self._sources
+            if (number := sum(self._copies(edge, source) for edge in self._into.get(id(port), ())))
+        }
+
+    @property
+    def _sources(self) -> list[Port]:
+        admitted = admitted_port(self._graph)
+        return source_ports(self._graph) if admitted is None else [admitted]
+
+    def _copies(self, edge: Edge, source: Port) -> int:
+        return self._sent(edge.out, source, frozenset())
+
+    def _sent(self, port: Port, source: Port, above: frozenset[str]) -> int:
+        """Number of things that leave `port` per sample of `source`. A cycle (rejected by the check) counts once."""
+        name = owner(port)
+        if port is source:
+            return 1
+        if name in above or name == owner(source):
+            return 0
+        node = self._graph.nodes[name]
+        taken = [
+            self._sent(edge.out, source, above | {name})
+            for into in node.ports.values()
+            if isinstance(into, In)
+            for edge in self._into.get(id(into), ())
+        ]
+        return min(sum(taken), 1) if counts(node) else sum(taken)
+
+    def repeats(self, port: Port) -> dict[str, list[str]]:
+        """Out port -> the edges into the In port `port` that together deliver each of its messages more than once.
+
+        Two paths that split at the edges of one Out port both deliver a sample. Two paths that split at the Out ports
+        of one node do not: the node sends the sample on one of them.
+        """
+        ways = self._ways(port, frozenset())
+        found: dict[str, dict[str, None]] = {}
+        for one, other in itertools.combinations(ways, 2):
+            first, second = next(
+                (pair for pair in zip(one, other, strict=False) if pair[0] is not pair[1]), (None, None)
+            )
+            meet_here = one[-1] is not other[-1]
+            if meet_here and first is not None and second is not None and first.out is second.out:
+                found.setdefault(port_name(first.out), {}).update({one[-1].name: None, other[-1].name: None})
+        return {out: list(lasts) for out, lasts in found.items()}
+
+    def _ways(self, port: Port, above: frozenset[str]) -> list[tuple[Edge, ...]]:
+        """The paths of samples to an In port, as edges; joined paths count as one after the join."""
+        ways: list[tuple[Edge, ...]] = []
+        for edge in self._into.get(id(port), ()):
+            name = owner(edge.out)
+            before = [] if name in above else [way for p in self._apart(name) for way in self._ways(p, above | {name})]
+            ways += [(*way, edge) for way in before] or [(edge,)]
+        return ways
+
+    def _apart(self, name: str) -> list[Port]:
+        """The In ports of a node; of joined ports only the first."""
+        node = self._graph.nodes[name]
+        joined = node.facts().joins[1:]
+        return [port for port in node.ports.values() if isinstance(port, In) and port.name not in joined]
+
+    def plans(self) -> tuple[PortPlan, ...]:
+        """The plans of every connected In and Out port of the graph's queue edges, and of sources."""
+        return tuple(self._plan(port) for port in self._ports())
+
+    def _ports(self) -> Iterable[Port]:
+        return (p for node in self._graph.nodes.values() for p in node.ports.values() if isinstance(p, In | Out))
+
+    def _plan(self, port: Port) -> PortPlan:
+        if isinstance(port, Out):
+            return PortPlan(port_name(port), self.beyond(port), counted=self.is_counted(port))
+        merging = counts(self._graph.nodes[owner(port)])
+        arrivals = max(self.arrivals(port).values(), default=1) if merging else 1
+        return PortPlan(port_name(port), self.beyond(port), arrivals=arrivals)
+
+
+def by_name(plans: Iterable[PortPlan]) -> Mapping[str, PortPlan]:
+    """The plans by port name."""
+    return {plan.name: plan for plan in plans}

@@ -1,0 +1,72 @@
+"""`flowrl check`: runs all ten checks and reports all findings at once, without Ray, torch or weights.
+
+Each finding is complete on its own: what was found, what was needed, with node and port, and the
+change that fixes it.
+
+1 types, 2 unconnected ports, 8 dispatch, adapters: edge_rules. 3 cycles, 4 feedback, 6 lineage: flow_rules.
+5 tickets, 6 groups, 7 tokens and ranks, 9 resources, 10 warnings: size_rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flowrl.errors import GraphError
+from flowrl.graph.analysis import edge_rules, flow_rules, size_rules
+from flowrl.graph.analysis.plan import Plan, make_plan
+from flowrl.graph.graph import Graph
+from flowrl.graph.machine import Cluster
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings of the checks, and the plan that they checked."""
+
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    plan: Plan
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def raise_for_problems(self) -> None:
+        """Raise GraphError with every problem, if there is any."""
+        if self.problems:
+            raise GraphError(self.problems)
+
+
+def check(graph: Graph, cluster: Cluster | None = None) -> Report:
+    """Check `graph` for `cluster` (default: this machine). Never raises for a mistake in the graph."""
+    cluster = cluster or Cluster.here()
+    plan = make_plan(graph, cluster)
+    problems = dict.fromkeys((*graph.mistakes, *_problems(graph, plan, cluster)))
+    warnings = (*size_rules.idle_warnings(graph, plan.numbers), *size_rules.memory_warnings(graph, plan, cluster))
+    return Report(tuple(problems), () if problems else warnings, plan)
+
+
+def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
+    if not graph.nodes:
+        yield f"the graph {graph.name!r} has no nodes; g.add some and return it."
+        return
+    numbers = plan.numbers
+    yield from edge_rules.type_problems(graph)
+    yield from (loose := tuple(edge_rules.connection_problems(graph)))
+    yield from flow_rules.cycle_problems(graph)
+    yield from flow_rules.admission_problems(graph, numbers)
+    yield from size_rules.count_problems(graph, numbers)
+    yield from size_rules.group_problems(graph)
+    yield from size_rules.model_problems(graph)
+    if not loose:  # an unconnected port is the cause of whatever else is missing on a path
+        yield from flow_rules.feedback_problems(graph)
+        yield from size_rules.ticket_problems(graph, numbers)
+        yield from size_rules.trainer_problems(graph, plan)
+        yield from flow_rules.lineage_problems(graph)
+        yield from flow_rules.branch_problems(graph)
+    yield from size_rules.batch_problems(graph, numbers)
+    yield from edge_rules.dispatch_problems(graph)
+    yield from edge_rules.adapter_problems(graph)
+    yield from size_rules.resource_problems(graph, plan, cluster)
+    for name, node in graph.nodes.items():
+        yield from (f"node {name}: {problem}" for problem in node.check(numbers))

@@ -1,0 +1,311 @@
+"""The plan of a run: hosts, lanes, calls, transports and derived numbers. Pure functions; `flowrl check`
+prints the plan, the launcher builds it, `graph.json` stores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flowrl.graph.analysis.branches import Branches, PortPlan
+from flowrl.graph.analysis.numbers import Numbers, capacity, derive, in_flight, message_bytes
+from flowrl.graph.analysis.place import HostPlan, place
+from flowrl.graph.graph import Edge, EdgeKind, Graph, carried, owner, port_name
+from flowrl.graph.machine import Cluster
+from flowrl.graph.routes import WeightRoute
+from flowrl.messages import Weights, type_name
+
+__all__ = ["CallPlan", "EdgePlan", "HostPlan", "LanePlan", "Plan", "WeightPlan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """The lane from one producer replica to one consumer replica of a queue or latest edge."""
+
+    name: str
+    """ "generator/0.rollouts -> reward/1.rollouts" """
+    edge: str
+    producer: str
+    """Node replica, as "generator/0"."""
+    consumer: str
+    producer_host: str
+    consumer_host: str
+    capacity: int
+    kind: EdgeKind
+    types: tuple[str, ...]
+    """Name of the message type."""
+    transport: str
+    """process | ipc | tcp"""
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """The connection of one requesting replica and one serving replica of a call edge."""
+
+    name: str
+    edge: str
+    caller: str
+    server: str
+    caller_host: str
+    server_host: str
+    capacity: int
+    """Open requests at most."""
+    session_affinity: bool
+    types: tuple[str, ...]
+    """Names of request and reply type."""
+    transport: str
+
+
+@dataclass(frozen=True)
+class EdgePlan:
+    """An edge with all its derived values."""
+
+    name: str
+    kind: EdgeKind
+    out: str
+    into: str
+    dispatch: str
+    capacity: int
+    capacity_derived: bool
+    types: tuple[str, ...]
+    message_bytes: int
+    retained_bytes: int
+    """Most bytes that producers keep for this edge until their acks."""
+    transports: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """How the tensors of a latest edge of weights reach one consumer replica."""
+
+    edge: str
+    producer: str
+    consumer: str
+    transport: str
+    """shm | tcp | nccl | ipc; "" where there is none."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that follows from a graph and a cluster."""
+
+    graph: str
+    numbers: Numbers
+    hosts: tuple[HostPlan, ...]
+    edges: tuple[EdgePlan, ...]
+    lanes: tuple[LanePlan, ...]
+    calls: tuple[CallPlan, ...]
+    weights: tuple[WeightPlan, ...]
+    nodes: tuple[dict[str, Any], ...]
+    admission: dict[str, Any] | None
+    trainers: tuple[str, ...] = ()
+    """The nodes that train, the main one first."""
+    own_clock: tuple[str, ...] = ()
+    """Trainers whose versions are not the main one's, since other batches come to them."""
+    ports: tuple[PortPlan, ...] = ()
+    """Of samples: where each port leads to, and what comes to it."""
+    homeless: tuple[str, ...] = ()
+    """Hosts for which the cluster has no devices; none in a plan that runs."""
+
+    def host_of(self, replica: str) -> HostPlan:
+        """The host in which the node replica "reward/0" runs."""
+        return next(host for host in self.hosts if replica in host.nodes)
+
+    @property
+    def retained_bytes(self) -> int:
+        return sum(edge.retained_bytes for edge in self.edges)
+
+    @property
+    def consumers(self) -> tuple[tuple[str, str], ...]:
+        """(consumer replica, producing node) for every latest edge that ends a ticket."""
+        until = () if self.admission is None else tuple(self.admission["until"])
+        edges = {edge.name for edge in self.edges if edge.into in until}
+        lanes = [lane for lane in self.lanes if lane.edge in edges]
+        return tuple(dict.fromkeys((lane.consumer, lane.producer.split("/")[0]) for lane in lanes))
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of `graph.json`: the derived numbers by name, then the parts."""
+        return {
+            "graph": self.graph,
+            **asdict(self.numbers),
+            "retained_bytes": self.retained_bytes,
+            "num_processes": len(self.hosts) + 1,
+            "admission": self.admission,
+            "nodes": list(self.nodes),
+            "trainers": list(self.trainers),
+            "own_clock": list(self.own_clock),
+            **{
+                key: [asdict(item) for item in getattr(self, key)]
+                for key in ("edges", "hosts", "lanes", "calls", "weights", "ports")
+            },
+        }
+
+
+def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
+    """Plan `graph` for `cluster` (default: this machine). Checks nothing; flowrl.graph.analysis.check does that."""
+    cluster = cluster or Cluster.here()
+    numbers = derive(graph)
+    hosts, homeless = place(graph, cluster)
+    by_replica = {replica: host for host in hosts for replica in host.nodes}
+    lanes = tuple(lane for edge in graph.edges for lane in _lanes(graph, edge, numbers, by_replica))
+    calls = tuple(call for edge in graph.edges for call in _calls(graph, edge, numbers, by_replica))
+    branches = Branches(graph)
+    return Plan(
+        graph=graph.name,
+        numbers=numbers,
+        hosts=hosts,
+        edges=tuple(_edge(graph, edge, numbers, (*lanes, *calls)) for edge in graph.edges),
+        lanes=lanes,
+        calls=calls,
+        weights=tuple(way for edge in graph.edges for way in _weights(graph, edge, lanes, by_replica)),
+        nodes=tuple(_node(graph, name) for name in graph.nodes),
+        admission=_admission(graph),
+        trainers=branches.trainers,
+        own_clock=branches.own_clock,
+        ports=branches.plans(),
+        homeless=homeless,
+    )
+
+
+def replicas(graph: Graph, name: str) -> list[str]:
+    """["reward/0", "reward/1"]"""
+    return [f"{name}/{index}" for index in range(graph.placed[name].replicas)]
+
+
+def _senders(graph: Graph, edge: Edge) -> list[str]:
+    """The replicas that send on `edge`. Of the ranks of a gang, only rank 0 publishes weights."""
+    senders = replicas(graph, owner(edge.out))
+    return senders[:1] if edge.kind == "latest" and graph.nodes[owner(edge.out)].gang else senders
+
+
+def _lanes(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan]) -> Iterator[LanePlan]:
+    if edge.kind == "call":
+        return
+    for producer in _senders(graph, edge):
+        for consumer in replicas(graph, owner(edge.into)):
+            yield LanePlan(
+                name=f"{producer}.{edge.out.name} -> {consumer}.{edge.into.name}",
+                edge=edge.name,
+                producer=producer,
+                consumer=consumer,
+                producer_host=hosts[producer].name,
+                consumer_host=hosts[consumer].name,
+                capacity=capacity(graph, edge, numbers),
+                kind=edge.kind,
+                types=_type_names(edge),
+                transport=_transport(hosts[producer], hosts[consumer]),
+            )
+
+
+def _calls(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan]) -> Iterator[CallPlan]:
+    if edge.kind != "call":
+        return
+    for caller in replicas(graph, owner(edge.out)):
+        for server in replicas(graph, owner(edge.into)):
+            yield CallPlan(
+                name=f"{caller}.{edge.out.name} -> {server}.{edge.into.name}",
+                edge=edge.name,
+                caller=caller,
+                server=server,
+                caller_host=hosts[caller].name,
+                server_host=hosts[server].name,
+                capacity=capacity(graph, edge, numbers),
+                session_affinity=edge.session_affinity,
+                types=_type_names(edge),
+                transport=_transport(hosts[caller], hosts[server]),
+            )
+
+
+def _type_names(edge: Edge) -> tuple[str, ...]:
+    """The message classes of `edge` by the names that are valid in every process."""
+    return tuple(type_name(kind) if isinstance(kind, type) else str(kind) for kind in edge.out.types)
+
+
+def _transport(one: HostPlan, other: HostPlan) -> str:
+    if one.name == other.name:
+        return "process"
+    return "ipc" if one.machine == other.machine else "tcp"
+
+
+def _edge(graph: Graph, edge: Edge, numbers: Numbers, ways: tuple[LanePlan | CallPlan, ...]) -> EdgePlan:
+    mine = [way for way in ways if way.edge == edge.name]
+    size = message_bytes(graph, edge, numbers)
+    depth = capacity(graph, edge, numbers)
+    bounded = None if edge.kind != "queue" else in_flight(carried(edge.out), numbers)
+    return EdgePlan(
+        name=edge.name,
+        kind=edge.kind,
+        out=port_name(edge.out),
+        into=port_name(edge.into),
+        dispatch="latest" if edge.kind == "latest" else edge.dispatch,
+        capacity=depth,
+        capacity_derived=edge.capacity is None and edge.kind != "latest",
+        types=tuple(getattr(kind, "__name__", str(kind)) for kind in edge.out.types),
+        message_bytes=size,
+        retained_bytes=size * (bounded if bounded is not None else depth * len(mine)),
+        transports=tuple(dict.fromkeys(way.transport for way in mine)),
+    )
+
+
+def _weights(graph: Graph, edge: Edge, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPlan]) -> Iterator[WeightPlan]:
+    if edge.kind == "latest" and issubclass(carried(edge.out), Weights):
+        in_host_memory = graph.nodes[owner(edge.into)].facts().weights_in_host_memory
+        for lane in (lane for lane in lanes if lane.edge == edge.name):
+            way = _weight_transport(hosts[lane.producer], hosts[lane.consumer], in_host_memory=in_host_memory)
+            yield WeightPlan(edge.name, lane.producer, lane.consumer, way)
+
+
+def _weight_transport(trainer: HostPlan, reader: HostPlan, *, in_host_memory: bool) -> str:
+    same_machine = trainer.machine == reader.machine
+    if in_host_memory:
+        return "shm" if same_machine else "tcp"
+    if trainer.num_gpus and reader.num_gpus:
+        return "ipc" if same_machine and set(trainer.gpus) & set(reader.gpus) else "nccl"
+    if reader.num_gpus:
+        return ""
+    return "shm" if same_machine else "tcp"
+
+
+def _node(graph: Graph, name: str) -> dict[str, Any]:
+    placed = graph.placed[name]
+    return {
+        "name": name,
+        "type": type(placed.node).__name__,
+        "replicas": placed.replicas,
+        "cpus": placed.cpus_each,
+        "gpus": placed.gpus_each,
+        "gang": placed.node.gang,
+    }
+
+
+def _admission(graph: Graph) -> dict[str, Any] | None:
+    admission = graph.admission
+    if admission is None:
+        return None
+    return {
+        "out": port_name(admission.out),
+        "until": [port_name(port) for port in admission.until],
+        "staleness": admission.staleness,
+        "on_limit": admission.on_limit,
+        "look_ahead": admission.look_ahead,
+    }
+
+
+def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
+    """The routes that concern `node`: its own if it is a trainer, else those of the trainer whose weights it reads.
+
+    A GPU transfer needs trainer and generator to work at the same time. Under a lease they never do, so the
+    weights wait in host memory there.
+    """
+
+    def name(replica_id: str) -> str:
+        return replica_id.split("/")[0]
+
+    trainers = {name(p.producer) for p in plan.weights if node in (name(p.producer), name(p.consumer))}
+    kinds = {p.consumer: p.transport for p in plan.weights if name(p.producer) in trainers}
+    hosts = {reader: plan.host_of(reader) for reader in kinds}
+    return tuple(
+        WeightRoute(reader, "shm" if kind == "ipc" and hosts[reader].lease else kind, len(hosts[reader].gpus) or 1)
+        for reader, kind in sorted(kinds.items())
+    )

@@ -1,0 +1,121 @@
+"""The plan of a graph as text, as `flowrl check` prints it if there are no problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from flowrl.graph.analysis.check import Report
+from flowrl.graph.analysis.plan import HostPlan, Plan
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def render(report: Report) -> str:
+    """Derived numbers, edges and processes as aligned columns, then warnings."""
+    plan = report.plan
+    return "\n".join(
+        (
+            f"{plan.graph}: {len(plan.nodes)} nodes, {len(plan.edges)} edges, {len(plan.hosts) + 1} processes",
+            "",
+            *_numbers(plan),
+            "",
+            *_table(
+                ("edge", "carries", "dispatch", "capacity", "transport", "retains"),
+                [_edge(plan, e.name) for e in plan.edges],
+            ),
+            "",
+            *_branches(plan),
+            *_table(("process", "nodes", "cores", "GPUs", "machine"), [_host(host) for host in plan.hosts]),
+            *(f"\nwarning: {warning}" for warning in report.warnings),
+        )
+    )
+
+
+def size_text(num_bytes: float) -> str:
+    """ "1.5 MiB" """
+    for unit in UNITS[:-1]:
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} {UNITS[-1]}"
+
+
+def number_lines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """The derived numbers that this graph has, as (name, text)."""
+    numbers = plan.numbers
+    if numbers.group_size is not None:
+        yield "group_size", f"{numbers.group_size}"
+    if numbers.groups_per_batch is not None:
+        yield "groups_per_batch", f"{numbers.groups_per_batch}"
+    if numbers.tickets is not None:
+        yield "tickets", f"{numbers.tickets}"
+        yield "window", f"{numbers.window}" if numbers.window else "none"
+        yield "max_staleness", f"{numbers.max_staleness}"
+    if numbers.longest_sample is not None:
+        yield "longest_sample", f"{numbers.longest_sample} tokens"
+    if ways := dict.fromkeys(way.transport for way in plan.weights):
+        yield "weights", ", ".join(way or "none" for way in ways)
+    yield "retained", size_text(plan.retained_bytes)
+
+
+def _numbers(plan: Plan) -> Iterator[str]:
+    for name, text in number_lines(plan):
+        yield f"  {name:<18}{text}"
+
+
+def _branches(plan: Plan) -> Iterator[str]:
+    """Which nodes lead to which trainer, if the graph is more than one line of nodes."""
+    beyond: dict[str, set[str]] = {}
+    for port in plan.ports:
+        beyond.setdefault(port.name.partition(".")[0], set()).update(port.trainers)
+    taps = [name for name, trainers in beyond.items() if not trainers and name not in _weighing(plan)]
+    if not plan.trainers or (len(plan.trainers) == 1 and not taps):
+        return
+    rows: list[tuple[str, ...]] = [
+        (name, " ".join(node for node, ends in beyond.items() if name in ends)) for name in plan.trainers
+    ]
+    if taps:
+        rows.append(("no trainer", " ".join(taps) + " (what is lost there ends no sample)"))
+    yield from _table(("branch to", "nodes"), rows)
+    yield ""
+
+
+def _weighing(plan: Plan) -> set[str]:
+    """Nodes that receive only weights, so they are no branch of samples."""
+    fed = {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "queue"}
+    return {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "latest"} - fed
+
+
+def _edge(plan: Plan, name: str) -> tuple[str, ...]:
+    edge = next(edge for edge in plan.edges if edge.name == name)
+    return (
+        name,
+        " → ".join(edge.types),
+        "call" if edge.kind == "call" else edge.dispatch,
+        f"{edge.capacity}{' (derived)' if edge.capacity_derived else ''}",
+        ", ".join(edge.transports),
+        size_text(edge.retained_bytes),
+    )
+
+
+def _host(host: HostPlan) -> tuple[str, ...]:
+    shares = f" (time share: {host.lease})" if host.lease else ""
+    gpus = ",".join(map(str, host.gpus)) or "-"
+    return host.name, " ".join(host.nodes) + shares, _cores(host.cores), gpus, f"{host.machine}"
+
+
+def _cores(cores: Sequence[int]) -> str:
+    """ "0-3,8" """
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "any"
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
+    for row in (heads, *rows):
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

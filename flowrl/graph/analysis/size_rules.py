@@ -1,0 +1,218 @@
+"""Checks 5, 6, 7 and 9: tickets, groups, tokens, cores, GPUs, memory and weight transports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowrl.graph.analysis.numbers import Numbers
+from flowrl.graph.analysis.place import PlacedUnit, merged, need, pools
+from flowrl.graph.analysis.plan import Plan
+from flowrl.graph.graph import Graph, owner
+from flowrl.graph.machine import CLUSTER_EXAMPLE, GB, Cluster
+
+COUNTS = (
+    "group_size",
+    "groups_per_batch",
+    "token_budget",
+    "longest_prompt",
+    "longest_response",
+    "concurrency",
+    "publish_every",
+)
+
+
+def count_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """Numbers that nodes declare have to be at least 1. A node that reports its own problems is skipped."""
+    for name, node in graph.nodes.items():
+        if node.check(numbers):
+            continue
+        for field in COUNTS:
+            value = getattr(node.facts(), field)
+            if value is not None and value < 1:
+                yield f"node {name} has {field}={value}; it needs at least 1."
+
+
+def ticket_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """Check 5: tickets return, so that admission never waits forever."""
+    admission = graph.admission
+    if admission is None:
+        return
+    for edge in graph.edges:
+        every = graph.nodes[owner(edge.out)].facts().publish_every
+        ends_tickets = any(edge.into is port for port in admission.until)
+        if ends_tickets and numbers.ahead is not None and 0 <= numbers.ahead < every - 1:
+            yield (
+                f"{owner(edge.out)} has publish_every={every}, but its tickets suffice for {numbers.ahead + 1} "
+                f"batches, so the run would stop; use publish_every={numbers.ahead + 1} at most, or raise staleness "
+                f"by {every - 1 - numbers.ahead}."
+            )
+
+
+def trainer_problems(graph: Graph, plan: Plan) -> Iterator[str]:
+    """Check 5: trainers that skip different groups must not hold all tickets together.
+
+    Each can hold the tickets of n batches minus one group: n - 1 unpublished batches, and one that is not full.
+    """
+    numbers = plan.numbers
+    if not plan.own_clock or numbers.groups_per_batch is None or numbers.tickets is None:
+        return
+    names = (plan.trainers[0], *plan.own_clock)
+    batches = sum(graph.nodes[name].facts().publish_every for name in names)
+    needed = batches * numbers.groups_per_batch - len(names) + 1
+    if numbers.tickets < needed:
+        yield (
+            f"{' and '.join(names)} train different batches and can hold {needed - 1} groups between them, none of "
+            f"which makes a batch, but there are {numbers.tickets} tickets, so the run can stop; raise staleness by "
+            f"{-(-(needed - numbers.tickets) // numbers.groups_per_batch)}, or feed them by one port."
+        )
+
+
+def group_problems(graph: Graph) -> Iterator[str]:
+    """Check 6: all nodes that declare a group size or a batch size declare the same one."""
+    facts = {name: node.facts() for name, node in graph.nodes.items()}
+    for field, word in (("group_size", "samples a group"), ("groups_per_batch", "groups a batch")):
+        said = {name: getattr(fact, field) for name, fact in facts.items() if getattr(fact, field) is not None}
+        if len(set(said.values())) > 1:
+            each = ", ".join(f"{name} has {value}" for name, value in said.items())
+            yield f"the nodes disagree on the {word} ({field}): {each}; give all of them the same number."
+
+
+def model_problems(graph: Graph) -> Iterator[str]:
+    """The models of two trainers need two directories in a checkpoint."""
+    savers: dict[str, list[str]] = {}
+    for name, node in graph.nodes.items():
+        if (saves := node.facts().saves) is not None:
+            savers.setdefault(saves, []).append(name)
+    for saves, names in savers.items():
+        if len(names) > 1:
+            yield (
+                f"{' and '.join(names)} would both save their model as {saves!r} in a checkpoint; give all but one of "
+                f"their policies a name of its own, as in Policy(..., name={names[-1]!r})."
+            )
+
+
+def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """Check 7: every sample fits into a micro-batch, every rank gets a sequence."""
+    for name, node in graph.nodes.items():
+        budget = node.facts().token_budget
+        if budget is not None and numbers.longest_sample is not None and 0 < budget < numbers.longest_sample:
+            yield (
+                f"{name} has token_budget={budget}, but a sample can be {numbers.longest_sample} tokens long "
+                f"({_lengths(graph)}); raise token_budget to {numbers.longest_sample} or shorten these."
+            )
+    members = 1 if numbers.group_size is None else numbers.group_size
+    sequences = (numbers.groups_per_batch or 0) * members
+    for placed in graph.placed.values():
+        fed = any(edge.into.node is placed.node and edge.dispatch == "gang" for edge in graph.edges)
+        if placed.node.gang and fed and 0 < sequences < placed.replicas:
+            yield (
+                f"a batch has {sequences} sequences ({numbers.groups_per_batch} groups × {members}), "
+                f"but {placed.name} has {placed.replicas} ranks; use more groups a batch or fewer ranks."
+            )
+
+
+def _lengths(graph: Graph) -> str:
+    facts = {name: node.facts() for name, node in graph.nodes.items()}
+    prompts = [f"{name}: prompt {f.longest_prompt}" for name, f in facts.items() if f.longest_prompt is not None]
+    responses = [
+        f"{name}: response {f.longest_response}" for name, f in facts.items() if f.longest_response is not None
+    ]
+    return ", ".join(prompts + responses)
+
+
+def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Check 9: the cluster has what the hosts need, and weights have a transport."""
+    yield from _sharing_problems(graph)
+    units = [(lease, pool) for lease, pool in pools(graph, cluster)]
+    cores, gpus = (
+        (sum(amounts) for amounts in zip(*(need(pool) for _, pool in units), strict=True)) if units else (0, 0)
+    )
+    where = "this machine" if len(cluster.machines) == 1 else f"the {len(cluster.machines)} machines"
+    if gpus > cluster.num_gpus:
+        parts = _parts(units, "gpus")
+        yield f"the graph needs {gpus:g} GPUs ({parts}) but {where} has {cluster.num_gpus}; {_relief('gpus')}."
+    if cores > cluster.num_cores:
+        parts = _parts(units, "cpus")
+        yield f"the graph needs {cores:g} cores ({parts}) but {where} has {cluster.num_cores}; {_relief('cpus')}."
+    if plan.homeless and gpus <= cluster.num_gpus and cores <= cluster.num_cores:
+        yield (
+            f"no single machine has room left for {', '.join(plan.homeless)}, although there is enough in all; "
+            f"ask for less per replica, or state larger machines."
+        )
+    yield from _memory_problems(graph, cluster, where)
+    for way in plan.weights:
+        if not way.transport:
+            yield (
+                f"{way.edge}: {way.producer} trains on CPU and {way.consumer} runs on a GPU, and no weight transport "
+                f"joins the two; give both gpus= or neither."
+            )
+
+
+def _parts(units: list[tuple[str, tuple[PlacedUnit, ...]]], field: str) -> str:
+    asking = [unit for _, pool in units for unit in pool if getattr(unit, field)]
+    return ", ".join(f"{unit.name}: {unit.replicas} × {getattr(unit, field):g}" for unit in asking)
+
+
+def _relief(field: str) -> str:
+    return (
+        f"use fewer replicas, a smaller {field}=, g.time_share(...) for nodes that may alternate, or state a cluster "
+        f'(--cluster "{CLUSTER_EXAMPLE}")'
+    )
+
+
+def _memory_problems(graph: Graph, cluster: Cluster, where: str) -> Iterator[str]:
+    needed = {name: node.facts().memory_bytes * graph.placed[name].replicas for name, node in graph.nodes.items()}
+    present = sum(machine.memory_bytes for machine in cluster.machines)
+    if present and sum(needed.values()) > present:
+        parts = ", ".join(f"{name}: {size / GB:.1f}" for name, size in needed.items() if size)
+        yield (
+            f"the nodes need {sum(needed.values()) / GB:.1f} GiB of memory ({parts}) but {where} has "
+            f"{present / GB:.1f}; use fewer replicas or smaller models."
+        )
+
+
+def _sharing_problems(graph: Graph) -> Iterator[str]:
+    for names in merged(graph.sharing):
+        counts = {name: graph.placed[name].replicas for name in names}
+        if len(set(counts.values())) > 1 and any(graph.placed[name].heavy for name in names):
+            each = ", ".join(f"{name} has {count}" for name, count in counts.items())
+            yield f"g.together needs as many replicas of each node: {each}; make them equal."
+    for names in merged(graph.time_shared):
+        for name in names:
+            if not graph.placed[name].heavy:
+                yield f"g.time_share names {name}, which needs no cpus and no gpus; leave it out, or give it cpus=."
+        for shared in merged(graph.sharing):
+            if len(both := [name for name in names if name in shared]) > 1:
+                nodes = " and ".join(both)
+                yield f"{nodes} are in g.together and in g.time_share; nodes of one process cannot alternate, keep one."
+
+
+def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """Check 10: generators that must idle."""
+    if graph.admission is None or numbers.tickets is None:
+        return
+    samples = numbers.tickets * (numbers.group_size or 1)
+    feeders = {owner(port): None for port in graph.admission.until}
+    if numbers.ahead == 0:
+        yield f"staleness 0 is synchronous: {', '.join(feeders)} and the trainer wait for each other in turn."
+    for name, node in graph.nodes.items():
+        slots = (node.facts().concurrency or 0) * graph.placed[name].replicas
+        if name in feeders and slots > samples > 0:
+            yield (
+                f"{name} can work on {slots} samples at a time but at most {samples} are in flight ({numbers.tickets} "
+                f"tickets × {numbers.group_size or 1}), so {slots - samples} slots stay idle; raise staleness or the "
+                f"groups a batch."
+            )
+
+
+def memory_warnings(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Check 10: edges that may hold more bytes than the machine's memory."""
+    present = min((machine.memory_bytes for machine in cluster.machines), default=0)
+    models = max((node.facts().memory_bytes for node in graph.nodes.values()), default=0)
+    if present and plan.retained_bytes > present - models:
+        worst = max(plan.edges, key=lambda edge: edge.retained_bytes)
+        yield (
+            f"the edges may hold {plan.retained_bytes / GB:.1f} GiB, most of it {worst.name} "
+            f"({worst.retained_bytes / GB:.1f}), and a machine has {present / GB:.1f}; lower staleness, groups a batch "
+            f"or capacity=."
+        )

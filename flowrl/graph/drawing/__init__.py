@@ -1,0 +1,1 @@
+"""Pictures of a graph: Mermaid text and SVG."""

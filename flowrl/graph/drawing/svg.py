@@ -1,0 +1,233 @@
+"""Draws a graph as an SVG picture without dependencies: boxes in columns, data from left to right.
+
+Edges between neighbouring columns are curves. An edge that goes back or skips a column runs in its
+own channel below the boxes (latest edges) or above them, so that no line crosses a box.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from flowrl.graph.analysis.plan import EdgePlan, Plan
+from flowrl.graph.analysis.report import number_lines
+from flowrl.graph.drawing.layout import columns, row_of
+from flowrl.graph.graph import Edge, Graph, Placed, owner
+
+BOX_W, BOX_H = 148, 58
+GAP_X, GAP_Y = 108, 46
+MARGIN, HEAD, FOOT = 36, 58, 44
+CHANNEL = 30
+FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
+COLOURS = {"gpu": ("#e5f5e9", "#2f8f4e"), "cpu": ("#e3ecff", "#3b6fd4"), "cheap": ("#f6f3ec", "#a79c85")}
+STROKES = {"queue": ("#4a5568", ""), "latest": ("#c2571a", "7 5"), "call": ("#6b46a8", "2 4")}
+
+
+@dataclass(frozen=True)
+class Box:
+    """A node's rectangle."""
+
+    placed: Placed
+    column: int
+    x: float
+    y: float
+
+    @property
+    def right(self) -> float:
+        return self.x + BOX_W
+
+    @property
+    def bottom(self) -> float:
+        return self.y + BOX_H
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The picture's size and the elements placed on it."""
+
+    width: float
+    height: float
+    boxes: dict[str, Box]
+    top: float
+    bottom: float
+
+
+def svg(graph: Graph, plan: Plan) -> str:
+    """The picture as SVG text; opens in any browser, also on a dark page."""
+    above = [edge for edge in graph.edges if edge.kind != "latest"]
+    table = columns(graph)
+    sheet = _sheet(graph, table, above)
+    parts = [_edges(graph, plan, sheet), _boxes(sheet)]
+    numbers = "   ·   ".join(f"{name} {text}" for name, text in number_lines(plan))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width:g} {sheet.height:g}" '
+        f'width="{sheet.width:g}" height="{sheet.height:g}" font-family="{FONT}">\n'
+        f"<title>{escape(graph.name)}</title>\n{_defs()}"
+        f'<rect width="100%" height="100%" rx="10" fill="#ffffff"/>\n'
+        f"{_text(MARGIN, 36, graph.name, size=19, weight=650, fill='#1a202c', anchor='start')}"
+        f"{''.join(parts)}"
+        f"{_text(MARGIN, sheet.height - 18, numbers, size=12, fill='#718096', anchor='start')}</svg>\n"
+    )
+
+
+def _sheet(graph: Graph, table: list[list[str]], above: list[Edge]) -> Sheet:
+    """Compute sizes from columns, rows and the number of channels above and below."""
+    rows, tallest = row_of(table), max((len(column) for column in table), default=0)
+    column_of = {name: index for index, column in enumerate(table) for name in column}
+    jumps = [edge for edge in above if not _adjacent(edge, column_of)]
+    lows = [edge for edge in graph.edges if edge.kind == "latest"]
+    top = HEAD + CHANNEL * len(jumps) + 14
+    body = max(tallest, 1) * (BOX_H + GAP_Y) - GAP_Y
+    middle = top + (body - BOX_H) / 2
+    boxes = {
+        name: Box(graph.placed[name], column, MARGIN + column * (BOX_W + GAP_X), middle + rows[name] * (BOX_H + GAP_Y))
+        for name, column in column_of.items()
+    }
+    bottom = top + body
+    width = max(2 * MARGIN + len(table) * (BOX_W + GAP_X) - GAP_X, 640)
+    return Sheet(width, bottom + CHANNEL * len(lows) + 22 + FOOT, boxes, top, bottom)
+
+
+def _adjacent(edge: Edge, column_of: dict[str, int]) -> bool:
+    return column_of[owner(edge.into)] - column_of[owner(edge.out)] == 1
+
+
+def _boxes(sheet: Sheet) -> str:
+    return "".join(_box(box) for box in sheet.boxes.values())
+
+
+def _box(box: Box) -> str:
+    placed = box.placed
+    fill, stroke = COLOURS["gpu" if placed.gpus_each else "cpu" if placed.heavy else "cheap"]
+    rect = f'width="{BOX_W}" height="{BOX_H}" rx="9" fill="{fill}" stroke="{stroke}" stroke-width="1.4"'
+    behind = f'<rect x="{box.x + 5:g}" y="{box.y + 5:g}" {rect}/>' if placed.replicas > 1 else ""
+    count = f" ×{placed.replicas}" if placed.replicas > 1 else ""
+    middle = box.x + BOX_W / 2
+    return (
+        f'{behind}<rect x="{box.x:g}" y="{box.y:g}" {rect}/>\n'
+        f"{_text(middle, box.y + 25, placed.name + count, size=14, weight=620, fill='#1a202c')}"
+        f"{_text(middle, box.y + 43, type(placed.node).__name__, size=11.5, fill='#5a6577')}"
+    )
+
+
+def _edges(graph: Graph, plan: Plan, sheet: Sheet) -> str:
+    """Draw edges between neighbours as curves, the others each in its own channel."""
+    derived = {edge.name: edge for edge in plan.edges}
+    high, low, parts = 0, 0, []
+    for edge in graph.edges:
+        if edge.kind == "latest":
+            low += 1
+            parts.append(_channel(sheet, edge, derived[edge.name], sheet.bottom + 8 + CHANNEL * low, low))
+        elif sheet.boxes[owner(edge.into)].column - sheet.boxes[owner(edge.out)].column == 1:
+            parts.append(_curve(graph, sheet, edge, derived[edge.name]))
+        else:
+            high += 1
+            parts.append(_channel(sheet, edge, derived[edge.name], sheet.top - 6 - CHANNEL * high, high))
+    return "".join(parts)
+
+
+def _curve(graph: Graph, sheet: Sheet, edge: Edge, derived: EdgePlan) -> str:
+    source, target = sheet.boxes[owner(edge.out)], sheet.boxes[owner(edge.into)]
+    leaving = [e for e in graph.edges if e.out.node is edge.out.node and e.kind != "latest"]
+    coming = [e for e in graph.edges if e.into.node is edge.into.node and e.kind != "latest"]
+    leaving.sort(key=lambda e: sheet.boxes[owner(e.into)].y)
+    coming.sort(key=lambda e: sheet.boxes[owner(e.out)].y)
+    y0, y1 = _spread(source, leaving, edge), _spread(target, coming, edge)
+    bend = GAP_X / 2
+    path = (
+        f"M{source.right:g} {y0:g} C{source.right + bend:g} {y0:g} {target.x - bend:g} {y1:g} {target.x - 2:g} {y1:g}"
+    )
+    return _line(edge, path) + _label(edge, derived, (source.right + target.x) / 2, (y0 + y1) / 2 - 7)
+
+
+def _spread(box: Box, edges: list[Edge], edge: Edge) -> float:
+    """The height at which `edge` meets the box; each edge of one side has its own."""
+    place = edges.index(edge) - (len(edges) - 1) / 2
+    return box.y + BOX_H / 2 + place * min(16, (BOX_H - 14) / max(len(edges), 1))
+
+
+def _channel(sheet: Sheet, edge: Edge, derived: EdgePlan, level: float, nth: int) -> str:
+    """Draw from the source, along the channel at height `level`, to the target.
+
+    The line runs straight down or up if no box is in between, else through the gap beside the column.
+    """
+    source, target = sheet.boxes[owner(edge.out)], sheet.boxes[owner(edge.into)]
+    x0, start = _leave(sheet, source, level, nth)
+    x1, end = _enter(sheet, target, level, nth)
+    side, corner = (1 if x1 > x0 else -1) * 10, 10 if level > source.y else -10
+    path = (
+        f"{start} V{level - corner:g} Q{x0:g} {level:g} {x0 + side:g} {level:g} "
+        f"H{x1 - side:g} Q{x1:g} {level:g} {x1:g} {level - corner:g} {end}"
+    )
+    return _line(edge, path) + _label(edge, derived, (x0 + x1) / 2, level - 6)
+
+
+def _leave(sheet: Sheet, box: Box, level: float, nth: int) -> tuple[float, str]:
+    """(x of the vertical part, path up to it)"""
+    if _blocked(sheet, box, level):
+        x, y = box.right + 8 + 7 * nth, box.y + BOX_H - 12
+        return x, f"M{box.right:g} {y:g} H{x:g}"
+    x = box.x + BOX_W / 2 + 10 * nth - 4
+    return x, f"M{x:g} {box.bottom if level > box.y else box.y:g}"
+
+
+def _enter(sheet: Sheet, box: Box, level: float, nth: int) -> tuple[float, str]:
+    """(x of the vertical part, path from it)"""
+    if _blocked(sheet, box, level):
+        x, y = box.x - 14 - 7 * nth, box.y + BOX_H - 10
+        return x, f"V{y:g} H{box.x - 2:g}"
+    x = box.x + BOX_W / 2 - 10 * nth + 4
+    return x, f"V{box.bottom + 2 if level > box.y else box.y - 2:g}"
+
+
+def _blocked(sheet: Sheet, box: Box, level: float) -> bool:
+    """Whether another box of the column lies between this one and `level`."""
+    low, high = sorted((box.y, level))
+    return any(other.column == box.column and low < other.y < high for other in sheet.boxes.values())
+
+
+def _line(edge: Edge, path: str) -> str:
+    stroke, dashes = STROKES[edge.kind]
+    dash = f' stroke-dasharray="{dashes}"' if dashes else ""
+    start = f' marker-start="url(#{edge.kind})"' if edge.kind == "call" else ""
+    return (
+        f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="1.6"{dash}{start} '
+        f'marker-end="url(#{edge.kind})"><title>{escape(edge.name)}</title></path>\n'
+    )
+
+
+def _label(edge: Edge, derived: EdgePlan, x: float, y: float) -> str:
+    text = " / ".join(derived.types)
+    if edge.kind == "queue":
+        text += f" · {derived.capacity}"
+    rule = "" if edge.kind != "queue" or edge.dispatch == "share" else edge.dispatch
+    second = _text(x, y + 20, rule, size=10, fill="#8a94a6", halo=True) if rule else ""
+    return _text(x, y, text, size=11, fill=STROKES[edge.kind][0], halo=True) + second
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: float,
+    fill: str,
+    weight: int = 400,
+    anchor: str = "middle",
+    halo: bool = False,
+) -> str:
+    """A text element. `halo` adds white around the letters, so that a line behind them does not cross them."""
+    outline = ' stroke="#ffffff" stroke-width="3.5" stroke-linejoin="round" paint-order="stroke"' if halo else ""
+    return (
+        f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" font-weight="{weight}" fill="{fill}" '
+        f'text-anchor="{anchor}"{outline}>{escape(text)}</text>\n'
+    )
+
+
+def _defs() -> str:
+    heads = "".join(
+        f'<marker id="{kind}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+        f'orient="auto-start-reverse"><path d="M0 0.8 L10 5 L0 9.2 z" fill="{stroke}"/></marker>'
+        for kind, (stroke, _) in STROKES.items()
+    )
+    return f"<defs>{heads}</defs>\n"

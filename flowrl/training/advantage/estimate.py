@@ -1,0 +1,186 @@
+"""Computes an advantage at each policy token from the rewards of one group's members.
+
+The steps run in this order, and a graph selects some of them: normalisation of rewards, KL before the baseline,
+the group's baseline, KL token by token, return-to-go (or GAE if there are a critic's values).
+
+Axes: K members that were scored, T tokens of the longest of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Float32, Scored, Trainable
+from flowrl.training.advantage.advantages import (
+    DISCOUNTED_ESTIMATORS,
+    ESTIMATORS,
+    GROUP_ESTIMATORS,
+    Estimator,
+    gae,
+    group_rewards,
+    returns_to_go,
+    token_rewards,
+)
+
+KlEstimator = Literal["k1", "k2", "k3"]
+LOG_RATIO_LIMIT = 20.0
+KL_LIMIT = 10.0
+"""The same as in `flowrl.training.loss.policy_losses`, which needs torch."""
+Array = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean and std for the normalisation of rewards: (R − mean) / std."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How advantages are made. `gae` needs samples with `values`, a KL samples with `ref_logprobs`."""
+
+    estimator: Estimator = "group_norm"
+    gamma: float = 1.0
+    lam: float = 1.0
+    """λ of `gae`."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference inside the reward."""
+    kl_estimator: KlEstimator = "k1"
+    kl_before_baseline: bool = False
+    """Take kl_coef·Σkl from a response's reward before the group's baseline, not token by token (2402.14740)."""
+    shuffle_rewards: bool = False
+    """A control that must not learn: a group's rewards dealt out to its members at random."""
+
+    def problems(self) -> list[str]:
+        """Problems of these settings, as complete sentences."""
+        found = []
+        if self.estimator not in ESTIMATORS:
+            found.append(f"estimator is {self.estimator!r}; it has to be one of {', '.join(ESTIMATORS)}")
+        if self.gamma != 1.0 and self.estimator not in DISCOUNTED_ESTIMATORS:
+            found.append(f"gamma is {self.gamma}; estimator {self.estimator!r} needs 1")
+        if self.lam != 1.0 and self.estimator != "gae":
+            found.append(f"lam is {self.lam}; it belongs to estimator 'gae', leave it at 1")
+        found += [
+            f"{name} is {value}; it has to be in [0, 1]"
+            for name, value in (("gamma", self.gamma), ("lam", self.lam))
+            if not 0 <= value <= 1
+        ]
+        if not 0 <= self.kl_coef < np.inf:
+            found.append(f"kl_coef is {self.kl_coef}; it has to be 0 or more")
+        if self.kl_estimator not in get_args(KlEstimator):
+            found.append(f"kl_estimator is {self.kl_estimator!r}; it has to be one of k1, k2, k3")
+        if self.kl_before_baseline and self.estimator not in GROUP_ESTIMATORS:
+            found.append(f"kl_before_baseline needs an estimator with a baseline, which {self.estimator!r} has not")
+        return found
+
+    def trainable(
+        self, samples: Sequence[Scored], *, kl_coef: float | None = None, scale: Scale | None = None
+    ) -> tuple[Trainable, ...]:
+        """The scored members of one group with their advantages, and under `gae` with their returns.
+
+        `kl_coef` replaces the estimate's own; `scale` normalises rewards first. Raises ConfigError if a
+        sample lacks data that the estimate needs.
+        """
+        scale = scale or Scale()
+        mask_KT = stack([sample.policy_mask for sample in samples]).astype(bool)
+        coef = self.kl_coef if kl_coef is None else kl_coef
+        kl_KT = self.kl(samples) if coef else None
+        rewards_KT = self._token_rewards(samples, mask_KT, kl_KT, coef, scale)
+        if self.estimator == "gae":
+            values_KT = stack([self._needed(sample, "values") for sample in samples])
+            advantages_KT, returns_KT = gae(rewards_KT, values_KT, mask_KT, gamma=self.gamma, lam=self.lam)
+            rows = zip(samples, advantages_KT, returns_KT, strict=True)
+            return tuple(trainable(s, advantages_T, returns_T) for s, advantages_T, returns_T in rows)
+        advantages_KT = returns_to_go(rewards_KT, mask_KT, gamma=self.gamma)
+        return tuple(trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_KT, strict=True))
+
+    def _token_rewards(
+        self, samples: Sequence[Scored], mask_KT: Mask, kl_KT: Array | None, coef: float, scale: Scale
+    ) -> Array:
+        compared = self.estimator in GROUP_ESTIMATORS
+        rewards_K = (np.array(self._rewards(samples, turns=compared)) - scale.mean) / scale.std
+        turns_KT = None if compared else turn_rewards(samples, mask_KT.shape) / scale.std
+        if kl_KT is not None and self.kl_before_baseline:
+            rewards_K -= coef * np.where(mask_KT, kl_KT, 0.0).sum(axis=1)
+            kl_KT = None
+        return token_rewards(group_rewards(rewards_K, self.estimator), mask_KT, kl_KT, coef, turns_KT)
+
+    def _rewards(self, samples: Sequence[Scored], *, turns: bool) -> list[float]:
+        """The samples' rewards: with `turns` the whole ones, to compare a group; else without the rewards of turns."""
+        rewards = [whole_reward(sample) if turns else sample.reward for sample in samples]
+        if self.shuffle_rewards:
+            random.Random(samples[0].group_id).shuffle(rewards)
+        return rewards
+
+    def kl(self, samples: Sequence[Scored]) -> Array:
+        """kl_t of every policy token to the reference, with the behavior policy's logprobs."""
+        behavior_KT = stack([sample.behavior_logprobs for sample in samples])
+        reference_KT = stack([self._needed(sample, "ref_logprobs") for sample in samples])
+        return kl_per_token(behavior_KT - reference_KT, self.kl_estimator)
+
+    def _needed(self, sample: Scored, name: str) -> Float32:
+        found: Float32 | None = getattr(sample, name)
+        if found is not None:
+            return found
+        if name == "values":
+            raise ConfigError(
+                f"estimator 'gae' needs a critic's values, and sample {sample.sample_id} carries none; join the "
+                "batcher's port values to a Critic with g.call, or choose another estimator"
+            )
+        raise ConfigError(
+            f"kl_coef is {self.kl_coef}, but sample {sample.sample_id} carries no reference logprobs; put a "
+            "Reference node between generator and reward, or set kl_coef=0"
+        )
+
+
+def unvalued(samples: Sequence[Scored]) -> tuple[Trainable, ...]:
+    """`samples` with unset advantages (empty arrays), until a critic has computed values for them."""
+    return tuple(trainable(sample, np.zeros(0)) for sample in samples)
+
+
+def whole_reward(sample: Scored) -> float:
+    """The sum of the response's reward and those of its turns."""
+    return sample.reward + sum(reward for _, reward in sample.turn_rewards)
+
+
+def kl_per_token(log_ratio: Array, estimator: KlEstimator) -> Array:
+    """k1 = d, k2 = d²/2, k3 = e^−d − 1 + d of d = log π − log π_ref, each clamped to ±10 (Schulman 2020)."""
+    d = np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    estimates = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d) + d}
+    return np.clip(estimates[estimator], -KL_LIMIT, KL_LIMIT)
+
+
+def turn_rewards(samples: Sequence[Scored], shape: tuple[int, ...]) -> Array:
+    """The rewards of single turns at their positions, [K, T]."""
+    rewards_KT = np.zeros(shape)
+    for row, sample in zip(rewards_KT, samples, strict=True):
+        for place, reward in sample.turn_rewards:
+            row[place] += reward
+    return rewards_KT
+
+
+def stack(arrays: Sequence[npt.NDArray[Any]]) -> Array:
+    """Rows of unequal length as one array, with zeros after the shorter ones."""
+    result = np.zeros((len(arrays), max(len(array) for array in arrays)))
+    for row, array in zip(result, arrays, strict=True):
+        row[: len(array)] = array
+    return result
+
+
+def trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = None) -> Trainable:
+    """`sample` with its advantages and returns, cut to its own length."""
+    made = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Scored)}
+    length = len(sample.token_ids)
+    returns = None if returns_T is None else returns_T[:length].astype(np.float32)
+    return Trainable(**made, advantages=advantages_T[:length].astype(np.float32), returns=returns)

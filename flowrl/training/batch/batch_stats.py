@@ -1,0 +1,93 @@
+"""Statistics of the samples of one batch: sums over a rank's part that can be added over ranks. Needs numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+
+from flowrl.messages import Bool, Trainable
+from flowrl.training.batch.masks import trained_mask
+
+
+@dataclass
+class BatchStats:
+    """Sums and maxima; `metrics` turns them into the names of a metrics line."""
+
+    num_samples: int = 0
+    raw_reward: float = 0.0
+    raw_reward_squares: float = 0.0
+    shaped_reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    response_tokens: int = 0
+    trained_tokens: int = 0
+    stale_tokens: int = 0
+    truncated: int = 0
+    age: int = 0
+    """Sum over trained tokens."""
+    oldest_age: int = 0
+
+    @classmethod
+    def of(cls, samples: Sequence[Trainable], masks: Sequence[Bool], version: int) -> BatchStats:
+        """The statistics of `samples`; `masks` mark each sample's tokens that enter the loss in `version`'s update."""
+        tally = cls(num_samples=len(samples))
+        for sample, mask in zip(samples, masks, strict=True):
+            tally.raw_reward += sample.raw_reward
+            tally.raw_reward_squares += sample.raw_reward**2
+            tally.shaped_reward += sample.reward
+            for name, value in sample.reward_parts.items():
+                tally.reward_parts[name] = tally.reward_parts.get(name, 0.0) + value
+            tally.response_tokens += sample.response_tokens
+            tally.stale_tokens += int((trained_mask(sample) & sample.policy_mask & ~mask).sum())
+            tally.truncated += sample.truncated
+            ages = version - sample.versions[mask]
+            if ages.size:
+                tally.trained_tokens += ages.size
+                tally.age += int(ages.sum())
+                tally.oldest_age = max(tally.oldest_age, int(ages.max()))
+        return tally
+
+    @classmethod
+    def total(cls, stats: Iterable[BatchStats]) -> BatchStats:
+        """The statistics of all parts together."""
+        whole = cls()
+        for part in stats:
+            whole.num_samples += part.num_samples
+            whole.raw_reward += part.raw_reward
+            whole.raw_reward_squares += part.raw_reward_squares
+            whole.shaped_reward += part.shaped_reward
+            for name, value in part.reward_parts.items():
+                whole.reward_parts[name] = whole.reward_parts.get(name, 0.0) + value
+            whole.response_tokens += part.response_tokens
+            whole.trained_tokens += part.trained_tokens
+            whole.stale_tokens += part.stale_tokens
+            whole.truncated += part.truncated
+            whole.age += part.age
+            whole.oldest_age = max(whole.oldest_age, part.oldest_age)
+        return whole
+
+    def metrics(self, *, offline: bool = False) -> dict[str, float | None]:
+        """Means over samples or trained tokens; staleness is None if nothing was trained.
+
+        `offline` leaves out what only rollouts have: rewards and ages.
+        """
+        n = max(1, self.num_samples)
+        mean = self.raw_reward / n
+        trained = self.trained_tokens
+        of_any: dict[str, float | None] = {
+            "num_samples": self.num_samples,
+            "response_tokens_mean": self.response_tokens / n,
+            "tokens_trained": trained,
+        }
+        if offline:
+            return of_any
+        return of_any | {
+            "reward_mean": mean,
+            "reward_std": sqrt(max(0.0, self.raw_reward_squares / n - mean**2)),
+            "reward_shaped_mean": self.shaped_reward / n,
+            "truncated_fraction": self.truncated / n,
+            "tokens_stale": self.stale_tokens,
+            "staleness_mean": self.age / trained if trained else None,
+            "staleness_max": self.oldest_age if trained else None,
+            **{f"reward/{name}": value / n for name, value in self.reward_parts.items()},
+        }

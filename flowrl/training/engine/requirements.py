@@ -1,0 +1,89 @@
+"""What a trainer's settings require from each other and from this machine; imports torch only if an option needs it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from flowrl.errors import ConfigError
+from flowrl.training.settings import LoRA, ZeroSettings
+
+TAG = "zero"
+"""The subdirectory of a trainer's directory that holds the state of its ranks."""
+
+
+def lora_problems(lora: LoRA, zero: ZeroSettings) -> list[str]:
+    """Problems of the combination of both settings, as complete sentences."""
+    if lora.quantize == "none":
+        return []
+    found = []
+    if zero.stage == 3:
+        found.append(f"quantize={lora.quantize!r}: ZeRO stage 3 cannot shard quantized weights; set the stage to 2")
+    if zero.offload == "all":
+        found.append(f"quantize={lora.quantize!r}: quantized weights cannot be offloaded; set offload='optimizer'")
+    return found
+
+
+def check_training(zero: ZeroSettings, lora: LoRA, *, model_dir: Path | None) -> None:
+    """Raise ConfigError for a missing package, disk or layer. `model_dir` is None for a model not created yet."""
+    _check_packages(zero, lora)
+    if zero.nvme_path:
+        _check_nvme(zero.nvme_path)
+    if lora.targets and model_dir is not None:
+        _check_targets(model_dir, lora)
+
+
+def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> list[str]:
+    """Reasons why ranks with these settings cannot load the training state that a checkpoint has in `path`."""
+    disks = len(list(path.glob("on_disk_rank_*")))
+    if bool(disks) != bool(zero.nvme_path):
+        return [
+            f"checkpoint {path} was written {'with' if disks else 'without'} nvme_path, and this run is "
+            f"{'with' if zero.nvme_path else 'without'} it; resume as the run was started"
+        ]
+    found = disks or len(list(path.glob("*optim_states.pt")))
+    if zero.effective_stage(num_ranks) and found != num_ranks:  # stage 0 shards nothing, so any number of ranks works
+        return [
+            f"checkpoint {path} was written by {found} trainer ranks, this run has {num_ranks}; "
+            f"resume with {found} trainer replicas"
+        ]
+    return []
+
+
+def _check_packages(zero: ZeroSettings, lora: LoRA) -> None:
+    needed = {}
+    if lora.rank:
+        needed["peft"] = "LoRA"
+    if lora.quantize != "none":
+        needed["bitsandbytes"] = f"quantize={lora.quantize!r}"
+    if zero.attention == "flash_attention_2":
+        needed["flash_attn"] = "attention='flash_attention_2'"
+    if zero.attention == "flash_attention_3":
+        needed["flash_attn_interface"] = "attention='flash_attention_3'"
+    for package, option in needed.items():
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"{option} needs the package {package}, which is not installed; install it, or leave it out"
+            )
+
+
+def _check_nvme(path: str) -> None:
+    if not Path(path).expanduser().is_dir():
+        raise ConfigError(f"nvme_path {path} is no directory; make it, on a local disk")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise ConfigError(
+            "nvme_path needs DeepSpeed's async_io, which does not build here; install libaio with its headers "
+            "(libaio-dev), or point CFLAGS and LDFLAGS at them"
+        )
+
+
+def _check_targets(path: Path, lora: LoRA) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from flowrl.training.model.adapter import target_layers
+
+    with torch.device("meta"):
+        target_layers(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)), lora)

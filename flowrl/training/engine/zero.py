@@ -1,0 +1,323 @@
+"""flowrl's interface to DeepSpeed ZeRO: one engine per rank; the caller controls gradient accumulation.
+
+Invariants
+- Gradients are sums. The caller divides its loss by global denominators; DeepSpeed averages over
+  ranks, so `backward` multiplies by their number. The boundary is set explicitly for every
+  micro-batch, because their number varies by step.
+- Every method except the properties and `set_lr` is collective: ZeRO gathers and reduces inside.
+- Master weights, accumulated gradients and their reduction are fp32 for every dtype of the model.
+- A step whose gradient is not finite is not applied, and its result reports that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.errors import ConfigError
+from flowrl.training.engine import on_disk
+from flowrl.training.engine.async_io import build_async_io
+from flowrl.training.engine.ema import Ema, whole_master_weight
+from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.optimizers import make_optimizer, rates
+from flowrl.training.engine.requirements import TAG, resume_problems
+from flowrl.training.model.adapter import adapter_off, write_adapter
+from flowrl.training.model.policy_model import (
+    PolicyModel,
+    choose_attention,
+    companions,
+    load_policy_model,
+    splits_packed_rows,
+    write_model,
+)
+from flowrl.training.model.row_layout import RowLayout, lay_out
+from flowrl.training.model.tensors import Entry, adapter_weights, bucketed, whole_weights
+from flowrl.training.model.value_model import ScalarModel, load_scalar_model, write_scalar_model
+from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
+
+BUCKET_ELEMENTS = 50_000_000
+
+
+@dataclass(frozen=True)
+class ZeroStep:
+    """The result of one optimizer step."""
+
+    applied: bool
+    grad_norm: float
+    """Before clipping; infinite if the gradient was not finite. Under muon that of its orthogonalized update."""
+
+
+class ZeroEngine:
+    """One rank of a model in training.
+
+    With `head="scalar"` it is a critic or a reward model, see `load_scalar_model` for `start`. With a
+    `lora` of rank 1 or more it trains an adapter, and the loaded weights stay unchanged.
+    """
+
+    model: PolicyModel | ScalarModel
+
+    def __init__(
+        self,
+        path: str | Path,
+        settings: ZeroSettings,
+        gang: Gang,
+        *,
+        head: Head = "lm",
+        start: Start = "policy",
+        lora: LoRA | None = None,
+    ) -> None:
+        import deepspeed
+
+        self.gang = gang
+        self.settings = settings
+        self.lora = lora or LoRA()
+        self.source = Path(path)
+        self._beside = companions(path) if gang.rank == 0 else {}
+        attention = choose_attention(settings.attention, gang.device)
+        self.packed = splits_packed_rows(attention) if settings.packing is None else settings.packing
+        config = deepspeed_config(settings, gang.size)
+        self._stage: int = config["zero_optimization"]["stage"]
+        if settings.nvme_path:
+            build_async_io()
+        # While this object exists, from_pretrained shards every weight as it loads it.
+        sharded = _sharded_loading(config) if self._stage == 3 else None
+        options: dict[str, Any] = {
+            "dtype": settings.dtype,
+            "attention": attention,
+            "gradient_checkpointing": settings.gradient_checkpointing,
+            "lora": self.lora,
+        }
+        if head == "scalar":
+            self.model = load_scalar_model(path, start=start, seed=torch.initial_seed(), **options)
+        else:
+            self.model = load_policy_model(path, **options)
+        del sharded
+        optimizer = make_optimizer(self.model, settings)
+        self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        self._ema = Ema(self._engine, settings.ema_decay) if settings.ema_decay else None
+
+    @property
+    def rank(self) -> int:
+        return self.gang.rank
+
+    @property
+    def device(self) -> torch.device:
+        return self.gang.device
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.network.config.vocab_size)
+
+    # Training
+
+    def forward(self, rows: RowLayout, *, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """(logprobs_N, entropies_N) of the policy tokens, with an autograd graph except under `torch.no_grad`."""
+        result: tuple[Tensor, Tensor] = self._engine(rows, temperature, entropy_gradient)
+        return result
+
+    def values(self, rows: RowLayout) -> Tensor:
+        """The scalar head's values at the rows' places, [N], with an autograd graph except under `torch.no_grad`."""
+        values_N: Tensor = self._engine(rows)
+        return values_N
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Accumulate the gradient of a loss with global denominators; `last`: the last one of its optimizer step."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss * self.gang.size, scale_wrt_gas=False)
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """Within this context `forward` uses the base model without the adapter."""
+        with adapter_off(self.model):
+            yield
+
+    def step(self) -> ZeroStep:
+        """Clip the gradient and update the weights, after a backward with `last`."""
+        step = self._step()
+        if self._ema is not None and step.applied:
+            self._ema.update()
+        return step
+
+    def _step(self) -> ZeroStep:
+        if self._stage == 0:
+            norm = self._plain_norm()
+            if not np.isfinite(norm):
+                self._engine.zero_grad()
+                return ZeroStep(False, float("inf"))
+            self._engine.step()
+            return ZeroStep(True, norm)
+        self._engine.step()
+        return ZeroStep(bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm()))
+
+    def _plain_norm(self) -> float:
+        """The gradient norm at stage 0, where DeepSpeed neither reports it nor checks that it is finite."""
+        return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+
+    def set_lr(self, lr: float) -> None:
+        for group, rate in rates(self._engine.optimizer.param_groups, lr, self.settings):
+            group["lr"] = rate
+
+    # Weight output
+
+    def buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
+        """Yield whole parameters under their Hugging Face names, valid until the next bucket; tied ones only once.
+
+        An adapter is merged into the weights it adapts.
+        """
+        return self._gathered(whole_weights(self.model.network), max_bytes)
+
+    def adapter_buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
+        """Yield the adapter's tensors under the names that PEFT uses in files."""
+        return self._gathered(adapter_weights(self.model.network), max_bytes)
+
+    def _gathered(self, entries: Sequence[Entry], max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
+        for bucket in bucketed(entries, max_bytes):
+            with self._whole([parameter for entry in bucket for parameter in entry.parameters]):
+                yield (
+                    [entry.name for entry in bucket],
+                    [entry.make(*(p.detach() for p in entry.parameters)) for entry in bucket],
+                )
+
+    def _whole(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[object]:
+        if self._stage != 3 or not parameters:
+            return nullcontext()
+        import deepspeed
+
+        gathered: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters)
+        return gathered
+
+    def _averaged(self, entries: Sequence[Entry]) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
+        """Like `_gathered`, tensor by tensor, with the moving average instead of the weights, in the weights' dtype."""
+        assert self._ema is not None
+        with self._ema.exchanged():
+            for entry in entries:
+                average = {id(p): whole_master_weight(p).to(p.dtype) for p in entry.parameters if p.requires_grad}
+                with self._whole([p for p in entry.parameters if not p.requires_grad]):
+                    values = [average.get(id(p), p.detach()) for p in entry.parameters]
+                    yield [entry.name], [entry.make(*values)]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p(token t | tokens before t) at temperature 1 for t = 1 ... T-1 of each sequence.
+
+        With a scalar head, V before token t instead.
+        """
+        token_ids = [np.array(sequence, np.int32) for sequence in sequences]
+        rows = lay_out(
+            token_ids, [np.ones(len(t), np.bool_) for t in token_ids], packed=self.packed, device=self.device
+        )
+        with torch.no_grad():
+            scalar = isinstance(self.model, ScalarModel)
+            scores_N = self.values(rows) if scalar else self.forward(rows, temperature=1.0)[0]
+        lengths = [len(tokens) - 1 for tokens in token_ids]
+        return [part.tolist() for part in torch.split(scores_N.float().cpu(), lengths)]
+
+    def tell_scores(self, mean: float, std: float) -> None:
+        """Set mean and std of a reward model's scores, for the config.json of the next export."""
+        self.model.network.config.reward_mean, self.model.network.config.reward_std = mean, std
+
+    def export(self, path: str | Path) -> None:
+        """Write a Hugging Face model directory, tokenizer included; complete when any rank returns.
+
+        With LoRA the adapter is merged in and also saved separately in `adapter`; the moving average is in `ema`.
+        """
+        self._export(self.buckets(1 << 30), Path(path))
+        if self.lora.rank:
+            state = self._collected(self.adapter_buckets(1 << 30))
+            if self.rank == 0:
+                write_adapter(self.model.network, self.lora, state, self.source, Path(path) / "adapter")
+        if self._ema is not None:
+            self._export(self._averaged(whole_weights(self.model.network)), Path(path) / "ema")
+
+    def _export(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]], path: Path) -> None:
+        state = self._collected(buckets)
+        if self.rank == 0 and isinstance(self.model, ScalarModel):
+            write_scalar_model(self.model, state, self._beside, path)
+        elif self.rank == 0:
+            write_model(self.model, state, self._beside, path)
+        self.gang.gather(None)
+
+    def _collected(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]]) -> dict[str, Tensor]:
+        """All tensors in host memory, on rank 0 only."""
+        state: dict[str, Tensor] = {}
+        for names, tensors in buckets:
+            if self.rank == 0:
+                state |= {n: t.to("cpu", copy=True) for n, t in zip(names, tensors, strict=True)}
+        return state
+
+    # Checkpoints
+
+    def save(self, path: str | Path) -> None:
+        """Write master weights and optimizer state, a few files per rank. A frozen base is not included."""
+        if self.settings.nvme_path:
+            on_disk.save(self._engine.optimizer, Path(path) / TAG, self.rank)
+        else:
+            self._engine.save_checkpoint(
+                str(path), tag=TAG, save_latest=False, exclude_frozen_parameters=bool(self.lora.rank)
+            )
+        if self._ema is not None:
+            self._ema.save(Path(path), self.rank)
+
+    def load(self, path: str | Path) -> None:
+        """Load what `save` wrote with the same number of ranks, ZeRO stage and choice of offload to disk."""
+        for problem in resume_problems(Path(path) / TAG, self.settings, self.gang.size):
+            raise ConfigError(problem)
+        if self.settings.nvme_path:
+            on_disk.load(self._engine.optimizer, Path(path) / TAG, self.rank)
+        else:
+            self._engine.load_checkpoint(
+                str(path), tag=TAG, load_lr_scheduler_states=False, load_module_strict=not self.lora.rank
+            )
+        if self._ema is not None:
+            self._ema.load(Path(path), self.rank)
+
+
+def _sharded_loading(config: dict[str, Any]) -> object:
+    from transformers.integrations import HfDeepSpeedConfig
+
+    return HfDeepSpeedConfig(config)
+
+
+def deepspeed_config(settings: ZeroSettings, num_ranks: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for our settings; `settings.deepspeed` overrides it."""
+    zero: dict[str, Any] = {
+        "stage": settings.effective_stage(num_ranks),
+        "reduce_bucket_size": BUCKET_ELEMENTS,
+        "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
+    }
+    place: dict[str, Any] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if settings.nvme_path:
+        place |= {"device": "nvme", "nvme_path": settings.nvme_path}
+    if settings.offload in ("optimizer", "all"):
+        zero["offload_optimizer"] = place
+    if settings.offload == "all":
+        zero["offload_param"] = place
+    if settings.optimizer == "muon":
+        zero["reduce_scatter"] = False  # Muon orthogonalizes whole gradients
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": settings.clipping,
+        "zero_optimization": zero,
+        "bf16": {"enabled": settings.dtype == "bfloat16", "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+    }
+    return _laid_over(config, settings.deepspeed)
+
+
+def _laid_over(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in top.items():
+        below = merged.get(name)
+        merged[name] = _laid_over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged

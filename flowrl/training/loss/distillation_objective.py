@@ -1,0 +1,63 @@
+"""Exact on-policy distillation: the loss compares the student's whole next-token distribution with a teacher's.
+
+A sample carries the teacher's last hidden state of each token, and every trainer rank has the teacher's output
+layer. The method that uses only the sampled token is `flowrl.training.advantage.advantages.distillation_advantages`.
+
+Axes: B samples, T policy tokens of the longest one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.messages import Trainable
+from flowrl.training.loss.objective import Column, LossInputs, Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ReverseKL(Objective):
+    """Σ_v π(v) (log π(v) − log π_teacher(v)) at every policy token, over the full vocabulary.
+
+    The gradient is exact for the sampled prefixes; the distribution of the prefixes is not differentiated.
+    """
+
+    aggregation: str = "token"
+    """token | sequence"""
+    negate: bool = False
+    """A control: the student is driven away from the teacher."""
+
+    def __post_init__(self) -> None:
+        if self.aggregation not in ("token", "sequence"):
+            raise ConfigError(f"aggregation is {self.aggregation!r}; choose token or sequence")
+
+    needs_proximal = False
+    needs_entropy_gradient = True
+    """The entropy it sees is relative to the teacher: −KL."""
+    stats = ("reverse_kl",)
+
+    def columns(self, sample: Trainable) -> Column:
+        if sample.sample_id and sample.teacher_hidden is None:
+            raise FlowrlError(
+                f"sample {sample.sample_id!r} carries no hidden states of a teacher: the exact reverse KL needs a "
+                "Teacher node with exact=True between generator and trainer"
+            )
+        return {}
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training.loss.policy_losses import aggregate
+
+        kl_BT, num_tokens = -inputs.entropies_BT, inputs.totals.num_tokens
+        loss = aggregate(
+            kl_BT,
+            inputs.mask_BT,
+            self.aggregation,  # type: ignore[arg-type]
+            num_tokens=num_tokens,
+            num_sequences=inputs.totals.num_sequences,
+        )
+        stats = {"reverse_kl": aggregate(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)}
+        return (-loss if self.negate else loss), stats

@@ -1,0 +1,110 @@
+"""An objective made of one plain function, for losses that need nothing else.
+
+The function is called with the `LossInputs` of a micro-batch and returns its loss, or (loss, stats):
+
+    def reinforce(inputs: LossInputs) -> Tensor:
+        gain_BT = inputs.columns["advantages"] * inputs.logprobs_BT
+        return -gain_BT[inputs.mask_BT].sum() / inputs.totals.num_tokens
+
+    Trainer(policy, objective=FunctionObjective(reinforce, columns=("advantages",)))
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from flowrl.errors import FlowrlError
+from flowrl.messages import Trainable
+from flowrl.training.loss.objective import Column, LossFunction, LossInputs, Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_logprobs", "returns", "values")
+"""The arrays of a `Trainable` that hold one number a token."""
+
+
+class FunctionObjective(Objective):
+    """`function` as an objective, for a language model.
+
+    `columns` names the arrays of the samples that it reads, `stats` the stats that it returns. `offline` says that
+    the samples are data, not rollouts; `entropy_gradient` that gradients flow through `entropies_BT`. `flowrl check`
+    runs the function once on made-up data, see `function_trial`; this loads torch.
+    """
+
+    def __init__(
+        self,
+        function: LossFunction,
+        *,
+        columns: Sequence[str] = (),
+        stats: Sequence[str] = (),
+        offline: bool = False,
+        entropy_gradient: bool = False,
+    ) -> None:
+        self._function = function
+        self._columns = (columns,) if isinstance(columns, str) else tuple(columns)
+        self._stats = (stats,) if isinstance(stats, str) else tuple(stats)
+        self._offline = offline
+        self._entropy_gradient = entropy_gradient
+
+    @property
+    def name(self) -> str:
+        """The name of the function, for messages."""
+        return getattr(self._function, "__name__", type(self._function).__name__)
+
+    @property
+    def offline(self) -> bool:
+        return self._offline
+
+    @property
+    def needs_reference(self) -> bool:
+        return "ref_logprobs" in self._columns
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return self._entropy_gradient
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        return self._stats
+
+    def columns(self, sample: Trainable) -> Column:
+        found: Column = {name: getattr(sample, name) for name in self._columns}
+        num_tokens = len(sample.token_ids)
+        if missing := [name for name, values in found.items() if values is None or len(values) != num_tokens]:
+            raise FlowrlError(
+                f"sample {sample.sample_id!r} has no {', '.join(missing)}, which the loss {self.name} reads: connect "
+                "the node that computes this, or leave it out of columns="
+            )
+        return found
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        result = self._function(inputs)
+        return result if isinstance(result, tuple) else (result, {})
+
+    def problems(self) -> list[str]:
+        problem = self._declared_wrongly()
+        if problem is None:
+            from flowrl.training.loss.function_trial import trial_problem
+
+            problem = trial_problem(self._function, self._columns, self)
+        return [] if problem is None else [f"the loss {self.name} {problem}"]
+
+    def _declared_wrongly(self) -> str | None:
+        """A mistake that shows without calling the function."""
+        if not callable(self._function):
+            return "is not a function; pass one that takes the LossInputs of a micro-batch"
+        if unknown := [name for name in self._columns if name not in COLUMNS]:
+            return f"reads the columns {', '.join(unknown)}; columns= takes {', '.join(COLUMNS)}"
+        try:
+            inspect.signature(self._function).bind(None)
+        except TypeError:
+            return (
+                f"takes {inspect.signature(self._function)}; it has to take one argument, the LossInputs of a "
+                "micro-batch, and to return its loss as a tensor, or (loss, stats)"
+            )
+        except ValueError:  # some functions written in C have no signature
+            return None
+        return None

@@ -1,0 +1,137 @@
+"""Objectives, the functions that a trainer minimises, as plain data that a graph file can build without torch.
+
+An objective declares the data that it needs from a sample (`columns`: arrays over the sample's tokens, or None if
+the sample lacks it) and computes the loss of one micro-batch (`loss`). Loss and stats are sums divided by the
+denominators in `Totals`, which count the whole optimizer step: the results of all its micro-batches and ranks add
+up to the mean over the step, however it is divided.
+
+Axes: B samples, T policy tokens of the longest one, P pairs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flowrl.messages import Float32, Trainable
+from flowrl.training.settings import Head
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Column = Mapping[str, "Float32 | None"]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Denominators of one optimizer step, over all micro-batches and ranks."""
+
+    num_tokens: int
+    """Tokens that enter the loss."""
+    num_sequences: int
+    """Sequences with at least one such token."""
+    num_pairs: int = 0
+    """Pairs of which both sequences have one."""
+    num_desirable: int = 0
+    """Sequences labelled 1 that have one."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch, as the input of a loss.
+
+    A scalar head gives `values_BT`; logprobs, entropies and old logprobs are [B, 0] then. A language model gives those,
+    and `values_BT` is [B, 0].
+    """
+
+    logprobs_BT: Tensor
+    """log π_θ of the policy tokens. Gradients flow through them."""
+    entropies_BT: Tensor
+    """Entropy of the next token's distribution π; with a teacher π_T it is relative to the teacher's, −KL(π‖π_T)."""
+    old_logprobs_BT: Tensor
+    """log π_p. If a batch makes only one optimizer step, these are the logprobs themselves, detached."""
+    mask_BT: Tensor
+    """True at tokens that enter the loss."""
+    columns: Mapping[str, Tensor]
+    """The columns that the objective asked for, [B, T] each; a column that a sample lacks is absent."""
+    totals: Totals
+    values_BT: Tensor
+    labels_B: Tensor
+    """Each sample's `label`."""
+    pairs_P2: Tensor
+    """Row of the chosen and of the rejected sequence of each pair in this micro-batch."""
+    mismatched_kl: float = 0.0
+    """Mean of log π/ref over the optimizer step's mismatched completions, for objectives with `needs_mismatched`."""
+
+
+LossFunction = Callable[[LossInputs], "Tensor | tuple[Tensor, Mapping[str, Tensor]]"]
+"""A loss of a micro-batch as one function, see `flowrl.training.loss.function_objective`."""
+
+
+class Objective(ABC):
+    """A new objective needs `loss`, and `columns` if the loss reads more of the samples than the model's output.
+
+    The defaults fit a language model that is trained on rollouts. A subclass replaces a property by a class
+    attribute (`offline = True`) or by a property of its own.
+    """
+
+    @property
+    def head(self) -> Head:
+        """Whether the loss uses logprobs of a language model or values of a scalar head."""
+        return "lm"
+
+    @property
+    def at_end(self) -> bool:
+        """Whether a scalar head is read only at each sequence's last token (T = 1), not before each policy token."""
+        return False
+
+    @property
+    def offline(self) -> bool:
+        """Whether the samples are data, not rollouts: they have no rewards, versions or behavior logprobs."""
+        return False
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether π_p has to be computed before a batch with several optimizer steps, for `old_logprobs_BT`."""
+        return self.head == "lm" and not self.offline
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads `ref_logprobs`. A trainer of adapters computes those that the samples lack."""
+        return False
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether gradients flow through `entropies_BT`."""
+        return False
+
+    @property
+    def needs_mismatched(self) -> bool:
+        """Whether each optimizer step starts with a pass over the samples' mismatched completions."""
+        return False
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        """Names of the stats that `loss` may return; every metrics line contains them."""
+        return ()
+
+    def enough(self, totals: Totals) -> bool:
+        """Whether an optimizer step has something to average over; otherwise the step is skipped."""
+        return totals.num_tokens > 0
+
+    def columns(self, sample: Trainable) -> Column:
+        """Arrays over all tokens of the sample, by name."""
+        return {}
+
+    @abstractmethod
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """(loss, stats) of a micro-batch, sums divided by `inputs.totals`.
+
+        The loss has a gradient even if no token is in the mask: every rank takes part in every backward pass.
+        """
+
+    def problems(self) -> list[str]:
+        """Mistakes for `flowrl check` to report, as complete sentences."""
+        return []

@@ -1,0 +1,208 @@
+"""DPO variants and KTO as plain data for the trainer; the formulas are in `flowrl.training.loss.preference_losses`.
+
+Both compare the policy with reference logprobs stored in the samples, and both need the logprob of
+a whole completion, so a pair stays in one micro-batch and a sample is never split.
+
+Axes: B samples, T policy tokens of the longest one, P pairs of the micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.messages import Trainable
+from flowrl.training.loss.objective import Column, LossInputs, Objective, Totals
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KINDS = ("dpo", "ipo", "cdpo")
+
+
+@dataclass(frozen=True)
+class DPO(Objective):
+    """Direct preference optimization (2305.18290) on neighbouring samples of one `pair`, labelled 1 and -1."""
+
+    beta: float = 0.1
+    """How strongly the policy is held to the reference; of IPO its regularisation τ."""
+    kind: str = "dpo"
+    """dpo | ipo (on means per token, 2310.12036) | cdpo (with label_smoothing)"""
+    label_smoothing: float = 0.0
+    """Of cdpo: the share of pairs that is taken to be the wrong way round, below 0.5."""
+    nll_coef: float = 0.0
+    """Weight of the chosen completions' negative log likelihood, a mean per token (2404.19733)."""
+    online: bool = False
+    """The pairs are rollouts: their versions are held to the graph's staleness and reported."""
+
+    needs_proximal = False
+    needs_reference = True
+    stats = (
+        "entropy",
+        "preference_accuracy",
+        "reward_margin",
+        "chosen_reward",
+        "rejected_reward",
+        "chosen_logprob_change",
+        "rejected_logprob_change",
+        "chosen_nll",
+    )
+
+    def __post_init__(self) -> None:
+        _check_positive("beta", self.beta)
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind is {self.kind!r}; choose one of {', '.join(KINDS)}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(f"label_smoothing is {self.label_smoothing}; it has to be from 0 to below 0.5")
+        if (self.kind == "cdpo") != (self.label_smoothing > 0):
+            raise ConfigError(
+                f"kind is {self.kind!r} and label_smoothing {self.label_smoothing}; kind='cdpo' needs a "
+                "label_smoothing above 0, such as 0.1, and the other kinds none"
+            )
+        if not self.nll_coef >= 0:
+            raise ConfigError(f"nll_coef is {self.nll_coef}; it has to be 0 or more")
+
+    @property
+    def offline(self) -> bool:
+        return not self.online
+
+    def enough(self, totals: Totals) -> bool:
+        return totals.num_pairs > 0
+
+    def columns(self, sample: Trainable) -> Column:
+        return _reference_column(sample)
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training.loss.preference_losses import dpo_losses
+
+        change_B, logprob_B, length_B = _sequences(inputs)
+        chosen, rejected = inputs.pairs_P2.unbind(dim=1)
+        compared_B = change_B / length_B if self.kind == "ipo" else change_B
+        h_P = compared_B[chosen] - compared_B[rejected]
+        num_pairs = inputs.totals.num_pairs
+        losses_P = dpo_losses(h_P, beta=self.beta, kind=self.kind, label_smoothing=self.label_smoothing)  # type: ignore[arg-type]
+        nll_P = -(logprob_B / length_B)[chosen]
+        loss = (losses_P + self.nll_coef * nll_P).sum() / num_pairs
+        h_P, compared_B, change_B = h_P.detach(), compared_B.detach(), change_B.detach()
+        means = {
+            "preference_accuracy": (h_P > 0).to(h_P.dtype),
+            "reward_margin": self.beta * h_P,
+            "chosen_reward": self.beta * compared_B[chosen],
+            "rejected_reward": self.beta * compared_B[rejected],
+            "chosen_logprob_change": change_B[chosen],
+            "rejected_logprob_change": change_B[rejected],
+            "chosen_nll": nll_P.detach(),
+        }
+        return loss, _entropy(inputs) | {name: values_P.sum() / num_pairs for name, values_P in means.items()}
+
+
+@dataclass(frozen=True)
+class KTO(Objective):
+    """Kahneman–Tversky optimization (2402.01306) on single completions, labelled 1 or -1.
+
+    The baseline z0 is one number an optimizer step, from the samples' mismatched completions, no gradient.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    """λ_D"""
+    undesirable_weight: float = 1.0
+    """λ_U"""
+
+    offline = True
+    needs_reference = True
+    needs_mismatched = True
+    stats = (
+        "entropy",
+        "z0",
+        "desirable_reward",
+        "undesirable_reward",
+        "desirable_logprob_change",
+        "undesirable_logprob_change",
+        "desirable_share",
+        "label_accuracy",
+        "preference_accuracy",
+        "reward_margin",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "desirable_weight", "undesirable_weight"):
+            _check_positive(name, getattr(self, name))
+
+    def enough(self, totals: Totals) -> bool:
+        """False for a single sequence: it has no mismatched completion."""
+        return totals.num_sequences >= 2
+
+    def columns(self, sample: Trainable) -> Column:
+        return _reference_column(sample)
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training.loss.preference_losses import kto_losses
+
+        change_B, _, _ = _sequences(inputs)
+        trained_B = inputs.mask_BT.any(dim=1)
+        desirable_B = inputs.labels_B > 0
+        z0 = change_B.new_tensor(max(0.0, inputs.mismatched_kl))
+        losses_B = kto_losses(
+            change_B,
+            desirable_B,
+            z0,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        num = inputs.totals.num_sequences
+        return (losses_B * trained_B).sum() / num, self._stats(inputs, change_B.detach(), desirable_B, trained_B, z0)
+
+    def _stats(
+        self, inputs: LossInputs, change_B: Tensor, desirable_B: Tensor, trained_B: Tensor, z0: Tensor
+    ) -> dict[str, Tensor]:
+        totals = inputs.totals
+        stats = _entropy(inputs) | {
+            "z0": z0 * trained_B.sum() / totals.num_sequences,
+            "desirable_share": (desirable_B & trained_B).sum() / totals.num_sequences,
+            "label_accuracy": (((change_B > z0) == desirable_B) & trained_B).sum() / totals.num_sequences,
+        }
+        if totals.num_pairs:
+            chosen, rejected = inputs.pairs_P2.unbind(dim=1)
+            h_P = change_B[chosen] - change_B[rejected]
+            stats["preference_accuracy"] = (h_P > 0).sum() / totals.num_pairs
+            stats["reward_margin"] = self.beta * h_P.sum() / totals.num_pairs
+        sides = {
+            "desirable": (desirable_B & trained_B, totals.num_desirable),
+            "undesirable": (~desirable_B & trained_B, totals.num_sequences - totals.num_desirable),
+        }
+        for side, (rows_B, number) in sides.items():
+            if number:
+                change = (change_B * rows_B).sum() / number
+                stats |= {f"{side}_reward": self.beta * change, f"{side}_logprob_change": change}
+        return stats
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name} is {value}; it has to be a number above 0")
+
+
+def _reference_column(sample: Trainable) -> Column:
+    if sample.ref_logprobs is None:
+        raise FlowrlError(
+            f"sample {sample.sample_id!r} has no reference logprobs, which its objective compares the policy with: "
+            "connect a PreferenceReference (or for rollouts a Reference) node on the way to the batcher, or train "
+            "with LoRA, whose base is the reference"
+        )
+    return {"ref_logprobs": sample.ref_logprobs}
+
+
+def _sequences(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(log π/ref, log π, number of tokens) of each completion, end token included; [B] each."""
+    kept_BT = inputs.logprobs_BT.where(inputs.mask_BT, 0.0)
+    ref_BT = inputs.columns["ref_logprobs"].where(inputs.mask_BT, 0.0)
+    return (kept_BT - ref_BT).sum(dim=1), kept_BT.sum(dim=1), inputs.mask_BT.sum(dim=1).clamp(min=1)
+
+
+def _entropy(inputs: LossInputs) -> dict[str, Tensor]:
+    from flowrl.training.loss.policy_losses import aggregate
+
+    return {"entropy": aggregate(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=inputs.totals.num_tokens)}

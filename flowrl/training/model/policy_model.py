@@ -1,0 +1,189 @@
+"""A Hugging Face causal language model for the trainer: logprobs of given tokens, no logits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.errors import ConfigError
+from flowrl.training.model.adapter import add_adapter, quantization
+from flowrl.training.model.logprobs import LogprobHead
+from flowrl.training.model.row_layout import RowLayout
+from flowrl.training.model.tensors import adapted_layers
+from flowrl.training.settings import Dtype, LoRA
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+RUN_FILES = ("ledger.sqlite", "manifest.json")
+"""Files of the run that a checkpoint keeps next to the model; `state.msgpack` has the suffix of flax weights."""
+LARGEST_COMPANION_BYTES = 128 << 20
+"""No tokenizer is larger; a larger file holds weights in some other format."""
+
+
+class PolicyModel(nn.Module):
+    """`forward` returns logprobs and entropies at the policy tokens of a micro-batch, [N] each."""
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        head = causal_lm.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(
+                f"{type(causal_lm).__name__} has no linear output layer but {type(head).__name__}; "
+                "flowrl trains causal language models whose lm_head is linear"
+            )
+        _refuse_scaled_logits(causal_lm.config)
+        causal_lm.set_output_embeddings(LogprobHead(head))
+        self.causal_lm = causal_lm
+
+    @property
+    def network(self) -> Any:
+        """The transformers model, which defines the names of the parameters."""
+        return self.causal_lm
+
+    def forward(
+        self, rows: RowLayout, temperature: float = 1.0, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.causal_lm.get_output_embeddings()(
+            self.hidden(rows), rows.targets_N, temperature, entropy_gradient, rows.taught
+        )
+        return result
+
+    def hidden(self, rows: RowLayout) -> Tensor:
+        """[N, H]: the last hidden states at the positions of the policy tokens."""
+        # No attention mask: right padding needs none, and packed rows must not have one.
+        hidden_BLH: Tensor = self.causal_lm.base_model(
+            input_ids=rows.input_ids_BL, position_ids=rows.position_ids_BL, use_cache=False
+        )[0]
+        return hidden_BLH.flatten(0, 1).index_select(0, rows.places_N)
+
+
+def _refuse_scaled_logits(config: Any) -> None:
+    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
+        found = getattr(config, name, neutral)
+        if found not in (neutral, None):
+            raise ConfigError(
+                f"{config.model_type} models scale their logits ({name} = {found}) after the output layer, "
+                "which flowrl's chunked logprobs leave out; choose a model without it"
+            )
+
+
+def choose_attention(attention: str | None, device: torch.device) -> str:
+    """`attention` if given, else flash attention on a GPU with the package installed, else torch's own kernels."""
+    if attention is not None:
+        return attention
+    from transformers.utils import is_flash_attn_2_available
+
+    return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
+
+
+def splits_packed_rows(attention: str) -> bool:
+    """Whether packing sequences into one row costs no more than their own attention."""
+    return "flash" in attention
+
+
+def load_policy_model(
+    path: str | Path,
+    *,
+    dtype: Dtype = "float32",
+    attention: str = "sdpa",
+    gradient_checkpointing: bool = False,
+    lora: LoRA | None = None,
+) -> PolicyModel:
+    """The model in the Hugging Face directory `path` without dropout: π_θ and π_p have to be the same function."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    lora = lora or LoRA()
+    causal_lm = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=read_config(path),
+        dtype=DTYPES[dtype],
+        attn_implementation=attention,
+        quantization_config=quantization(lora, dtype),
+    )
+    # A pad token that is also the end token occurs in conversations; with padding_idx torch would not train it there.
+    causal_lm.get_input_embeddings().padding_idx = None
+    if lora.rank:
+        add_adapter(causal_lm, lora)
+    if gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        causal_lm.train()
+    return PolicyModel(causal_lm)
+
+
+def read_config(path: str | Path) -> Any:
+    """The transformers configuration of the model directory `path`, with every dropout set to 0."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no Hugging Face model directory: {error}") from error
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Within this context transformers does not report missing or additional layers, which are intended here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+class Wrapped(Protocol):
+    """A flowrl model that wraps a transformers model."""
+
+    @property
+    def network(self) -> Any: ...
+
+
+def companions(path: str | Path) -> dict[str, bytes]:
+    """The tokenizer and related files of a model directory, by file name.
+
+    Read when the model is loaded: later checkpoints of the run need them, and the checkpoint it resumed from may be
+    removed by then.
+    """
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(Path(path).iterdir())
+        if file.is_file()
+        and not file.name.endswith(WEIGHT_FILES)
+        and file.name not in RUN_FILES
+        and file.stat().st_size <= LARGEST_COMPANION_BYTES
+    }
+
+
+def write_model(model: Wrapped, state: Mapping[str, Tensor], beside: Mapping[str, bytes], path: str | Path) -> None:
+    """Write a Hugging Face directory with the weights `state`, and those files of `beside` (`companions`) it lacks."""
+    target = Path(path)
+    target.mkdir(parents=True, exist_ok=True)
+    written = _bare(model.network) if adapted_layers(model.network) else model.network
+    written.save_pretrained(target, state_dict=dict(state))
+    for name, content in beside.items():
+        if not (target / name).exists():
+            (target / name).write_bytes(content)
+
+
+def _bare(network: Any) -> Any:
+    """The same model without tensors, adapters and quantization, to write weights with the adapter merged in."""
+    config = copy.deepcopy(network.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return type(network)(config)
