@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FAULTS = GRAPHS / "faults.py"
 OPTIONS = ["--processes", "--generators", "2", "--save-every", "1"]
-OWN_DIES_WITHIN_S = 40
-"""Ray's library would wait for 60 s."""
+OWN_DIES_WITHIN_S = 10
+"""With the time that a busy machine takes; Ray's own shutdown would take 10 to 20 s."""
 
 
 @pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
@@ -93,7 +93,7 @@ def test_a_run_ends_in_order_before_ray_gives_up_the_head_of_its_cluster(
     start_s = time.monotonic()
     os.kill(child_of(cluster.pid, "gcs_server"), signal.SIGKILL)
     assert run.wait() == 2, run.stdout
-    assert time.monotonic() - start_s < 60
+    assert time.monotonic() - start_s < 10
     assert run.stderr.startswith("flowrl: Ray's head has ended"), run.stderr
     assert "audit: ok" in audit(tmp_path / "run")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +19,13 @@ from typing import Any
 from flowrl.channel.address import socket_root
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine
-from flowrl.runtime.host.processes import children
+from flowrl.runtime.host.processes import children, descendants, kill
 
 PLACEMENT_TIMEOUT_S = 120.0
 ANSWER_WITHIN_S = 5.0
-HEAD_AWAY_S = 20.0
-"""How long a run continues without the head of its cluster; Ray's library ends the process after 60 s."""
+HEAD_AWAY_S = 6.0
+"""How long a run continues without the head of its cluster: a head that keeps its state may return. Ray's library
+ends the process after 60 s."""
 ESSENTIAL = ("gcs_server", "raylet")
 EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
@@ -63,8 +63,12 @@ def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
 class RayCluster:
     """The Ray on which this run executes. Call `start`, `place`, `spawn`, `stop` in this order."""
 
+    abandoned = False
+    """Whether this process has left a Ray without its shutdown. It must end by `os._exit`."""
+
     def __init__(self) -> None:
         self._placement: Any = None
+        self._processes: dict[int, str] = {}
         self._actors: dict[str, Any] = {}
         self._addresses: tuple[str, ...] = ()
         self.owned = False
@@ -224,11 +228,24 @@ class RayCluster:
         for host in list(self._actors):
             self.kill(host)
         if self.lost:
-            for pid in self.processes().values():
-                os.kill(pid, signal.SIGKILL)  # nobody has waited for this child, so its pid is not reused
-        if self._placement is not None and not self.owned and not self.lost:
+            self._abandon()
+            return
+        if self._placement is not None and not self.owned:
             remove_placement_group(self._placement)
         ray.shutdown()
+
+    def remember_processes(self) -> None:
+        """Note every process that runs for this run now: without Ray, nobody else would end them."""
+        if self.owned:
+            self._processes = descendants()
+
+    def _abandon(self) -> None:
+        """End a Ray that has lost a process, without its shutdown, which would wait for that process for 10 to 20 s.
+
+        Ray's library calls its shutdown when this process exits, too; `flowrl.cli.main` therefore ends by `os._exit`.
+        """
+        RayCluster.abandoned = True
+        kill(self._processes | (descendants() if self.owned else {}))
 
 
 def check_address(address: str) -> None:

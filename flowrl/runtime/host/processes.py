@@ -9,9 +9,10 @@ import asyncio
 import os
 import select
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 KILLED_WITHIN_S = 5.0
 """A process that SIGKILL does not end within this time hangs in the kernel: nothing else can end it."""
@@ -81,17 +82,44 @@ def pid_space() -> str:
 
 def children(*names: str) -> dict[str, int]:
     """Name -> pid of this process's children with these names, as the kernel reports them."""
+    return {stat.name: pid for pid, stat in _stats().items() if stat.name in names and stat.parent == os.getpid()}
+
+
+def descendants() -> dict[int, str]:
+    """pid -> time of start, of all processes that this one has started, directly or through others."""
+    stats = _stats()
+    found, parents = {}, [os.getpid()]
+    while parents:
+        parent = parents.pop()
+        of_parent = {pid: stat.started for pid, stat in stats.items() if stat.parent == parent}
+        found.update(of_parent)
+        parents += of_parent
+    return found
+
+
+def kill(started: Mapping[int, str]) -> None:
+    """End these processes (pid -> time of start) at once; a process that has got the pid of an ended one is spared."""
+    now = _stats()
+    for pid in [pid for pid, when in started.items() if pid in now and now[pid].started == when]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class _Stat(NamedTuple):
+    """What the kernel says of a process."""
+
+    name: str
+    parent: int
+    started: str
+    """In clock ticks since the machine started."""
+
+
+def _stats() -> dict[int, _Stat]:
     found = {}
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
             with suppress(OSError):  # it has ended meanwhile
-                name, rest = _stat(directory)
-                if name in names and rest[1] == str(os.getpid()):
-                    found[name] = int(directory.name)
+                before, _, rest = (directory / "stat").read_text().rpartition(") ")
+                fields = rest.split()
+                found[int(directory.name)] = _Stat(before.partition("(")[2], int(fields[1]), fields[19])
     return found
-
-
-def _stat(process: Path) -> tuple[str, list[str]]:
-    """(name, the fields after it, beginning with the state)"""
-    before, _, rest = (process / "stat").read_text().rpartition(") ")
-    return before.partition("(")[2], rest.split()
