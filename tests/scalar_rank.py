@@ -85,7 +85,7 @@ def train(stage: int, gang: Gang, directory: Path) -> None:
     for step in range(STEPS):
         part = whole(make_pairs(step), token_budget=26).split(gang.size)[gang.rank]
         updates.append(learner.update(part, loss_masks(part.samples, -1, step), step, LR))
-    engine.tell_scores(0.25, 1.5)
+    engine.record_scores(0.25, 1.5)
     engine.export(directory / f"end-{stage}")
     if gang.rank == 0:
         told = [dict(update.stats) | {"tokens": update.token_passes} for update in updates]

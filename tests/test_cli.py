@@ -100,7 +100,7 @@ MISTAKES: dict[str, Callable[[str], list[str]]] = {
         "--steps",
         "many",
     ],
-    "cluster 'big' cannot be read; write it like": lambda file: ["check", file, "--cluster", "big"],
+    "cluster 'big' is not a valid cluster; write it like": lambda file: ["check", file, "--cluster", "big"],
     "has to end in .svg or .mmd": lambda file: ["check", file, "--draw", "g.png"],
     "needs 99 cores": lambda file: ["check", file, "--cluster", "cpus=2", "--num_generators", "98"],
     "flowrl audit needs one run directory": lambda file: ["audit"],

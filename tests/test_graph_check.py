@@ -60,7 +60,7 @@ def test_request_and_reply_have_to_be_equal() -> None:
 
     parts = grpo()
     parts.graph.call(parts.graph.add("asker", Asker()).ask, parts.generator.requests)  # type: ignore[misc]
-    has(parts.problem(), "asker.ask asks with Call[Prompt, Scored]", "answers Serve[Prompt, Sample]", "declare both")
+    has(parts.problem(), "asker.ask is a Call[Prompt, Scored]", "is a Serve[Prompt, Sample]", "declare both")
 
 
 def test_a_port_that_carries_no_message() -> None:
@@ -71,8 +71,8 @@ def test_a_port_that_carries_no_message() -> None:
     g = Graph("one")
     g.ignore(g.add("bare", Bare()).numbers)
     first, second = check(g, MACHINE).problems
-    has(first, "bare.samples is a bare In; say of what, as in In[Sample].")
-    has(second, "bare.numbers is declared for <class 'int'>, which is no message")
+    has(first, "bare.samples is declared as In without a message type; write it as in In[Sample].")
+    has(second, "bare.numbers is declared with <class 'int'>, which is not a message class; use a subclass of Message")
 
 
 # 2. connected or dropped
@@ -82,9 +82,15 @@ def test_unconnected_ports_name_their_partners() -> None:
     parts = grpo()
     parts.cut(parts.reward.scored)
     texts = "\n".join(parts.problems)
-    has(texts, "reward.scored, an Out[Scored] port, is not connected; g.connect it (advantage.scored would fit)")
-    has(texts, "advantage.scored, an In[Scored] port, is not connected; g.connect it (reward.scored would fit)")
-    has(texts, "or say g.ignore(reward.scored)")
+    has(
+        texts,
+        "reward.scored, an Out[Scored] port, is not connected; connect it with g.connect (advantage.scored would fit)",
+    )
+    has(
+        texts,
+        "advantage.scored, an In[Scored] port, is not connected; connect it with g.connect (reward.scored would fit)",
+    )
+    has(texts, "or write g.ignore(reward.scored)")
 
 
 def test_an_ignored_or_optional_port_may_stay_unconnected() -> None:
@@ -99,13 +105,13 @@ def test_an_ignored_or_optional_port_may_stay_unconnected() -> None:
 def test_ignored_and_connected() -> None:
     parts = grpo()
     parts.graph.ignore(parts.reward.scored)
-    has(parts.problem(), "reward.scored is connected and ignored")
+    has(parts.problem(), "reward.scored is both connected and ignored")
 
 
 def test_the_same_edge_twice() -> None:
     parts = grpo()
     parts.graph.connect(parts.prompts.prompts, parts.generator.prompts)
-    has(parts.problems[0], "prompts.prompts -> generator.prompts is declared 2 times; keep one.")
+    has(parts.problems[0], "prompts.prompts -> generator.prompts is declared 2 times; keep one of these edges.")
 
 
 def test_one_latest_port_keeps_one_producer() -> None:
@@ -113,7 +119,10 @@ def test_one_latest_port_keeps_one_producer() -> None:
     other = parts.graph.add("other", Trainer())
     parts.graph.connect(parts.batcher.batches, other.batches, dispatch="gang")
     parts.graph.latest(other.weights, parts.generator.weights)
-    has(parts.problem(), "generator.weights keeps the newest message but is fed by trainer.weights, other.weights")
+    has(
+        parts.problem(),
+        "generator.weights keeps only the newest message, but trainer.weights, other.weights send to it",
+    )
 
 
 # 3. cycles
@@ -123,7 +132,7 @@ def test_weights_on_a_queue_edge_are_told_with_the_whole_cycle() -> None:
     parts = grpo(latest=False)
     parts.graph.connect(parts.trainer.weights, parts.generator.weights)
     cycle = next(text for text in parts.problems if "cycle" in text)
-    has(cycle, "write g.latest(trainer.weights, generator.weights)")
+    has(cycle, "connect it with g.latest(trainer.weights, generator.weights)")
     for edge in parts.graph.edges[1:]:
         assert edge.name in cycle
 
@@ -149,7 +158,7 @@ def test_samples_that_would_go_round_are_refused_with_the_whole_cycle() -> None:
     has(
         parts.problems[0],
         "the cycle env.requests -> generator.prompts, generator.rollouts -> env.turns has no latest edge",
-        "let env ask with g.call and wait for the reply",
+        "let env send a request with g.call and wait for the reply",
     )
 
 
@@ -172,7 +181,7 @@ def test_requests_in_a_circle() -> None:
 def test_feedback_without_admission_suggests_the_call() -> None:
     has(
         grpo(admit=False).problem(),
-        "trainer.weights -> generator.weights feeds back",
+        "trainer.weights -> generator.weights makes a feedback loop",
         "write g.admit(prompts.prompts, until=generator.weights, staleness=1)",
     )
 
@@ -209,7 +218,9 @@ def test_feedback_is_found_through_requests_and_replies() -> None:
     parts.graph.connect(player.episodes, parts.reward.rollouts)
     for port in (parts.generator.prompts, parts.generator.rollouts):
         parts.graph.ignore(port)
-    has(parts.problem(), "feeds back", "write g.admit(prompts.prompts, until=generator.weights, staleness=1)")
+    has(
+        parts.problem(), "makes a feedback loop", "write g.admit(prompts.prompts, until=generator.weights, staleness=1)"
+    )
     parts.graph.admit(parts.prompts.prompts, until=parts.generator.weights, staleness=1)
     assert parts.problems == ()
 
@@ -263,7 +274,7 @@ def test_arguments_of_admit(settings: dict[str, Any], fragment: str) -> None:
 def test_admission_without_a_batcher_has_no_tickets() -> None:
     parts = grpo()
     parts.batcher.facts = Facts  # type: ignore[method-assign]
-    has(parts.problem(), "no node says how many groups make a batch")
+    has(parts.problem(), "no node declares how many groups make a batch")
 
 
 # 5. tickets
@@ -328,7 +339,7 @@ def test_a_join_needs_one_fan_out_behind_it() -> None:
         rated: Out[Sample]
 
     parts = joined(lambda p: p.reward.scored, lambda p: p.graph.add("elsewhere", Elsewhere()).rated)
-    has("\n".join(parts.problems), "advantage matches advantage.scored, advantage.rated by sample, but no one Out port")
+    has("\n".join(parts.problems), "advantage matches advantage.scored, advantage.rated by sample, but no Out port")
 
 
 def test_a_branch_that_renames_samples_cannot_be_joined() -> None:
@@ -341,7 +352,9 @@ def test_a_branch_that_renames_samples_cannot_be_joined() -> None:
         parts.graph.connect(parts.generator.rollouts, node.rollouts)
         return node.rated
 
-    has(joined(lambda p: p.reward.scored, merging).problem(), "on the way to advantage.rated merging merges or renames")
+    has(
+        joined(lambda p: p.reward.scored, merging).problem(), "merging on the path to advantage.rated merges or renames"
+    )
 
 
 def test_branches_that_meet_in_one_port_double_every_sample() -> None:
@@ -351,7 +364,7 @@ def test_branches_that_meet_in_one_port_double_every_sample() -> None:
     parts.graph.connect(second.scored, parts.advantage.scored)
     has(
         parts.problem(),
-        "advantage.scored gets everything from generator.rollouts 2 times",
+        "advantage.scored receives every message of generator.rollouts 2 times",
         "reward.scored -> advantage.scored and second.scored -> advantage.scored",
     )
 
@@ -392,7 +405,7 @@ def test_counts_are_at_least_one(settings: dict[str, Any], fragment: str) -> Non
 def test_keyed_state_with_replicas_needs_key_dispatch() -> None:
     parts = grpo()
     parts.graph.placed["advantage"] = replace(parts.graph.placed["advantage"], replicas=2)
-    has(parts.problem(), "advantage remembers items by group and has 2 replicas", 'give that edge dispatch="key"')
+    has(parts.problem(), "advantage keeps items by group and has 2 replicas", 'give that edge dispatch="key"')
     parts.cut(parts.reward.scored)
     parts.graph.connect(parts.reward.scored, parts.advantage.scored, dispatch="key")
     assert parts.problems == ()
@@ -408,7 +421,7 @@ def test_a_gang_needs_gang_dispatch() -> None:
 @pytest.mark.parametrize(
     ("dispatch", "fragments"),
     [
-        ("gang", ("but reward is no gang", "Sample has no split(n)")),
+        ("gang", ("but reward is not a gang", "Sample has no split(n)")),
         ("key", ()),
     ],
 )
@@ -454,7 +467,7 @@ def test_what_fits_in_sum_but_on_no_machine() -> None:
     parts.graph.placed["trainer"] = replace(parts.graph.placed["trainer"], cpus=3)
     two = Cluster((Machine((0, 1)), Machine((0, 1))))
     (problem,) = check(parts.graph, two).problems
-    has(problem, "no single machine has room left for trainer/0")
+    has(problem, "no single machine has enough left for trainer/0")
 
 
 def test_more_memory_than_there_is() -> None:
@@ -474,7 +487,7 @@ def test_no_weight_transport_from_cpu_to_gpu() -> None:
     parts = grpo()
     parts.graph.placed["generator"] = replace(parts.graph.placed["generator"], gpus=1)
     (problem,) = check(parts.graph, Cluster((Machine((0, 1, 2, 3), gpus=1),))).problems
-    has(problem, "trainer/0 trains on CPU and generator/0 runs on a GPU", "give both gpus= or neither")
+    has(problem, "trainer/0 trains on CPU and generator/0 runs on a GPU", "give gpus= to both or to neither")
 
 
 def test_sharing_and_turns() -> None:
@@ -483,7 +496,7 @@ def test_sharing_and_turns() -> None:
     parts.graph.time_share(parts.generator, parts.trainer)
     parts.graph.time_share(parts.generator, parts.reward)
     texts = "\n".join(parts.problems)
-    has(texts, "g.together needs as many replicas of each node: generator has 2, trainer has 1")
+    has(texts, "g.together needs the same number of replicas of each node, but generator has 2, trainer has 1")
     has(texts, "generator and trainer are in g.together and in g.time_share")
     has(texts, "g.time_share names reward, which needs no cpus and no gpus")
 
@@ -539,4 +552,4 @@ def test_a_nodes_own_check_is_heard() -> None:
 
 def test_an_empty_graph() -> None:
     (problem,) = check(Graph("nothing"), MACHINE).problems
-    assert problem == "the graph 'nothing' has no nodes; g.add some and return it."
+    assert problem == "the graph 'nothing' has no nodes; add them with g.add."

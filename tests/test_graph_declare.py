@@ -62,12 +62,12 @@ def mistake(act: Any) -> str:
 
 WRONG_CALLS = {
     "g.add was called twice with the name 'reward'": lambda p: p.graph.add("reward", Reward()),
-    "already in a graph as 'reward'; make a second": lambda p: p.graph.add("reward_b", p.reward),
-    "the node name 'My Node' cannot be used": lambda p: p.graph.add("My Node", Reward()),
-    "the node name 'core' cannot be used": lambda p: p.graph.add("core", Reward()),
+    "already in a graph as 'reward'; create a second": lambda p: p.graph.add("reward_b", p.reward),
+    "the node name 'My Node' is not allowed": lambda p: p.graph.add("My Node", Reward()),
+    "the node name 'core' is not allowed": lambda p: p.graph.add("core", Reward()),
     "replicas=0; it needs at least 1": lambda p: p.graph.add("more", Reward(), replicas=0),
     "cpus=-1; it needs 0 or more": lambda p: p.graph.add("more", Reward(), cpus=-1),
-    "got 'reward', which is no Node": lambda p: p.graph.add("more", "reward"),
+    "got 'reward', which is not a Node": lambda p: p.graph.add("more", "reward"),
     "reward.rollouts, which is an In port, where an Out port was needed (reward has scored)": (
         lambda p: p.graph.connect(p.reward.rollouts, p.advantage.scored)
     ),

@@ -99,7 +99,7 @@ def test_a_file_is_run_once_but_every_rebuild_has_new_nodes(write) -> None:  # t
 
 def test_a_configuration_of_another_shape_is_refused_by_name(write) -> None:  # type: ignore[no-untyped-def]
     path = write(GOOD)
-    with pytest.raises(ConfigError, match="has speed, which"):
+    with pytest.raises(ConfigError, match="has the fields speed, which"):
         rebuild(path, {"speed": 3})
     with pytest.raises(ConfigError, match=r"does not fit.*staleness: .*integer"):
         rebuild(path, {"staleness": "many"})
@@ -112,7 +112,7 @@ def test_a_configuration_of_another_shape_is_refused_by_name(write) -> None:  # 
         (["--polcy", "2"], "there is no option --polcy; did you mean --policy?"),
         (["--xyz"], "there is no option --xyz; flowrl run .*mine.py --help lists the options"),
         (["--staleness", "many"], "--staleness is 'many'; it needs an integer"),
-        (["--staleness"], "--staleness has no value; write one behind it"),
+        (["--staleness"], "--staleness has no value; write one after it"),
         (["--on_limit", "drop"], "--on-limit is 'drop'; it needs one of 'wait', 'mask'"),
         (["stray"], "stray"),
         (["--staleness", "-1"], "^staleness is -1; it needs 0 or more$"),
@@ -136,11 +136,11 @@ def test_faults_read_the_same_on_plain_terminals(write, encoding: str, monkeypat
 
 
 WRONG_FILES = {
-    "x = 1\n": "is no graph file: it has no function `graph`; write def graph",
+    "x = 1\n": "is not a graph file: it has no function `graph`; write def graph",
     "def grph(cfg): ...\n": r"it has no function `graph` \(rename grph\?\)",
     "def graph(cfg): ...\n": r"graph\(cfg\) in .*mine.py needs exactly one annotated parameter",
     "def graph(): ...\n": r"graph\(\) in .*mine.py needs exactly one annotated parameter",
-    "def graph(cfg: int): ...\n": "int, the configuration of .*mine.py, is no frozen dataclass; put @dataclass",
+    "def graph(cfg: int): ...\n": "int, the configuration of .*mine.py, is not a frozen dataclass; decorate it with",
     "import no_such_module\n": r"mine.py:1: ModuleNotFoundError: No module named 'no_such_module'$",
     "def graph(cfg:\n": r"mine.py:1: SyntaxError: '\(' was never closed$",
     "x = 1\ny = x / 0\n": r"mine.py:2: ZeroDivisionError: division by zero$",
@@ -172,13 +172,13 @@ def test_a_graph_function_that_returns_nothing(write) -> None:  # type: ignore[n
 def test_missing_files(tmp_path: Path) -> None:
     (tmp_path / "grpo.py").write_text("")
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(ConfigError, match=r"there is no graph file .*gpro.py; did you mean .*grpo.py\?"):
+    with pytest.raises(ConfigError, match=r"graph file .*gpro.py does not exist; did you mean .*grpo.py\?"):
         load_file(tmp_path / "gpro.py")
-    with pytest.raises(ConfigError, match=r"there is no graph file .*zzz.py \(looked in"):
+    with pytest.raises(ConfigError, match=r"graph file .*zzz.py does not exist \(looked in"):
         load_file(tmp_path / "zzz.py")
-    with pytest.raises(ConfigError, match=r"is a directory; name a graph file \(it holds .*grpo.py\)"):
+    with pytest.raises(ConfigError, match=r"is a directory; name a graph file \(the directory contains .*grpo.py\)"):
         load_file(tmp_path)
-    with pytest.raises(ConfigError, match=r"notes.txt is no Python file"):
+    with pytest.raises(ConfigError, match=r"notes.txt is not a Python file"):
         load_file(tmp_path / "notes.txt")
 
 

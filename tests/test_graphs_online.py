@@ -78,7 +78,7 @@ def test_a_trainers_settings_are_options_of_its_graph(name: str) -> None:
         assert generator.facts().adapter_rank == 8
     for critic in others:
         assert (critic.lora.rank, critic.zero.stage, critic.zero.dtype) == (0, 3, "bfloat16")
-    with pytest.raises(ConfigError, match="set dtype alone"):
+    with pytest.raises(ConfigError, match="set only dtype"):
         graph(name, "--zero.dtype", "bfloat16")
 
 

@@ -63,7 +63,7 @@ def test_clipping_is_off_under_muon_unless_it_is_asked_for() -> None:
 def test_a_dtype_is_set_in_one_place() -> None:
     assert ZeroSettings(stage=2).with_dtype("bfloat16") == ZeroSettings(stage=2, dtype="bfloat16")
     assert ZeroSettings(dtype="bfloat16").with_dtype("bfloat16").dtype == "bfloat16"
-    with pytest.raises(ConfigError, match="set dtype alone"):
+    with pytest.raises(ConfigError, match="set only dtype"):
         ZeroSettings(dtype="bfloat16").with_dtype("float32")
 
 
@@ -86,7 +86,7 @@ def test_a_missing_package_is_named_before_anything_starts(monkeypatch: pytest.M
 
 def test_a_disk_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
     zero = ZeroSettings(offload="optimizer", nvme_path=str(tmp_path / "disk"))
-    with pytest.raises(ConfigError, match="is no directory; make it"):
+    with pytest.raises(ConfigError, match="is not a directory; create it"):
         check_training(zero, LoRA(), model_dir=None)
 
 

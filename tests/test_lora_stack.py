@@ -37,11 +37,11 @@ class Trained(Live):
         from flowrl.training.engine.zero import ZeroEngine
         from flowrl.training.learner import Learner
         from flowrl.training.loss.policy_objective import PolicyObjective
-        from flowrl.training.model.adapter import AdapterSource, told_to_vllm
+        from flowrl.training.model.adapter import AdapterSource, vllm_adapter_config
 
         self.engine = ZeroEngine(self.path, ZeroSettings(), self.gang, lora=self.lora)
         self.learner = Learner(self.engine, PolicyObjective())
-        adapter = told_to_vllm(self.lora, self.engine.model.network) if self.lora.sync == "adapter" else None
+        adapter = vllm_adapter_config(self.lora, self.engine.model.network) if self.lora.sync == "adapter" else None
         source = AdapterSource(self.engine) if adapter else self.engine
         return Publisher(source, "policy", run_id=f"lora-{self.lora.sync}", adapter=adapter, probe_every=1)
 

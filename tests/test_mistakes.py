@@ -129,7 +129,7 @@ def test_help_is_no_mistake(capsys: pytest.CaptureFixture[str], command: str) ->
 # Graph files
 
 FILES = {
-    "x = 1": "is no graph file: it has no function `graph`",
+    "x = 1": "is not a graph file: it has no function `graph`",
     "import nothing_of_that_name": "mine.py:1: ModuleNotFoundError",
     "def graph(cfg": "mine.py:1: SyntaxError",
 }
@@ -153,7 +153,10 @@ EDITS = {
         "generator.rollouts, advantage.scored",
     ): "generator.rollouts sends Sample but advantage.scored takes Scored",
     ("    g.connect(advantage.groups, batcher.groups)\n", ""): "advantage.groups, an Out[Group] port, is not connected",
-    ("g.latest(", "g.connect("): "has no latest edge and will fill up and stop; write g.latest(trainer.weights,",
+    (
+        "g.latest(",
+        "g.connect(",
+    ): "has no latest edge and will fill up and stop; connect it with g.latest(trainer.weights,",
     ("reward.scored, advantage", "reward.score, advantage"): "AttributeError: 'Reward' object has no attribute 'score'",
     ('"reward", Reward', '"trainer", Reward'): "g.add was called twice with the name 'trainer'",
 }

@@ -212,7 +212,7 @@ def test_a_score_that_is_no_number_fails_its_sample(
 
 def test_what_is_no_reward_model_is_said_before_the_run(policy: Path, reward_model: Path, task: Task) -> None:
     RewardModel(str(reward_model), Policy(str(policy)), task).preflight()
-    with pytest.raises(ConfigError, match=r"is no reward model: its config.json names LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match=r"is not a reward model: its config.json names LlamaForCausalLM"):
         RewardModel(str(policy), Policy(str(policy)), task).preflight()
     with pytest.raises(ConfigError, match="tiny is no reward model"):
         RewardModel("tiny", Policy(str(policy)), task).preflight()

@@ -220,7 +220,7 @@ def test_a_critic_that_admission_does_not_wait_for_is_found() -> None:
     g.admission = dataclasses.replace(g.admission, until=g.admission.until[:1])
     found = check(g, Cluster((Machine(cores=(0, 1)),))).problems
     assert found == (
-        "critic_trainer.weights -> critic.weights feeds back, but g.admit does not wait for it; write "
+        "critic_trainer.weights -> critic.weights makes a feedback loop, but g.admit does not wait for it; write "
         "until=(generator.weights, critic.weights).",
     )
 

@@ -178,13 +178,13 @@ def problems(**config: Any) -> tuple[str, ...]:
 
 def test_a_mask_has_no_meaning_for_a_trainer_of_other_batches() -> None:
     (problem,) = problems(kind="two", on_limit="mask")
-    assert problem.startswith("value_trainer trains other batches than trainer") and 'on_limit="wait"' in problem
+    assert problem.startswith("value_trainer trains on other batches than trainer") and 'on_limit="wait"' in problem
 
 
 def test_tickets_that_two_trainers_can_hold_between_them_are_too_few() -> None:
     (problem,) = problems(kind="two", staleness=0)
-    assert "trainer and value_trainer train different batches and can hold 2 groups" in problem
-    assert "there are 2 tickets" in problem and "raise staleness by 1" in problem
+    assert "trainer and value_trainer train on different batches and can hold 2 groups" in problem
+    assert "there are only 2 tickets" in problem and "raise staleness by 1" in problem
     assert problems(kind="two", staleness=0, per_batch=1) == ()
 
 
@@ -204,7 +204,7 @@ def test_ways_that_were_joined_are_one_and_groups_of_two_ways_are_two() -> None:
     graph.connect(meet.ports["out"], second.samples)  # type: ignore[arg-type]
     graph.connect(second.groups, batcher.ports["groups"])  # type: ignore[arg-type]
     (problem,) = check(graph, CLUSTER).problems
-    assert "batcher.groups gets everything from meet.out 2 times" in problem
+    assert "batcher.groups receives every message of meet.out 2 times" in problem
 
 
 @pytest.mark.parametrize("swapped", [False, True])

@@ -118,5 +118,5 @@ def test_a_first_token_is_no_policy_place() -> None:
 
 
 def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no Hugging Face model directory"):
+    with pytest.raises(ConfigError, match="is not a Hugging Face model directory"):
         load_policy_model(tmp_path)

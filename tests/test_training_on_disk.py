@@ -23,8 +23,8 @@ def load(path: Path, *, ranks: int, nvme_path: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "nvme_path", "said"),
     [
-        (2, "", "with nvme_path, and this run is without it"),
-        (3, "/disk", "written by 2 trainer ranks, this run has 3; resume with 2 trainer replicas"),
+        (2, "", "with nvme_path, but this run is without it"),
+        (3, "/disk", "written by 2 trainer ranks, but this run has 3; resume with 2 trainer replicas"),
     ],
 )
 def test_a_checkpoint_on_disk(tmp_path: Path, ranks: int, nvme_path: str, said: str) -> None:
@@ -38,7 +38,7 @@ def test_a_checkpoint_of_memory(tmp_path: Path) -> None:
     (tmp_path / TAG).mkdir()
     for rank in range(2):
         (tmp_path / TAG / f"rank_{rank}_optim_states.pt").touch()
-    with pytest.raises(ConfigError, match="without nvme_path, and this run is with it"):
+    with pytest.raises(ConfigError, match="without nvme_path, but this run is with it"):
         load(tmp_path, ranks=2, nvme_path="/disk")
-    with pytest.raises(ConfigError, match="written by 2 trainer ranks, this run has 1"):
+    with pytest.raises(ConfigError, match="written by 2 trainer ranks, but this run has 1"):
         load(tmp_path, ranks=1, nvme_path="")

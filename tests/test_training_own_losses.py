@@ -253,7 +253,7 @@ def test_a_mistake_is_one_problem_of_the_check(name: str) -> None:
 
 def test_what_is_no_objective_is_a_problem_of_the_check() -> None:
     (problem,) = check(mean_logprob)
-    assert "which is no Objective; wrap a function as FunctionObjective(function, columns=(...))" in problem
+    assert "which is not an Objective; wrap a function as FunctionObjective(function, columns=(...))" in problem
     (problem,) = check(FunctionObjective("mean_logprob"))  # type: ignore[arg-type]
     assert problem.endswith("the loss str is not a function; pass one that takes the LossInputs of a micro-batch")
 

@@ -127,7 +127,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (DPO, {"beta": 0}, "beta is 0; it has to be a number above 0"),
     (DPO, {"kind": "kto"}, "kind is 'kto'; choose one of dpo, ipo, cdpo"),
     (DPO, {"kind": "cdpo"}, "needs a label_smoothing above 0"),
-    (DPO, {"label_smoothing": 0.1}, "the other kinds none"),
+    (DPO, {"label_smoothing": 0.1}, "the other kinds need 0"),
     (DPO, {"kind": "cdpo", "label_smoothing": 0.5}, "from 0 to below 0.5"),
     (DPO, {"nll_coef": -1}, "nll_coef is -1"),
     (KTO, {"beta": float("nan")}, "beta is nan"),

@@ -116,7 +116,12 @@ def test_tallies_of_parts_add_up_to_the_whole() -> None:
     ("files", "zero", "ranks", "text"),
     [
         (["r0_optim_states.pt", "r1_optim_states.pt"], ZeroSettings(), 2, ""),
-        (["r0_optim_states.pt", "r1_optim_states.pt"], ZeroSettings(), 3, "written by 2 trainer ranks, this run has 3"),
+        (
+            ["r0_optim_states.pt", "r1_optim_states.pt"],
+            ZeroSettings(),
+            3,
+            "written by 2 trainer ranks, but this run has 3",
+        ),
         (["r0_optim_states.pt"], ZeroSettings(stage=0), 4, ""),
         (["r0_optim_states.pt"], ZeroSettings(offload="all", nvme_path="/tmp"), 1, "written without nvme_path"),
         (["on_disk_rank_0"], ZeroSettings(), 1, "written with nvme_path"),

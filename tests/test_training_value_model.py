@@ -127,7 +127,7 @@ def test_the_head_computes_in_float32(saved: tuple[ScalarModel, Path]) -> None:
 
 def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:
     make_policy(tmp_path, pad="<pad>")
-    with pytest.raises(ConfigError, match=r"is no reward model: its config.json names LlamaForCausalLM and a"):
+    with pytest.raises(ConfigError, match=r"is not a reward model: its config.json names LlamaForCausalLM, not a"):
         load_scalar_model(tmp_path, start="reward_model")
 
 

@@ -25,7 +25,7 @@ REWORDED = (
         "{0} is {1}; it needs a number, or None",
     ),
     (r"invalid choice (.*) for argument '(\S+)'\. Expected one of \((.*)\)", "{1} is {0}; it needs one of {2}"),
-    (r"Missing value for argument '(\S+)'\. Expected .*", "{0} has no value; write one behind it"),
+    (r"Missing value for argument '(\S+)'\. Expected .*", "{0} has no value; write one after it"),
     (r"Unrecognized options: (.*)", "{0} belongs to no option; write --field value"),
 )
 """(tyro's message, our replacement), as regular expression and format string."""

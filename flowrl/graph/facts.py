@@ -25,19 +25,19 @@ class Facts:
     longest_response: int | None = None
     """Most policy tokens this node samples for one prompt."""
     concurrency: int | None = None
-    """Items that one replica works on at a time, where that is worth filling (a generator's slots)."""
+    """Items that one replica works on at a time (a generator's slots); `flowrl check` warns if some stay idle."""
     publish_every: int = 1
     """Trainers: every nth version is published."""
     adapter_rank: int | None = None
     """Trainers and generators: rank of the LoRA adapters that versions are sent as, 0 for whole weights."""
     saves: str | None = None
-    """Trainers: names the directory of a checkpoint that their model goes to."""
+    """Trainers: the name of their model's directory in a checkpoint."""
     drops: bool = False
-    """May drop, filter or fail samples: `flowrl check` tells on which branches that ends them."""
+    """May drop, filter or fail samples: `flowrl check` shows on which branches this ends them."""
     trains: bool = False
-    """Accounting steps. Gangs and nodes that send weights are known to; any other trainer has to say so."""
+    """Records steps in the ledger. Gangs and nodes that send weights count as trainers; any other has to declare it."""
     sharded: bool = False
-    """Sources: each replica sends groups of its own, so there may be several."""
+    """Sources: each replica sends its own groups, so there may be several replicas."""
     joins: tuple[str, ...] = ()
     """In ports whose messages are matched by sample: they must come from one fan-out."""
     keeps_lineage: bool = True
@@ -45,8 +45,8 @@ class Facts:
     optional: tuple[str, ...] = ()
     """Ports that may stay unconnected."""
     weights_in_host_memory: bool = False
-    """Readers of weights: takes them from host memory also on a GPU, since it is no vLLM engine."""
+    """Readers of weights: takes them from host memory even on a GPU, because it is not a vLLM engine."""
     memory_bytes: int = 0
     """Host memory of one replica, 0 if unknown."""
     message_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Largest message by Out port, where the default estimate (from the token lengths) is far off."""
+    """Largest message by Out port, if the default estimate (from the token lengths) is far off."""

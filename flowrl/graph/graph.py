@@ -91,7 +91,7 @@ class Graph:
         self.sharing: list[tuple[str, ...]] = []
         """Node names that share a process, by `together`."""
         self.time_shared: list[tuple[str, ...]] = []
-        """Node names that take turns on the same devices, by `time_share`."""
+        """Node names that use the same devices alternately, by `time_share`."""
         self.mistakes: list[str] = []
         """Mistakes found while the graph was declared, as complete sentences."""
 
@@ -117,8 +117,8 @@ class Graph:
         """
         if dispatch not in get_args(Dispatch):
             self.mistakes.append(
-                f"dispatch={dispatch!r} on the edge {port_name(out)} -> {port_name(into)} is none of "
-                f"{', '.join(get_args(Dispatch))}; use one of these."
+                f"the edge {port_name(out)} -> {port_name(into)} has dispatch={dispatch!r}; it needs one of "
+                f"{', '.join(get_args(Dispatch))}."
             )
         self._join(Edge("queue", out, into, capacity, dispatch), Out, In)
 
@@ -180,7 +180,7 @@ class Graph:
         self.sharing.append(self._names("g.together", nodes))
 
     def time_share(self, *nodes: Node) -> None:
-        """Let these nodes' processes share the same GPUs and cores by taking turns on them."""
+        """Let these nodes' processes use the same GPUs and cores alternately."""
         self.time_shared.append(self._names("g.time_share", nodes))
 
     def _join(self, edge: Edge, out_kind: type[Port], into_kind: type[Port]) -> None:
@@ -195,9 +195,11 @@ class Graph:
     def _names(self, verb: str, nodes: Iterable[Node]) -> tuple[str, ...]:
         nodes = tuple(nodes)
         strange = [node for node in nodes if not isinstance(node, Node) or node.name not in self.nodes]
-        self.mistakes += [f"{verb} got {_what(node)}, which is not in this graph; g.add it first." for node in strange]
+        self.mistakes += [
+            f"{verb} got {_what(node)}, which is not in this graph; add it with g.add first." for node in strange
+        ]
         if len(nodes) < 2:
-            self.mistakes.append(f"{verb} got {len(nodes)} node(s) and needs at least two; name the others too.")
+            self.mistakes.append(f"{verb} got {len(nodes)} node(s) and needs at least two; name the others as well.")
         return tuple(node.name for node in nodes if node not in strange)
 
 
@@ -239,7 +241,7 @@ def _port_mistakes(graph: Graph, verb: str, port: Port, kind: type[Port]) -> lis
             f"needed{_others(port, kind)}; pass the ports in the order {_ORDER[verb]}."
         ]
     if graph.nodes.get(owner(port)) is not port.node:
-        return [f"{verb} got {port_name(port)}, whose node is not in this graph; g.add the node first."]
+        return [f"{verb} got {port_name(port)}, whose node is not in this graph; add the node with g.add first."]
     return []
 
 
@@ -262,19 +264,19 @@ def _node_mistakes(
     graph: Graph, name: str, node: Node, replicas: int, cpus: float | None, gpus: float | None
 ) -> Iterable[str]:
     if not isinstance(node, Node):
-        yield f"g.add({name!r}, ...) got {node!r}, which is no Node; pass an instance of a Node subclass."
+        yield f"g.add({name!r}, ...) got {node!r}, which is not a Node; pass an instance of a Node subclass."
         return
     if name in graph.nodes:
-        yield f"g.add was called twice with the name {name!r}; give every node a name of its own."
+        yield f"g.add was called twice with the name {name!r}; give every node a different name."
     elif node.name:
-        yield f"g.add({name!r}, ...) got the node that is already in a graph as {node.name!r}; make a second instance."
+        yield f"g.add({name!r}, ...) got a node that is already in a graph as {node.name!r}; create a second one."
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED_NAMES:
         yield (
-            f"the node name {name!r} cannot be used; it needs lower-case letters, digits and _, a letter first, and "
-            f"may not be {' or '.join(RESERVED_NAMES)}."
+            f"the node name {name!r} is not allowed; use lower-case letters, digits and _, with a letter first, and "
+            f"neither {' nor '.join(RESERVED_NAMES)}."
         )
     if replicas < 1:
-        yield f"node {name!r} has replicas={replicas}; it needs at least 1, or leave the node out."
+        yield f"node {name!r} has replicas={replicas}; it needs at least 1; to have none, leave the node out."
     for key, value in (("cpus", cpus), ("gpus", gpus)):
         if value is not None and value < 0:
             yield f"node {name!r} has {key}={value}; it needs 0 or more."

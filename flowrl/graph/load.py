@@ -71,7 +71,7 @@ def load_file(path: str | Path) -> GraphFile:
     if not (dataclasses.is_dataclass(config_type) and _is_frozen(config_type)):
         name = getattr(config_type, "__name__", config_type)
         raise ConfigError(
-            f"{name}, the configuration of {path}, is no frozen dataclass; put @dataclass(frozen=True) on it"
+            f"{name}, the configuration of {path}, is not a frozen dataclass; decorate it with @dataclass(frozen=True)"
         )
     assert isinstance(config_type, type)
     return GraphFile(path, module, config_type)
@@ -99,7 +99,7 @@ def restore(file: GraphFile, config: Mapping[str, Any]) -> Any:
 
     known = {field.name for field in dataclasses.fields(file.config_type)}
     if strange := [name for name in config if name not in known]:
-        raise ConfigError(f"the configuration has {', '.join(strange)}, which {file.path} does not know")
+        raise ConfigError(f"the configuration has the fields {', '.join(strange)}, which {file.path} does not define")
     try:
         return TypeAdapter(file.config_type).validate_python(config)
     except ValidationError as error:
@@ -156,13 +156,13 @@ def _exists(path: Path) -> None:
     if path.is_file() and path.suffix == ".py":
         return
     if path.is_file():
-        raise ConfigError(f"{path} is no Python file; a graph file ends in .py and defines {EXAMPLE}")
+        raise ConfigError(f"{path} is not a Python file; a graph file ends in .py and defines {EXAMPLE}")
     if path.is_dir():
         files = ", ".join(str(file) for file in sorted(path.glob("*.py"))) or "none"
-        raise ConfigError(f"{path} is a directory; name a graph file (it holds {files})")
+        raise ConfigError(f"{path} is a directory; name a graph file (the directory contains {files})")
     near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.py")], 1)
     hint = f"; did you mean {path.parent / near[0]}?" if near else f" (looked in {path.parent.resolve()})"
-    raise ConfigError(f"there is no graph file {path}{hint}")
+    raise ConfigError(f"graph file {path} does not exist{hint}")
 
 
 @functools.cache
@@ -188,7 +188,7 @@ def _graph_function(path: Path, module: ModuleType) -> Any:
     names = [n.name for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)]
     near = difflib.get_close_matches("graph", names, 1, 0.5)
     hint = f" (rename {near[0]}?)" if near else ""
-    raise ConfigError(f"{path} is no graph file: it has no function `graph`{hint}; write {EXAMPLE}")
+    raise ConfigError(f"{path} is not a graph file: it has no function `graph`{hint}; write {EXAMPLE}")
 
 
 def _is_frozen(kind: Any) -> bool:

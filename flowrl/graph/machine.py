@@ -50,7 +50,7 @@ class Cluster:
 def _parse_machines(part: str) -> tuple[Machine, ...]:
     match = re.fullmatch(r"(?:(\d+)\s*x\s+)?cpus=(\d+)(?:\s+gpus=(\d+))?(?:\s+memory=(\d+))?", part)
     if match is None or match[1] == "0" or match[2] == "0":
-        raise ConfigError(f'cluster {part!r} cannot be read; write it like "{CLUSTER_EXAMPLE}" (memory in GiB)')
+        raise ConfigError(f'cluster {part!r} is not a valid cluster; write it like "{CLUSTER_EXAMPLE}" (memory in GiB)')
     count, cpus, gpus, memory = (
         int(group or default) for group, default in zip(match.groups(), (1, 1, 0, 0), strict=True)
     )

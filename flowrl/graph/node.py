@@ -68,7 +68,7 @@ class Context(Protocol):
     own_clock: bool
     """Whether this trainer's versions are not those of the tokens, because it gets other batches than the main one."""
     gang_address: str
-    """"host:port" at which the ranks of this gang meet, "" if the node is no gang."""
+    """"host:port" at which the ranks of this gang meet, "" if the node is not a gang."""
     weight_routes: tuple[WeightRoute, ...]
     """The readers of this trainer's weights, or of the weights that this generator reads."""
     ledger: Any
@@ -92,9 +92,9 @@ class Saved:
     directory: Path
     """The checkpoint."""
     num_replicas: int
-    """Of the node in the run that is to go on."""
+    """Number of replicas of the node in the saved run."""
     seed: int
-    """Of that run."""
+    """Seed of the saved run."""
     states: Mapping[int, Mapping[str, Any]]
     """What `state` returned, by replica."""
 

@@ -37,7 +37,7 @@ def common_transport(routes: Sequence[WeightRoute]) -> str:
     readers = ", ".join(f"{route.consumer} by {route.transport}" for route in routes)
     raise ConfigError(
         f"one trainer cannot publish over different GPU transports at once ({readers}); "
-        "place its generators alike: all on GPUs of their own, all sharing the trainer's, or all without GPUs"
+        "place its generators in the same way: all on their own GPUs, all on the trainer's, or all without GPUs"
     )
 
 

@@ -113,7 +113,7 @@ class Trainer(Node):
     def check(self, facts: Any) -> list[str]:
         if not isinstance(self.objective, Objective):
             return [
-                f"objective is {self.objective!r}, which is no Objective; wrap a function as "
+                f"objective is {self.objective!r}, which is not an Objective; wrap a function as "
                 "FunctionObjective(function, columns=(...)), or let a class inherit from Objective"
             ]
         least = {"epochs": 1, "publish_every": 1, "probe_every": 0, "start_after": 0, "judge_every": 0}
@@ -207,10 +207,10 @@ class Trainer(Node):
     def _make_publisher(self, engine: Any) -> Publisher | None:
         if not self.weights.connected:
             return None
-        from flowrl.training.model.adapter import AdapterSource, told_to_vllm
+        from flowrl.training.model.adapter import AdapterSource, vllm_adapter_config
         from flowrl.weights.publish import Publisher
 
-        adapter = told_to_vllm(self.lora, engine.model.network) if self.lora.synced_rank else None
+        adapter = vllm_adapter_config(self.lora, engine.model.network) if self.lora.synced_rank else None
         return Publisher(
             AdapterSource(engine) if adapter else engine,
             self.name,
@@ -325,16 +325,16 @@ class Trainer(Node):
     def _save(self, path: str) -> None:
         engine = self._learner.engine
         if self.objective.at_end:
-            self._tell_scores()
+            self._record_scores()
         engine.export(self._model_dir(path))
         engine.save(self._state_dir(path))
 
-    def _tell_scores(self) -> None:
+    def _record_scores(self) -> None:
         """Record mean and std of the scores on the held-out batch for the reward model's directory; collective."""
         judged = self._judged("held_out")
         mean, square = judged.get("held_out/score_mean"), judged.get("held_out/score_square")
         if mean is not None and square is not None:
-            self._learner.engine.tell_scores(mean, math.sqrt(max(0.0, square - mean**2)))
+            self._learner.engine.record_scores(mean, math.sqrt(max(0.0, square - mean**2)))
 
     def _model_dir(self, path: str) -> Path:
         """A checkpoint directory itself holds the policy's model; other models are in subdirectories."""

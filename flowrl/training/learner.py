@@ -59,15 +59,15 @@ class Update:
     changed: bool
     """False: no optimizer step was applied; the weights are those from before."""
     optimizer_steps: int
-    """Steps that were applied."""
+    """Number of steps that were applied."""
     skipped_steps: int
-    """Steps whose gradient was not finite."""
+    """Number of steps whose gradient was not finite."""
     token_passes: int
-    """Tokens that entered a loss, counted once an epoch."""
+    """Tokens that entered a loss, counted once in each epoch."""
     grad_norm: float | None
     """Mean over the applied steps, before clipping."""
     stats: Mapping[str, float | None]
-    """loss and the objective's stats, means over the batch's optimizer steps; None if it gave none."""
+    """loss and the objective's stats, means over the batch's optimizer steps; None without a value."""
     behavior_gap: float | None
     """Mean |log π_p − log π_b| over trained tokens."""
     behavior_gap_by_staleness: Mapping[int, float]
@@ -227,13 +227,13 @@ class Learner:
     def _mismatched_kl(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Mean of log π/ref over all mismatched completions of the optimizer step; collective."""
         total, number = 0.0, 0
-        for crossed in (micro_batch.mismatched for micro_batch in micro_batches):
-            assert crossed is not None
+        for mismatched in (micro_batch.mismatched for micro_batch in micro_batches):
+            assert mismatched is not None
             with torch.no_grad():
-                logprobs_N, _ = self.engine.forward(crossed.rows, temperature=self._temperature)
-            log_ratio_B = crossed.rows.spread(logprobs_N).sum(dim=1) - crossed.ref_B
-            total += float(log_ratio_B[crossed.counted_B].sum())
-            number += int(crossed.counted_B.sum())
+                logprobs_N, _ = self.engine.forward(mismatched.rows, temperature=self._temperature)
+            log_ratio_B = mismatched.rows.spread(logprobs_N).sum(dim=1) - mismatched.ref_B
+            total += float(log_ratio_B[mismatched.counted_B].sum())
+            number += int(mismatched.counted_B.sum())
         totals, numbers = zip(*self.engine.gang.gather((total, number)), strict=True)
         return float(sum(totals) / max(1, sum(numbers)))
 
@@ -258,9 +258,10 @@ class Learner:
         oldest = int(sample.versions[mask].min())
         if version - oldest > self._max_staleness:
             raise FlowrlError(
-                f"sample {sample.sample_id!r} has tokens of version {oldest}; training on it makes version "
-                f"{version + 1} out of {version}, a staleness of {version - oldest} where the graph allows "
-                f"{self._max_staleness}. Nothing was trained on it; this is an error in flowrl, please report it"
+                f"sample {sample.sample_id!r} has tokens of version {oldest}, and training would make version "
+                f"{version + 1} from version {version}: a staleness of {version - oldest}, but the graph "
+                f"allows {self._max_staleness}. The sample was not trained on; this is an error in flowrl, please "
+                "report it"
             )
 
 

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the version being made, so it has no state to checkpoint or rewind."""
+"""The learning rate as a function of the version being made, so a checkpoint needs no state of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Schedule:
         if self.decay == "constant":
             return 1.0
         if num_steps is None:
-            raise ConfigError(f"a {self.decay} decay ends at the run's last step: say how many with --steps")
+            raise ConfigError(
+                f"a {self.decay} decay ends at the run's last step, so it needs their number; set --steps"
+            )
         progress = min(1.0, (step - self.warmup_steps - 1) / max(1, num_steps - self.warmup_steps - 1))
         shape = 1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.floor + (1.0 - self.floor) * shape

@@ -25,7 +25,7 @@ MOST_RANK = 512
 
 @dataclass(frozen=True)
 class LoRA:
-    """Low-rank adapters trained in place of the weights (arXiv 2106.09685), on a quantized base if wanted."""
+    """Low-rank adapters, trained in place of the weights (arXiv 2106.09685), optionally on a quantized base."""
 
     rank: int = 0
     """0 trains all weights."""
@@ -34,11 +34,11 @@ class LoRA:
     rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
     targets: tuple[str, ...] = ()
-    """Linear layers by the last part of their name, such as q_proj; none: all but the output layer."""
+    """Linear layers by the last part of their name, such as q_proj; without any: all but the output layer."""
     sync: Sync = "adapter"
-    """What generators get of every version: the adapter alone, or whole weights with it merged in."""
+    """What generators receive for every version: only the adapter, or whole weights with the adapter merged in."""
     quantize: Quantize = "none"
-    """Of the frozen base, by bitsandbytes (QLoRA, arXiv 2305.14314)."""
+    """Quantization of the frozen base by bitsandbytes (QLoRA, arXiv 2305.14314)."""
 
     def __post_init__(self) -> None:
         for name, choices in (("sync", Sync), ("quantize", Quantize)):
@@ -52,13 +52,11 @@ class LoRA:
 
     def _refuse_useless(self) -> None:
         if self.quantize != "none" and not self.rank:
-            raise ConfigError(
-                f"quantize={self.quantize!r} freezes the base, so something else has to learn: set a rank"
-            )
+            raise ConfigError(f"quantize={self.quantize!r} freezes the base, so only an adapter can learn; set a rank")
         if self.quantize != "none" and self.sync == "adapter":
             raise ConfigError(
-                f"quantize={self.quantize!r} with sync='adapter': the generators' base is not quantized, so adapter "
-                "and base would not be those of the trainer; set sync='merged'"
+                f"quantize={self.quantize!r} with sync='adapter': the base of the generators is not quantized, so an "
+                "adapter would belong to another base than the trainer's; set sync='merged'"
             )
 
     @property
@@ -74,32 +72,32 @@ class ZeroSettings:
     stage: int = 3
     """ZeRO stage: what is sharded over ranks. 1 optimizer states, 2 and gradients, 3 and parameters."""
     offload: Offload = "none"
-    """What lives in host memory: optimizer states, or those and the parameters (stage 3)."""
+    """What is kept in host memory: optimizer states, or also the parameters (stage 3)."""
     nvme_path: str = ""
-    """Directory on a local disk where what is offloaded lies instead (stage 3); needs libaio."""
+    """Directory on a local disk that keeps offloaded data instead of host memory (stage 3); needs libaio."""
     dtype: Dtype = "float32"
-    """Of parameters and activations; master weights and gradient sums are fp32 in any case."""
+    """Type of parameters and activations; master weights and gradient sums are always fp32."""
     optimizer: Optimizer = "adamw"
     """muon: DeepSpeed's, for the matrices of the layers; AdamW for embeddings, heads and vectors."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    """On matrices only."""
+    """Applied to matrices only."""
     momentum: float = 0.95
-    """Of muon."""
+    """Momentum of muon."""
     muon_lr_factor: float = 1.0
-    """Rate of muon's matrices, as a multiple of the trainer's lr, which AdamW's parameters have."""
+    """Learning rate of muon's matrices as a multiple of the trainer's lr, which applies to AdamW's parameters."""
     clip_grad_norm: float | None = None
-    """Largest norm of the whole gradient; 0 does not clip. None: 1, or 0 with muon, whose steps are of one size."""
+    """Largest norm of the whole gradient; 0 does not clip. None: 1, or 0 with muon, whose steps have one size."""
     attention: Attention | None = None
-    """transformers' attention implementation; None: flash attention where installed on a GPU, else sdpa."""
+    """transformers' attention implementation; None: flash attention on a GPU if it is installed, else sdpa."""
     packing: bool | None = None
-    """Sequences of a micro-batch in one row without padding; None: with flash attention, where it pays."""
+    """Put the sequences of a micro-batch into one row without padding; None: only with flash attention."""
     gradient_checkpointing: bool = False
     ema_decay: float = 0.0
-    """Above 0 an exponential moving average of the weights is kept and exported with every checkpoint."""
+    """Above 0: keep an exponential moving average of the weights and export it with every checkpoint."""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
-    """Further DeepSpeed settings, laid over flowrl's."""
+    """Further DeepSpeed settings; they override flowrl's."""
 
     def __post_init__(self) -> None:
         choices = {"offload": Offload, "dtype": Dtype, "optimizer": Optimizer}
@@ -129,7 +127,7 @@ class ZeroSettings:
 
     def _range_problems(self) -> Iterator[str]:
         if self.optimizer == "muon" and self.clip_grad_norm:
-            yield "clip_grad_norm with muon would scale its steps, not the gradients they come from; leave it out"
+            yield "clip_grad_norm with muon would scale its steps, not their gradients; leave it out"
         for name in ("clipping", "weight_decay", "muon_lr_factor"):
             if not 0 <= getattr(self, name) < math.inf:
                 shown = "clip_grad_norm" if name == "clipping" else name
@@ -141,14 +139,12 @@ class ZeroSettings:
         if not self.eps > 0:
             yield f"eps is {self.eps}; it has to be above 0"
         if self.packing and self.attention == "eager":
-            yield "packing needs an attention that tells sequences of one row apart; choose sdpa or flash attention"
+            yield "packing needs an attention that separates the sequences of one row; choose sdpa or flash attention"
 
     def with_dtype(self, dtype: Dtype) -> ZeroSettings:
         """These settings with the dtype from the graph's own option. Raises ConfigError if they name another dtype."""
         if self.dtype not in ("float32", dtype):
-            raise ConfigError(
-                f"zero.dtype is {self.dtype!r} and dtype {dtype!r}: two words for one thing; set dtype alone"
-            )
+            raise ConfigError(f"zero.dtype is {self.dtype!r}, but dtype is {dtype!r}; set only dtype")
         return replace(self, dtype=dtype)
 
     @property

@@ -1,9 +1,9 @@
 """Which trainers the branches of a graph lead to, and how many copies of a sample arrive at a port.
 
 A sample's state depends on all paths that it takes. So for every port the run has to know which trainers are
-downstream, and how many copies of a sample a node that counts samples (a group, a join, a batch) has to receive
-before it has them all. If a path splits at several Out ports of one node, every port delivers one thing for each
-sample: the message, or a tombstone if the node sent it elsewhere. So the number of paths is the number of arrivals.
+downstream, and how many copies of a sample a node that counts samples (a group, a join, a batch) receives in all.
+If a path splits at several Out ports of one node, every port delivers one thing for each sample: the message, or a
+tombstone if the node sent it elsewhere. So the number of paths is the number of arrivals.
 
 Only queue edges carry samples. They form no cycle in a graph that passes the check.
 """
@@ -29,11 +29,11 @@ class PortPlan:
     name: str
     """ "node.port" """
     trainers: tuple[str, ...] = ()
-    """Trainers that the messages of this port can come to, the node itself among them."""
+    """Trainers that the messages of this port can reach, including the node itself."""
     arrivals: int = 1
-    """In ports of nodes that count: messages and tombstones that come for each sample, or each group."""
+    """In ports of nodes that count samples: number of messages and tombstones for each sample, or each group."""
     counted: bool = False
-    """Out ports: beyond it somebody counts samples, so each has to be heard of."""
+    """Out ports: a node downstream counts samples, so it needs a message or a tombstone for each."""
 
 
 def counts(node: Node) -> bool:
@@ -151,9 +151,9 @@ class Branches:
         Two paths that split at the edges of one Out port both deliver a sample. Two paths that split at the Out ports
         of one node do not: the node sends the sample on one of them.
         """
-        ways = self._ways(port, frozenset())
+        paths = self._paths(port, frozenset())
         found: dict[str, dict[str, None]] = {}
-        for one, other in itertools.combinations(ways, 2):
+        for one, other in itertools.combinations(paths, 2):
             first, second = next(
                 (pair for pair in zip(one, other, strict=False) if pair[0] is not pair[1]), (None, None)
             )
@@ -162,14 +162,16 @@ class Branches:
                 found.setdefault(port_name(first.out), {}).update({one[-1].name: None, other[-1].name: None})
         return {out: list(lasts) for out, lasts in found.items()}
 
-    def _ways(self, port: Port, above: frozenset[str]) -> list[tuple[Edge, ...]]:
+    def _paths(self, port: Port, above: frozenset[str]) -> list[tuple[Edge, ...]]:
         """The paths of samples to an In port, as edges; joined paths count as one after the join."""
-        ways: list[tuple[Edge, ...]] = []
+        paths: list[tuple[Edge, ...]] = []
         for edge in self._into.get(id(port), ()):
             name = owner(edge.out)
-            before = [] if name in above else [way for p in self._apart(name) for way in self._ways(p, above | {name})]
-            ways += [(*way, edge) for way in before] or [(edge,)]
-        return ways
+            before = (
+                [] if name in above else [path for p in self._apart(name) for path in self._paths(p, above | {name})]
+            )
+            paths += [(*path, edge) for path in before] or [(edge,)]
+        return paths
 
     def _apart(self, name: str) -> list[Port]:
         """The In ports of a node; of joined ports only the first."""

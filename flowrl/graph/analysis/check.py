@@ -1,7 +1,7 @@
-"""`flowrl check`: runs all ten checks and reports all findings at once, without Ray, torch or weights.
+"""`flowrl check`: runs all ten checks and reports all findings at once, without Ray or weights.
 
 Each finding is complete on its own: what was found, what was needed, with node and port, and the
-change that fixes it.
+change that fixes it. torch is loaded only if a node tries a loss function of the user's.
 
 1 types, 2 unconnected ports, 8 dispatch, adapters: edge_rules. 3 cycles, 4 feedback, 6 lineage: flow_rules.
 5 tickets, 6 groups, 7 tokens and ranks, 9 resources, 10 warnings: size_rules.
@@ -48,7 +48,7 @@ def check(graph: Graph, cluster: Cluster | None = None) -> Report:
 
 def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     if not graph.nodes:
-        yield f"the graph {graph.name!r} has no nodes; g.add some and return it."
+        yield f"the graph {graph.name!r} has no nodes; add them with g.add."
         return
     numbers = plan.numbers
     yield from edge_rules.type_problems(graph)

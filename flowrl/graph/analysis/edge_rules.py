@@ -20,11 +20,15 @@ def type_problems(graph: Graph) -> Iterator[str]:
     for name, node in graph.nodes.items():
         for attribute, hint in get_type_hints(type(node)).items():
             if hint in PORT_KINDS:
-                yield f"{name}.{attribute} is a bare {hint.__name__}; say of what, as in {hint.__name__}[Sample]."
+                kind = hint.__name__
+                yield f"{name}.{attribute} is declared as {kind} without a message type; write it as in {kind}[Sample]."
     for port in _ports(graph):
         for kind in port.types:
             if not _is_message(kind):
-                yield f"{port_name(port)} is declared for {kind!r}, which is no message; use a subclass of Message."
+                yield (
+                    f"{port_name(port)} is declared with {kind!r}, which is not a message class; use a subclass of "
+                    f"Message."
+                )
     for edge in graph.edges:
         if all(_is_message(kind) for port in (edge.out, edge.into) for kind in port.types) and not _fits(edge):
             yield _misfit(graph, edge)
@@ -34,11 +38,13 @@ def _misfit(graph: Graph, edge: Edge) -> str:
     out, into = (", ".join(kind.__name__ for kind in port.types) for port in (edge.out, edge.into))
     if edge.kind == "call":
         return (
-            f"{port_name(edge.out)} asks with {type(edge.out).__name__}[{out}] but {port_name(edge.into)} answers "
-            f"{type(edge.into).__name__}[{into}]; declare both with the same request and reply."
+            f"{port_name(edge.out)} is a {type(edge.out).__name__}[{out}] but {port_name(edge.into)} is a "
+            f"{type(edge.into).__name__}[{into}]; declare both with the same request and reply types."
         )
     others = [port_name(port) for port in _ports(graph) if isinstance(port, Out) and _compatible(port, edge.into)]
-    hint = f"connect {' or '.join(others)} instead" if others else "put a node between them that makes one of the other"
+    hint = (
+        f"connect {' or '.join(others)} instead" if others else "put a node between them that converts one to the other"
+    )
     return f"{port_name(edge.out)} sends {out} but {port_name(edge.into)} takes {into}; {hint}."
 
 
@@ -56,7 +62,7 @@ def connection_problems(graph: Graph) -> Iterator[str]:
         )
         for port in node.ports.values():
             if joined[id(port)] and id(port) in ignored:
-                yield f"{port_name(port)} is connected and ignored; drop the g.ignore or the edge."
+                yield f"{port_name(port)} is both connected and ignored; remove the g.ignore or the edge."
             elif not joined[id(port)] and id(port) not in ignored and port.name not in optional:
                 yield _unconnected(graph, port)
     yield from _doubled(graph)
@@ -69,8 +75,8 @@ def _unconnected(graph: Graph, port: Port) -> str:
     hint = f" ({' or '.join(port_name(other) for other in fitting)} would fit)" if fitting else ""
     kind = f"{a_kind(type(port))}[{', '.join(getattr(kind, '__name__', str(kind)) for kind in port.types)}]"
     return (
-        f"{port_name(port)}, {kind} port, is not connected; {verb} it{hint}, "
-        f"or say g.ignore({port_name(port)}) if that is meant."
+        f"{port_name(port)}, {kind} port, is not connected; connect it with {verb}{hint}, "
+        f"or write g.ignore({port_name(port)}) if this is intended."
     )
 
 
@@ -83,15 +89,15 @@ def _doubled(graph: Graph) -> Iterator[str]:
     pairs = Counter((edge.out, edge.into) for edge in graph.edges)
     for (out, into), count in pairs.items():
         if count > 1:
-            yield f"{port_name(out)} -> {port_name(into)} is declared {count} times; keep one."
+            yield f"{port_name(out)} -> {port_name(into)} is declared {count} times; keep one of these edges."
     for port in _ports(graph):
         edges = [edge for edge in dict.fromkeys(graph.edges) if edge.into is port]
         kinds = {edge.kind for edge in edges}
         if "latest" in kinds and len({edge.out for edge in edges}) > 1:
             others = ", ".join(port_name(edge.out) for edge in edges)
-            yield f"{port_name(port)} keeps the newest message but is fed by {others}; leave it one latest edge."
+            yield f"{port_name(port)} keeps only the newest message, but {others} send to it; keep one latest edge."
         if isinstance(port, Call) and len({edge.into for edge in graph.edges if edge.out is port}) > 1:
-            yield f"{port_name(port)} is joined to several servers; a Call port has one, declare one port for each."
+            yield f"{port_name(port)} is connected to several servers, but a Call port has one; declare one for each."
 
 
 def dispatch_problems(graph: Graph) -> Iterator[str]:
@@ -103,8 +109,8 @@ def dispatch_problems(graph: Graph) -> Iterator[str]:
         kind = edge.out.types[0]
         if into.node.keyed_state and into.replicas > 1 and edge.dispatch != "key":
             yield (
-                f"{into.name} remembers items by group and has {into.replicas} replicas, but {edge.name} spreads a "
-                f'group over them (dispatch={edge.dispatch!r}); give that edge dispatch="key".'
+                f"{into.name} keeps items by group and has {into.replicas} replicas, but {edge.name} divides a "
+                f'group among them (dispatch={edge.dispatch!r}); give that edge dispatch="key".'
             )
         if into.node.gang and into.replicas > 1 and edge.dispatch not in ("gang", "broadcast"):
             yield (
@@ -112,27 +118,30 @@ def dispatch_problems(graph: Graph) -> Iterator[str]:
                 f'dispatch={edge.dispatch!r}; give that edge dispatch="gang".'
             )
         if edge.dispatch == "gang" and not into.node.gang:
-            yield f'{edge.name} has dispatch="gang" but {into.name} is no gang; use "share", or set gang = True on it.'
+            yield (
+                f'{edge.name} has dispatch="gang" but {into.name} is not a gang; use "share", or set gang = True on '
+                f"the node."
+            )
         if edge.dispatch == "gang" and not callable(getattr(kind, "split", None)):
             yield f'{edge.name} has dispatch="gang" but {kind.__name__} has no split(n); give the message that method.'
         if edge.dispatch == "key" and "group_id" not in _fields(kind):
             yield f'{edge.name} has dispatch="key" but {kind.__name__} has no field group_id; add it or use "share".'
         if edge.capacity is not None and edge.capacity < 1:
-            yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1, or leave it out to have it derived."
+            yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1; without capacity= it is derived."
 
 
 def adapter_problems(graph: Graph) -> Iterator[str]:
-    """Both ends of a weights edge expect the same: whole weights, or adapters of one rank."""
+    """Both ends of a weights edge declare the same content: whole weights, or adapters of one rank."""
     for edge in graph.edges:
         sent, taken = (graph.placed[owner(port)].node.facts().adapter_rank for port in (edge.out, edge.into))
         if edge.kind == "latest" and None not in (sent, taken) and sent != taken:
             yield (
-                f"{port_name(edge.out)} sends {_said(sent)} but {port_name(edge.into)} takes {_said(taken)}; "
+                f"{port_name(edge.out)} sends {_content(sent)} but {port_name(edge.into)} takes {_content(taken)}; "
                 'give both nodes the same lora (sync="merged" sends whole weights).'
             )
 
 
-def _said(rank: int | None) -> str:
+def _content(rank: int | None) -> str:
     return f"adapters of rank {rank}" if rank else "whole weights"
 
 

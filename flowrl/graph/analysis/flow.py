@@ -39,11 +39,6 @@ def reachable(graph: Graph, start: str) -> frozenset[str]:
     return _closure(start, [(step.source, step.target) for step in steps(graph)])
 
 
-def reaching(graph: Graph, end: str) -> frozenset[str]:
-    """Names of the nodes whose messages can reach node `end`, `end` included."""
-    return _closure(end, [(step.target, step.source) for step in steps(graph)])
-
-
 def past(graph: Graph, port: Port) -> frozenset[str]:
     """Names of the nodes that messages sent on the Out port `port` can reach."""
     starts = [owner(edge.into) for edge in graph.edges if edge.kind == "queue" and edge.out is port]
@@ -76,9 +71,9 @@ def cycles(edges: list[Edge]) -> Iterator[tuple[Edge, ...]]:
     """One shortest cycle through each edge that is on a cycle; no cycle twice. Edges run out -> into."""
     seen: set[frozenset[int]] = set()
     for edge in edges:
-        way = _shortest(edges, owner(edge.into), owner(edge.out))
-        if way is not None:
-            cycle = (edge, *way)
+        path = _shortest(edges, owner(edge.into), owner(edge.out))
+        if path is not None:
+            cycle = (edge, *path)
             key = frozenset(id(part) for part in cycle)
             if key not in seen:
                 seen.add(key)
@@ -86,13 +81,13 @@ def cycles(edges: list[Edge]) -> Iterator[tuple[Edge, ...]]:
 
 
 def _shortest(edges: list[Edge], start: str, end: str) -> tuple[Edge, ...] | None:
-    ways: dict[str, tuple[Edge, ...]] = {start: ()}
+    paths: dict[str, tuple[Edge, ...]] = {start: ()}
     frontier = [start]
-    while frontier and end not in ways:
+    while frontier and end not in paths:
         ahead: list[str] = []
         for edge in edges:
-            if owner(edge.out) in frontier and owner(edge.into) not in ways:
-                ways[owner(edge.into)] = (*ways[owner(edge.out)], edge)
+            if owner(edge.out) in frontier and owner(edge.into) not in paths:
+                paths[owner(edge.into)] = (*paths[owner(edge.out)], edge)
                 ahead.append(owner(edge.into))
         frontier = ahead
-    return ways.get(end)
+    return paths.get(end)

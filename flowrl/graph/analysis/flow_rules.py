@@ -16,20 +16,20 @@ from flowrl.messages import Prompt, Weights
 def cycle_problems(graph: Graph) -> Iterator[str]:
     """Check 3: samples never run in a cycle. Weights return over a latest edge, requests over a call edge."""
     for cycle in cycles([edge for edge in graph.edges if edge.kind == "queue"]):
-        way = ", ".join(edge.name for edge in cycle)
+        path = ", ".join(edge.name for edge in cycle)
         weights = [edge for edge in cycle if issubclass(carried(edge.out), Weights)]
         if weights:
             ports = f"{port_name(weights[0].out)}, {port_name(weights[0].into)}"
-            yield f"the cycle {way} has no latest edge and will fill up and stop; write g.latest({ports})."
+            yield f"the cycle {path} has no latest edge and will fill up and stop; connect it with g.latest({ports})."
         else:
             yield (
-                f"the cycle {way} has no latest edge: its streams could not end, and a sample in it could not be "
-                f"counted; let {owner(cycle[0].out)} ask with g.call and wait for the reply, or make an edge "
-                f"g.latest(...)."
+                f"the cycle {path} has no latest edge: its streams could not end, and samples in it could not be "
+                f"counted; let {owner(cycle[0].out)} send a request with g.call and wait for the reply, or make "
+                f"one edge a g.latest(...)."
             )
     for cycle in cycles([edge for edge in graph.edges if edge.kind == "call"]):
-        way = ", ".join(edge.name for edge in cycle)
-        yield f"the requests {way} wait for each other in a circle; let one of these nodes answer without asking."
+        path = ", ".join(edge.name for edge in cycle)
+        yield f"the requests {path} wait for each other in a cycle; let one node answer without requests of its own."
 
 
 def feedback_problems(graph: Graph) -> Iterator[str]:
@@ -39,12 +39,12 @@ def feedback_problems(graph: Graph) -> Iterator[str]:
         port = port_name(edge.into)
         if admission is None:
             yield (
-                f"{edge.name} feeds back, but nothing bounds staleness; write "
+                f"{edge.name} makes a feedback loop, but nothing bounds staleness; write "
                 f"g.admit({_source(graph, edge)}, until={port}, staleness=1)."
             )
         elif not any(edge.into is until for until in admission.until):
             names = ", ".join(port_name(until) for until in (*admission.until, edge.into))
-            yield f"{edge.name} feeds back, but g.admit does not wait for it; write until=({names})."
+            yield f"{edge.name} makes a feedback loop, but g.admit does not wait for it; write until=({names})."
     if admission is not None:
         yield from _until_problems(graph, admission)
         yield from _unadmitted(graph, admission)
@@ -69,13 +69,14 @@ def _until_problems(graph: Graph, admission: Admission) -> Iterator[str]:
         edges = [edge for edge in graph.edges if edge.kind == "latest" and edge.into is port]
         if not edges:
             fits = [port_name(edge.into) for edge in graph.edges if edge.kind == "latest"]
-            hint = f"name {' or '.join(fits)}" if fits else f"join weights to it with g.latest(..., {port_name(port)})"
+            hint = f"name {' or '.join(fits)}" if fits else f"connect weights by g.latest(..., {port_name(port)})"
             yield f"g.admit waits until {port_name(port)}, which is not the end of a latest edge; {hint}."
         for edge in edges:
             if owner(edge.out) not in reached:
                 yield (
-                    f"g.admit gives tickets to {port_name(admission.out)}, but nothing it sends reaches "
-                    f"{owner(edge.out)}, whose weights end them; connect the two, or admit the source that does."
+                    f"g.admit gives tickets to {port_name(admission.out)}, but nothing that it sends reaches "
+                    f"{owner(edge.out)}, whose weights end the tickets; connect the two, or admit the source "
+                    f"of its samples."
                 )
 
 
@@ -85,7 +86,8 @@ def _unadmitted(graph: Graph, admission: Admission) -> Iterator[str]:
         if owner(port) != owner(admission.out) and past(graph, port) & trainers:
             yield (
                 f"{port_name(port)} also feeds {', '.join(sorted(past(graph, port) & trainers))}, but only "
-                f"{port_name(admission.out)} is admitted, so its groups have no bound; mix both sources in one node."
+                f"{port_name(admission.out)} is admitted, so nothing bounds the staleness of its groups; mix both "
+                f"sources in one node."
             )
 
 
@@ -101,17 +103,17 @@ def admission_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
     if admission.look_ahead < 1:
         yield f"g.admit has look_ahead={admission.look_ahead}; it needs 1 (admission order) or more."
     if admission.look_ahead > 1 and admission.on_limit == "mask":
-        yield 'g.admit has look_ahead but on_limit="mask" has no window; leave look_ahead out.'
+        yield 'g.admit has look_ahead, but on_limit="mask" has no window; leave look_ahead out.'
     if numbers.groups_per_batch is None:
         yield (
-            "no node says how many groups make a batch, so there is no number of tickets; add a batcher such as "
+            "no node declares how many groups make a batch, so the number of tickets is unknown; add a batcher such as "
             "TokenBatch, or declare groups_per_batch in your batcher's facts()."
         )
     elif numbers.groups_per_batch > 0 and admission.staleness >= 0 and numbers.ahead is not None and numbers.ahead < 0:
         cost = versions_overtaken(admission.look_ahead, numbers.groups_per_batch)
         most = admission.staleness * numbers.groups_per_batch + 1
         yield (
-            f"g.admit has look_ahead={admission.look_ahead}, which can age a group by {cost} versions, and "
+            f"g.admit has look_ahead={admission.look_ahead}, which can age a group by {cost} versions, but "
             f"staleness={admission.staleness}; use look_ahead={most} at most, or staleness={cost} at least."
         )
 
@@ -130,8 +132,8 @@ def branch_problems(graph: Graph) -> Iterator[str]:
         beyond = branches.beyond(admission.out)
         for name in (name for name in branches.own_clock if name in beyond):
             yield (
-                f"{name} trains other batches than {branches.trainers[0]}, so its versions say nothing of the age of "
-                f'tokens and on_limit="mask" cannot mask them; feed both by one port, or use on_limit="wait".'
+                f"{name} trains on other batches than {branches.trainers[0]}, so its versions do not give the age of "
+                f'tokens and on_limit="mask" cannot mask them; feed both from one port, or use on_limit="wait".'
             )
 
 
@@ -144,7 +146,7 @@ def _source_problems(graph: Graph) -> Iterator[str]:
         if placed.replicas > 1 and not placed.node.facts().sharded:
             yield (
                 f"{name} is a source and has {placed.replicas} replicas, which would all admit the same groups; give "
-                f"it one, or let each replica send a part of its own and declare sharded=True in its facts()."
+                f"it one replica, or let each send its own part and declare sharded=True in its facts()."
             )
 
 
@@ -154,8 +156,8 @@ def _arrival_problems(graph: Graph, branches: Branches, port: In[Any]) -> Iterat
     if len(set(arrivals.values())) > 1:
         each = ", ".join(f"{number} from {source}" for source, number in arrivals.items())
         yield (
-            f"{port_name(port)} gets different numbers of copies of a sample ({each}), so it cannot tell when it has "
-            f"all; give the branches In ports of their own."
+            f"{port_name(port)} receives different numbers of copies of a sample ({each}), so it cannot know when it "
+            f"has all; give each branch its own In port."
         )
 
 
@@ -166,9 +168,9 @@ def _broadcast_problems(graph: Graph, branches: Branches) -> Iterator[str]:
         counted = [port for port in into.node.ports.values() if branches.is_counted(port)]
         if edge.kind == "queue" and edge.dispatch == "broadcast" and into.replicas > 1 and counted:
             yield (
-                f"{edge.name} brings every sample to each of the {into.replicas} replicas of {into.name} "
-                f'(dispatch="broadcast"), so beyond {port_name(counted[0])} each is counted {into.replicas} times; use '
-                f'dispatch="share", or let that branch end in a node that counts nothing.'
+                f"{edge.name} sends every sample to each of the {into.replicas} replicas of {into.name} "
+                f'(dispatch="broadcast"), so after {port_name(counted[0])} each is counted {into.replicas} times; use '
+                f'dispatch="share", or let that branch end in a node that counts no samples.'
             )
 
 
@@ -181,7 +183,7 @@ def lineage_problems(graph: Graph) -> Iterator[str]:
             if isinstance(port, In):
                 yield from _repeats(graph, branches, port)
         if missing := [join for join in joins if not isinstance(node.ports.get(join), In)]:
-            yield f"facts().joins of {name} names {', '.join(missing)}, which are no In ports of it; correct this."
+            yield f"facts().joins of {name} names {', '.join(missing)}, which are not In ports of it; correct this."
         elif len(joins) > 1:
             yield from _join_problems(graph, [node.ports[join] for join in joins])
 
@@ -190,7 +192,7 @@ def _repeats(graph: Graph, branches: Branches, port: Port) -> Iterator[str]:
     """An In port must not get every message of one Out port more than once."""
     for out, lasts in branches.repeats(port).items():
         yield (
-            f"{port_name(port)} gets everything from {out} {len(lasts)} times, by {' and '.join(lasts)}; "
+            f"{port_name(port)} receives every message of {out} {len(lasts)} times, by {' and '.join(lasts)}; "
             f"join the branches in a node with an In port for each."
         )
 
@@ -203,14 +205,14 @@ def _join_problems(graph: Graph, ports: list[Port]) -> Iterator[str]:
     common = [out for out in _fan_outs(graph) if all(any(_comes_by(graph, out, e) for e in into[p]) for p in ports)]
     names = ", ".join(port_name(port) for port in ports)
     if not common:
-        yield f"{owner(ports[0])} matches {names} by sample, but no one Out port feeds them all; fan out from one port."
+        yield f"{owner(ports[0])} matches {names} by sample, but no Out port feeds them all; fan out from one port."
         return
     for port in ports:
         between = _between(graph, common[-1], into[port])
         if mixing := [name for name in between if not graph.nodes[name].facts().keeps_lineage]:
             yield (
-                f"{owner(ports[0])} matches {names} by sample, but on the way to {port_name(port)} "
-                f"{', '.join(mixing)} merges or renames samples; join before it."
+                f"{owner(ports[0])} matches {names} by sample, but {', '.join(mixing)} on the path to "
+                f"{port_name(port)} merges or renames samples; join before it."
             )
 
 

@@ -3,7 +3,7 @@
 Cheap nodes (no cpus, no gpus) share the host "core". Every replica of another node has its own host;
 nodes that are `together` share one, replica by replica. Hosts of one `time_share` share devices.
 
-Invariant: a core or GPU belongs to one host, or to several that requested a part of it or take turns.
+Invariant: a core or GPU belongs to one host, or to several that requested a part of it or use it alternately.
 If the class default of a gang does not fit, its ranks share one rank's cores, because they work in
 lockstep anyway. Anything else that does not fit is reported and not placed.
 """
@@ -37,7 +37,7 @@ class HostPlan:
     gpus: tuple[int, ...] = ()
     """Indices of that machine's GPUs."""
     lease: str = ""
-    """Name of the lease under which it takes turns, "" if its devices are its own."""
+    """Name of the lease under which hosts use the same devices alternately, "" if its devices are its own."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def pools(graph: Graph, cluster: Cluster) -> tuple[tuple[str, tuple[PlacedUnit, 
 
 
 def need(pool: Iterable[PlacedUnit]) -> tuple[float, float]:
-    """(cores, GPUs) for units that take turns: the needs of the largest of them."""
+    """(cores, GPUs) for units that alternate on the same devices: the needs of the largest of them."""
     pool = tuple(pool)
     return max(u.cpus * u.replicas for u in pool), max(u.gpus * u.replicas for u in pool)
 

@@ -71,7 +71,7 @@ class EdgePlan:
     types: tuple[str, ...]
     message_bytes: int
     retained_bytes: int
-    """Most bytes that producers keep for this edge until their acks."""
+    """Upper bound of the bytes that producers keep for this edge until their acks."""
     transports: tuple[str, ...]
 
 
@@ -83,7 +83,7 @@ class WeightPlan:
     producer: str
     consumer: str
     transport: str
-    """shm | tcp | nccl | ipc; "" where there is none."""
+    """shm | tcp | nccl | ipc; "" if there is none."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class Plan:
     trainers: tuple[str, ...] = ()
     """The nodes that train, the main one first."""
     own_clock: tuple[str, ...] = ()
-    """Trainers whose versions are not the main one's, since other batches come to them."""
+    """Trainers whose versions differ from the main one's, because they get other batches."""
     ports: tuple[PortPlan, ...] = ()
-    """Of samples: where each port leads to, and what comes to it."""
+    """For each port: the trainers that its samples can reach, and the copies that arrive."""
     homeless: tuple[str, ...] = ()
     """Hosts for which the cluster has no devices; none in a plan that runs."""
 
@@ -158,7 +158,7 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
         edges=tuple(_edge(graph, edge, numbers, (*lanes, *calls)) for edge in graph.edges),
         lanes=lanes,
         calls=calls,
-        weights=tuple(way for edge in graph.edges for way in _weights(graph, edge, lanes, by_replica)),
+        weights=tuple(weights for edge in graph.edges for weights in _weights(graph, edge, lanes, by_replica)),
         nodes=tuple(_node(graph, name) for name in graph.nodes),
         admission=_admission(graph),
         trainers=branches.trainers,
@@ -228,8 +228,8 @@ def _transport(one: HostPlan, other: HostPlan) -> str:
     return "ipc" if one.machine == other.machine else "tcp"
 
 
-def _edge(graph: Graph, edge: Edge, numbers: Numbers, ways: tuple[LanePlan | CallPlan, ...]) -> EdgePlan:
-    mine = [way for way in ways if way.edge == edge.name]
+def _edge(graph: Graph, edge: Edge, numbers: Numbers, links: tuple[LanePlan | CallPlan, ...]) -> EdgePlan:
+    mine = [link for link in links if link.edge == edge.name]
     size = message_bytes(graph, edge, numbers)
     depth = capacity(graph, edge, numbers)
     bounded = None if edge.kind != "queue" else in_flight(carried(edge.out), numbers)
@@ -244,7 +244,7 @@ def _edge(graph: Graph, edge: Edge, numbers: Numbers, ways: tuple[LanePlan | Cal
         types=tuple(getattr(kind, "__name__", str(kind)) for kind in edge.out.types),
         message_bytes=size,
         retained_bytes=size * (bounded if bounded is not None else depth * len(mine)),
-        transports=tuple(dict.fromkeys(way.transport for way in mine)),
+        transports=tuple(dict.fromkeys(link.transport for link in mine)),
     )
 
 
@@ -252,8 +252,8 @@ def _weights(graph: Graph, edge: Edge, lanes: tuple[LanePlan, ...], hosts: dict[
     if edge.kind == "latest" and issubclass(carried(edge.out), Weights):
         in_host_memory = graph.nodes[owner(edge.into)].facts().weights_in_host_memory
         for lane in (lane for lane in lanes if lane.edge == edge.name):
-            way = _weight_transport(hosts[lane.producer], hosts[lane.consumer], in_host_memory=in_host_memory)
-            yield WeightPlan(edge.name, lane.producer, lane.consumer, way)
+            transport = _weight_transport(hosts[lane.producer], hosts[lane.consumer], in_host_memory=in_host_memory)
+            yield WeightPlan(edge.name, lane.producer, lane.consumer, transport)
 
 
 def _weight_transport(trainer: HostPlan, reader: HostPlan, *, in_host_memory: bool) -> str:

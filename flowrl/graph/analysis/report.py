@@ -53,8 +53,8 @@ def number_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "max_staleness", f"{numbers.max_staleness}"
     if numbers.longest_sample is not None:
         yield "longest_sample", f"{numbers.longest_sample} tokens"
-    if ways := dict.fromkeys(way.transport for way in plan.weights):
-        yield "weights", ", ".join(way or "none" for way in ways)
+    if transports := dict.fromkeys(weights.transport for weights in plan.weights):
+        yield "weights", ", ".join(transport or "none" for transport in transports)
     yield "retained", size_text(plan.retained_bytes)
 
 
@@ -68,20 +68,20 @@ def _branches(plan: Plan) -> Iterator[str]:
     beyond: dict[str, set[str]] = {}
     for port in plan.ports:
         beyond.setdefault(port.name.partition(".")[0], set()).update(port.trainers)
-    taps = [name for name, trainers in beyond.items() if not trainers and name not in _weighing(plan)]
+    taps = [name for name, trainers in beyond.items() if not trainers and name not in _weight_readers(plan)]
     if not plan.trainers or (len(plan.trainers) == 1 and not taps):
         return
     rows: list[tuple[str, ...]] = [
         (name, " ".join(node for node, ends in beyond.items() if name in ends)) for name in plan.trainers
     ]
     if taps:
-        rows.append(("no trainer", " ".join(taps) + " (what is lost there ends no sample)"))
+        rows.append(("no trainer", " ".join(taps) + " (a loss there ends no sample)"))
     yield from _table(("branch to", "nodes"), rows)
     yield ""
 
 
-def _weighing(plan: Plan) -> set[str]:
-    """Nodes that receive only weights, so they are no branch of samples."""
+def _weight_readers(plan: Plan) -> set[str]:
+    """Nodes that receive only weights, so they are not a branch of samples."""
     fed = {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "queue"}
     return {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "latest"} - fed
 

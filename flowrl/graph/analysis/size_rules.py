@@ -42,7 +42,7 @@ def ticket_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
         ends_tickets = any(edge.into is port for port in admission.until)
         if ends_tickets and numbers.ahead is not None and 0 <= numbers.ahead < every - 1:
             yield (
-                f"{owner(edge.out)} has publish_every={every}, but its tickets suffice for {numbers.ahead + 1} "
+                f"{owner(edge.out)} has publish_every={every}, but there are only tickets for {numbers.ahead + 1} "
                 f"batches, so the run would stop; use publish_every={numbers.ahead + 1} at most, or raise staleness "
                 f"by {every - 1 - numbers.ahead}."
             )
@@ -61,9 +61,9 @@ def trainer_problems(graph: Graph, plan: Plan) -> Iterator[str]:
     needed = batches * numbers.groups_per_batch - len(names) + 1
     if numbers.tickets < needed:
         yield (
-            f"{' and '.join(names)} train different batches and can hold {needed - 1} groups between them, none of "
-            f"which makes a batch, but there are {numbers.tickets} tickets, so the run can stop; raise staleness by "
-            f"{-(-(needed - numbers.tickets) // numbers.groups_per_batch)}, or feed them by one port."
+            f"{' and '.join(names)} train on different batches and can hold {needed - 1} groups together without "
+            f"completing a batch, but there are only {numbers.tickets} tickets, so the run can stop; raise staleness "
+            f"by {-(-(needed - numbers.tickets) // numbers.groups_per_batch)}, or feed them from one port."
         )
 
 
@@ -71,9 +71,9 @@ def group_problems(graph: Graph) -> Iterator[str]:
     """Check 6: all nodes that declare a group size or a batch size declare the same one."""
     facts = {name: node.facts() for name, node in graph.nodes.items()}
     for field, word in (("group_size", "samples a group"), ("groups_per_batch", "groups a batch")):
-        said = {name: getattr(fact, field) for name, fact in facts.items() if getattr(fact, field) is not None}
-        if len(set(said.values())) > 1:
-            each = ", ".join(f"{name} has {value}" for name, value in said.items())
+        declared = {name: getattr(fact, field) for name, fact in facts.items() if getattr(fact, field) is not None}
+        if len(set(declared.values())) > 1:
+            each = ", ".join(f"{name} has {value}" for name, value in declared.items())
             yield f"the nodes disagree on the {word} ({field}): {each}; give all of them the same number."
 
 
@@ -87,7 +87,7 @@ def model_problems(graph: Graph) -> Iterator[str]:
         if len(names) > 1:
             yield (
                 f"{' and '.join(names)} would both save their model as {saves!r} in a checkpoint; give all but one of "
-                f"their policies a name of its own, as in Policy(..., name={names[-1]!r})."
+                f"their policies a different name, as in Policy(..., name={names[-1]!r})."
             )
 
 
@@ -98,7 +98,7 @@ def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
         if budget is not None and numbers.longest_sample is not None and 0 < budget < numbers.longest_sample:
             yield (
                 f"{name} has token_budget={budget}, but a sample can be {numbers.longest_sample} tokens long "
-                f"({_lengths(graph)}); raise token_budget to {numbers.longest_sample} or shorten these."
+                f"({_lengths(graph)}); raise token_budget to {numbers.longest_sample}, or shorten prompts or responses."
             )
     members = 1 if numbers.group_size is None else numbers.group_size
     sequences = (numbers.groups_per_batch or 0) * members
@@ -136,15 +136,15 @@ def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[st
         yield f"the graph needs {cores:g} cores ({parts}) but {where} has {cluster.num_cores}; {_relief('cpus')}."
     if plan.homeless and gpus <= cluster.num_gpus and cores <= cluster.num_cores:
         yield (
-            f"no single machine has room left for {', '.join(plan.homeless)}, although there is enough in all; "
-            f"ask for less per replica, or state larger machines."
+            f"no single machine has enough left for {', '.join(plan.homeless)}, although all machines together do; "
+            f"request less for each replica, or declare larger machines."
         )
     yield from _memory_problems(graph, cluster, where)
-    for way in plan.weights:
-        if not way.transport:
+    for weights in plan.weights:
+        if not weights.transport:
             yield (
-                f"{way.edge}: {way.producer} trains on CPU and {way.consumer} runs on a GPU, and no weight transport "
-                f"joins the two; give both gpus= or neither."
+                f"{weights.edge}: {weights.producer} trains on CPU and {weights.consumer} runs on a GPU, and no weight "
+                f"transport connects the two; give gpus= to both or to neither."
             )
 
 
@@ -155,7 +155,7 @@ def _parts(units: list[tuple[str, tuple[PlacedUnit, ...]]], field: str) -> str:
 
 def _relief(field: str) -> str:
     return (
-        f"use fewer replicas, a smaller {field}=, g.time_share(...) for nodes that may alternate, or state a cluster "
+        f"use fewer replicas, a smaller {field}=, g.time_share(...) for nodes that may alternate, or declare a cluster "
         f'(--cluster "{CLUSTER_EXAMPLE}")'
     )
 
@@ -176,7 +176,7 @@ def _sharing_problems(graph: Graph) -> Iterator[str]:
         counts = {name: graph.placed[name].replicas for name in names}
         if len(set(counts.values())) > 1 and any(graph.placed[name].heavy for name in names):
             each = ", ".join(f"{name} has {count}" for name, count in counts.items())
-            yield f"g.together needs as many replicas of each node: {each}; make them equal."
+            yield f"g.together needs the same number of replicas of each node, but {each}; make them equal."
     for names in merged(graph.time_shared):
         for name in names:
             if not graph.placed[name].heavy:
@@ -184,11 +184,11 @@ def _sharing_problems(graph: Graph) -> Iterator[str]:
         for shared in merged(graph.sharing):
             if len(both := [name for name in names if name in shared]) > 1:
                 nodes = " and ".join(both)
-                yield f"{nodes} are in g.together and in g.time_share; nodes of one process cannot alternate, keep one."
+                yield f"{nodes} are in g.together and in g.time_share; nodes of one process cannot alternate; keep one."
 
 
 def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
-    """Check 10: generators that must idle."""
+    """Check 10: generators that have to be idle."""
     if graph.admission is None or numbers.tickets is None:
         return
     samples = numbers.tickets * (numbers.group_size or 1)

@@ -23,7 +23,7 @@ def draw(graph: Graph, plan: Plan, path: Path) -> None:
     if path.suffix not in kinds:
         raise ConfigError(f"--draw {path}: the name has to end in {' or '.join(kinds)}")
     if not path.parent.is_dir():
-        raise ConfigError(f"--draw {path}: there is no directory {path.parent}; make it first")
+        raise ConfigError(f"--draw {path}: there is no directory {path.parent}; create it first")
     path.write_text(kinds[path.suffix](graph, plan), encoding="utf-8")
 
 

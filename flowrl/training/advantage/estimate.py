@@ -48,7 +48,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Estimate:
-    """How advantages are made. `gae` needs samples with `values`, a KL samples with `ref_logprobs`."""
+    """How advantages are computed. `gae` needs samples with `values`, a KL samples with `ref_logprobs`."""
 
     estimator: Estimator = "group_norm"
     gamma: float = 1.0
@@ -58,9 +58,9 @@ class Estimate:
     """Weight of the KL to the reference inside the reward."""
     kl_estimator: KlEstimator = "k1"
     kl_before_baseline: bool = False
-    """Take kl_coef·Σkl from a response's reward before the group's baseline, not token by token (2402.14740)."""
+    """Subtract kl_coef·Σkl from a response's reward before the group's baseline, not token by token (2402.14740)."""
     shuffle_rewards: bool = False
-    """A control that must not learn: a group's rewards dealt out to its members at random."""
+    """A control that must not learn: the rewards of a group are shuffled among its members."""
 
     def problems(self) -> list[str]:
         """Problems of these settings, as complete sentences."""
@@ -81,7 +81,7 @@ class Estimate:
         if self.kl_estimator not in get_args(KlEstimator):
             found.append(f"kl_estimator is {self.kl_estimator!r}; it has to be one of k1, k2, k3")
         if self.kl_before_baseline and self.estimator not in GROUP_ESTIMATORS:
-            found.append(f"kl_before_baseline needs an estimator with a baseline, which {self.estimator!r} has not")
+            found.append(f"kl_before_baseline needs an estimator with a baseline, and {self.estimator!r} has none")
         return found
 
     def trainable(
@@ -135,11 +135,11 @@ class Estimate:
             return found
         if name == "values":
             raise ConfigError(
-                f"estimator 'gae' needs a critic's values, and sample {sample.sample_id} carries none; join the "
+                f"estimator 'gae' needs a critic's values, and sample {sample.sample_id} has none; connect the "
                 "batcher's port values to a Critic with g.call, or choose another estimator"
             )
         raise ConfigError(
-            f"kl_coef is {self.kl_coef}, but sample {sample.sample_id} carries no reference logprobs; put a "
+            f"kl_coef is {self.kl_coef}, but sample {sample.sample_id} has no reference logprobs; put a "
             "Reference node between generator and reward, or set kl_coef=0"
         )
 

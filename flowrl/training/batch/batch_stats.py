@@ -30,22 +30,22 @@ class BatchStats:
     @classmethod
     def of(cls, samples: Sequence[Trainable], masks: Sequence[Bool], version: int) -> BatchStats:
         """The statistics of `samples`; `masks` mark each sample's tokens that enter the loss in `version`'s update."""
-        tally = cls(num_samples=len(samples))
+        stats = cls(num_samples=len(samples))
         for sample, mask in zip(samples, masks, strict=True):
-            tally.raw_reward += sample.raw_reward
-            tally.raw_reward_squares += sample.raw_reward**2
-            tally.shaped_reward += sample.reward
+            stats.raw_reward += sample.raw_reward
+            stats.raw_reward_squares += sample.raw_reward**2
+            stats.shaped_reward += sample.reward
             for name, value in sample.reward_parts.items():
-                tally.reward_parts[name] = tally.reward_parts.get(name, 0.0) + value
-            tally.response_tokens += sample.response_tokens
-            tally.stale_tokens += int((trained_mask(sample) & sample.policy_mask & ~mask).sum())
-            tally.truncated += sample.truncated
+                stats.reward_parts[name] = stats.reward_parts.get(name, 0.0) + value
+            stats.response_tokens += sample.response_tokens
+            stats.stale_tokens += int((trained_mask(sample) & sample.policy_mask & ~mask).sum())
+            stats.truncated += sample.truncated
             ages = version - sample.versions[mask]
             if ages.size:
-                tally.trained_tokens += ages.size
-                tally.age += int(ages.sum())
-                tally.oldest_age = max(tally.oldest_age, int(ages.max()))
-        return tally
+                stats.trained_tokens += ages.size
+                stats.age += int(ages.sum())
+                stats.oldest_age = max(stats.oldest_age, int(ages.max()))
+        return stats
 
     @classmethod
     def total(cls, stats: Iterable[BatchStats]) -> BatchStats:

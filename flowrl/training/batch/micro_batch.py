@@ -103,8 +103,8 @@ def _columns(
     for name in asked[0]:
         found = [values for column in asked if (values := column[name]) is not None]
         if len(found) == len(samples):
-            cut = [values[where] for values, where in zip(found, places, strict=True)]
-            columns[name] = rows.column(cut, device)
+            at_places = [values[where] for values, where in zip(found, places, strict=True)]
+            columns[name] = rows.column(at_places, device)
     return columns
 
 

@@ -59,7 +59,7 @@ def _muon(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> tor
     matrices = [p for p in parameters.values() if p.use_muon]  # type: ignore[attr-defined]
     others = {name: p for name, p in parameters.items() if not p.use_muon}  # type: ignore[attr-defined]
     if not matrices:
-        raise ConfigError("muon trains the matrices of layers, and none of this model's are trained; choose adamw")
+        raise ConfigError("muon trains matrices of layers, and this model has none that are trained; choose adamw")
     adam = {"lr": 0.0, "betas": settings.betas, "eps": settings.eps, "use_muon": False}
     muon = {"lr": 0.0, "momentum": settings.momentum, "weight_decay": settings.weight_decay, "use_muon": True}
     groups = [{"params": matrices, **muon}, *({**group, **adam} for group in _by_decay(others, settings))]

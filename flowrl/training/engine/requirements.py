@@ -38,13 +38,13 @@ def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> list[str]
     disks = len(list(path.glob("on_disk_rank_*")))
     if bool(disks) != bool(zero.nvme_path):
         return [
-            f"checkpoint {path} was written {'with' if disks else 'without'} nvme_path, and this run is "
-            f"{'with' if zero.nvme_path else 'without'} it; resume as the run was started"
+            f"checkpoint {path} was written {'with' if disks else 'without'} nvme_path, but this run is "
+            f"{'with' if zero.nvme_path else 'without'} it; resume with the setting of the saved run"
         ]
     found = disks or len(list(path.glob("*optim_states.pt")))
     if zero.effective_stage(num_ranks) and found != num_ranks:  # stage 0 shards nothing, so any number of ranks works
         return [
-            f"checkpoint {path} was written by {found} trainer ranks, this run has {num_ranks}; "
+            f"checkpoint {path} was written by {found} trainer ranks, but this run has {num_ranks}; "
             f"resume with {found} trainer replicas"
         ]
     return []
@@ -63,19 +63,19 @@ def _check_packages(zero: ZeroSettings, lora: LoRA) -> None:
     for package, option in needed.items():
         if find_spec(package) is None:
             raise ConfigError(
-                f"{option} needs the package {package}, which is not installed; install it, or leave it out"
+                f"{option} needs the package {package}, which is not installed; install it, or leave the option out"
             )
 
 
 def _check_nvme(path: str) -> None:
     if not Path(path).expanduser().is_dir():
-        raise ConfigError(f"nvme_path {path} is no directory; make it, on a local disk")
+        raise ConfigError(f"nvme_path {path} is not a directory; create it on a local disk")
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise ConfigError(
-            "nvme_path needs DeepSpeed's async_io, which does not build here; install libaio with its headers "
-            "(libaio-dev), or point CFLAGS and LDFLAGS at them"
+            "nvme_path needs DeepSpeed's async_io, which cannot be compiled on this machine; install libaio with its "
+            "headers (libaio-dev), or set CFLAGS and LDFLAGS to where they are"
         )
 
 

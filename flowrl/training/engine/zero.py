@@ -218,7 +218,7 @@ class ZeroEngine:
         lengths = [len(tokens) - 1 for tokens in token_ids]
         return [part.tolist() for part in torch.split(scores_N.float().cpu(), lengths)]
 
-    def tell_scores(self, mean: float, std: float) -> None:
+    def record_scores(self, mean: float, std: float) -> None:
         """Set mean and std of a reward model's scores, for the config.json of the next export."""
         self.model.network.config.reward_mean, self.model.network.config.reward_std = mean, std
 

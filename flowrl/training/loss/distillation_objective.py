@@ -29,7 +29,7 @@ class ReverseKL(Objective):
     aggregation: str = "token"
     """token | sequence"""
     negate: bool = False
-    """A control: the student is driven away from the teacher."""
+    """A control: the student moves away from the teacher."""
 
     def __post_init__(self) -> None:
         if self.aggregation not in ("token", "sequence"):
@@ -37,14 +37,14 @@ class ReverseKL(Objective):
 
     needs_proximal = False
     needs_entropy_gradient = True
-    """The entropy it sees is relative to the teacher: −KL."""
+    """`entropies_BT` are relative to the teacher: −KL."""
     stats = ("reverse_kl",)
 
     def columns(self, sample: Trainable) -> Column:
         if sample.sample_id and sample.teacher_hidden is None:
             raise FlowrlError(
-                f"sample {sample.sample_id!r} carries no hidden states of a teacher: the exact reverse KL needs a "
-                "Teacher node with exact=True between generator and trainer"
+                f"sample {sample.sample_id!r} has no hidden states of a teacher: the exact reverse KL needs a Teacher "
+                "node with exact=True between generator and trainer"
             )
         return {}
 

@@ -28,9 +28,9 @@ class PolicyObjective(Objective):
     """None: 0.2; cispo has no default."""
     dual_clip: float | None = None
     old: str = "proximal"
-    """What the ratio is taken against: the weights at the batch's start, or "behavior"."""
+    """Denominator of the ratio: "proximal", the weights at the batch's start, or "behavior"."""
     correction: str | None = "tis"
-    """Weight for the gap between proximal and behavior policy: tis | icepop | sequence_mask | decoupled."""
+    """Weights that correct the gap between proximal and behavior policy: tis | icepop | sequence_mask | decoupled."""
     correction_range: tuple[float, float] = (0.0, 2.0)
     correction_level: str = "token"
     aggregation: str = "token"
@@ -139,7 +139,7 @@ def _problem_of(chosen: PolicyObjective) -> str | None:
             "(the expected gradient of k1 is zero)"
         )
     if chosen.old == "behavior" and chosen.correction is not None:
-        return "old='behavior' puts the behavior policy into the ratio itself; set correction=None with it"
+        return "old='behavior' already puts the behavior policy into the ratio; set correction=None with it"
     if chosen.kind == "cispo" and chosen.clip_high is None:
         return "kind='cispo' needs clip_high, the absolute upper bound of its weight, such as 2.0"
     if chosen.aggregation == "constant" and not chosen.length:

@@ -26,15 +26,15 @@ class DPO(Objective):
     """Direct preference optimization (2305.18290) on neighbouring samples of one `pair`, labelled 1 and -1."""
 
     beta: float = 0.1
-    """How strongly the policy is held to the reference; of IPO its regularisation τ."""
+    """How strongly the policy is kept near the reference; for IPO its regularisation τ."""
     kind: str = "dpo"
-    """dpo | ipo (on means per token, 2310.12036) | cdpo (with label_smoothing)"""
+    """dpo | ipo (uses means per token, 2310.12036) | cdpo (with label_smoothing)"""
     label_smoothing: float = 0.0
-    """Of cdpo: the share of pairs that is taken to be the wrong way round, below 0.5."""
+    """For cdpo: the share of pairs assumed to have chosen and rejected swapped, below 0.5."""
     nll_coef: float = 0.0
-    """Weight of the chosen completions' negative log likelihood, a mean per token (2404.19733)."""
+    """Weight of the negative log likelihood of the chosen completions, a mean per token (2404.19733)."""
     online: bool = False
-    """The pairs are rollouts: their versions are held to the graph's staleness and reported."""
+    """The pairs are rollouts: the graph's staleness bounds their versions, and these are reported."""
 
     needs_proximal = False
     needs_reference = True
@@ -58,7 +58,7 @@ class DPO(Objective):
         if (self.kind == "cdpo") != (self.label_smoothing > 0):
             raise ConfigError(
                 f"kind is {self.kind!r} and label_smoothing {self.label_smoothing}; kind='cdpo' needs a "
-                "label_smoothing above 0, such as 0.1, and the other kinds none"
+                "label_smoothing above 0, such as 0.1, and the other kinds need 0"
             )
         if not self.nll_coef >= 0:
             raise ConfigError(f"nll_coef is {self.nll_coef}; it has to be 0 or more")
@@ -101,7 +101,7 @@ class DPO(Objective):
 class KTO(Objective):
     """Kahneman–Tversky optimization (2402.01306) on single completions, labelled 1 or -1.
 
-    The baseline z0 is one number an optimizer step, from the samples' mismatched completions, no gradient.
+    The baseline z0 is one number for each optimizer step, from the mismatched completions, without gradient.
     """
 
     beta: float = 0.1
@@ -188,9 +188,9 @@ def _check_positive(name: str, value: float) -> None:
 def _reference_column(sample: Trainable) -> Column:
     if sample.ref_logprobs is None:
         raise FlowrlError(
-            f"sample {sample.sample_id!r} has no reference logprobs, which its objective compares the policy with: "
-            "connect a PreferenceReference (or for rollouts a Reference) node on the way to the batcher, or train "
-            "with LoRA, whose base is the reference"
+            f"sample {sample.sample_id!r} has no reference logprobs, with which its objective compares the policy: "
+            "connect a PreferenceReference node (for rollouts: a Reference) before the batcher, or train with LoRA, "
+            "whose base is the reference"
         )
     return {"ref_logprobs": sample.ref_logprobs}
 

@@ -24,7 +24,7 @@ class BradleyTerry(Objective):
     """−log σ(chosen − rejected − margin) on neighbouring samples of one `pair`, scored at their last token."""
 
     margin: bool = False
-    """Take each pair's margin (2307.09288) from the column `margin` of its row."""
+    """Use each pair's margin (2307.09288) from the column `margin` of its row."""
     centring: float = 0.0
     """Weight of the mean of (chosen + rejected)², which keeps scores around 0."""
 

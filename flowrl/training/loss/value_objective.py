@@ -34,8 +34,8 @@ class ValueObjective(Objective):
     def columns(self, sample: Trainable) -> Column:
         if sample.values is None or sample.returns is None:
             raise FlowrlError(
-                f"sample {sample.sample_id!r} has no old values and returns, and a critic is trained on these: use the "
-                "estimator 'gae' and let the batcher ask a Critic node"
+                f"sample {sample.sample_id!r} has no old values and returns, on which a critic is trained: use the "
+                "estimator 'gae' and connect the batcher to a Critic node"
             )
         return {"old_values": sample.values, "returns": sample.returns}
 

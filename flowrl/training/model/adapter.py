@@ -45,7 +45,7 @@ def target_layers(model: Any, lora: LoRA) -> list[str]:
     if strange := sorted(set(lora.targets) - linear):
         raise ConfigError(
             f"{type(model).__name__} has no linear layer named {', '.join(strange)}; as LoRA targets choose from "
-            f"{', '.join(sorted(linear))}, or leave them out to adapt all"
+            f"{', '.join(sorted(linear))}, or leave targets out to adapt all"
         )
     return sorted(lora.targets or linear)
 
@@ -65,8 +65,8 @@ def peft_config(lora: LoRA, targets: Sequence[str]) -> Any:
     )
 
 
-def told_to_vllm(lora: LoRA, model: Any) -> dict[str, Any]:
-    """What a generator has to know about an adapter besides its tensors, under PEFT's names."""
+def vllm_adapter_config(lora: LoRA, model: Any) -> dict[str, Any]:
+    """The configuration of an adapter that a generator needs besides its tensors, under PEFT's names."""
     layers = sorted({name.rpartition(".")[2] for name in adapted_layers(model)})
     config = peft_config(lora, layers)
     return {
@@ -112,7 +112,7 @@ def write_adapter(model: Any, lora: LoRA, state: Mapping[str, Tensor], base: str
 
     target = Path(path)
     target.mkdir(parents=True, exist_ok=True)
-    config = peft_config(lora, told_to_vllm(lora, model)["target_modules"])
+    config = peft_config(lora, vllm_adapter_config(lora, model)["target_modules"])
     config.base_model_name_or_path = str(base)
     config.inference_mode = True
     whole = sorted({name.rpartition(".")[0] for name, _ in beside_adapter(model)})

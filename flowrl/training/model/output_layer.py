@@ -46,8 +46,8 @@ def load_output_layer(path: str | Path, *, vocab_size: int, dtype: Dtype, device
     layer = causal_lm.get_output_embeddings()
     if layer.weight.shape[0] != vocab_size:
         raise ConfigError(
-            f"the output layer of the teacher {path} has {layer.weight.shape[0]} tokens, the student's {vocab_size}; "
-            "the exact reverse KL needs equally many, compare sampled tokens instead (exact=False)"
+            f"the output layer of the teacher {path} has {layer.weight.shape[0]} tokens, the student's has "
+            f"{vocab_size}; the exact reverse KL needs the same number; compare sampled tokens instead (exact=False)"
         )
     names = {id(parameter): name for name, parameter in causal_lm.named_parameters()}
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
@@ -63,4 +63,6 @@ def _read(model_dir: Path, name: str) -> Tensor:
             if name in tensors.keys():  # noqa: SIM118 - no mapping
                 tensor: Tensor = tensors.get_tensor(name)
                 return tensor
-    raise ConfigError(f"{model_dir} holds no tensor {name!r} in its *.safetensors; save it there with save_pretrained")
+    raise ConfigError(
+        f"{model_dir} has no tensor {name!r} in its *.safetensors; write the directory with save_pretrained"
+    )

@@ -34,7 +34,7 @@ class PolicyModel(nn.Module):
         head = causal_lm.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ConfigError(
-                f"{type(causal_lm).__name__} has no linear output layer but {type(head).__name__}; "
+                f"the output layer of {type(causal_lm).__name__} is a {type(head).__name__}; "
                 "flowrl trains causal language models whose lm_head is linear"
             )
         _refuse_scaled_logits(causal_lm.config)
@@ -69,7 +69,7 @@ def _refuse_scaled_logits(config: Any) -> None:
         if found not in (neutral, None):
             raise ConfigError(
                 f"{config.model_type} models scale their logits ({name} = {found}) after the output layer, "
-                "which flowrl's chunked logprobs leave out; choose a model without it"
+                "which flowrl's chunked logprobs do not do; choose a model that does not scale them"
             )
 
 
@@ -125,7 +125,7 @@ def read_config(path: str | Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no Hugging Face model directory: {error}") from error
+        raise ConfigError(f"{path} is not a Hugging Face model directory: {error}") from error
     for name, value in config.to_dict().items():
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)

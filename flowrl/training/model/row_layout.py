@@ -39,7 +39,7 @@ class RowLayout:
     """For each policy token its flat index into [B, T]."""
     shape: tuple[int, int]
     taught: Taught | None = None
-    """What a teacher expects at these places; the entropy is relative to it then."""
+    """A teacher's distributions at these places; with it, entropies are relative to the teacher's."""
 
     def spread(self, values_N: Tensor) -> Tensor:
         """[N] as [B, T], 0 at padding. Differentiable."""
@@ -47,7 +47,7 @@ class RowLayout:
         return flat.scatter(0, self.cells_N, values_N).view(self.shape)
 
     def column(self, arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> Tensor:
-        """One array per sample, already cut to its policy tokens, as [B, T]."""
+        """One array per sample, already reduced to its policy tokens, as [B, T]."""
         values = torch.from_numpy(np.concatenate(arrays)).to(device)
         return self.spread(values)
 

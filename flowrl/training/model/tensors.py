@@ -30,7 +30,7 @@ class Entry:
     name: str
     parameters: tuple[nn.Parameter, ...]
     make: Callable[..., Tensor] = _itself
-    """The tensor, out of the parameters' whole values, in their order."""
+    """Makes the tensor from the whole values of the parameters, in their order."""
 
     @property
     def num_bytes(self) -> int:

@@ -81,7 +81,7 @@ def require_scalar_head(path: str | Path) -> None:
     if not has_scalar_head(path):
         found = ", ".join(read_config(path).architectures or ("no architecture",))
         raise ConfigError(
-            f"{path} is no reward model: its config.json names {found} and a …ForSequenceClassification is needed; "
+            f"{path} is not a reward model: its config.json names {found}, not a …ForSequenceClassification; "
             "train one with graphs/reward_model.py, or start from the policy"
         )
 
