@@ -1,16 +1,17 @@
 """Blocks of options that graphs share, the nodes made from them, and evaluation.
 
-A graph's configuration inherits the blocks that it needs and adds its own options:
+The configuration of a graph inherits the blocks that it needs and adds its own options:
 
     @dataclass(frozen=True)
     class RLOO(OnlineOptions):
         kl_coef: float = 0.001
 
-A subclass may give an option another default; it keeps its meaning, and its help text unless the subclass
-writes a new one. Options come in the order in which they are declared, those of the block named last first.
+A subclass may give an option another default, but not another meaning. It inherits the help text unless it
+writes a new one. With several bases, `--help` lists the options of the last base first. Values out of range
+raise ConfigError when the options are made.
 
-Blocks make the nodes that take many options; the graph file says which node is connected to which. Only
-`evaluate` and `evaluate_offline` connect nodes. Values out of range raise ConfigError when the options are made.
+Blocks make the nodes that take many options. The graph file says which node is connected to which; of the
+functions here, only `evaluate` and `evaluate_offline` connect nodes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from inspect import get_annotations
+from types import FunctionType
 from typing import Any, Literal
 
 from flowrl.errors import ConfigError
@@ -31,7 +34,7 @@ from flowrl.training.settings import Dtype, LoRA, ZeroSettings
 
 
 def too_low(options: object, **least: float) -> Iterator[str]:
-    """A sentence for each option whose value is below its least one. None, which leaves an option open, is not."""
+    """A sentence for each option whose value is below the one given in `least`. None is never too low."""
     for name, low in least.items():
         value = getattr(options, name)
         if value is not None and not value >= low:
@@ -48,6 +51,11 @@ class PolicyOptions:
     """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
     gpus: float = 0
     """GPUs of each process that runs a model; 0: CPU only."""
+
+    def __init_subclass__(cls) -> None:
+        for name in get_annotations(cls):
+            if isinstance(getattr(super(cls, cls), name, None), property | FunctionType):
+                raise ConfigError(f"the option {name} of {cls.__name__} has the name of a block's method; rename it")
 
     def __post_init__(self) -> None:
         for problem in self.problems():

@@ -25,6 +25,7 @@ class Distill(OnlineOptions):
     """Samples of one prompt. They are not compared with each other, so 1 is enough."""
     negate_rewards: bool = False
     """A control experiment: the student learns the opposite of what the teacher prefers and must get worse."""
+
     teacher: str = "tiny_teacher"
     """tiny_teacher (for tiny), or the path of a model directory with the student's vocabulary."""
     teacher_dtype: Literal["float32", "bfloat16"] = "float32"

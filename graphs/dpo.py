@@ -4,11 +4,12 @@ flowrl run graphs/dpo.py --steps 60
 flowrl run graphs/dpo.py --policy smollm2 --pairs pairs.jsonl --evaluate 0 --steps 200
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import EvaluationOptions, PreferenceOptions, evaluate_offline
+from flowrl.blocks import EvaluationOptions, PreferenceOptions, evaluate_offline, too_low
 from flowrl.nodes import PreferenceDataset, PreferenceReference, Preferences, PreferenceSource, Sampling, TokenBatch
 from flowrl.tasks import Task
 from flowrl.training.objectives import Objective
@@ -22,20 +23,26 @@ class ReferencedPreferences(EvaluationOptions, PreferenceOptions):
     policy: str = "tiny"
     """tiny, smollm2, or the path of a Hugging Face model directory. It is the reference, too."""
     task: Task = Task("arithmetic")
-    """The task of the evaluation: arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory."""
+    """Evaluated, and the data if no file is named: arithmetic, reasoning_gym/NAME, a .jsonl file or a directory."""
     lr: float = 5e-5
+
     beta: float = 0.1
     """Larger values keep the policy closer to the reference."""
     max_tokens: int = 32
     """Most tokens of an answer in evaluations."""
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, max_tokens=1)
+
 
 @dataclass(frozen=True)
 class DPO(ReferencedPreferences):
-    pairs: str = ""
-    """Rows with `prompt`, `chosen` and `rejected` (text or messages); empty: the task's own pairs."""
     batch: int = 32
     """Pairs of one step."""
+
+    pairs: str = ""
+    """Rows with `prompt`, `chosen` and `rejected` (text or messages); empty: the task's own pairs."""
     kind: Literal["dpo", "ipo", "cdpo"] = "dpo"
     label_smoothing: float = 0.0
     """For cdpo: the assumed share of pairs with the wrong order."""

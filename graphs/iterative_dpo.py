@@ -23,6 +23,7 @@ class IterativeDPO(OnlineOptions):
     """Prompts of one batch, which is a round."""
     optimizer_steps: int = 4
     """Mini-batches into which a round is split."""
+
     judge: str = ""
     """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none."""
     reference: Literal["round", "initial"] = "round"

@@ -13,11 +13,12 @@ from flowrl.training.preference_objectives import KTO as KTOObjective
 
 @dataclass(frozen=True)
 class KTO(ReferencedPreferences):
-    labelled: str = ""
-    """Rows with `prompt`, `completion` and `label` (true or false), or pairs; empty: the task's own pairs."""
     batch: int = 64
     """Completions of one step, 2 or more."""
     held_out: int = 512
+
+    labelled: str = ""
+    """Rows with `prompt`, `completion` and `label` (true or false), or pairs; empty: the task's own pairs."""
     desirable_weight: float = 1.0
     """λ_D, the weight of the losses of desirable completions."""
     undesirable_weight: float = 1.0

@@ -17,6 +17,7 @@ class Pairs(SamplingOptions):
     """tiny, smollm2, or the path of a Hugging Face model directory: the model whose answers are compared."""
     group_size: int = 4
     """Answers to one prompt; the best and the worst make a pair."""
+
     pairs: str = "pairs.jsonl"
     """The file that is written."""
     part: Literal["all", "train", "held_out"] = "all"

@@ -40,6 +40,7 @@ class PPO(OnlineOptions):
     """ZeRO ranks of the actor, and as many of the critic."""
     groups_per_step: int = 32
     optimizer_steps: int = 2
+
     reward_model: str = ""
     """Directory of a trained reward model that scores the responses; empty: the task's verifier."""
     critic: str = ""

@@ -15,6 +15,7 @@ from flowrl.training.objectives import PolicyObjective
 @dataclass(frozen=True)
 class RAFT(OnlineOptions):
     groups_per_step: int = 32
+
     judge: str = ""
     """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none."""
     least_reward: float | None = None

@@ -21,19 +21,20 @@ class RewardModel(PreferenceOptions):
     """tiny, smollm2, or the path of a Hugging Face model directory: the initial model, which gets a new head."""
     task: Task = Task("arithmetic")
     """The task that `tiny` was warm-started on. Its own pairs are the data if `pairs` is empty."""
-    pairs: str = ""
-    """File or dataset of rows with `prompt`, `chosen` and `rejected`, such as graphs/pairs.py writes."""
     lr: float = 5e-4
     batch: int = 64
     """Pairs of one step."""
-    margin: bool = False
-    """The score of the chosen one has to be above that of the rejected by the row's `margin`."""
-    centring: float = 0.001
-    """Weight of the penalty that keeps scores around 0."""
     held_out: int = 1024
     """Held-out pairs on which accuracy and the scores' mean and standard deviation are measured."""
     judge_every: int = 50
     schedule: Schedule = Schedule(warmup_steps=10)
+
+    pairs: str = ""
+    """File or dataset of rows with `prompt`, `chosen` and `rejected`, such as graphs/pairs.py writes."""
+    margin: bool = False
+    """The score of the chosen one has to be above that of the rejected by the row's `margin`."""
+    centring: float = 0.001
+    """Weight of the penalty that keeps scores around 0."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -21,10 +21,11 @@ class SFT(EvaluationOptions, DatasetOptions):
     batch: int = 64
     """Conversations of one step."""
     lr: float = 5e-4
-    max_tokens: int = 1024
-    """Most tokens of a conversation; longer ones are dropped."""
     evaluate: int = 0
     """Held-out prompts that are answered before and after training; 0: none, and no generator."""
+
+    max_tokens: int = 1024
+    """Most tokens of a conversation; longer ones are dropped."""
     answer_tokens: int = 32
     """Most tokens of an answer in evaluations."""
 

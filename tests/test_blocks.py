@@ -89,6 +89,12 @@ def test_a_graph_adds_options_and_ranges_of_its_own() -> None:
         load_file(GRAPHS / "reward_model.py").parse(["--held-out", "0"])
 
 
+@pytest.mark.parametrize("name", ["model", "trainer", "problems"])
+def test_an_option_cannot_take_the_name_of_what_a_block_makes(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the option {name} of Shadowing has the name of a block's method"):
+        type("Shadowing", (OnlineOptions,), {"__annotations__": {name: str}, name: ""})
+
+
 def test_the_nodes_that_blocks_make_have_their_options() -> None:
     cfg = Mine(max_tokens=7, temperature=0.5, epochs=3, token_budget=64, groups_per_step=2, optimizer_steps=2)
     trainer = cfg.trainer(PolicyObjective(), start_after=4)
