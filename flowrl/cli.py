@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or args[0] in HELP or (len(args) == 2 and args[0] in COMMANDS and args[1] in HELP):
         print(USAGE)
         return 0 if args else 2
-    status = _told(args)
+    status = _status(args)
     if (cluster := sys.modules.get("flowrl.runtime.driver.cluster")) is not None and cluster.RayCluster.abandoned:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _told(args: Sequence[str]) -> int:
+def _status(args: Sequence[str]) -> int:
     """The exit status of a command; a user's mistake or a failure is printed as one message."""
     try:
         return _command(args[0])(args[1:])

@@ -1,15 +1,18 @@
-"""GRPO with a node of one's own: samples that merely repeat the question are filtered before they are scored."""
+"""GRPO with a custom node, which filters samples that repeat the question, and a custom reward.
+
+flowrl run graphs/custom_node.py --steps 60
+"""
 
 from dataclasses import dataclass
 
 from flowrl import Facts, Graph, In, Node, Out, Sample
-from flowrl.models import Policy
-from flowrl.nodes import Generator, GroupAdvantage, PromptSource, Reward, Sampling, TokenBatch, Trainer
-from flowrl.tasks import Task
+from flowrl.blocks import OnlineOptions, evaluate
+from flowrl.nodes import GroupAdvantage, PromptSource, Reward, Shaping
+from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 class NoEcho(Node):
-    """Lets pass what does not begin with the question."""
+    """Filters samples whose response begins with the question."""
 
     rollouts: In[Sample]
     kept: Out[Sample]
@@ -26,31 +29,26 @@ class NoEcho(Node):
 
 
 def short_and_right(prompt: str, response: str, *, answer: str) -> dict[str, object]:
-    """The second thing of one's own, a reward: right answers count 1, every character too many costs 0.01."""
+    """1 for the right answer, less 0.01 for each character beyond the answer's length."""
     excess = max(0, len(response) - len(answer))
     return {"reward": float(response.strip() == answer) - 0.01 * excess, "logs": {"excess": float(excess)}}
 
 
 @dataclass(frozen=True)
-class Custom:
-    policy: str = "tiny"
-    task: Task = Task("arithmetic")
-    group_size: int = 8
-    groups_per_step: int = 16
-    staleness: int = 1
-    lr: float = 1e-4
+class Custom(OnlineOptions):
+    evaluate: int = 0
 
 
 def graph(cfg: Custom) -> Graph:
-    policy = Policy(cfg.policy, task=cfg.task)
     g = Graph("custom_node")
-    prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
-    generator = g.add("generator", Generator(policy, sampling=Sampling(max_tokens=32)))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     no_echo = g.add("no_echo", NoEcho())
-    reward = g.add("reward", Reward(cfg.task, function=short_and_right))
+    scoring = Reward(cfg.task, function=short_and_right, shaping=Shaping(negate=cfg.negate_rewards))
+    reward = g.add("reward", scoring)
     advantage = g.add("advantage", GroupAdvantage("group_norm", size=cfg.group_size))
-    batcher = g.add("batcher", TokenBatch(cfg.groups_per_step))
-    trainer = g.add("trainer", Trainer(policy, lr=cfg.lr))
+    batcher = g.add("batcher", cfg.batcher())
+    trainer = g.add("trainer", cfg.trainer(PolicyObjective()), replicas=cfg.num_trainers, gpus=cfg.gpus)
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, no_echo.rollouts)
@@ -59,6 +57,12 @@ def graph(cfg: Custom) -> Graph:
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
-    g.admit(prompts.prompts, until=generator.weights, staleness=cfg.staleness)
-    g.ignore(generator.requests)
+    g.admit(
+        prompts.prompts,
+        until=generator.weights,
+        staleness=cfg.staleness,
+        on_limit=cfg.on_limit,
+        look_ahead=cfg.look_ahead,
+    )
+    evaluate(g, cfg, generator)
     return g

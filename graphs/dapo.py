@@ -1,93 +1,33 @@
-"""DAPO (arXiv 2503.14476): groups that teach nothing are replaced, the upper clip is wider, long responses cost.
+"""DAPO (arXiv 2503.14476): replaces groups that teach nothing, clips wider above, and penalises long responses.
 
 flowrl run graphs/dapo.py --steps 60
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from flowrl import Graph
-from flowrl.models import Policy
-from flowrl.nodes import (
-    DynamicSampling,
-    Evaluation,
-    Generator,
-    GroupAdvantage,
-    Overlong,
-    PromptSource,
-    Reward,
-    Sampling,
-    Shaping,
-    TokenBatch,
-    Trainer,
-)
-from flowrl.tasks import Task
+from flowrl.blocks import OnlineOptions, evaluate
+from flowrl.nodes import DynamicSampling, GroupAdvantage, Overlong, PromptSource, Reward, Shaping
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.schedule import Schedule
-from flowrl.training.settings import LoRA, ZeroSettings
 
 
 @dataclass(frozen=True)
-class DAPO:
-    policy: str = "tiny"
-    """tiny, smollm2, or the path of a Hugging Face model directory."""
-    task: Task = Task("arithmetic")
-    """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
-    lr: float = 1e-4
-    max_tokens: int = 32
-    """Longest response."""
-    temperature: float = 1.0
-    staleness: int = 1
-    """Largest staleness of any trained token, in versions. 0 is synchronous."""
-    group_size: int = 8
-    """Samples of one prompt."""
-    groups_per_step: int = 16
-    """Prompts of one batch."""
-    evaluate: int = 512
-    """Held-out prompts asked before and after; 0 for none."""
-    evaluate_samples: int = 1
-    """Answers to each of them: one is greedy, several are sampled at `temperature`."""
-    evaluate_every: int = 0
-    """Steps between evaluations during training; 0 for none."""
-    evaluate_also: tuple[str, ...] = ()
-    """Further tasks that are asked then, each judged by its own verifier."""
-    num_generators: int = 1
-    num_trainers: int = 1
-    """ZeRO ranks."""
-    gpus: float = 0
-    """GPUs of each generator and trainer."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the trainer's parameters and activations."""
-    token_budget: int = 8192
-    """Most tokens of a micro-batch, padding included."""
-    negate_rewards: bool = False
-    """A control: every reward's sign turned. The policy must get worse."""
-    lora: LoRA = LoRA()
-    """Train adapters instead of all weights, as with --lora.rank 16."""
-    zero: ZeroSettings = ZeroSettings()
-    """Sharding, offload, optimizer, attention and the like of the trainer."""
-    schedule: Schedule = Schedule()
-    """Warm-up and decay of the learning rate."""
-
+class DAPO(OnlineOptions):
     clip_low: float = 0.2
+    """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.28
-    """Above `clip_low`, so that unlikely tokens can grow."""
+    """And above at 1 + clip_high: more than `clip_low`, so that unlikely tokens can grow."""
     mean_between: tuple[float, float] | None = None
-    """Keep groups whose mean raw reward lies between; None keeps all whose rewards are not equal."""
+    """Keep groups whose mean raw reward lies between these; None: all groups whose rewards are not equal."""
     max_filtered_per_step: int = 256
-    """The run ends with an error where more groups are filtered before a batch is full."""
+    """The run ends with an error if more groups are filtered before a batch is full."""
     overlong_buffer: int = 8
     """Tokens before `max_tokens` over which the penalty grows; 0: no penalty."""
     overlong_factor: float = 1.0
     """The penalty at `max_tokens`."""
-    optimizer_steps: int = 1
-    """Mini-batches into which a batch is cut."""
 
 
 def graph(cfg: DAPO) -> Graph:
-    policy = Policy(cfg.policy, task=cfg.task)
-    sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens)
-    evaluated = sampling if cfg.evaluate_samples > 1 else None
     objective = PolicyObjective(clip_low=cfg.clip_low, clip_high=cfg.clip_high)
     dynamic = DynamicSampling(
         cfg.groups_per_step, mean_between=cfg.mean_between, max_filtered_per_step=cfg.max_filtered_per_step
@@ -95,33 +35,12 @@ def graph(cfg: DAPO) -> Graph:
     overlong = Overlong(cfg.max_tokens, cfg.overlong_buffer, cfg.overlong_factor) if cfg.overlong_buffer else None
 
     g = Graph("dapo")
-    prompts = g.add("prompts", PromptSource(cfg.task, policy, repeat=cfg.group_size))
-    generator = g.add(
-        "generator",
-        Generator(policy, sampling=sampling, evaluation=evaluated, lora=cfg.lora),
-        replicas=cfg.num_generators,
-        gpus=cfg.gpus,
-    )
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(overlong=overlong, negate=cfg.negate_rewards)))
     advantage = g.add("advantage", GroupAdvantage("group_norm", size=cfg.group_size, dynamic=dynamic))
-    batcher = g.add(
-        "batcher",
-        TokenBatch(cfg.groups_per_step, token_budget=cfg.token_budget, optimizer_steps=cfg.optimizer_steps),
-    )
-    trainer = g.add(
-        "trainer",
-        Trainer(
-            policy,
-            objective=objective,
-            lr=cfg.lr,
-            temperature=cfg.temperature,
-            schedule=cfg.schedule,
-            zero=cfg.zero.with_dtype(cfg.dtype),
-            lora=cfg.lora,
-        ),
-        replicas=cfg.num_trainers,
-        gpus=cfg.gpus,
-    )
+    batcher = g.add("batcher", cfg.batcher())
+    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)
@@ -129,17 +48,12 @@ def graph(cfg: DAPO) -> Graph:
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
-    g.admit(prompts.prompts, until=generator.weights, staleness=cfg.staleness)
-
-    if cfg.evaluate:
-        held_out = Evaluation(
-            cfg.task,
-            policy,
-            num_prompts=cfg.evaluate,
-            num_samples=cfg.evaluate_samples,
-            every=cfg.evaluate_every,
-            also=cfg.evaluate_also,
-        )
-        evaluation = g.add("evaluation", held_out)
-        g.call(evaluation.generate, generator.requests)
+    g.admit(
+        prompts.prompts,
+        until=generator.weights,
+        staleness=cfg.staleness,
+        on_limit=cfg.on_limit,
+        look_ahead=cfg.look_ahead,
+    )
+    evaluate(g, cfg, generator)
     return g

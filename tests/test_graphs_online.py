@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -18,30 +18,36 @@ from flowrl.nodes import Generator, GroupAdvantage, PairMaker, Reward, RewardMod
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 ONLINE = ("grpo", "reinforce_pp", "rloo", "dapo", "raft", "iterative_dpo")
+EVERY_ONLINE = (*ONLINE, "distill", "ppo", "custom_node")
 SHARED = (
     "policy",
     "task",
-    "lr",
+    "gpus",
     "max_tokens",
     "temperature",
-    "staleness",
     "group_size",
-    "groups_per_step",
+    "num_generators",
+    "lr",
+    "num_trainers",
+    "dtype",
+    "token_budget",
+    "lora",
+    "zero",
+    "schedule",
     "evaluate",
     "evaluate_samples",
     "evaluate_every",
     "evaluate_also",
-    "num_generators",
-    "num_trainers",
-    "gpus",
-    "dtype",
-    "token_budget",
+    "staleness",
+    "on_limit",
+    "look_ahead",
+    "groups_per_step",
+    "optimizer_steps",
+    "epochs",
     "negate_rewards",
-    "lora",
-    "zero",
-    "schedule",
 )
-TRAINED = (*ONLINE, "distill", "ppo", "sft", "dpo", "kto", "reward_model")
+TRAINED = (*EVERY_ONLINE, "sft", "dpo", "kto", "reward_model")
+EVALUATED = (*EVERY_ONLINE, "sft", "dpo", "kto")
 CLUSTER = Cluster((Machine(cores=(0, 1, 2, 3), memory_bytes=16 * GB),))
 N = TypeVar("N", bound=Node)
 
@@ -56,11 +62,25 @@ def node(of: Graph, kind: type[N]) -> N:
     return found
 
 
+def node_options(name: str, *options: str) -> dict[str, Any]:
+    """The values of a graph's own and inherited options."""
+    return vars(load_file(GRAPHS / f"{name}.py").parse(options))
+
+
 def problems(name: str, options: str) -> list[str]:
     return list(check(graph(name, *options.split()), CLUSTER).problems)
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", [path.stem for path in sorted(GRAPHS.glob("*.py"))])
+def test_every_graph_passes_the_check_with_and_without_evaluation(name: str) -> None:
+    settings = ("", "--evaluate 0", "--evaluate 7 --evaluate-samples 4 --evaluate-every 2")
+    for options in settings if name in EVALUATED else settings[:1]:
+        made = graph(name, *options.split())
+        assert check(made, CLUSTER).problems == (), options
+        assert ("evaluation" in made.nodes) == (node_options(name, *options.split()).get("evaluate", 0) > 0)
+
+
+@pytest.mark.parametrize("name", EVERY_ONLINE)
 def test_the_shared_options_stand_first_and_in_one_order(name: str) -> None:
     fields = [field.name for field in dataclasses.fields(load_file(GRAPHS / f"{name}.py").config_type)]
     assert tuple(fields[: len(SHARED)]) == SHARED
@@ -94,6 +114,30 @@ def test_the_shared_options_mean_the_same(name: str) -> None:
     assert (batcher.num_groups, batcher.token_budget) == (5, 2048)
     assert node(made, Reward).shaping.negate
     assert check(made, CLUSTER).plan.numbers.max_staleness == 2
+
+
+@pytest.mark.parametrize("name", EVERY_ONLINE)
+def test_batches_and_admission_have_the_same_options_everywhere(name: str) -> None:
+    options = "--optimizer-steps 3 --epochs 2 --staleness 2 --look-ahead 4 --num-generators 2"
+    made = graph(name, *options.split())
+    assert check(made, CLUSTER).problems == ()
+    assert node(made, TokenBatch).optimizer_steps == 3
+    assert {trainer.epochs for trainer in made.nodes.values() if isinstance(trainer, Trainer)} == {2}
+    assert made.admission is not None
+    assert (made.admission.staleness, made.admission.on_limit, made.admission.look_ahead) == (2, "wait", 4)
+    assert made.placed["generator"].replicas == 2
+
+
+@pytest.mark.parametrize("name", sorted({*EVERY_ONLINE} - {"iterative_dpo"}))
+def test_tokens_beyond_the_limit_can_be_masked(name: str) -> None:
+    made = graph(name, "--on-limit", "mask", "--staleness", "1")
+    assert check(made, CLUSTER).problems == ()
+    assert made.admission is not None and made.admission.on_limit == "mask"
+
+
+def test_half_a_pair_is_not_masked() -> None:
+    with pytest.raises(ConfigError, match="--on-limit is 'mask', which can mask one answer of a pair"):
+        graph("iterative_dpo", "--on-limit", "mask")
 
 
 @pytest.mark.parametrize("name", ONLINE)
@@ -170,7 +214,6 @@ MISTAKES = {
     ("dapo", "--max-filtered-per-step 0"): "max_filtered_per_step is 0",
     ("dapo", "--mean-between 0.8 0.2"): "the lower bound has to come first",
     ("dapo", "--overlong-buffer -1"): "shaping.overlong.buffer is -1",
-    ("dapo", "--optimizer-steps 0"): "optimizer_steps is 0",
     ("raft", "--group-size 1"): "the best of a group needs at least 2",
     ("iterative_dpo", "--group-size 1"): "a pair needs at least 2",
     ("rloo", "--group-size 1"): "compares the members of a group",

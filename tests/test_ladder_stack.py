@@ -28,19 +28,19 @@ BOTH = {"before": PROMPTS * ANSWERS, "after": PROMPTS * ANSWERS}
 EVALUATED = ("--evaluate", str(PROMPTS), "--evaluate-samples", str(ANSWERS))
 
 ONLINE = {
-    "dapo": (*SMALL, *EVALUATED),
-    "distill": (*SMALL, *EVALUATED, "--teacher", "tiny", "--num-trainers", "2", "--exact"),
+    "dapo": (*SMALL, *EVALUATED, "--on-limit", "mask"),
+    "distill": (*SMALL, *EVALUATED, "--teacher", "tiny", "--num-trainers", "2", "--exact", "--epochs", "2"),
     "iterative_dpo": (*SMALL, *EVALUATED, "--reference", "initial", "--optimizer-steps", "2"),
-    "raft": (*SMALL, *EVALUATED, "--evaluate-also", "arithmetic:max_value=12"),
+    "raft": (*SMALL, *EVALUATED, "--evaluate-also", "arithmetic:max_value=12", "--look-ahead", "2"),
     "reinforce_pp": (*SMALL, *EVALUATED, "--kl-target", "0.5"),
-    "rloo": (*SMALL, *EVALUATED, "--normalise-rewards"),
-    "custom_node": SMALL,
+    "rloo": (*SMALL, *EVALUATED, "--normalise-rewards", "--optimizer-steps", "2", "--epochs", "2"),
+    "custom_node": (*SMALL, "--on-limit", "mask"),
 }
 OFFLINE = {
     "dpo": ("--batch", "4", "--held-out", "4", *EVALUATED),
     "kto": ("--batch", "4", "--held-out", "4", "--evaluate", "0"),
     "reward_model": ("--batch", "4", "--held-out", "8"),
-    "sft": ("--batch", "8"),
+    "sft": ("--batch", "8", *EVALUATED),
 }
 ELSEWHERE = {"grpo", "ppo"}
 NO_TRAINER = {"pairs"}

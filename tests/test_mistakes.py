@@ -59,30 +59,35 @@ def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
 # Options
 
 WRONG_VALUES = {
-    "--staleness -1": "g.admit has staleness=-1; it needs 0",
-    "--group-size 0": "node prompts: repeat is 0; it needs at least 1",
+    "--staleness -1": "--staleness is -1; it has to be 0 or more",
+    "--group-size 0": "--group-size is 0; it has to be 1 or more",
     "--group-size 1": "compares the members of a group, but the group size is 1",
-    "--groups-per-step 0": "num_groups is 0; it needs at least 1",
+    "--groups-per-step 0": "--groups-per-step is 0; it has to be 1 or more",
+    "--look-ahead 0": "--look-ahead is 0; it has to be 1 or more",
+    "--optimizer-steps 0": "--optimizer-steps is 0; it has to be 1 or more",
     "--token-budget 100": "a sample can be 544 tokens long",
+    "--token-budget 0": "--token-budget is 0; it has to be 1 or more",
     "--gpus 4096": "the graph needs 8192 GPUs",
+    "--gpus -1": "--gpus is -1.0; it has to be 0 or more",
     "--cpus 4096": "the graph needs 8192 cores",
     "--cpus 0": "'generator' has cpus=0 and no gpus, but a Generator needs a process of its own",
-    "--num-generators 0": "node 'generator' has replicas=0",
-    "--lr -1": "lr is -1.0; it has to be a number from 0 up",
-    "--lr nan": "lr is nan; it has to be a number from 0 up",
+    "--num-generators 0": "--num-generators is 0; it has to be 1 or more",
+    "--num-trainers 0": "--num-trainers is 0; it has to be 1 or more",
+    "--lr -1": "--lr is -1.0; it has to be a number from 0 up",
+    "--lr nan": "--lr is nan; it has to be a number from 0 up",
     "--objective foo": "kind is 'foo'; choose one of ppo, gspo, cispo, reinforce",
     "--objective cispo": "kind='cispo' needs clip_high",
     "--objective.aggregation constant": "needs length, the constant L",
     "--gamma 0.9": "gamma is 0.9; estimator 'group_norm' needs 1",
     "--kl-target 1": "adaptive_kl steers the KL in the reward",
     "--reward-kl-coef -1": "kl_coef is -1.0; it has to be 0 or more",
-    "--epochs 0": "epochs is 0; it has to be 1 or more",
+    "--epochs 0": "--epochs is 0; it has to be 1 or more",
     "--objective.kl-coef -1": "kl_coef is -1.0; it has to be 0 or more",
-    "--temperature 0": "temperature is 0: all members of a group would be the same",
-    "--max-tokens 0": "max_tokens is 0; a response needs at least 1 token",
-    "--evaluate -1": "num_prompts is -1; it needs at least 1",
-    "--evaluate-samples 0": "num_samples is 0; it needs at least 1",
-    "--evaluate-every -1": "every is -1; it needs at least 0",
+    "--temperature 0": "--temperature is 0.0; it has to be above 0",
+    "--max-tokens 0": "--max-tokens is 0; it has to be 1 or more",
+    "--evaluate -1": "--evaluate is -1; it has to be 0 or more",
+    "--evaluate-samples 0": "--evaluate-samples is 0; it has to be 1 or more",
+    "--evaluate-every -1": "--evaluate-every is -1; it has to be 0 or more",
     "--steps 0": "--steps is 0; a run has at least 1",
     "--steps -3": "--steps is -3",
     "--steps many": "--steps is 'many'; it needs an integer, or None",
@@ -114,9 +119,56 @@ def test_a_graph_without_a_trainer_has_no_steps(told: Told, option: str) -> None
     assert f"{option} counts the batches of a trainer" in told("run", graph, "--pairs", "pairs.jsonl", option, 3)
 
 
-@pytest.mark.parametrize("options", ["--group-size 0", "--max-tokens 0", "--groups-per-step 0"])
-def test_a_number_is_complained_of_once_by_each_node(told: Told, options: str) -> None:
-    nodes = [line.split(":")[0] for line in told("run", GRPO, *options.split()).splitlines()[1:]]
+NUMBERS = """\
+from dataclasses import dataclass
+from flowrl import Graph
+from flowrl.nodes import Generator, GroupAdvantage, PromptSource, Reward, Sampling, TokenBatch, Trainer
+from flowrl.models import Policy
+from flowrl.tasks import Task
+
+
+@dataclass(frozen=True)
+class Numbers:
+    group_size: int = 8
+    groups_per_step: int = 4
+    max_tokens: int = 32
+    staleness: int = 1
+
+
+def graph(cfg: Numbers) -> Graph:
+    task, policy = Task("arithmetic"), Policy("tiny")
+    g = Graph("numbers")
+    prompts = g.add("prompts", PromptSource(task, policy, repeat=cfg.group_size))
+    generator = g.add("generator", Generator(policy, sampling=Sampling(max_tokens=cfg.max_tokens)))
+    reward = g.add("reward", Reward(task))
+    advantage = g.add("advantage", GroupAdvantage("group_norm", size=cfg.group_size))
+    batcher = g.add("batcher", TokenBatch(cfg.groups_per_step))
+    trainer = g.add("trainer", Trainer(policy))
+    g.connect(prompts.prompts, generator.prompts)
+    g.connect(generator.rollouts, reward.rollouts)
+    g.connect(reward.scored, advantage.scored)
+    g.connect(advantage.groups, batcher.groups)
+    g.connect(batcher.batches, trainer.batches, dispatch="gang")
+    g.latest(trainer.weights, generator.weights)
+    g.admit(prompts.prompts, until=generator.weights, staleness=cfg.staleness)
+    return g
+"""
+"""A graph whose options nothing checks before the nodes do."""
+
+UNCHECKED = {
+    "--staleness -1": "g.admit has staleness=-1; it needs 0",
+    "--group-size 0": "node prompts: repeat is 0; it needs at least 1",
+    "--groups-per-step 0": "num_groups is 0; it needs at least 1",
+    "--max-tokens 0": "max_tokens is 0; a response needs at least 1 token",
+}
+
+
+@pytest.mark.parametrize("options", UNCHECKED)
+def test_a_number_is_complained_of_once_by_each_node(told: Told, tmp_path: Path, options: str) -> None:
+    (tmp_path / "unchecked_graph.py").write_text(NUMBERS)
+    text = told("run", tmp_path / "unchecked_graph.py", *options.split())
+    nodes = [line.split(":")[0] for line in text.splitlines()[1:]]
+    assert UNCHECKED[options] in text
     assert len(nodes) == len(set(nodes)) >= 1
 
 

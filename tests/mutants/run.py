@@ -67,7 +67,7 @@ def mutants() -> list[Mutant]:
 def copy_tree(target: Path) -> None:
     """What tests need, without compiled files: those of a changed line could pass for the old one's."""
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, target / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, target / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copyfile(ROOT / "pyproject.toml", target / "pyproject.toml")
 
 

@@ -1,0 +1,261 @@
+"""Blocks of options that graphs share, the nodes made from them, and evaluation.
+
+The configuration of a graph inherits the blocks that it needs and adds its own options:
+
+    @dataclass(frozen=True)
+    class RLOO(OnlineOptions):
+        kl_coef: float = 0.001
+
+A subclass may give an option another default, but not another meaning. It inherits the help text unless it
+writes a new one. With several bases, `--help` lists the options of the last base first. Values out of range
+raise ConfigError when the options are made.
+
+Blocks make the nodes that take many options. The graph file says which node is connected to which; of the
+functions here, only `evaluate` and `evaluate_offline` connect nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from inspect import get_annotations
+from types import FunctionType
+from typing import Any, Literal
+
+from flowrl.errors import ConfigError
+from flowrl.graph.graph import Graph, OnLimit
+from flowrl.models import Policy
+from flowrl.nodes import Evaluation, Generator, Preferences, PromptSource, Sampling, TokenBatch, Trainer
+from flowrl.tasks import Task
+from flowrl.training.loss.objective import Objective
+from flowrl.training.schedule import Schedule
+from flowrl.training.settings import Dtype, LoRA, ZeroSettings
+
+
+def too_low(options: object, **least: float) -> Iterator[str]:
+    """A sentence for each option whose value is below the one given in `least`. None is never too low."""
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and not value >= low:
+            yield f"--{name.replace('_', '-')} is {value}; it has to be {low} or more"
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Options of every graph."""
+
+    policy: str = "tiny"
+    """tiny, smollm2, or the path of a Hugging Face model directory."""
+    task: Task = Task("arithmetic")
+    """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
+    gpus: float = 0
+    """GPUs of each process that runs a model; 0: CPU only."""
+
+    def __init_subclass__(cls) -> None:
+        for name in get_annotations(cls):
+            if isinstance(getattr(super(cls, cls), name, None), property | FunctionType):
+                raise ConfigError(f"the option {name} of {cls.__name__} has the name of a block's method; rename it")
+
+    def __post_init__(self) -> None:
+        for problem in self.problems():
+            raise ConfigError(problem)
+
+    def problems(self) -> Iterator[str]:
+        """Sentences that name an option and say what is wrong with its value. Subclasses add theirs."""
+        yield from too_low(self, gpus=0)
+
+    @property
+    def model(self) -> Policy:
+        """The policy as nodes take it."""
+        return Policy(self.policy, task=self.task)
+
+
+@dataclass(frozen=True)
+class SamplingOptions(PolicyOptions):
+    """Options of graphs that sample from the policy."""
+
+    max_tokens: int = 32
+    """Most tokens of a response."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    group_size: int = 8
+    """Samples of one prompt."""
+    num_generators: int = 1
+    """Generators, each with a copy of the policy."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, max_tokens=1, group_size=1, num_generators=1)
+        if not self.temperature > 0:
+            yield f"--temperature is {self.temperature}; it has to be above 0, or the samples of a prompt are all equal"
+
+    @property
+    def sampling(self) -> Sampling:
+        """How responses are sampled."""
+        return Sampling(temperature=self.temperature, max_tokens=self.max_tokens)
+
+
+@dataclass(frozen=True)
+class TrainerOptions(PolicyOptions):
+    """Options of graphs that train the policy."""
+
+    lr: float = 1e-4
+    """Peak learning rate of the policy."""
+    num_trainers: int = 1
+    """ZeRO ranks."""
+    dtype: Dtype = "float32"
+    """Data type of parameters and activations."""
+    token_budget: int = 8192
+    """Most tokens of a micro-batch, padding included. Preference pairs are never split."""
+    lora: LoRA = LoRA()
+    """Train adapters of the policy instead of all its weights, as with --lora.rank 16."""
+    zero: ZeroSettings = ZeroSettings()
+    """Sharding, offload, optimizer and attention of the policy's trainer."""
+    schedule: Schedule = Schedule()
+    """Warm-up and decay of the learning rate."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, num_trainers=1, token_budget=1)
+        if not 0 <= self.lr < math.inf:
+            yield f"--lr is {self.lr}; it has to be a number from 0 up"
+
+    def trainer(self, objective: Objective, **settings: Any) -> Trainer:
+        """A trainer of the policy; `settings` are further arguments of `Trainer`."""
+        return Trainer(
+            self.model,
+            objective=objective,
+            lr=self.lr,
+            schedule=self.schedule,
+            zero=self.zero.with_dtype(self.dtype),
+            lora=self.lora,
+            **settings,
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationOptions(TrainerOptions):
+    """Options of graphs that measure the trained policy on held-out prompts."""
+
+    evaluate: int = 512
+    """Held-out prompts that are answered before and after training; 0: none."""
+    evaluate_samples: int = 1
+    """Answers to each held-out prompt: one is greedy, several are sampled."""
+    evaluate_every: int = 0
+    """Steps between evaluations during training; 0: none."""
+    evaluate_also: tuple[str, ...] = ()
+    """Further tasks to evaluate, each scored by its own verifier."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, evaluate=0, evaluate_samples=1, evaluate_every=0)
+
+    def generator(self, sampling: Sampling) -> Generator:
+        """A generator of the policy. It also answers held-out prompts, with `sampling` if each has several answers."""
+        evaluation = sampling if self.evaluate_samples > 1 else None
+        return Generator(self.model, sampling=sampling, evaluation=evaluation, lora=self.lora)
+
+
+@dataclass(frozen=True)
+class OnlineOptions(EvaluationOptions, SamplingOptions):
+    """Options of graphs that train the policy on its own samples."""
+
+    staleness: int = 1
+    """Largest staleness of any trained token, in versions. 0 is synchronous."""
+    on_limit: OnLimit = "wait"
+    """At the staleness limit, generation waits, or older tokens are masked out of the loss."""
+    look_ahead: int = 1
+    """Groups among which the batcher may choose a finished one; 1 is admission order."""
+    groups_per_step: int = 16
+    """Prompts of one batch."""
+    optimizer_steps: int = 1
+    """Mini-batches into which a batch is split."""
+    epochs: int = 1
+    """Passes over each batch."""
+    negate_rewards: bool = False
+    """A control experiment: the sign of every reward is changed, so the policy must get worse."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, staleness=0, look_ahead=1, groups_per_step=1, optimizer_steps=1, epochs=1)
+
+    def batcher(self, **settings: Any) -> TokenBatch:
+        """A batcher of groups; `settings` are further arguments of `TokenBatch`."""
+        return TokenBatch(
+            self.groups_per_step, token_budget=self.token_budget, optimizer_steps=self.optimizer_steps, **settings
+        )
+
+    def trainer(self, objective: Objective, **settings: Any) -> Trainer:
+        """A trainer of the policy on samples of this temperature; `settings` are further arguments of `Trainer`."""
+        return super().trainer(objective, temperature=self.temperature, epochs=self.epochs, **settings)
+
+
+@dataclass(frozen=True)
+class DatasetOptions(TrainerOptions):
+    """Options of graphs that train the policy on a dataset."""
+
+    batch: int = 64
+    """Rows of one step."""
+    epochs: int | None = None
+    """Passes over the data; None: as many as the steps need, or one without a number of steps."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, batch=1, epochs=1)
+
+
+@dataclass(frozen=True)
+class PreferenceOptions(DatasetOptions):
+    """Options of graphs that train the policy on preferences."""
+
+    max_length: int = 1024
+    """Most tokens of a conversation; rows with a longer one are dropped."""
+    held_out: int = 256
+    """Held-out rows on which accuracy and changes of logprobs are measured; 0: none."""
+    judge_every: int = 10
+    """Steps between these measurements; 0: only before and after training."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, max_length=2, held_out=0, judge_every=0)
+
+    def preferences(self, rows: str, kind: Literal["pairs", "labelled"] = "pairs") -> Preferences:
+        """The preferences in `rows`, a file or dataset; if that is empty, the task's own."""
+        task = replace(self.task, name=rows) if rows else self.task
+        return Preferences(task, self.model, kind=kind, max_tokens=self.max_length)
+
+
+def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator) -> None:
+    """Add the evaluation node, whose held-out prompts `generator` answers, unless `cfg.evaluate` is 0."""
+    if not cfg.evaluate:
+        return
+    held_out = Evaluation(
+        cfg.task,
+        cfg.model,
+        num_prompts=cfg.evaluate,
+        num_samples=cfg.evaluate_samples,
+        every=cfg.evaluate_every,
+        also=cfg.evaluate_also,
+    )
+    evaluation = g.add("evaluation", held_out)
+    g.call(evaluation.generate, generator.requests)
+
+
+def evaluate_offline(
+    g: Graph, cfg: EvaluationOptions, *, trainer: Trainer, prompts: PromptSource, sampling: Sampling
+) -> None:
+    """`evaluate` for a graph without a generator: adds one, with `sampling`, that gets the trainer's weights.
+
+    The groups of `prompts` then need tickets, because the generator's version has to be known. If `cfg.evaluate`
+    is 0, nothing is added and the trainer's weights are ignored.
+    """
+    if not cfg.evaluate:
+        g.ignore(trainer.weights)
+        return
+    generator = g.add("generator", cfg.generator(sampling), gpus=cfg.gpus)
+    evaluate(g, cfg, generator)
+    g.latest(trainer.weights, generator.weights)
+    g.admit(prompts.prompts, until=generator.weights, staleness=1)
+    g.ignore(generator.prompts)
+    g.ignore(generator.rollouts)
