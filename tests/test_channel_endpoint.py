@@ -14,12 +14,13 @@ import pytest
 from flowrl.channel.address import Address, CurveKeys
 from flowrl.channel.dispatch import EndOfStream, Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.endpoint_transport import TcpTransport
 from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.lane import ReceiverLane
 from flowrl.errors import ConfigError, LaneFailed
 from tests.channel_rig import (
-    KEYS,
+    TCP,
     Thing,
     closing,
     drain,
@@ -263,10 +264,15 @@ def test_lanes_with_other_schemas_fail_at_both_ends() -> None:
     run(body)
 
 
-def test_tcp_needs_keys() -> None:
+@pytest.mark.parametrize(
+    ("mine", "theirs", "message"),
+    [("ipc", "tcp", "cannot reach over ipc"), ("tcp", "ipc", "does not listen on tcp")],
+)
+def test_an_endpoint_on_another_machine_is_reached_over_tcp_alone(mine: str, theirs: str, message: str) -> None:
     async def main() -> None:
-        with pytest.raises(ConfigError, match="CURVE keys"):
-            await Endpoint("A", run_id="test", driver_pid=os.getpid()).open(tcp=True)
+        a, b = await opened("A", mine), await opened("B", theirs)
+        with pytest.raises(ConfigError, match=f"host 'B' is on another machine.* {message}"):
+            a.connect("B", via("tcp", b.address))
 
     play(main())
 
@@ -275,9 +281,9 @@ def test_a_stranger_with_other_keys_is_not_heard() -> None:
     async def main() -> None:
         heard: list[Any] = []
         b, friend = await opened("B", "tcp"), await opened("A", "tcp")
-        stranger = Endpoint("X", run_id="test", driver_pid=os.getpid(), curve=CurveKeys.new())
+        stranger = Endpoint("X", run_id="test", driver_pid=os.getpid(), transport=TcpTransport(ip="127.0.0.1"))
         closing.append(stranger)
-        await stranger.open(tcp="127.0.0.1")
+        await stranger.open()
         for endpoint in (stranger, friend):
             endpoint.connect("B", via("tcp", b.address))
             b.connect(endpoint.host, via("tcp", endpoint.address))
@@ -299,11 +305,10 @@ def test_a_key_of_the_server_alone_does_not_open_the_door() -> None:
     async def main() -> None:
         heard: list[Any] = []
         b, friend = await opened("B", "tcp"), await opened("A", "tcp")
-        thief = Endpoint(
-            "X", run_id="test", driver_pid=os.getpid(), curve=CurveKeys(KEYS.public, CurveKeys.new().secret)
-        )
+        transport = TcpTransport(CurveKeys(TCP.keys.public, CurveKeys.new().secret), "127.0.0.1")
+        thief = Endpoint("X", run_id="test", driver_pid=os.getpid(), transport=transport)
         closing.append(thief)
-        await thief.open(tcp="127.0.0.1")
+        await thief.open()
         for endpoint in (thief, friend):
             endpoint.connect("B", via("tcp", b.address))
             b.connect(endpoint.host, via("tcp", endpoint.address))
