@@ -41,6 +41,7 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.endpoint_transport import EndpointTransport, IpcTransport, TcpTransport
 from flowrl.channel.envelope import Envelope, message_id
 from flowrl.channel.lane import LaneSpec
+from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Message
 
 KB, MB = 1 << 10, 1 << 20
@@ -80,7 +81,7 @@ def peer(
 
     async def main() -> None:
         endpoint = await connect("B", pipe, transport, driver_pid)
-        inbox, back = Inbox("in"), OutEdge([endpoint.sender(lane(False, capacity))], "share")
+        inbox, back = Inbox("in"), OutEdge([endpoint.sender(lane(False, capacity))], SHARE)
         inbox.add(endpoint.receiver(lane(True, capacity)))
         for _ in range(count):
             delivery = await inbox.take()
@@ -112,7 +113,7 @@ def flowrl(
         endpoint = await connect("A", pipe, transport, os.getpid())
         ended = asyncio.Event()
         endpoint.on("done", lambda host, body: ended.set())
-        edge, inbox = OutEdge([endpoint.sender(lane(True, capacity))], "share"), Inbox("in")
+        edge, inbox = OutEdge([endpoint.sender(lane(True, capacity))], SHARE), Inbox("in")
         inbox.add(endpoint.receiver(lane(False, capacity)))
         result = await body(endpoint, edge, inbox)
         await ended.wait()
@@ -169,7 +170,7 @@ def flowrl_local_rate(size: int, count: int, *, capacity: int = 256) -> float:
     async def main() -> float:
         endpoint = Endpoint("A", run_id="bench", driver_pid=os.getpid())
         await endpoint.open()
-        edge, inbox = OutEdge([endpoint.sender(spec)], "share"), Inbox("in")
+        edge, inbox = OutEdge([endpoint.sender(spec)], SHARE), Inbox("in")
         inbox.add(endpoint.receiver(spec))
         acks = Countdown(edge, count)
 

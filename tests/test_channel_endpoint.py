@@ -19,6 +19,7 @@ from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.lane import ReceiverLane
 from flowrl.errors import ConfigError, LaneFailed
+from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_rig import (
     TCP,
     Thing,
@@ -39,7 +40,7 @@ from tests.channel_rig import (
 @every_transport
 def test_everything_arrives_in_order_once_and_is_acked(transport: str) -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, inbox = OutEdge([a.sender(lane())], "share"), inbox_of(b, lane())
+        edge, inbox = OutEdge([a.sender(lane())], SHARE), inbox_of(b, lane())
         taken: list[bytes] = []
         acked: list[bytes] = []
         edge.on_taken(taken.extend)
@@ -104,7 +105,7 @@ def test_credits_bound_what_is_under_way() -> None:
 
 def test_a_cancelled_send_has_sent_nothing_and_the_next_goes_on() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, inbox = OutEdge([a.sender(lane(capacity=1))], "share"), inbox_of(b, lane(capacity=1))
+        edge, inbox = OutEdge([a.sender(lane(capacity=1))], SHARE), inbox_of(b, lane(capacity=1))
         await edge.send(thing(0))
         waits = [asyncio.ensure_future(edge.send(thing(index))) for index in (1, 2, 3)]
         await asyncio.wait(waits, timeout=0)
@@ -190,7 +191,7 @@ def test_an_inbox_without_lanes_is_at_its_end() -> None:
 def test_order_of_wiring_does_not_matter() -> None:
     async def main() -> None:
         a, b = await opened("A", "ipc"), await opened("B", "ipc")
-        edge = OutEdge([a.sender(lane())], "share")
+        edge = OutEdge([a.sender(lane())], SHARE)
         for index in range(3):
             await edge.send(thing(index))
         edge.close()
@@ -234,7 +235,7 @@ def test_two_loops_in_one_process() -> None:
     async def main() -> None:
         a = await opened("A", "local")
         a.connect("B", await asyncio.to_thread(there.run, b.open()))
-        edge = OutEdge([a.sender(lane())], "share")
+        edge = OutEdge([a.sender(lane())], SHARE)
         serving = asyncio.create_task(asyncio.to_thread(there.run, serve(a.address)))
         for index in range(50):
             await edge.send(thing(index))

@@ -17,6 +17,7 @@ from flowrl.channel.dispatch import Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import LaneFailed, WireError
+from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_rig import (
     Thing,
     b_to_a,
@@ -203,7 +204,7 @@ def test_a_connection_that_breaks_loses_and_repeats_nothing() -> None:
         there, back = [await proxy.start() for proxy in proxies]
         a.connect("B", replace(via("tcp", b.address), tcp=back))
         b.connect("A", replace(via("tcp", a.address), tcp=there))
-        edge, inbox = OutEdge([a.sender(lane(8))], "share"), inbox_of(b, lane(8))
+        edge, inbox = OutEdge([a.sender(lane(8))], SHARE), inbox_of(b, lane(8))
         acked: list[bytes] = []
         done = asyncio.Event()
         edge.on_acked(until(acked, 400, done))
@@ -346,7 +347,7 @@ def test_a_restarted_consumer_gets_what_was_not_acked() -> None:
         a, b = await opened("A", "ipc"), await opened("B", "ipc")
         a.connect("B", via("ipc", b.address))
         b.connect("A", via("ipc", a.address))
-        edge, inbox = OutEdge([a.sender(lane(8))], "share"), inbox_of(b, lane(8))
+        edge, inbox = OutEdge([a.sender(lane(8))], SHARE), inbox_of(b, lane(8))
         acked = asyncio.Event()
         edge.on_acked(lambda ids: acked.set())
         for index in range(6):
@@ -382,7 +383,7 @@ def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
         await a.close()
         again = await opened("A", "ipc", incarnation=1)
         again.connect("B", via("ipc", b.address))
-        edge = OutEdge([again.sender(lane(8))], "share")
+        edge = OutEdge([again.sender(lane(8))], SHARE)
         acked: list[bytes] = []
         done = asyncio.Event()
         edge.on_acked(until(acked, 6, done))

@@ -238,7 +238,7 @@ def _edge(graph: Graph, edge: Edge, numbers: Numbers, ways: tuple[LanePlan | Cal
         kind=edge.kind,
         out=port_name(edge.out),
         into=port_name(edge.into),
-        dispatch="latest" if edge.kind == "latest" else edge.dispatch,
+        dispatch=edge.dispatch,
         capacity=depth,
         capacity_derived=edge.capacity is None and edge.kind != "latest",
         types=tuple(getattr(kind, "__name__", str(kind)) for kind in edge.out.types),
