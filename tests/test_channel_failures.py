@@ -361,7 +361,7 @@ def test_a_restarted_consumer_gets_what_was_not_acked() -> None:
         again = await opened("B", "ipc", incarnation=1)
         again.connect("A", via("ipc", a.address))
         second = inbox_of(again, lane(8))
-        a.peer_restarted("B", via("ipc", again.address), 1)
+        a.connect("B", via("ipc", again.address))
         edge.close()
         assert await drain(second) == [0, 1, 3, 4, 5]
         await a.close()
@@ -392,7 +392,7 @@ def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
             await edge.send(thing(index))
         edge.close()
         b.peer_failed("A", "killed")
-        b.peer_restarted("A", via("ipc", again.address), 1)
+        b.connect("A", via("ipc", again.address))
         for delivery in deliveries[1:]:
             delivery.ack()
         assert await drain(inbox) == [3, 4, 5]
@@ -402,6 +402,35 @@ def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
         await b.close()
 
     play(main())
+
+
+def test_a_request_to_a_process_that_was_restarted_fails() -> None:
+    async def main() -> None:
+        a, b = await opened("A", "ipc"), await opened("B", "ipc")
+        a.connect("B", via("ipc", b.address))
+        b.connect("A", via("ipc", a.address))
+        begun = asyncio.Event()
+
+        async def never(host: str, body: Any) -> None:
+            begun.set()
+            await forever(host, body)
+
+        b.on("wait", never)
+        asking = asyncio.create_task(a.request("B", "wait"))
+        await begun.wait()
+        again = await opened("B", "ipc", incarnation=1)
+        again.on("answer", echo)
+        again.connect("A", via("ipc", a.address))
+        a.connect("B", via("ipc", again.address))
+        with pytest.raises(LaneFailed, match="request 'wait' to 'B': its process was restarted"):
+            await asking
+        assert await a.request("B", "answer", 7) == 7
+
+    play(main())
+
+
+async def echo(host: str, body: Any) -> Any:
+    return body
 
 
 LEFT_OPEN = """

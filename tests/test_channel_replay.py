@@ -65,7 +65,7 @@ async def lives(endpoint: Endpoint, fates: list[tuple[str, int]]) -> list[int]:
         )
         assert process.stdout is not None
         address = from_text((await process.stdout.readline()).decode())
-        endpoint.peer_restarted("M", address, incarnation) if incarnation else endpoint.connect("M", address)
+        endpoint.connect("M", address)
         codes.append(await process.wait())
     return codes
 

@@ -22,12 +22,11 @@ __all__ = ["Delivery", "EndOfStream", "Inbox", "OutEdge"]
 class OutEdge:
     """The lanes of one edge that start at one producing node replica."""
 
-    def __init__(self, lanes: Sequence[SendLane], rule: DispatchRule, capacity: int | None = None) -> None:
+    def __init__(self, lanes: Sequence[SendLane], rule: DispatchRule) -> None:
         assert lanes, "an edge has at least one lane"
         self.name = lanes[0].spec.edge
         self.lanes = tuple(lanes)
         self.rule = rule
-        self.capacity = capacity if capacity is not None else lanes[0].spec.capacity
         self.gate = SendGate()
         self._first = 0
         self._wholes: dict[bytes, Envelope] = {}
@@ -188,11 +187,6 @@ class OutEdge:
         """Signal end of stream on every lane."""
         for lane in self.lanes:
             lane.close()
-
-    def fail(self, reason: str) -> None:
-        """Fail every lane."""
-        for lane in self.lanes:
-            lane.fail(reason)
 
 
 def _own_id(envelope: Envelope, lane: SendLane) -> bytes:

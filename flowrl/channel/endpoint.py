@@ -112,25 +112,22 @@ class Endpoint:
         return self.address
 
     def connect(self, host: str, address: Address) -> None:
-        """Connect to `host` at `address`: in process, by ipc or by tcp, whichever is nearest."""
+        """Connect to `host` at `address`: in process, by ipc or by tcp, whichever is nearest.
+
+        If `address` has another incarnation than before, the process was restarted. All kept messages are replayed to
+        it. Sends and takes continue without an error, unless `peer_failed` has ended them; requests to the previous
+        process raise LaneFailed.
+        """
+        if self._router.peer(host).incarnation not in (None, address.incarnation):
+            self._router.fail(host, "its process was restarted", ())
         self._router.join(host, address.incarnation, self._link(address))
 
     def peer_failed(self, host: str, reason: str) -> None:
         """The supervisor reports that the process of `host` is dead: whatever waits for it raises LaneFailed.
 
-        Messages kept for it stay kept, for `peer_restarted`.
+        Messages kept for it stay kept, for `connect` to a new process.
         """
         self._router.fail(host, reason, self._router.lanes(host))
-
-    def peer_restarted(self, host: str, address: Address, incarnation: int | None = None) -> None:
-        """The supervisor reports that `host` was restarted at `address`: replay all kept messages to it.
-
-        Sends and takes continue without an error, unless `peer_failed` has ended them; requests to the
-        previous process raise LaneFailed.
-        """
-        assert incarnation is None or incarnation == address.incarnation, "the address names the incarnation"
-        self._router.fail(host, "its process was restarted", ())
-        self.connect(host, address)
 
     def _link(self, address: Address) -> Link:
         neighbour = _local.get(address.ipc) if address.pid == os.getpid() else None

@@ -4,7 +4,7 @@ Invariants
 - A link delivers in order. zmq queues without a high-water mark: the lanes' credits bound the queues.
 - zmq restores a tcp connection that breaks, and `reconnected` is called. Then the two ends of each lane compare
   their state, and the control link repeats the frames that were not confirmed.
-- A link to a process never outlives that process's incarnation: `peer_restarted` makes a new one.
+- A link to a process never outlives that process's incarnation: `Endpoint.connect` makes a new one.
 
 Waits: none. A Listener is drained whenever its descriptor becomes readable, until nothing is left (the
 descriptor signals changes only, not that messages remain).

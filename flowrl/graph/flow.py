@@ -39,11 +39,6 @@ def reachable(graph: Graph, start: str) -> frozenset[str]:
     return _closure(start, [(step.source, step.target) for step in steps(graph)])
 
 
-def reaching(graph: Graph, end: str) -> frozenset[str]:
-    """Names of the nodes whose messages can reach node `end`, `end` included."""
-    return _closure(end, [(step.target, step.source) for step in steps(graph)])
-
-
 def past(graph: Graph, port: Port) -> frozenset[str]:
     """Names of the nodes that messages sent on the Out port `port` can reach."""
     starts = [owner(edge.into) for edge in graph.edges if edge.kind == "queue" and edge.out is port]
