@@ -36,15 +36,16 @@ from benchmarks.channel_peers import (
     pyzmq_rate,
     pyzmq_round_trip,
 )
-from flowrl.channel.address import CurveKeys
 from flowrl.channel.dispatch import Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.endpoint_transport import EndpointTransport, IpcTransport, TcpTransport
 from flowrl.channel.envelope import Envelope, message_id
 from flowrl.channel.lane import LaneSpec
+from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Message
 
 KB, MB = 1 << 10, 1 << 20
-KEYS = CurveKeys.new()
+IPC, TCP = IpcTransport(), TcpTransport(ip="127.0.0.1")
 ACTOR_CALL, RAY_QUEUE = RAYS = ("Ray actor call", "ray.util.queue")
 
 
@@ -65,20 +66,22 @@ def envelope(index: int, values: npt.NDArray[np.uint8]) -> Envelope:
     return Envelope(message_id((parent,), "out", 0), 0, "group", index, Payload(index, "payload", values))
 
 
-async def connect(host: str, pipe: Connection, *, tcp: bool, keys: CurveKeys, driver_pid: int) -> Endpoint:
-    endpoint = Endpoint(host, run_id="bench", driver_pid=driver_pid, curve=keys)
-    pipe.send(await endpoint.open(tcp="127.0.0.1" if tcp else False))
+async def connect(host: str, pipe: Connection, transport: EndpointTransport, driver_pid: int) -> Endpoint:
+    endpoint = Endpoint(host, run_id="bench", driver_pid=driver_pid, transport=transport)
+    pipe.send(await endpoint.open())
     other = pipe.recv()
-    endpoint.connect(other.host, replace(other, machine="elsewhere") if tcp else other)
+    endpoint.connect(other.host, replace(other, machine="elsewhere") if transport.spans_machines else other)
     return endpoint
 
 
-def peer(pipe: Connection, count: int, capacity: int, echo: bool, tcp: bool, keys: CurveKeys, driver_pid: int) -> None:
+def peer(
+    pipe: Connection, count: int, capacity: int, echo: bool, transport: EndpointTransport, driver_pid: int
+) -> None:
     """The other process: takes and acks `count` messages, and sends them back if asked."""
 
     async def main() -> None:
-        endpoint = await connect("B", pipe, tcp=tcp, keys=keys, driver_pid=driver_pid)
-        inbox, back = Inbox("in"), OutEdge([endpoint.sender(lane(False, capacity))], "share")
+        endpoint = await connect("B", pipe, transport, driver_pid)
+        inbox, back = Inbox("in"), OutEdge([endpoint.sender(lane(False, capacity))], SHARE)
         inbox.add(endpoint.receiver(lane(True, capacity)))
         for _ in range(count):
             delivery = await inbox.take()
@@ -94,18 +97,23 @@ def peer(pipe: Connection, count: int, capacity: int, echo: bool, tcp: bool, key
 
 
 def flowrl(
-    body: Callable[[Endpoint, OutEdge, Inbox], Any], count: int, capacity: int, *, echo: bool = False, tcp: bool = False
+    body: Callable[[Endpoint, OutEdge, Inbox], Any],
+    count: int,
+    capacity: int,
+    *,
+    echo: bool = False,
+    transport: EndpointTransport = IPC,
 ) -> Any:
     """The result of `body` run against a peer process."""
     pipe, other = SPAWN.Pipe()
-    process = SPAWN.Process(target=peer, args=(other, count, capacity, echo, tcp, KEYS, os.getpid()), daemon=True)
+    process = SPAWN.Process(target=peer, args=(other, count, capacity, echo, transport, os.getpid()), daemon=True)
     process.start()
 
     async def main() -> Any:
-        endpoint = await connect("A", pipe, tcp=tcp, keys=KEYS, driver_pid=os.getpid())
+        endpoint = await connect("A", pipe, transport, os.getpid())
         ended = asyncio.Event()
         endpoint.on("done", lambda host, body: ended.set())
-        edge, inbox = OutEdge([endpoint.sender(lane(True, capacity))], "share"), Inbox("in")
+        edge, inbox = OutEdge([endpoint.sender(lane(True, capacity))], SHARE), Inbox("in")
         inbox.add(endpoint.receiver(lane(False, capacity)))
         result = await body(endpoint, edge, inbox)
         await ended.wait()
@@ -117,7 +125,7 @@ def flowrl(
     return result
 
 
-def flowrl_rate(size: int, count: int, *, capacity: int = 256, tcp: bool = False) -> float:
+def flowrl_rate(size: int, count: int, *, capacity: int = 256, transport: EndpointTransport = IPC) -> float:
     values = np.frombuffer(os.urandom(size), np.uint8)
     warm = min(count, 2 * capacity)
 
@@ -134,10 +142,10 @@ def flowrl_rate(size: int, count: int, *, capacity: int = 256, tcp: bool = False
         await acks.reached.wait()
         return count / (perf_counter() - began)
 
-    return float(flowrl(body, warm + count, capacity, tcp=tcp))
+    return float(flowrl(body, warm + count, capacity, transport=transport))
 
 
-def flowrl_round_trip(size: int, count: int, *, capacity: int = 256, tcp: bool = False) -> float:
+def flowrl_round_trip(size: int, count: int, *, capacity: int = 256, transport: EndpointTransport = IPC) -> float:
     values = np.frombuffer(os.urandom(size), np.uint8)
 
     async def body(endpoint: Endpoint, edge: OutEdge, inbox: Inbox) -> float:
@@ -151,7 +159,7 @@ def flowrl_round_trip(size: int, count: int, *, capacity: int = 256, tcp: bool =
             delivery.ack()
         return median(times)
 
-    return float(flowrl(body, count, capacity, echo=True, tcp=tcp))
+    return float(flowrl(body, count, capacity, echo=True, transport=transport))
 
 
 def flowrl_local_rate(size: int, count: int, *, capacity: int = 256) -> float:
@@ -162,7 +170,7 @@ def flowrl_local_rate(size: int, count: int, *, capacity: int = 256) -> float:
     async def main() -> float:
         endpoint = Endpoint("A", run_id="bench", driver_pid=os.getpid())
         await endpoint.open()
-        edge, inbox = OutEdge([endpoint.sender(spec)], "share"), Inbox("in")
+        edge, inbox = OutEdge([endpoint.sender(spec)], SHARE), Inbox("in")
         inbox.add(endpoint.receiver(spec))
         acks = Countdown(edge, count)
 
@@ -247,7 +255,7 @@ def one_way(size: Size, ray: Rayside | None) -> list[Measure]:
         "raw pyzmq ipc": partial(pyzmq_rate, bytes_, 2 * count),
         f"raw pyzmq ipc, window {capacity}": partial(pyzmq_rate, bytes_, count, capacity),
         "flowrl in process": partial(flowrl_local_rate, bytes_, count, capacity=capacity),
-        "flowrl tcp + CURVE": partial(flowrl_rate, bytes_, max(8, count // 4), capacity=capacity, tcp=True),
+        "flowrl tcp + CURVE": partial(flowrl_rate, bytes_, max(8, count // 4), capacity=capacity, transport=TCP),
     }
     if size.large:
         runs["memcpy"] = partial(memcpy_rate, bytes_, count)
@@ -265,7 +273,7 @@ def round_trips(ray: Rayside | None) -> list[Measure]:
     runs: dict[str, Callable[[], float]] = {
         "flowrl ipc": partial(flowrl_round_trip, KB, 3_000),
         "raw pyzmq ipc": partial(pyzmq_round_trip, KB, 3_000),
-        "flowrl tcp + CURVE": partial(flowrl_round_trip, KB, 3_000, tcp=True),
+        "flowrl tcp + CURVE": partial(flowrl_round_trip, KB, 3_000, transport=TCP),
     }
     if ray is not None:
         runs[ACTOR_CALL] = partial(ray.actor_round_trip, KB, 1_000)

@@ -334,7 +334,7 @@ class Weights(Message):
     kind: str
     """full | adapter | delta | unchanged"""
     transport: str
-    """shm:NAME | tcp:ADDRESS | nccl | ipc"""
+    """Where to fetch the tensors: "shm:SEGMENT", see `flowrl.graph.routes.WeightTransport.at`."""
     num_bytes: int
     checksum: int
     tensors: tuple[tuple[str, str, tuple[int, ...], int, int], ...] = ()

@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from flowrl.channel.address import Address, CurveKeys
+from flowrl.channel.address import Address
 from flowrl.channel.dispatch import EndOfStream, Inbox
 from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.endpoint_transport import IpcTransport, TcpTransport
 from flowrl.channel.ends import SendLane
 from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.lane import LaneSpec
 from flowrl.messages import Int32, Message
 
 R = TypeVar("R")
-KEYS = CurveKeys.new()
+TCP = TcpTransport(ip="127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ async def opened(host: str, transport: str, *, incarnation: int = 0, errors: lis
         run_id="test",
         driver_pid=os.getpid(),
         incarnation=incarnation,
-        curve=KEYS if transport == "tcp" else None,
+        transport=TCP if transport == "tcp" else IpcTransport(),
         failed=(errors if errors is not None else []).append,
     )
     closing.append(endpoint)
-    await endpoint.open(tcp="127.0.0.1" if transport == "tcp" else False)
+    await endpoint.open()
     return endpoint
 
 

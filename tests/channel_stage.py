@@ -25,6 +25,7 @@ from flowrl.channel.dispatch import Delivery, EndOfStream, Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope, message_id
 from flowrl.channel.lane import LaneSpec
+from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Float32, Message
 
 
@@ -65,7 +66,7 @@ async def stage(parent: Address, incarnation: int, fate: Fate) -> None:
     endpoint = Endpoint("M", run_id="replay", driver_pid=os.getppid(), incarnation=incarnation)
     print(to_text(await endpoint.open()), flush=True)
     endpoint.connect("A", parent)
-    inbox, edge = Inbox("map.in"), OutEdge([endpoint.sender(OUT)], "share")
+    inbox, edge = Inbox("map.in"), OutEdge([endpoint.sender(OUT)], SHARE)
     inbox.add(endpoint.receiver(INTO))
     custody: Custody[bytes] = Custody()
     deliveries: dict[bytes, Delivery] = {}

@@ -81,7 +81,7 @@ def lost(of: Sample | Prompt, state: str, reason: str, tokens: int = 0) -> Tombs
 
 @dataclass
 class SmallRun:
-    """P = 2 groups of three, `ahead` S, one generator; everything a run's books can meet."""
+    """P = 2 groups of three, `ahead` S, one generator by default; everything a run's books can meet."""
 
     directory: Path
     ahead: int = 1
@@ -89,6 +89,7 @@ class SmallRun:
     seed: int = 0
     start_version: int = 0
     resume: bool = False
+    generators: tuple[str, ...] = ("generator/0",)
     wire: Wire = field(default_factory=Wire)
 
     def __post_init__(self) -> None:
@@ -105,7 +106,7 @@ class SmallRun:
         tickets = Tickets(
             2,
             self.ahead,
-            consumers=[("generator/0", POLICY)],
+            consumers=[(generator, POLICY) for generator in self.generators],
             start_version=self.start_version,
             max_groups=None if self.steps is None else (self.steps - self.start_version) * 2,
         )

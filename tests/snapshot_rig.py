@@ -17,6 +17,7 @@ from typing import Any
 
 from flowrl import Cluster, Machine
 from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.endpoint_transport import IpcTransport
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild
 from flowrl.runtime.checkpoints.checkpoint import read_state
@@ -87,7 +88,7 @@ async def running(name: str, config: dict[str, Any], directory: Path | None) -> 
         ReplicaPlace(node, int(index), sizes[node], "/tmp", 0, None, (0,), (), None, 0, run_id)
         for node, index in (replica_id.split("/") for replica_id in host.nodes)
     )
-    engine = HostEngine(HostSpec(host.name, run_id, os.getpid(), file, config, places, plan, (0,), False))
+    engine = HostEngine(HostSpec(host.name, run_id, os.getpid(), file, config, places, plan, (0,), IpcTransport()))
     address = (await engine.open())["address"]
     endpoint.connect(host.name, address)
     await engine.wire({"driver": endpoint.address, host.name: address}, dict.fromkeys(sizes, ""))

@@ -131,6 +131,37 @@ def test_the_end_of_admission_answers_those_that_wait(tmp_path: Path) -> None:
     run(body())
 
 
+def test_nobody_waits_for_a_dead_consumer(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path, ahead=0, generators=("generator/0", "generator/1"))
+        await asyncio.gather(small.admit(0), small.admit(1))
+        waiting = asyncio.create_task(small.admit(2))
+        held = asyncio.create_task(small.accounting.until_held(1))
+        small.step([sample(p, [0]) for group in (0, 1) for p in prompts(group)])
+        await turn()
+        assert small.accounting.tickets.num_open == 2 and not held.done()
+        small.accounting.consumer_died("generator/1")
+        assert await waiting == 2
+        await held
+
+    run(body())
+
+
+def test_a_consumer_that_returns_is_waited_for_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path, ahead=0, generators=("generator/0", "generator/1"))
+        small.accounting.consumer_died("generator/1")
+        small.accounting.consumer_returned("generator/1", {POLICY: 0})
+        await asyncio.gather(small.admit(0), small.admit(1))
+        waiting = asyncio.create_task(small.admit(2))
+        small.step([sample(p, [0]) for group in (0, 1) for p in prompts(group)])
+        assert small.accounting.tickets.num_open == 2
+        small.client.holds("generator/1", POLICY, 1)
+        assert await waiting == 2
+
+    run(body())
+
+
 def test_after_a_resume_a_group_in_flight_gets_the_ticket_it_has_once(tmp_path: Path) -> None:
     async def before() -> None:
         small = SmallRun(tmp_path)

@@ -14,6 +14,7 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.lane import ReceiverLane, SenderLane
 from flowrl.channel.wire import DATA
+from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_rig import inbox_of, lane, play, run, thing
 
 
@@ -33,7 +34,7 @@ class Silent:
 def test_a_take_waits_on_when_what_waited_for_it_is_cancelled() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         b.on("sync", lambda host, body: None)
-        edge, inbox = OutEdge([a.sender(lane(4))], "share"), inbox_of(b, lane(4))
+        edge, inbox = OutEdge([a.sender(lane(4))], SHARE), inbox_of(b, lane(4))
         acked: list[bytes] = []
         edge.on_acked(acked.extend)
         await edge.send(thing(0))
@@ -125,7 +126,7 @@ def test_sends_go_once_and_in_order_whatever_is_cancelled(script: list[tuple[str
     async def main() -> None:
         machine = SenderLane(lane(1))
         send = SendLane(lane(1), machine, Silent())
-        edge = OutEdge([send], "share")
+        edge = OutEdge([send], SHARE)
         await edge.send(thing(-1))  # takes the only credit: those that follow wait
 
         def credit() -> None:

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
-from flowrl.channel.dispatch import Inbox, OutEdge, Rule
+from flowrl.channel.dispatch import Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import LaneFailed
+from flowrl.graph.dispatch_rules import BROADCAST, GANG, KEY, LATEST, SHARE, DispatchRule
 from flowrl.messages import Tombstone
 from tests.channel_rig import (
     drain,
@@ -21,8 +22,8 @@ from tests.channel_rig import (
 )
 
 
-def edge_to(a: Endpoint, rule: Rule, num_lanes: int, capacity: int = 2) -> OutEdge:
-    kind = "latest" if rule == "latest" else "queue"
+def edge_to(a: Endpoint, rule: DispatchRule, num_lanes: int, capacity: int = 2) -> OutEdge:
+    kind = "latest" if rule is LATEST else "queue"
     return OutEdge([a.sender(lane(capacity, i, kind=kind)) for i in range(num_lanes)], rule)
 
 
@@ -36,7 +37,7 @@ async def take_indices(inbox: Inbox, count: int) -> list[int]:
 
 def test_share_goes_where_most_credits_are() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, ports = edge_to(a, "share", 2), inboxes(b, 2)
+        edge, ports = edge_to(a, SHARE, 2), inboxes(b, 2)
         for index in range(4):
             await edge.send(thing(index))
         assert [lane.credits for lane in edge.lanes] == [0, 0]
@@ -55,7 +56,7 @@ def test_share_goes_where_most_credits_are() -> None:
 
 def test_a_held_edge_sends_nothing_until_it_is_let_go() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, (port,) = edge_to(a, "share", 1), inboxes(b, 1)
+        edge, (port,) = edge_to(a, SHARE, 1), inboxes(b, 1)
         await edge.send(thing(0))
         edge.hold(True)
         waiting = [asyncio.create_task(edge.send(thing(index))) for index in (1, 2)]
@@ -71,7 +72,7 @@ def test_a_held_edge_sends_nothing_until_it_is_let_go() -> None:
 
 def test_a_send_that_was_let_go_and_held_at_once_stays() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, (port,) = edge_to(a, "key", 1, capacity=1), inboxes(b, 1, capacity=1)
+        edge, (port,) = edge_to(a, KEY, 1, capacity=1), inboxes(b, 1, capacity=1)
         await edge.send(thing(0))
         waiting = asyncio.create_task(edge.send(thing(1)))
         woken = asyncio.Event()
@@ -89,7 +90,7 @@ def test_a_send_that_was_let_go_and_held_at_once_stays() -> None:
 
 def test_a_held_send_ends_when_its_lane_fails() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, _ = edge_to(a, "share", 1), inboxes(b, 1)
+        edge, _ = edge_to(a, SHARE, 1), inboxes(b, 1)
         edge.hold(True)
         waiting = asyncio.create_task(edge.send(thing(0)))
         await asyncio.sleep(0)
@@ -102,7 +103,7 @@ def test_a_held_send_ends_when_its_lane_fails() -> None:
 
 def test_key_keeps_a_group_on_one_lane_and_a_full_lane_does_not_hold_up_another() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge = edge_to(a, "key", 2, capacity=1)
+        edge = edge_to(a, KEY, 2, capacity=1)
         inboxes(b, 2, capacity=1)
         groups = dict.fromkeys("abcdefgh")
         by_lane: dict[int, list[str]] = {0: [], 1: []}
@@ -123,7 +124,7 @@ def test_key_keeps_a_group_on_one_lane_and_a_full_lane_does_not_hold_up_another(
 
 def test_broadcast_reaches_all_and_the_slowest_gates() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, ports = edge_to(a, "broadcast", 2, capacity=1), inboxes(b, 2, capacity=1)
+        edge, ports = edge_to(a, BROADCAST, 2, capacity=1), inboxes(b, 2, capacity=1)
         assert [lanes for _, lanes in edge.arrivals(thing(0))] == [1, 1]
         await edge.send(thing(0))
         second = asyncio.ensure_future(edge.send(thing(1)))
@@ -141,7 +142,7 @@ def test_broadcast_reaches_all_and_the_slowest_gates() -> None:
 
 def test_gang_gives_each_lane_its_part_under_an_id_of_its_own() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, ports = edge_to(a, "gang", 3), inboxes(b, 3)
+        edge, ports = edge_to(a, GANG, 3), inboxes(b, 3)
         await edge.send(thing(7))
         deliveries = [await port.take() for port in ports]
         assert [d.envelope.body.index for d in deliveries] == [70, 71, 72]  # type: ignore[attr-defined]
@@ -156,7 +157,7 @@ def test_what_a_gang_has_not_finished_is_kept_whole() -> None:
     """So that the same samples make the same optimizer steps, whatever the number of ranks that it is split for."""
 
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, ports = edge_to(a, "gang", 2), inboxes(b, 2)
+        edge, ports = edge_to(a, GANG, 2), inboxes(b, 2)
         acked = asyncio.Event()
         edge.on_acked(lambda ids: acked.set())
         whole = thing(7)
@@ -177,7 +178,7 @@ def test_what_a_gang_has_not_finished_is_kept_whole() -> None:
 
 def test_one_rank_alone_can_be_sent_its_part_again() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, ports = edge_to(a, "gang", 2), inboxes(b, 2)
+        edge, ports = edge_to(a, GANG, 2), inboxes(b, 2)
         marker = Tombstone("g", 0, "failed", "r", "n")
         consumer = edge.lanes[1].spec.consumer
         await edge.send_to(consumer, thing(7))
@@ -191,7 +192,7 @@ def test_one_rank_alone_can_be_sent_its_part_again() -> None:
 
 def test_gang_needs_a_message_that_splits() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge = edge_to(a, "gang", 2)
+        edge = edge_to(a, GANG, 2)
         with pytest.raises(TypeError, match="Tombstone, which has no `split"):
             await edge.send(Envelope(bytes(16), body=Tombstone("g", 0, "failed", "r", "n")))
 
@@ -201,7 +202,7 @@ def test_gang_needs_a_message_that_splits() -> None:
 @every_transport
 def test_latest_overwrites_and_never_waits(transport: str) -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge = edge_to(a, "latest", 1)
+        edge = edge_to(a, LATEST, 1)
         (port,) = inboxes(b, 1, kind="latest")
         assert port.newest() is None and edge.arrivals(thing(0)) == []
         for index in range(100):

@@ -14,12 +14,14 @@ import pytest
 from flowrl.channel.address import Address, CurveKeys
 from flowrl.channel.dispatch import EndOfStream, Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.endpoint_transport import TcpTransport
 from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.lane import ReceiverLane
 from flowrl.errors import ConfigError, LaneFailed
+from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_rig import (
-    KEYS,
+    TCP,
     Thing,
     closing,
     drain,
@@ -38,7 +40,7 @@ from tests.channel_rig import (
 @every_transport
 def test_everything_arrives_in_order_once_and_is_acked(transport: str) -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, inbox = OutEdge([a.sender(lane())], "share"), inbox_of(b, lane())
+        edge, inbox = OutEdge([a.sender(lane())], SHARE), inbox_of(b, lane())
         taken: list[bytes] = []
         acked: list[bytes] = []
         edge.on_taken(taken.extend)
@@ -103,7 +105,7 @@ def test_credits_bound_what_is_under_way() -> None:
 
 def test_a_cancelled_send_has_sent_nothing_and_the_next_goes_on() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        edge, inbox = OutEdge([a.sender(lane(capacity=1))], "share"), inbox_of(b, lane(capacity=1))
+        edge, inbox = OutEdge([a.sender(lane(capacity=1))], SHARE), inbox_of(b, lane(capacity=1))
         await edge.send(thing(0))
         waits = [asyncio.ensure_future(edge.send(thing(index))) for index in (1, 2, 3)]
         await asyncio.wait(waits, timeout=0)
@@ -189,7 +191,7 @@ def test_an_inbox_without_lanes_is_at_its_end() -> None:
 def test_order_of_wiring_does_not_matter() -> None:
     async def main() -> None:
         a, b = await opened("A", "ipc"), await opened("B", "ipc")
-        edge = OutEdge([a.sender(lane())], "share")
+        edge = OutEdge([a.sender(lane())], SHARE)
         for index in range(3):
             await edge.send(thing(index))
         edge.close()
@@ -233,7 +235,7 @@ def test_two_loops_in_one_process() -> None:
     async def main() -> None:
         a = await opened("A", "local")
         a.connect("B", await asyncio.to_thread(there.run, b.open()))
-        edge = OutEdge([a.sender(lane())], "share")
+        edge = OutEdge([a.sender(lane())], SHARE)
         serving = asyncio.create_task(asyncio.to_thread(there.run, serve(a.address)))
         for index in range(50):
             await edge.send(thing(index))
@@ -263,10 +265,15 @@ def test_lanes_with_other_schemas_fail_at_both_ends() -> None:
     run(body)
 
 
-def test_tcp_needs_keys() -> None:
+@pytest.mark.parametrize(
+    ("mine", "theirs", "message"),
+    [("ipc", "tcp", "cannot reach over ipc"), ("tcp", "ipc", "does not listen on tcp")],
+)
+def test_an_endpoint_on_another_machine_is_reached_over_tcp_alone(mine: str, theirs: str, message: str) -> None:
     async def main() -> None:
-        with pytest.raises(ConfigError, match="CURVE keys"):
-            await Endpoint("A", run_id="test", driver_pid=os.getpid()).open(tcp=True)
+        a, b = await opened("A", mine), await opened("B", theirs)
+        with pytest.raises(ConfigError, match=f"host 'B' is on another machine.* {message}"):
+            a.connect("B", via("tcp", b.address))
 
     play(main())
 
@@ -275,9 +282,9 @@ def test_a_stranger_with_other_keys_is_not_heard() -> None:
     async def main() -> None:
         heard: list[Any] = []
         b, friend = await opened("B", "tcp"), await opened("A", "tcp")
-        stranger = Endpoint("X", run_id="test", driver_pid=os.getpid(), curve=CurveKeys.new())
+        stranger = Endpoint("X", run_id="test", driver_pid=os.getpid(), transport=TcpTransport(ip="127.0.0.1"))
         closing.append(stranger)
-        await stranger.open(tcp="127.0.0.1")
+        await stranger.open()
         for endpoint in (stranger, friend):
             endpoint.connect("B", via("tcp", b.address))
             b.connect(endpoint.host, via("tcp", endpoint.address))
@@ -299,11 +306,10 @@ def test_a_key_of_the_server_alone_does_not_open_the_door() -> None:
     async def main() -> None:
         heard: list[Any] = []
         b, friend = await opened("B", "tcp"), await opened("A", "tcp")
-        thief = Endpoint(
-            "X", run_id="test", driver_pid=os.getpid(), curve=CurveKeys(KEYS.public, CurveKeys.new().secret)
-        )
+        transport = TcpTransport(CurveKeys(TCP.keys.public, CurveKeys.new().secret), "127.0.0.1")
+        thief = Endpoint("X", run_id="test", driver_pid=os.getpid(), transport=transport)
         closing.append(thief)
-        await thief.open(tcp="127.0.0.1")
+        await thief.open()
         for endpoint in (thief, friend):
             endpoint.connect("B", via("tcp", b.address))
             b.connect(endpoint.host, via("tcp", endpoint.address))

@@ -17,6 +17,7 @@ from flowrl.channel.dispatch import Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import LaneFailed, WireError
+from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_rig import (
     Thing,
     b_to_a,
@@ -203,7 +204,7 @@ def test_a_connection_that_breaks_loses_and_repeats_nothing() -> None:
         there, back = [await proxy.start() for proxy in proxies]
         a.connect("B", replace(via("tcp", b.address), tcp=back))
         b.connect("A", replace(via("tcp", a.address), tcp=there))
-        edge, inbox = OutEdge([a.sender(lane(8))], "share"), inbox_of(b, lane(8))
+        edge, inbox = OutEdge([a.sender(lane(8))], SHARE), inbox_of(b, lane(8))
         acked: list[bytes] = []
         done = asyncio.Event()
         edge.on_acked(until(acked, 400, done))
@@ -346,7 +347,7 @@ def test_a_restarted_consumer_gets_what_was_not_acked() -> None:
         a, b = await opened("A", "ipc"), await opened("B", "ipc")
         a.connect("B", via("ipc", b.address))
         b.connect("A", via("ipc", a.address))
-        edge, inbox = OutEdge([a.sender(lane(8))], "share"), inbox_of(b, lane(8))
+        edge, inbox = OutEdge([a.sender(lane(8))], SHARE), inbox_of(b, lane(8))
         acked = asyncio.Event()
         edge.on_acked(lambda ids: acked.set())
         for index in range(6):
@@ -360,7 +361,7 @@ def test_a_restarted_consumer_gets_what_was_not_acked() -> None:
         again = await opened("B", "ipc", incarnation=1)
         again.connect("A", via("ipc", a.address))
         second = inbox_of(again, lane(8))
-        a.peer_restarted("B", via("ipc", again.address), 1)
+        a.connect("B", via("ipc", again.address))
         edge.close()
         assert await drain(second) == [0, 1, 3, 4, 5]
         await a.close()
@@ -382,7 +383,7 @@ def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
         await a.close()
         again = await opened("A", "ipc", incarnation=1)
         again.connect("B", via("ipc", b.address))
-        edge = OutEdge([again.sender(lane(8))], "share")
+        edge = OutEdge([again.sender(lane(8))], SHARE)
         acked: list[bytes] = []
         done = asyncio.Event()
         edge.on_acked(until(acked, 6, done))
@@ -391,7 +392,7 @@ def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
             await edge.send(thing(index))
         edge.close()
         b.peer_failed("A", "killed")
-        b.peer_restarted("A", via("ipc", again.address), 1)
+        b.connect("A", via("ipc", again.address))
         for delivery in deliveries[1:]:
             delivery.ack()
         assert await drain(inbox) == [3, 4, 5]
@@ -401,6 +402,35 @@ def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
         await b.close()
 
     play(main())
+
+
+def test_a_request_to_a_process_that_was_restarted_fails() -> None:
+    async def main() -> None:
+        a, b = await opened("A", "ipc"), await opened("B", "ipc")
+        a.connect("B", via("ipc", b.address))
+        b.connect("A", via("ipc", a.address))
+        begun = asyncio.Event()
+
+        async def never(host: str, body: Any) -> None:
+            begun.set()
+            await forever(host, body)
+
+        b.on("wait", never)
+        asking = asyncio.create_task(a.request("B", "wait"))
+        await begun.wait()
+        again = await opened("B", "ipc", incarnation=1)
+        again.on("answer", echo)
+        again.connect("A", via("ipc", a.address))
+        a.connect("B", via("ipc", again.address))
+        with pytest.raises(LaneFailed, match="request 'wait' to 'B': its process was restarted"):
+            await asking
+        assert await a.request("B", "answer", 7) == 7
+
+    play(main())
+
+
+async def echo(host: str, body: Any) -> Any:
+    return body
 
 
 LEFT_OPEN = """

@@ -16,7 +16,7 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.lane import LaneSpec, ReceiverLane, SenderLane, session_number
 from flowrl.channel.latest import LatestReceiver, LatestSender
-from flowrl.channel.link import Listener
+from flowrl.channel.link import Listener, Target
 from flowrl.channel.seen import Seen
 from flowrl.channel.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
 from flowrl.errors import LaneFailed
@@ -355,7 +355,7 @@ def test_what_waits_behind_bytes_that_broke_the_receiver_is_read() -> None:
         loop.set_exception_handler(lambda loop, context: reported.append(context["exception"]))
         socket = Listener(context, receive)
         push = context.socket(zmq.PUSH)
-        push.connect(socket.bind("inproc://broken"))
+        push.connect(socket.bind(Target("inproc://broken")))
         await asyncio.sleep(0)  # the look that follows the binding is over
         push.send(b"first..")
         push.send(b"second.")

@@ -16,6 +16,7 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.slab import FROM_BYTES
 from flowrl.channel.sweep import remove_run
+from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_stage import INTO, OUT, Item, from_text, to_text
 
 pytestmark = pytest.mark.slow
@@ -64,7 +65,7 @@ async def lives(endpoint: Endpoint, fates: list[tuple[str, int]]) -> list[int]:
         )
         assert process.stdout is not None
         address = from_text((await process.stdout.readline()).decode())
-        endpoint.peer_restarted("M", address, incarnation) if incarnation else endpoint.connect("M", address)
+        endpoint.connect("M", address)
         codes.append(await process.wait())
     return codes
 
@@ -85,7 +86,7 @@ def test_a_stage_that_is_killed_loses_and_repeats_nothing(deaths: list[tuple[str
         endpoint = Endpoint("A", run_id="replay", driver_pid=os.getpid())
         await endpoint.open()
         endpoint.on("done", lambda host, body: None)
-        edge, inbox = OutEdge([endpoint.sender(INTO)], "share"), Inbox("sink.in")
+        edge, inbox = OutEdge([endpoint.sender(INTO)], SHARE), Inbox("sink.in")
         inbox.add(endpoint.receiver(OUT))
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             tasks.create_task(send_all(edge))

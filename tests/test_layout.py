@@ -82,16 +82,17 @@ def test_the_recipes_are_the_graphs() -> None:
 
 ROOMS: dict[str, dict[str, set[str]]] = {
     "graph": {
+        "dispatch_rules": set(),
         "facts": set(),
         "machine": set(),
         "ports": set(),
         "routes": set(),
         "command_line": set(),
         "node": {"facts", "ports", "routes"},
-        "graph": {"node", "ports"},
+        "graph": {"dispatch_rules", "node", "ports"},
         "load": {"command_line", "graph"},
-        "analysis": {"facts", "machine", "ports", "routes", "node", "graph"},
-        "drawing": {"graph", "analysis"},
+        "analysis": {"dispatch_rules", "facts", "machine", "ports", "routes", "node", "graph"},
+        "drawing": {"dispatch_rules", "graph", "analysis"},
     },
     "runtime": {
         "ledger": set(),

@@ -10,7 +10,7 @@ import pytest
 
 from flowrl import Graph, check
 from flowrl.errors import ConfigError
-from flowrl.graph.routes import WeightRoute, through_hosts
+from flowrl.graph.routes import WeightRoute, WeightTransport, through_hosts
 from flowrl.models import Policy
 from flowrl.nodes import Generator, Trainer
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
@@ -115,7 +115,10 @@ def test_trainer_and_generator_have_to_agree_on_what_is_sent() -> None:
 
 
 def test_adapters_travel_through_host_memory() -> None:
-    routes = (WeightRoute("generator/0", "shm"), WeightRoute("generator/1", "nccl", 2))
+    routes = (
+        WeightRoute("generator/0", WeightTransport.SHM),
+        WeightRoute("generator/1", WeightTransport.NCCL, 2),
+    )
     assert [route.transport for route in through_hosts(routes)] == ["shm", "tcp"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.endpoint_transport import IpcTransport
 from flowrl.errors import NodeFailed
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild
@@ -120,7 +121,7 @@ async def _host_runs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
         ReplicaPlace(node, 0, 1, str(directory), 0, None, (), (), None, 0, run_id, max_staleness=1, window=1)
         for node in (replica_id.split("/")[0] for replica_id in host.nodes)
     )
-    actor = HostActor(HostSpec(host.name, run_id, os.getpid(), str(ODD), config, places, plan, (), False))
+    actor = HostActor(HostSpec(host.name, run_id, os.getpid(), str(ODD), config, places, plan, (), IpcTransport()))
     address = (await actor.open())["address"]
     endpoint.connect(host.name, address)
     try:

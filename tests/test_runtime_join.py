@@ -13,6 +13,7 @@ import pytest
 from flowrl.channel.dispatch import EndOfStream
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import FlowrlError
+from flowrl.graph.dispatch_rules import SHARE
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out, join
@@ -60,7 +61,7 @@ class Branch:
 class Sent:
     """An edge that lists what is sent and takes it in at once."""
 
-    name, rule = "meet.out -> next.samples", "share"
+    name, rule = "meet.out -> next.samples", SHARE
 
     def __init__(self) -> None:
         self.envelopes: list[Envelope] = []

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flowrl.channel.envelope import Envelope
+from flowrl.graph.dispatch_rules import SHARE
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample
@@ -23,7 +24,7 @@ from tests.test_runtime_join import PLACE, Branch, Ledger
 class Edge:
     """An edge with credit or without, whose messages nobody finishes."""
 
-    rule = "share"
+    rule = SHARE
 
     def __init__(self, name: str, *, credit: bool) -> None:
         self.name = name

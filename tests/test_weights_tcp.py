@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowrl.errors import FlowrlError
-from flowrl.graph.routes import WeightRoute
+from flowrl.graph.routes import WeightRoute, WeightTransport
 from flowrl.messages import Weights
 from flowrl.weights.handles import HandleReader, HandleServer
 from flowrl.weights.manifest import views
@@ -38,7 +38,7 @@ class Engine:
 
 @pytest.fixture
 def publisher() -> Iterator[Publisher]:
-    routes = [WeightRoute("generator/0", "shm"), WeightRoute("generator/1", "tcp")]
+    routes = [WeightRoute("generator/0", WeightTransport.SHM), WeightRoute("generator/1", WeightTransport.TCP)]
     publisher = Publisher(Engine(), "policy", run_id="tcp", routes=routes, probe_every=0)
     yield publisher
     publisher.close()

@@ -116,6 +116,21 @@ def test_a_word_with_another_meaning_stays_where_it_has_that() -> None:
     assert not found
 
 
+IPC = ("ipc://", "process | ipc | tcp", 'return "ipc" if', 'TransferEngine("ipc"')
+"""Where "ipc" may stand outside of `flowrl.channel`: zmq's transport, and vLLM's name of its engine."""
+
+
+def test_ipc_is_zmqs_transport_within_one_machine() -> None:
+    found = [
+        f"{short(path)}:{number}: {line.strip()}"
+        for path in CODE
+        if not short(path).startswith(("flowrl/channel/", "benchmarks/channel"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"\bipc\b", line, re.IGNORECASE) and not any(phrase in line for phrase in IPC)
+    ]
+    assert not found
+
+
 def test_options_that_were_given_up_do_not_come_back() -> None:
     docs = [path for path in (ROOT / "docs").glob("*.md") if path.name != "names.md"]
     texts = [*CODE, ROOT / "README.md", *docs]

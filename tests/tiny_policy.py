@@ -77,7 +77,7 @@ def score(model: Any, sequences: Any) -> list[list[float]]:
 
 
 class ModelSource:
-    """A whole model in this process as a `flowrl.weights.transport.Source`."""
+    """A whole model in this process as a `flowrl.weights.send.Source`."""
 
     rank = 0
 

@@ -5,8 +5,8 @@ it (its children), on every lane on which the child was sent. From then on the c
 copy that a crash would need.
 
 Invariants
-- Each item counts what it still waits for: its open invocation, its holds, and one for each lane on which a
-  child has not arrived. The item is due exactly when the count reaches 0, and is then forgotten.
+- Each item counts what it still waits for: its open invocation, and one for each lane on which a child has not
+  arrived. The item is due exactly when the count reaches 0, and is then forgotten.
 - A child is counted at all of its parents, and is forgotten when it has arrived on all of its lanes.
 - Arrivals of unknown children (replays of children whose parents were acked earlier) change nothing.
 
@@ -65,21 +65,9 @@ class Custody(Generic[K]):
         parents = self._parents.pop(child, ())
         return [parent for parent in parents if self._less(parent)]
 
-    def hold(self, item: K) -> None:
-        """Keep `item` open past the end of its invocation."""
-        self._counts[item] += 1
-
-    def release(self, item: K) -> Sequence[K]:
-        """Undo one `hold`."""
-        return (item,) if self._less(item) else ()
-
     def end(self, item: K) -> Sequence[K]:
         """The invocation of `item` has ended."""
         return (item,) if self._less(item) else ()
-
-    def drop(self, item: K) -> Sequence[K]:
-        """`item` ends without (further) children: the same as `end`; its holds still count."""
-        return self.end(item)
 
     def _less(self, item: K) -> bool:
         count = self._counts[item] - 1

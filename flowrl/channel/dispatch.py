@@ -1,11 +1,4 @@
-"""Dispatch: chooses the lanes of an edge on which a message is sent.
-
-- share: the lane with most free credits, in turn among equals
-- key: the lane that the group id hashes to
-- broadcast: every lane; the slowest lane limits the rate. Each lane's copy has its own id, so that the messages
-  that two replicas make from their copies are not dropped as repetitions
-- gang: each lane gets its own part, made by the message's `split(n)`, also with its own id; all or nothing
-- latest: every lane, overwriting; never waits
+"""Dispatch: sends a message on the lanes of an edge that its rule chooses; see `flowrl.graph.dispatch_rules`.
 
 Invariant: a message is sent in one step on all the lanes that its rule names, or on none.
 What ends a wait: a send waits for the credits its rule needs, see `flowrl.channel.ends`.
@@ -15,53 +8,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
-from zlib import crc32
+from typing import Any
 
 from flowrl.channel.ends import Ids, SendGate, SendLane
 from flowrl.channel.envelope import Envelope, message_id
 from flowrl.channel.inbox import Delivery, EndOfStream, Inbox
+from flowrl.graph.dispatch_rules import DispatchRule
 from flowrl.messages import Tombstone
 
-__all__ = ["Delivery", "EndOfStream", "Inbox", "OutEdge", "Rule"]
-
-Rule = Literal["share", "key", "broadcast", "gang", "latest"]
+__all__ = ["Delivery", "EndOfStream", "Inbox", "OutEdge"]
 
 
 class OutEdge:
     """The lanes of one edge that start at one producing node replica."""
 
-    def __init__(self, lanes: Sequence[SendLane], rule: Rule, capacity: int | None = None) -> None:
+    def __init__(self, lanes: Sequence[SendLane], rule: DispatchRule) -> None:
         assert lanes, "an edge has at least one lane"
         self.name = lanes[0].spec.edge
         self.lanes = tuple(lanes)
-        self.rule: Rule = rule
-        self.capacity = capacity if capacity is not None else lanes[0].spec.capacity
+        self.rule = rule
         self.gate = SendGate()
         self._first = 0
         self._wholes: dict[bytes, Envelope] = {}
         """Id -> message, not split, that the gang has not finished: other ranks may need other parts of it."""
         self._part_of: dict[bytes, bytes] = {}
         """Id of a part that its rank has not finished -> id of the whole message."""
-        self._only = self.lanes[0] if rule == "share" and len(lanes) == 1 else None
+        self._only = self.lanes[0] if rule.any_one and len(lanes) == 1 else None
         for lane in lanes:
             lane.gate = self.gate
-            if rule == "gang":
+            if rule.splits:
                 lane.on_acked(self._finished)
 
     def ids(self, envelope: Envelope) -> list[bytes]:
         """Ids of the messages that are sent for it: each consumer of a broadcast, and each rank, gets its own."""
-        if self.rule in ("broadcast", "gang"):
+        if self.rule.to_each:
             return [_own_id(envelope, lane) for lane in self.lanes]
         return [envelope.id]
 
     def arrivals(self, envelope: Envelope) -> list[tuple[bytes, int]]:
         """(id, number of lanes on which it must be taken) for `Custody.child`; none for a latest edge."""
-        return [] if self.rule == "latest" else [(own, 1) for own in self.ids(envelope)]
+        return [] if self.rule.overwrites else [(own, 1) for own in self.ids(envelope)]
 
     def addressed(self, envelope: Envelope) -> list[tuple[str, Envelope]]:
         """(consumer, its message) for each consumer of a broadcast. Other rules choose later: one entry, with ""."""
-        if self.rule != "broadcast":
+        if not self.rule.copies:
             return [("", envelope)]
         return [(lane.spec.consumer, replace(envelope, id=_own_id(envelope, lane))) for lane in self.lanes]
 
@@ -74,20 +64,16 @@ class OutEdge:
         stands = self.gate.held or self.gate.waiting
         if only is not None and not stands and only.machine.credits > 0 and not only.machine.failed:
             only.put(envelope)  # most sends: one lane, with credit. This path avoids function calls
-        elif rule == "share":
+        elif rule.any_one:
             if stands or not self._any():
                 await self._wait(self.lanes, self._any)
             self._freest().put(envelope)
-        elif rule == "key":
-            lane = self.lanes[crc32(envelope.group_id.encode()) % len(self.lanes)]
-            await self._all([lane], lambda: [envelope])
-        elif rule == "gang":
-            await self._all(self.lanes, lambda: self._parts(envelope))
-        elif rule == "broadcast":
-            await self._all(self.lanes, lambda: [copy for _, copy in self.addressed(envelope)])
         else:
-            for lane in self.lanes:
-                lane.put(envelope)
+            lanes = [self.lanes[index] for index in rule.replicas(envelope.group_id, len(self.lanes))]
+            if not rule.overwrites:
+                await self._until_all(lanes)
+            for lane, message in zip(lanes, self._messages(envelope, len(lanes)), strict=True):
+                lane.put(message)
 
     async def send_to(self, consumer: str, envelope: Envelope) -> None:
         """Send one consumer's message of `addressed`, or one rank's part. Does nothing if no lane has this consumer."""
@@ -96,7 +82,7 @@ class OutEdge:
             return
         for index, lane in enumerate(self.lanes):
             if lane.spec.consumer == consumer:
-                await lane.send(self._part(envelope, index) if self.rule == "gang" else envelope)
+                await lane.send(self._part(envelope, index) if self.rule.splits else envelope)
 
     def _any(self) -> bool:
         # A list, so that a failed lane raises even if an earlier one has credit; a generator stops at the first True.
@@ -107,19 +93,27 @@ class OutEdge:
         self._first = first = (self._first + 1) % len(lanes)
         return max((*lanes[first:], *lanes[:first]), key=lambda lane: lane.machine.credits)
 
-    async def _all(self, lanes: Sequence[SendLane], parts: Callable[[], Sequence[Envelope]]) -> None:
+    async def _until_all(self, lanes: Sequence[SendLane]) -> None:
+        """Wait until every one of `lanes` can send."""
+
         def ready() -> bool:
             return all([lane.can_send() for lane in lanes])  # noqa: C419
 
         if self.gate.held or self.gate.waiting or not ready():
             await self._wait(lanes, ready)
-        for lane, part in zip(lanes, parts(), strict=True):
-            lane.put(part)
 
     async def _wait(self, lanes: Sequence[SendLane], ready: Callable[[], bool]) -> None:
         waited = await self.gate.wait(ready)
         for lane in lanes:
             lane.blocked_s += waited
+
+    def _messages(self, envelope: Envelope, count: int) -> list[Envelope]:
+        """What `count` lanes get."""
+        if self.rule.splits:
+            return self._parts(envelope)
+        if self.rule.copies:
+            return [copy for _, copy in self.addressed(envelope)]
+        return [envelope] * count
 
     def _parts(self, envelope: Envelope) -> list[Envelope]:
         parts = self._split(envelope.body)
@@ -171,9 +165,9 @@ class OutEdge:
 
     def unacked(self) -> list[tuple[str, Envelope]]:
         """All messages kept for a replay, as `addressed`; a gang's are whole, `parts` names the unfinished parts."""
-        if self.rule == "gang":
+        if self.rule.splits:
             return [("", whole) for whole in self._wholes.values()]
-        named = self.rule == "broadcast"
+        named = self.rule.copies
         return [(lane.spec.consumer if named else "", kept) for lane in self.lanes for kept in lane.unacked()]
 
     def parts(self) -> dict[bytes, dict[str, bytes]]:
@@ -193,11 +187,6 @@ class OutEdge:
         """Signal end of stream on every lane."""
         for lane in self.lanes:
             lane.close()
-
-    def fail(self, reason: str) -> None:
-        """Fail every lane."""
-        for lane in self.lanes:
-            lane.fail(reason)
 
 
 def _own_id(envelope: Envelope, lane: SendLane) -> bytes:

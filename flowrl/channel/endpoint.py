@@ -21,27 +21,26 @@ import zmq
 
 from flowrl.channel.address import (
     Address,
-    CurveKeys,
     ipc_path,
-    local_ip,
     remove_socket,
     run_prefix,
     this_machine,
 )
 from flowrl.channel.control import Answer, Control
+from flowrl.channel.endpoint_transport import EndpointTransport, IpcTransport
 from flowrl.channel.ends import ReceiveLane, SendLane
 from flowrl.channel.inbox import EndOfStream
 from flowrl.channel.lane import ReceiverLane, SenderLane
 from flowrl.channel.lane_spec import LaneSpec, LaneStatistics
 from flowrl.channel.latest import LatestReceiver, LatestSender
-from flowrl.channel.link import Authenticator, Link, Listener, LocalLink, SocketLink
+from flowrl.channel.link import Link, Listener, LocalLink, SocketLink
 from flowrl.channel.presence import Presence
 from flowrl.channel.router import Router
 from flowrl.channel.slab import Attached, Block, Slab
 from flowrl.channel.wire import RELEASE, REPLY, REQUEST, Frame, MessageDecoder
-from flowrl.errors import ConfigError, WireError
+from flowrl.errors import WireError
 
-__all__ = ["Address", "CurveKeys", "EndOfStream", "Endpoint", "LaneWait"]
+__all__ = ["Address", "EndOfStream", "Endpoint", "LaneWait"]
 
 _local: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictionary()
 """The open endpoints of this process, by their ipc path."""
@@ -64,6 +63,7 @@ class LaneWait:
 class Endpoint:
     """See the module.
 
+    `transport` is the run's, by default that for one machine.
     `failed(error)` receives every error that no caller can receive (a note's handler raised, received bytes are
     no frame); the default is the loop's exception handler.
     """
@@ -76,7 +76,7 @@ class Endpoint:
         driver_pid: int,
         incarnation: int = 0,
         machine: str | None = None,
-        curve: CurveKeys | None = None,
+        transport: EndpointTransport | None = None,
         failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.host = host
@@ -84,7 +84,7 @@ class Endpoint:
         self._run_id = run_id
         self._driver_pid = driver_pid
         self._machine = machine if machine is not None else this_machine()
-        self._curve = curve
+        self._transport = transport if transport is not None else IpcTransport()
         self._failed = failed or self._to_loop
         self._router = Router(host, incarnation, self._failed)
         self._control = Control(self._router.post, self._failed)
@@ -96,68 +96,50 @@ class Endpoint:
 
     # Opening, peers, closing
 
-    async def open(self, *, tcp: bool | str = False) -> Address:
-        """Listen on ipc, and with `tcp` (True, or the local IP to use) also on tcp, encrypted with CURVE."""
-        if tcp and self._curve is None:
-            raise ConfigError("to listen on tcp an endpoint needs the run's CURVE keys; pass `curve=CurveKeys.new()`")
+    async def open(self) -> Address:
+        """Start to listen. Returns the address for all other endpoints."""
         self._presence = Presence(self._run_id)
         self._slab.open()
         self._loop = self._router.loop = asyncio.get_running_loop()
         self._context: zmq.Context[Any] = zmq.Context()
         _contexts.add(self._context)
         self._listener = Listener(self._context, self._arrived)
-        self._authenticator = Authenticator(self._context, self._curve) if tcp and self._curve is not None else None
-        path = str(ipc_path(self._run_id, self._driver_pid, self.host, self.incarnation))
-        self._listener.bind(f"ipc://{path}")
-        os.chmod(path, 0o600)
-        url = ""
-        if tcp:
-            ip = tcp if isinstance(tcp, str) else local_ip()
-            url = self._listener.bind(f"tcp://{ip}:*", self._curve)
-        self.address = Address(self.host, self.incarnation, self._machine, os.getpid(), path, url)
-        _local[path] = self
+        path = ipc_path(self._run_id, self._driver_pid, self.host, self.incarnation)
+        url = self._transport.open(self._listener, path)
+        self.address = Address(self.host, self.incarnation, self._machine, os.getpid(), str(path), url)
+        _local[self.address.ipc] = self
         self.connect(self.host, self.address)
         return self.address
 
     def connect(self, host: str, address: Address) -> None:
-        """Connect to `host` at `address`: in process, by ipc or by tcp, whichever is nearest."""
+        """Connect to `host` at `address`: in process, by ipc or by tcp, whichever is nearest.
+
+        If `address` has another incarnation than before, the process was restarted. All kept messages are replayed to
+        it. Sends and takes continue without an error, unless `peer_failed` has ended them; requests to the previous
+        process raise LaneFailed.
+        """
+        if self._router.peer(host).incarnation not in (None, address.incarnation):
+            self._router.fail(host, "its process was restarted", ())
         self._router.join(host, address.incarnation, self._link(address))
 
     def peer_failed(self, host: str, reason: str) -> None:
         """The supervisor reports that the process of `host` is dead: whatever waits for it raises LaneFailed.
 
-        Messages kept for it stay kept, for `peer_restarted`.
+        Messages kept for it stay kept, for `connect` to a new process.
         """
         self._router.fail(host, reason, self._router.lanes(host))
-
-    def peer_restarted(self, host: str, address: Address, incarnation: int | None = None) -> None:
-        """The supervisor reports that `host` was restarted at `address`: replay all kept messages to it.
-
-        Sends and takes continue without an error, unless `peer_failed` has ended them; requests to the
-        previous process raise LaneFailed.
-        """
-        assert incarnation is None or incarnation == address.incarnation, "the address names the incarnation"
-        self._router.fail(host, "its process was restarted", ())
-        self.connect(host, address)
 
     def _link(self, address: Address) -> Link:
         neighbour = _local.get(address.ipc) if address.pid == os.getpid() else None
         if neighbour is not None:
             return LocalLink(neighbour.deliver_from(self._loop), self.host, self.incarnation)
         near = address.machine == self._machine
-        if not near and not address.tcp:
-            raise ConfigError(
-                f"host {address.host!r} is on another machine and not on tcp; open its endpoint with tcp=True"
-            )
-        place = self._slab.lender(address.host) if near else None
-        url = f"ipc://{address.ipc}" if near else address.tcp
         return SocketLink(
             self._context,
-            url,
+            self._transport.target(address, near=near),
             self.host,
             self.incarnation,
-            curve=self._curve,
-            place=place,
+            place=self._slab.lender(address.host) if near else None,
             reconnected=lambda: self._router.reconnected(address.host),
         )
 
@@ -170,8 +152,6 @@ class Endpoint:
         self._router.close()
         self._listener.close()
         self._router.close_links()
-        if self._authenticator is not None:
-            self._authenticator.close()
         _local.pop(self.address.ipc, None)
         await self._loop.run_in_executor(None, self._context.term)
         _contexts.discard(self._context)

@@ -4,7 +4,7 @@ Invariants
 - A link delivers in order. zmq queues without a high-water mark: the lanes' credits bound the queues.
 - zmq restores a tcp connection that breaks, and `reconnected` is called. Then the two ends of each lane compare
   their state, and the control link repeats the frames that were not confirmed.
-- A link to a process never outlives that process's incarnation: `peer_restarted` makes a new one.
+- A link to a process never outlives that process's incarnation: `Endpoint.connect` makes a new one.
 
 Waits: none. A Listener is drained whenever its descriptor becomes readable, until nothing is left (the
 descriptor signals changes only, not that messages remain).
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import zmq
@@ -22,7 +23,6 @@ from zmq.utils import z85
 from flowrl.channel.address import CurveKeys
 from flowrl.channel.codec import ArrayPlace, Buffer, freeze, freeze_inside
 from flowrl.channel.wire import DATA, MAX_PARTS, NOTIFY, REPLY, REQUEST, Frame, MessageEncoder, followed
-from flowrl.errors import ConfigError
 
 COPY_BELOW_BYTES = 1 << 18
 """Smaller frames are copied into zmq: that is cheaper than a callback into Python when zmq has released them."""
@@ -82,6 +82,16 @@ class LocalLink:
         self._frames.clear()
 
 
+@dataclass(frozen=True)
+class Target:
+    """Where a socket connects or listens."""
+
+    url: str
+    """As zmq takes it: "ipc://PATH" or "tcp://IP:PORT"."""
+    keys: CurveKeys | None = None
+    """Of a tcp connection, which is encrypted with them."""
+
+
 class SocketLink:
     """Link to another process, over ipc or tcp."""
 
@@ -90,28 +100,25 @@ class SocketLink:
     def __init__(
         self,
         context: zmq.Context[Any],
-        url: str,
+        target: Target,
         host: str,
         incarnation: int,
         *,
-        curve: CurveKeys | None,
         place: ArrayPlace | None,
         reconnected: Callable[[], None],
     ) -> None:
         self._encoder = MessageEncoder(host, incarnation, place)
         self.add = self._encoder.add  # bound directly: every frame passes here, and a wrapper costs a call
         self._monitor: Monitor | None = None
-        self.breaks = url.startswith("tcp:")
+        self.breaks = target.keys is not None
         self._socket = context.socket(zmq.PUSH)
         self._socket.sndhwm = 0
         self._socket.linger = 0
-        if self.breaks:
-            if curve is None:
-                raise ConfigError(f"{url} needs the run's CURVE keys; give `curve` to every Endpoint of the run")
-            self._socket.curve_serverkey = self._socket.curve_publickey = curve.public
-            self._socket.curve_secretkey = curve.secret
+        if target.keys is not None:
+            self._socket.curve_serverkey = self._socket.curve_publickey = target.keys.public
+            self._socket.curve_secretkey = target.keys.secret
             self._monitor = Monitor(self._socket, reconnected)
-        self._socket.connect(url)
+        self._socket.connect(target.url)
 
     def flush(self) -> None:
         if self._encoder.pending:
@@ -161,19 +168,21 @@ class Listener:
         self._context = context
         self._receive = receive
         self._sockets: list[zmq.Socket[Any]] = []
+        self._authenticator: Authenticator | None = None
         self._overlong: set[zmq.Socket[Any]] = set()
         """Sockets that still hold the rest of a multipart with too many parts."""
 
-    def bind(self, url: str, curve: CurveKeys | None = None) -> str:
-        """Listen at `url`, and return the url that was bound. tcp needs `curve`."""
+    def bind(self, target: Target) -> str:
+        """Listen at `target`, and return the url that was bound. Only peers with its keys are heard."""
         socket = self._context.socket(zmq.PULL)
         socket.rcvhwm = 0
         socket.linger = 0
-        if curve is not None:
+        if target.keys is not None:
+            self._authenticator = self._authenticator or Authenticator(self._context, target.keys)
             socket.curve_server = True
-            socket.curve_secretkey = curve.secret
+            socket.curve_secretkey = target.keys.secret
             socket.zap_domain = ZAP_DOMAIN
-        socket.bind(url)
+        socket.bind(target.url)
         self._sockets.append(socket)
         loop = asyncio.get_running_loop()
         loop.add_reader(socket.fileno(), self._drain, socket)
@@ -233,6 +242,8 @@ class Listener:
             loop.remove_reader(socket.fileno())
             socket.close(linger=0)
         self._sockets.clear()
+        if self._authenticator is not None:
+            self._authenticator.close()
 
 
 class Authenticator:

@@ -90,7 +90,7 @@ class Tickets:
             return f"admission is closed: {self._pauses[-1]}"
         if self.num_wanted == 0:
             return f"all {self.max_groups} groups that the steps need are trained or in flight"
-        if self.num_tickets is not None and len(self._open) >= self.num_tickets:
+        if self.num_tickets is not None and self.num_open >= self.num_tickets:
             return f"all {self.num_tickets} tickets are out: {self._what_holds_them()}"
         return ""
 
@@ -105,10 +105,6 @@ class Tickets:
     def num_open(self) -> int:
         """Number of tickets taken and not yet returned."""
         return len(self._open)
-
-    def is_open(self, ticket: int) -> bool:
-        """Whether `ticket` is taken and not yet returned."""
-        return ticket in self._open
 
     def untrained(self) -> list[int]:
         """The open tickets whose group the main trainer still has to train, in order of admission."""
@@ -260,11 +256,6 @@ class Window(Generic[T]):
     def __len__(self) -> int:
         """Number of finished items that wait for their batch."""
         return len(self._finished)
-
-    @property
-    def waits_for(self) -> int:
-        """The oldest ticket that is neither taken nor dropped."""
-        return self._base
 
     def offer(self, ticket: int, item: T | None) -> None:
         """Add a finished group, or a dropped one if `item` is None. Each ticket is offered once."""

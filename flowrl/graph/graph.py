@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+from flowrl.graph.dispatch_rules import LATEST, RULES, SHARE, Dispatch, DispatchRule
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 from flowrl.messages import Message
@@ -20,7 +21,6 @@ T = TypeVar("T", bound=Message)
 Req = TypeVar("Req", bound=Message)
 Rep = TypeVar("Rep", bound=Message)
 
-Dispatch = Literal["share", "key", "broadcast", "gang"]
 OnLimit = Literal["wait", "mask"]
 EdgeKind = Literal["queue", "latest", "call"]
 RESERVED_NAMES = ("driver", "core")
@@ -59,12 +59,18 @@ class Edge:
     into: Port
     capacity: int | None = None
     """Messages that one lane holds; None: derived."""
-    dispatch: Dispatch = "share"
+    dispatch: str = SHARE.name
+    """As declared. `rule` is its meaning."""
     session_affinity: bool = False
 
     @property
     def name(self) -> str:
         return f"{port_name(self.out)} -> {port_name(self.into)}"
+
+    @property
+    def rule(self) -> DispatchRule:
+        """SHARE for a name that there is no rule of, which `Graph.connect` has noted as a mistake."""
+        return RULES.get(self.dispatch, SHARE)
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class Graph:
 
         The edge never blocks its sender and reaches every consumer replica. It is meant for weights.
         """
-        self._join(Edge("latest", out, into, 1, "broadcast"), Out, In)
+        self._join(Edge("latest", out, into, 1, LATEST.name), Out, In)
 
     def call(
         self,
@@ -142,7 +148,7 @@ class Graph:
         `capacity` bounds the open requests between two replicas. With `session_affinity` all
         requests of one session go to one replica of the server.
         """
-        self._join(Edge("call", call, serve, capacity, "share", session_affinity), Call, Serve)
+        self._join(Edge("call", call, serve, capacity, session_affinity=session_affinity), Call, Serve)
 
     def admit(
         self,

@@ -1,11 +1,44 @@
-"""Which nodes receive a trainer's weights, and how. Trainer ranks and generators get the same routes."""
+"""Which nodes receive a trainer's weights, and how. Trainer ranks and generators get the same routes.
+
+`WeightTransport` names the ways that exist. The plan chooses one for every reader; `flowrl.weights.backends` has the
+code behind each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from flowrl.errors import ConfigError
+
+
+class WeightTransport(StrEnum):
+    """A way for weights, under its name in `graph.json` and in manifests."""
+
+    SHM = "shm"
+    """Host memory of the machine that both use."""
+    TCP = "tcp"
+    """Host memory, copied once to every other machine."""
+    NCCL = "nccl"
+    """A broadcast between GPUs."""
+    CUDA_HANDLES = "cuda_handles"
+    """Handles to the trainer's tensors, on the GPU that both use."""
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether the weights wait in host memory, so that trainer and reader need not work at the same time."""
+        return self in (WeightTransport.SHM, WeightTransport.TCP)
+
+    def at(self, place: str) -> str:
+        """Where a reader finds a version: the value of `Weights.transport`."""
+        return f"{self}:{place}"
+
+    @classmethod
+    def parse(cls, location: str) -> tuple[WeightTransport, str]:
+        """(transport, place) of a location that `at` made."""
+        name, _, place = location.partition(":")
+        return cls(name), place
 
 
 @dataclass(frozen=True)
@@ -14,26 +47,24 @@ class WeightRoute:
 
     consumer: str
     """Node replica, as "generator/1"."""
-    transport: str
-    """shm | tcp | nccl | ipc"""
+    transport: WeightTransport
     num_workers: int = 1
     """vLLM worker processes of the replica: its GPUs, 1 on CPU."""
 
 
 def through_hosts(routes: Sequence[WeightRoute]) -> tuple[WeightRoute, ...]:
     """The same readers, reached through host memory; for small data that needs no GPU transfer."""
-    return tuple(route if route.transport == "shm" else replace(route, transport="tcp") for route in routes)
+    local, remote = WeightTransport.SHM, WeightTransport.TCP
+    return tuple(route if route.transport is local else replace(route, transport=remote) for route in routes)
 
 
-def common_transport(routes: Sequence[WeightRoute]) -> str:
+def common_transport(routes: Sequence[WeightRoute]) -> WeightTransport:
     """The transport that serves all readers; shared memory if there are none."""
-    kinds = {route.transport for route in routes}
-    if kinds <= {"shm"}:
-        return "shm"
-    if kinds <= {"shm", "tcp"}:
-        return "tcp"
+    kinds = {route.transport for route in routes} or {WeightTransport.SHM}
     if len(kinds) == 1:
         return kinds.pop()
+    if all(kind.in_host_memory for kind in kinds):
+        return WeightTransport.TCP
     readers = ", ".join(f"{route.consumer} by {route.transport}" for route in routes)
     raise ConfigError(
         f"one trainer cannot publish over different GPU transports at once ({readers}); "

@@ -26,9 +26,9 @@ from flowrl.messages import Batch, Float32, Sample, Values, Weights
 from flowrl.models import Policy, check_model, resolve
 from flowrl.packing import PackedUnit, micro_batches_of
 from flowrl.training.settings import Dtype
+from flowrl.weights.backends import receiver
 from flowrl.weights.fetched import Receiver
 from flowrl.weights.probe import TOLERANCE, ProbeMismatch, mismatch
-from flowrl.weights.receive import receiver
 from flowrl.weights.shm import SegmentLost
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ from flowrl.nodes.vllm_sampler import EVALUATION, TRAINING, VllmSampler
 from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
 from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
 from flowrl.training.settings import LoRA
+from flowrl.weights.backends import receiver
 from flowrl.weights.fetched import Receiver
-from flowrl.weights.receive import receiver
 
 Prefix = tuple[Int32, Float32, Int32]
 """token_ids, logprobs, versions of an unfinished response"""
@@ -146,7 +146,7 @@ class Generator(Node):
             longest_response=max(self.sampling.max_tokens, self.evaluation.max_tokens),
             kv_cache_bytes=self.kv_cache_bytes,
             seed=self.context.seed,
-            weight_backend=self._receiver.backend,
+            transfer=self._receiver.engine,
             slots=slots,
             engine=self.engine,
         )

@@ -18,6 +18,7 @@ from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
 from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
 from flowrl.runtime.activity.hostloop import apart
 from flowrl.weights.engine_process import begun_by_us
+from flowrl.weights.fetched import SEGMENT_ENGINE, TransferEngine
 
 TRAINING, EVALUATION = 0, 1
 """Priorities: vLLM schedules the smaller value first."""
@@ -52,7 +53,7 @@ class VllmSampler:
         longest_response: int = 512,
         kv_cache_bytes: int | None = None,
         seed: int = 0,
-        weight_backend: str = "flowrl_shm",
+        transfer: TransferEngine = SEGMENT_ENGINE,
         slots: AdapterSlots | None = None,
         engine: Mapping[str, Any] | None = None,
     ) -> VllmSampler:
@@ -60,7 +61,7 @@ class VllmSampler:
 
         With `slots`, versions are LoRA adapters of the model in `model_dir`, otherwise whole weights.
         """
-        prepare_environment(cores=cores, on_gpu=on_gpu, weight_backend=weight_backend)
+        prepare_environment(cores=cores, on_gpu=on_gpu, transfer=transfer)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -73,7 +74,7 @@ class VllmSampler:
             kv_cache_bytes=kv_cache_bytes,
             seed=seed,
             on_gpu=on_gpu,
-            weight_backend=weight_backend,
+            transfer=transfer,
             slots=slots,
             engine=engine or {},
         )

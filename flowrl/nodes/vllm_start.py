@@ -17,6 +17,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.nodes.vllm_adapters import AdapterSlots
+from flowrl.weights.fetched import TransferEngine
 
 SUPPORTED = "0.32"
 EXTENSION = "flowrl.weights.vllm_worker.WorkerExtension"
@@ -60,15 +61,15 @@ def refused_arguments(engine: Mapping[str, Any]) -> list[str]:
     return [f"the engine argument {name!r} cannot be set: {OURS[name]}; remove it" for name in engine if name in OURS]
 
 
-def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, weight_backend: str) -> None:
+def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, transfer: TransferEngine) -> None:
     """Set what vLLM and its child processes read from the environment. Before the first import of vllm."""
     from flowrl.weights.engine_process import PARENT_VARIABLE
 
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if weight_backend == "ipc":
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles are pickled; they come from our trainer
+    if transfer.pickled:
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # what is pickled comes from our trainer
     if on_gpu:
         return
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first request compiles for many seconds
@@ -93,7 +94,7 @@ def engine_arguments(
     kv_cache_bytes: int | None,
     seed: int,
     on_gpu: bool,
-    weight_backend: str,
+    transfer: TransferEngine,
     slots: AdapterSlots | None,
     engine: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": EXTENSION,
-        "weight_transfer_config": WeightTransferConfig(backend=weight_backend),
+        "weight_transfer_config": WeightTransferConfig(backend=transfer.name),
     }
     if slots is not None:
         arguments |= slots.arguments

@@ -85,7 +85,7 @@ class WeightUpdates:
                     return False
                 stack.callback(fetched.close)
                 await self._sampler.room()
-            if self._running() and self._receiver.takes_turns:
+            if self._running() and self._receiver.engine.one_by_one:
                 await stack.enter_async_context(self._context.exclusive("weights"))
             await self._exchange(manifest, fetched)
         self._context.ledger.holds(self._replica, manifest.policy, manifest.version)

@@ -1,4 +1,4 @@
-"""The trainer's side on GPUs: vLLM's own NCCL and CUDA IPC engines, fed from ZeRO-3 shards.
+"""The trainer's side on GPUs: vLLM's own engines for NCCL and for CUDA memory handles, fed from ZeRO-3 shards.
 
 vLLM's trainer engines control the inference side through a client. Here the manifest on the latest edge
 does that: every generator starts, loads and finishes by itself when it receives one. So the clients below
@@ -25,10 +25,10 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from flowrl.channel.address import local_ip
-from flowrl.graph.routes import WeightRoute, world_size
+from flowrl.graph.routes import WeightRoute, WeightTransport, world_size
 from flowrl.messages import Weights
 from flowrl.weights.handles import HandleServer
-from flowrl.weights.transport import BUCKET_BYTES, Source
+from flowrl.weights.send import BUCKET_BYTES, Source
 
 
 class ZeroSource(WeightSource):  # type: ignore[misc]
@@ -65,7 +65,7 @@ class _Announced:
 
 
 class _Handles(_Announced):
-    """Sends CUDA IPC handles to the generators that request them, and returns when all have loaded the tensors."""
+    """Sends CUDA memory handles to the generators that request them, and returns when all have loaded the tensors."""
 
     def __init__(self, server: HandleServer, num_readers: int) -> None:
         self._server = server
@@ -79,7 +79,7 @@ class _Handles(_Announced):
         self._server.hand_out(self.version, fields, self._num_readers)
 
 
-class _DeviceTransport:
+class _DeviceSender:
     """Common base: the manifest names the tensors, and `transmit` moves them."""
 
     def __init__(self, routes: Sequence[WeightRoute]) -> None:
@@ -128,7 +128,7 @@ class _DeviceTransport:
         raise NotImplementedError
 
 
-class Nccl(_DeviceTransport):
+class NcclSender(_DeviceSender):
     """One broadcast, packed by vLLM, from rank 0 to every worker of every generator."""
 
     _port = 0
@@ -136,7 +136,7 @@ class Nccl(_DeviceTransport):
     def _meeting(self) -> str:
         if not self._port:
             self._port = _free_port()
-        return f"nccl:{_address()}/{self._port}"
+        return WeightTransport.NCCL.at(f"{_address()}/{self._port}")
 
     def _open(self, source: ZeroSource) -> Any:
         info = NCCLTrainerInitInfo(
@@ -145,8 +145,8 @@ class Nccl(_DeviceTransport):
         return WeightTransferTrainerFactory.trainer_init(info, client=_Announced(), source=source)
 
 
-class Ipc(_DeviceTransport):
-    """Sends CUDA IPC handles to generators that share the trainer's GPUs."""
+class CudaHandleSender(_DeviceSender):
+    """Sends CUDA memory handles to generators that share the trainer's GPUs."""
 
     def __init__(self, routes: Sequence[WeightRoute], run_id: str) -> None:
         super().__init__(routes)
@@ -154,7 +154,7 @@ class Ipc(_DeviceTransport):
         self._client = _Handles(self._server, len(routes))
 
     def _meeting(self) -> str:
-        return f"ipc:{self._server.open()}"
+        return WeightTransport.CUDA_HANDLES.at(self._server.open())
 
     def _open(self, source: ZeroSource) -> Any:
         info = IPCTrainerInitInfo(rank=self._rank, packed=False)

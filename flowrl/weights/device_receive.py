@@ -1,4 +1,4 @@
-"""The generator's side on GPUs: joins the trainer's NCCL group, or reads its CUDA IPC handles.
+"""The generator's side on GPUs: joins the trainer's NCCL group, or reads its CUDA memory handles.
 
 Both transfers happen inside the update itself, while generation is paused: there is no memory to fetch into first.
 Written from the source of vLLM 0.32; not yet run on a GPU.
@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.graph.routes import WeightRoute, rank_offset, world_size
+from flowrl.graph.routes import WeightRoute, WeightTransport, rank_offset, world_size
 from flowrl.messages import Weights
-from flowrl.weights.fetched import Fetched
+from flowrl.weights.fetched import HANDLE_ENGINE, NCCL_ENGINE, Fetched
 from flowrl.weights.handles import HandleReader
 
 
 class NcclReceiver:
     """Takes part in the trainer's broadcast. All replicas have to do so at once, or the broadcast never ends."""
 
-    backend = "nccl"
-    takes_turns = False
+    engine = NCCL_ENGINE
 
     def __init__(self, routes: Sequence[WeightRoute], replica: str) -> None:
         self._routes = tuple(routes)
@@ -30,7 +29,8 @@ class NcclReceiver:
         if self._joined:
             return None
         self._joined = True
-        host, port = manifest.transport.removeprefix("nccl:").split("/")
+        _, place = WeightTransport.parse(manifest.transport)
+        host, port = place.split("/")
         return {
             "master_address": host,
             "master_port": int(port),
@@ -53,11 +53,10 @@ class NcclReceiver:
         """vLLM leaves the group when it shuts down."""
 
 
-class IpcReceiver:
+class CudaHandleReceiver:
     """Maps the trainer's tensors on the GPU that both use, and reports when they are copied."""
 
-    backend = "ipc"
-    takes_turns = True
+    engine = HANDLE_ENGINE
 
     def __init__(self) -> None:
         self._reader: HandleReader | None = None
@@ -65,7 +64,8 @@ class IpcReceiver:
     def join(self, manifest: Weights) -> Mapping[str, Any] | None:
         if self._reader is not None:
             return None
-        self._reader = HandleReader(manifest.transport.removeprefix("ipc:"))
+        _, place = WeightTransport.parse(manifest.transport)
+        self._reader = HandleReader(place)
         return {"packed": False}
 
     def fetch(self, manifest: Weights) -> Fetched:

@@ -1,4 +1,4 @@
-"""The interface between the receivers of weights and vLLM."""
+"""The interface between the receivers of weights and vLLM: transfer engines, and the updates that they load."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flowrl.messages import Weights
+
+
+@dataclass(frozen=True)
+class TransferEngine:
+    """An engine of vLLM that loads weights into the model."""
+
+    name: str
+    """As vLLM's registry has it."""
+    one_by_one: bool = True
+    """Whether replicas may update one after another. False if a transfer needs all of them at once."""
+    pickled: bool = False
+    """Whether its update info contains pickled objects, which vLLM unpickles only if its environment allows that."""
+
+
+SEGMENT_ENGINE = TransferEngine("flowrl_shm")
+"""Ours: `flowrl.weights.vllm_worker` registers it."""
+NCCL_ENGINE = TransferEngine("nccl", one_by_one=False)
+HANDLE_ENGINE = TransferEngine("ipc", pickled=True)
 
 
 @dataclass(frozen=True)
@@ -22,10 +40,8 @@ class Fetched:
 class Receiver(Protocol):
     """Receives the versions of one policy for one replica."""
 
-    backend: str
-    """Name of the transfer engine in vLLM."""
-    takes_turns: bool
-    """Whether replicas may update one after another. False if a transfer needs all of them at once."""
+    engine: TransferEngine
+    """What vLLM has to load its updates with."""
 
     def join(self, manifest: Weights) -> Mapping[str, Any] | None:
         """Init info for vLLM's transfer engine at the first call; None afterwards, or if the engine needs none."""

@@ -1,6 +1,6 @@
 """Passes update infos from a trainer to the generators on its machine, which report when they are done.
 
-CUDA IPC handles are valid only while the trainer keeps the tensors, so the trainer has to know when every
+CUDA memory handles are valid only while the trainer keeps the tensors, so the trainer has to know when every
 reader has loaded them. Waits: the trainer waits for each reader's "loaded", a reader waits for the trainer's
 answer; both waits end at the latest with the processes, which the supervisor ends together.
 """

@@ -19,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flowrl.graph.routes import WeightRoute, common_transport, through_hosts
+from flowrl.graph.routes import WeightRoute, through_hosts
 from flowrl.messages import Weights
+from flowrl.weights.backends import sender
 from flowrl.weights.probe import probe_sequences
-from flowrl.weights.transport import SharedMemory, Source, Transport
+from flowrl.weights.send import Source
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Publisher:
         self.policy = policy
         self.times = PublishTimes()
         self._source = source
-        self._transport = _transport(through_hosts(routes) if adapter else routes, run_id, policy, dtype)
+        self._sender = sender(through_hosts(routes) if adapter else routes, run_id, policy, dtype=dtype)
         self._adapter = adapter
         self._probe_every = probe_every
         self._num_published = 0
@@ -79,21 +80,21 @@ class Publisher:
 
     def transmit(self) -> None:
         """Move the tensors, if the receivers have to take part; collective. Call it after sending the manifest."""
-        self._transport.transmit()
+        self._sender.transmit()
 
     def close(self) -> None:
         """Remove what the transport provides for readers."""
-        self._transport.close()
+        self._sender.close()
 
     def _stage(self, version: int) -> Weights | None:
         began = time.perf_counter()
-        manifest = self._transport.stage(self._source, self.policy, version)
+        manifest = self._sender.stage(self._source, self.policy, version)
         if manifest is not None and self._adapter is not None:
             manifest = replace(manifest, kind="adapter", adapter=self._adapter)
         staged = time.perf_counter()
         if self._probe_every and self._num_published % self._probe_every == 0:
             manifest = self._with_probe(manifest)
-        copy_s = self._transport.copy_s
+        copy_s = self._sender.copy_s
         self.times = PublishTimes(staged - began - copy_s, copy_s, time.perf_counter() - staged)
         return manifest
 
@@ -105,12 +106,3 @@ class Publisher:
         return replace(
             manifest, probe_token_ids=sequences, probe_logprobs=tuple(tuple(float(p) for p in row) for row in logprobs)
         )
-
-
-def _transport(routes: Sequence[WeightRoute], run_id: str, policy: str, dtype: str | None) -> Transport:
-    kind = common_transport(routes)
-    if kind in ("shm", "tcp"):
-        return SharedMemory(run_id, policy, dtype=dtype, serve=kind == "tcp")
-    from flowrl.weights import device
-
-    return device.Nccl(routes) if kind == "nccl" else device.Ipc(routes, run_id)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowrl.errors import FlowrlError
-from flowrl.graph.routes import WeightRoute
+from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Weights
-from flowrl.weights.fetched import Fetched, Receiver
+from flowrl.weights.fetched import SEGMENT_ENGINE, Fetched
 from flowrl.weights.manifest import verify
 from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost, SegmentPool, open_version
 
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 class SegmentReceiver:
     """Reads shared memory; a version on another machine is first copied here, once per machine."""
 
-    backend = "flowrl_shm"
-    takes_turns = True
+    engine = SEGMENT_ENGINE
 
     def __init__(self, run_id: str, *, machine: str | None = None) -> None:
         self._run_id = run_id
@@ -49,10 +47,10 @@ class SegmentReceiver:
         return Fetched({"segment": segment.name, "tensors": [list(row) for row in manifest.tensors]}, segment.close)
 
     def _segment(self, manifest: Weights) -> Segment:
-        scheme, _, place = manifest.transport.partition(":")
-        if scheme == "shm":
+        transport, place = WeightTransport.parse(manifest.transport)
+        if transport is WeightTransport.SHM:
             return open_version(place, manifest.base_version)
-        if scheme == "tcp":
+        if transport is WeightTransport.TCP:
             from flowrl.weights.tcp import Origin, machine_name
 
             origin = Origin.parse(place)
@@ -60,7 +58,7 @@ class SegmentReceiver:
                 return open_version(origin.segment, manifest.base_version)
             return self._copied(origin, manifest)
         raise FlowrlError(
-            f"weights of {manifest.policy!r} were published over {scheme}, but this generator reads shared memory: "
+            f"weights of {manifest.policy!r} were published over {transport}, but this generator reads shared memory: "
             "its routes and its trainer's differ"
         )
 
@@ -114,13 +112,3 @@ class _locked:
 
     def __exit__(self, *exc: object) -> None:
         os.close(self._fd)
-
-
-def receiver(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Receiver:
-    """A receiver for the route of `replica`; for shared memory if it has no route."""
-    kind = next((route.transport for route in routes if route.consumer == replica), "shm")
-    if kind in ("shm", "tcp"):
-        return SegmentReceiver(run_id)
-    from flowrl.weights import device_receive
-
-    return device_receive.NcclReceiver(routes, replica) if kind == "nccl" else device_receive.IpcReceiver()

@@ -32,10 +32,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from flowrl.weights.engine_process import adopt
+from flowrl.weights.fetched import SEGMENT_ENGINE
 from flowrl.weights.manifest import Row, views
 from flowrl.weights.shm import DATA_OFFSET, Segment
 
-BACKEND = "flowrl_shm"
 # This logger warns at every update about each layer without weights of its own: rotary embeddings and tied heads.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -135,7 +135,7 @@ class WorkerExtension:
         return time.perf_counter() - began
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
+if SEGMENT_ENGINE.name not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(SEGMENT_ENGINE.name, SharedMemoryEngine)
 adopt()
 gc.freeze()  # vLLM collects three times before its first request: these scan the model's objects, not all modules'

@@ -107,24 +107,24 @@ def dispatch_problems(graph: Graph) -> Iterator[str]:
             continue
         into = graph.placed[owner(edge.into)]
         kind = edge.out.types[0]
-        if into.node.keyed_state and into.replicas > 1 and edge.dispatch != "key":
+        if into.node.keyed_state and into.replicas > 1 and not edge.rule.by_group:
             yield (
                 f"{into.name} keeps items by group and has {into.replicas} replicas, but {edge.name} divides a "
                 f'group among them (dispatch={edge.dispatch!r}); give that edge dispatch="key".'
             )
-        if into.node.gang and into.replicas > 1 and edge.dispatch not in ("gang", "broadcast"):
+        if into.node.gang and into.replicas > 1 and not edge.rule.to_each:
             yield (
                 f"the {into.replicas} ranks of {into.name} work in lockstep, but {edge.name} has "
                 f'dispatch={edge.dispatch!r}; give that edge dispatch="gang".'
             )
-        if edge.dispatch == "gang" and not into.node.gang:
+        if edge.rule.splits and not into.node.gang:
             yield (
                 f'{edge.name} has dispatch="gang" but {into.name} is not a gang; use "share", or set gang = True on '
                 f"the node."
             )
-        if edge.dispatch == "gang" and not callable(getattr(kind, "split", None)):
+        if edge.rule.splits and not callable(getattr(kind, "split", None)):
             yield f'{edge.name} has dispatch="gang" but {kind.__name__} has no split(n); give the message that method.'
-        if edge.dispatch == "key" and "group_id" not in _fields(kind):
+        if edge.rule.by_group and "group_id" not in _fields(kind):
             yield f'{edge.name} has dispatch="key" but {kind.__name__} has no field group_id; add it or use "share".'
         if edge.capacity is not None and edge.capacity < 1:
             yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1; without capacity= it is derived."

@@ -166,7 +166,7 @@ def _broadcast_problems(graph: Graph, branches: Branches) -> Iterator[str]:
     for edge in graph.edges:
         into = graph.placed[owner(edge.into)]
         counted = [port for port in into.node.ports.values() if branches.is_counted(port)]
-        if edge.kind == "queue" and edge.dispatch == "broadcast" and into.replicas > 1 and counted:
+        if edge.rule.copies and into.replicas > 1 and counted:
             yield (
                 f"{edge.name} sends every sample to each of the {into.replicas} replicas of {into.name} "
                 f'(dispatch="broadcast"), so after {port_name(counted[0])} each is counted {into.replicas} times; use '

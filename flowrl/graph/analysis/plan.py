@@ -13,7 +13,7 @@ from flowrl.graph.analysis.numbers import Numbers, capacity, derive, in_flight, 
 from flowrl.graph.analysis.place import HostPlan, place
 from flowrl.graph.graph import Edge, EdgeKind, Graph, carried, owner, port_name
 from flowrl.graph.machine import Cluster
-from flowrl.graph.routes import WeightRoute
+from flowrl.graph.routes import WeightRoute, WeightTransport
 from flowrl.messages import Weights, type_name
 
 __all__ = ["CallPlan", "EdgePlan", "HostPlan", "LanePlan", "Plan", "WeightPlan", "make_plan"]
@@ -82,8 +82,8 @@ class WeightPlan:
     edge: str
     producer: str
     consumer: str
-    transport: str
-    """shm | tcp | nccl | ipc; "" if there is none."""
+    transport: WeightTransport | None
+    """None where there is none; no plan that runs has such a reader."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _edge(graph: Graph, edge: Edge, numbers: Numbers, links: tuple[LanePlan | Ca
         kind=edge.kind,
         out=port_name(edge.out),
         into=port_name(edge.into),
-        dispatch="latest" if edge.kind == "latest" else edge.dispatch,
+        dispatch=edge.dispatch,
         capacity=depth,
         capacity_derived=edge.capacity is None and edge.kind != "latest",
         types=tuple(getattr(kind, "__name__", str(kind)) for kind in edge.out.types),
@@ -256,15 +256,14 @@ def _weights(graph: Graph, edge: Edge, lanes: tuple[LanePlan, ...], hosts: dict[
             yield WeightPlan(edge.name, lane.producer, lane.consumer, transport)
 
 
-def _weight_transport(trainer: HostPlan, reader: HostPlan, *, in_host_memory: bool) -> str:
+def _weight_transport(trainer: HostPlan, reader: HostPlan, *, in_host_memory: bool) -> WeightTransport | None:
     same_machine = trainer.machine == reader.machine
-    if in_host_memory:
-        return "shm" if same_machine else "tcp"
-    if trainer.num_gpus and reader.num_gpus:
-        return "ipc" if same_machine and set(trainer.gpus) & set(reader.gpus) else "nccl"
-    if reader.num_gpus:
-        return ""
-    return "shm" if same_machine else "tcp"
+    if in_host_memory or not reader.num_gpus:
+        return WeightTransport.SHM if same_machine else WeightTransport.TCP
+    if not trainer.num_gpus:
+        return None
+    same_gpu = same_machine and set(trainer.gpus) & set(reader.gpus)
+    return WeightTransport.CUDA_HANDLES if same_gpu else WeightTransport.NCCL
 
 
 def _node(graph: Graph, name: str) -> dict[str, Any]:
@@ -304,8 +303,11 @@ def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
 
     trainers = {name(p.producer) for p in plan.weights if node in (name(p.producer), name(p.consumer))}
     kinds = {p.consumer: p.transport for p in plan.weights if name(p.producer) in trainers}
-    hosts = {reader: plan.host_of(reader) for reader in kinds}
-    return tuple(
-        WeightRoute(reader, "shm" if kind == "ipc" and hosts[reader].lease else kind, len(hosts[reader].gpus) or 1)
-        for reader, kind in sorted(kinds.items())
-    )
+    return tuple(_route(reader, kinds[reader], plan.host_of(reader)) for reader in sorted(kinds))
+
+
+def _route(reader: str, transport: WeightTransport | None, host: HostPlan) -> WeightRoute:
+    assert transport is not None, "`check` refuses a reader that no transport reaches"
+    if transport is WeightTransport.CUDA_HANDLES and host.lease:
+        transport = WeightTransport.SHM
+    return WeightRoute(reader, transport, len(host.gpus) or 1)

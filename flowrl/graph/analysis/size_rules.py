@@ -103,7 +103,7 @@ def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
     members = 1 if numbers.group_size is None else numbers.group_size
     sequences = (numbers.groups_per_batch or 0) * members
     for placed in graph.placed.values():
-        fed = any(edge.into.node is placed.node and edge.dispatch == "gang" for edge in graph.edges)
+        fed = any(edge.into.node is placed.node and edge.rule.splits for edge in graph.edges)
         if placed.node.gang and fed and 0 < sequences < placed.replicas:
             yield (
                 f"a batch has {sequences} sequences ({numbers.groups_per_batch} groups × {members}), "

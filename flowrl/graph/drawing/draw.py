@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.plan import Plan
+from flowrl.graph.dispatch_rules import SHARE
 from flowrl.graph.drawing.svg import svg
 from flowrl.graph.graph import Edge, Graph, owner
 
@@ -42,5 +43,5 @@ def _arrow(edge: Edge, plan: Plan) -> str:
     derived = next(one for one in plan.edges if one.name == edge.name)
     label = " / ".join(derived.types)
     if edge.kind == "queue":
-        label += f", {derived.capacity}" + ("" if edge.dispatch == "share" else f", {edge.dispatch}")
+        label += f", {derived.capacity}" + ("" if edge.rule is SHARE else f", {edge.dispatch}")
     return f'  {owner(edge.out)} {ARROWS[edge.kind]}|"{label}"| {owner(edge.into)}'

@@ -11,6 +11,7 @@ from xml.sax.saxutils import escape
 
 from flowrl.graph.analysis.plan import EdgePlan, Plan
 from flowrl.graph.analysis.report import number_lines
+from flowrl.graph.dispatch_rules import SHARE
 from flowrl.graph.drawing.layout import columns, row_of
 from flowrl.graph.graph import Edge, Graph, Placed, owner
 
@@ -200,7 +201,7 @@ def _label(edge: Edge, derived: EdgePlan, x: float, y: float) -> str:
     text = " / ".join(derived.types)
     if edge.kind == "queue":
         text += f" · {derived.capacity}"
-    rule = "" if edge.kind != "queue" or edge.dispatch == "share" else edge.dispatch
+    rule = "" if edge.kind != "queue" or edge.rule is SHARE else edge.dispatch
     second = _text(x, y + 20, rule, size=10, fill="#8a94a6", halo=True) if rule else ""
     return _text(x, y, text, size=11, fill=STROKES[edge.kind][0], halo=True) + second
 

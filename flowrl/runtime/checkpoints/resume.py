@@ -26,6 +26,7 @@ from typing import Any
 from flowrl.channel.stored import load_value
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.plan import Plan
+from flowrl.graph.dispatch_rules import RULES
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Saved
 from flowrl.runtime.checkpoints import checkpoint
@@ -121,7 +122,7 @@ def _replicas(
     """`addressed`: nodes with messages in transit that only one particular replica may take."""
     was, is_ = ({node["name"]: node for node in g["nodes"]} for g in (before, now))
     queues = [edge for edge in now["edges"] if edge["kind"] == "queue"]
-    own = {edge["into"].split(".")[0] for edge in queues if edge["dispatch"] == "broadcast"} | set(addressed)
+    own = {edge["into"].split(".")[0] for edge in queues if RULES[edge["dispatch"]].copies} | set(addressed)
     own |= {name for edge in queues if was.get(name := edge["out"].split(".")[0], {}).get("gang")}
     for name in sorted(was.keys() & is_.keys()):
         old, new = was[name], is_[name]

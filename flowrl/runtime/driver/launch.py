@@ -30,7 +30,7 @@ from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.ledger.terms import Terms
 
 if TYPE_CHECKING:
-    from flowrl.channel.endpoint import CurveKeys
+    from flowrl.channel.endpoint_transport import EndpointTransport
     from flowrl.runtime.audit.audit import AuditReport
     from flowrl.runtime.driver.cluster import RayCluster
     from flowrl.runtime.driver.driver import Driver, Outcome
@@ -205,23 +205,24 @@ class _Prepared:
 
     async def drive(self, cluster: RayCluster, view: View) -> Outcome:
         """Open the driver's endpoint and the ledger, and run."""
-        from flowrl.channel.endpoint import CurveKeys, Endpoint
+        from flowrl.channel.endpoint import Endpoint
+        from flowrl.channel.endpoint_transport import IpcTransport, TcpTransport
         from flowrl.channel.sweep import remove_run, sweep
         from flowrl.runtime.driver.cluster import HostSlot
         from flowrl.runtime.driver.driver import Driver, Job
 
         sweep()
         run_id = uuid.uuid4().hex[:12]
-        tcp = len({host.machine for host in self.plan.hosts}) > 1
-        curve = CurveKeys.new() if tcp else None
+        one_machine = len({host.machine for host in self.plan.hosts}) == 1
+        transport = IpcTransport() if one_machine else TcpTransport()
         endpoint = Endpoint(
             "driver",
             run_id=run_id,
             driver_pid=os.getpid(),
-            curve=curve,
+            transport=transport,
             failed=lambda error: driver.fail(error),
         )
-        await endpoint.open(tcp=tcp)
+        await endpoint.open()
         slots = tuple(HostSlot(h.name, *self._claim(h), h.cores, h.machine) for h in self.plan.hosts)
         cluster.place(slots)
         job = Job(
@@ -230,7 +231,7 @@ class _Prepared:
             options=self.launch.options,
             run_dir=self.directory.path,
             slots=slots,
-            specs={host.name: self._spec(host, run_id, tcp, curve) for host in self.plan.hosts},
+            specs={host.name: self._spec(host, run_id, transport) for host in self.plan.hosts},
             resume_from=self.resume_from,
             start_version=self.version,
             start_versions=self.versions,
@@ -259,7 +260,7 @@ class _Prepared:
         cpus, gpus = (math.floor(amount / sharers * RAY_PARTS) / RAY_PARTS for amount in (host.cpus, host.num_gpus))
         return cpus, gpus
 
-    def _spec(self, host: HostPlan, run_id: str, tcp: bool, curve: CurveKeys | None) -> Any:
+    def _spec(self, host: HostPlan, run_id: str, transport: EndpointTransport) -> Any:
         from flowrl.runtime.host.host_engine import HostSpec
 
         return HostSpec(
@@ -271,8 +272,7 @@ class _Prepared:
             places=tuple(self._place(replica_id, host, run_id) for replica_id in host.nodes),
             plan=self.plan,
             cores=host.cores,
-            tcp=tcp,
-            curve=curve,
+            transport=transport,
         )
 
     def _place(self, replica_id: str, host: HostPlan, run_id: str) -> Any:

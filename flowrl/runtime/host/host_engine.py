@@ -17,6 +17,7 @@ from typing import Any
 
 from flowrl.channel.control import Answer
 from flowrl.channel.endpoint import Address, Endpoint
+from flowrl.channel.endpoint_transport import EndpointTransport
 from flowrl.channel.stored import dump, dump_value, load_value
 from flowrl.channel.sweep import sweep
 from flowrl.errors import FlowrlError, WireError
@@ -50,8 +51,7 @@ class HostSpec:
     places: tuple[ReplicaPlace, ...]
     plan: Any
     cores: tuple[int, ...]
-    tcp: bool
-    curve: Any = None
+    transport: EndpointTransport
 
 
 class HostEngine:
@@ -60,7 +60,7 @@ class HostEngine:
     def __init__(self, spec: HostSpec) -> None:
         self.spec = spec
         self.trace = TraceBuffer()
-        self.endpoint = Endpoint(spec.host, run_id=spec.run_id, driver_pid=spec.driver_pid, curve=spec.curve)
+        self.endpoint = Endpoint(spec.host, run_id=spec.run_id, driver_pid=spec.driver_pid, transport=spec.transport)
         self.replicas: dict[str, Replica] = {}
         self._reporting: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
@@ -88,9 +88,9 @@ class HostEngine:
 
     async def open(self) -> dict[str, Any]:
         """Bind the sockets. The driver forwards the answer to every other host."""
-        if self.spec.tcp:
+        if self.spec.transport.spans_machines:
             sweep()  # on its own machine the driver sweeps
-        address: Address = await self.endpoint.open(tcp=self.spec.tcp)
+        address: Address = await self.endpoint.open()
         handlers: dict[str, Answer] = {
             "pause": self._pause,
             "resume": self._resume,
@@ -110,7 +110,7 @@ class HostEngine:
         }
         for kind, handler in handlers.items():
             self.endpoint.on(kind, handler)
-        meeting = meeting_place(alone=not self.spec.tcp)
+        meeting = meeting_place(alone=not self.spec.transport.spans_machines)
         return {"pid": os.getpid(), "pids": pid_space(), "address": address, "meeting": meeting}
 
     async def wire(self, addresses: Mapping[str, Address], gangs: Mapping[str, str]) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from typing import Any, cast
+from typing import Any
 
 from flowrl.channel.control import Answer
-from flowrl.channel.dispatch import Inbox, OutEdge, Rule
+from flowrl.channel.dispatch import Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lane import LaneSpec
 from flowrl.graph.analysis.branches import PortPlan, by_name
 from flowrl.graph.analysis.plan import LanePlan, Plan
+from flowrl.graph.dispatch_rules import RULES
 from flowrl.graph.graph import Graph
 from flowrl.graph.ports import Call, In, Out, Serve
 from flowrl.runtime.host.replica import Replica
@@ -27,7 +28,6 @@ def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None
     ways = by_name(plan.ports)
     admitted = [ways[plan.admission["out"]]] if plan.admission is not None else plan.ports
     replica.every_trainer = frozenset(trainer for way in admitted for trainer in _ends(plan, way))
-    rules: dict[str, Rule] = {edge.name: cast(Rule, edge.dispatch) for edge in plan.edges if edge.kind != "call"}
     ends = {end for edge in plan.edges for end in (edge.out, edge.into)}
     sink = not any(isinstance(port, Out) for port in node.ports.values())
     for port in node.ports.values():
@@ -38,7 +38,7 @@ def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None
             port.live = replica.inbound[port.name] = _inbound(replica, plan, endpoint, label, arrivals, sink=sink)
             replica.trainers |= frozenset(_ends(plan, ways[label]))
         elif isinstance(port, Out):
-            port.live = replica.outbound[port.name] = _outbound(replica, plan, endpoint, ways[label], rules)
+            port.live = replica.outbound[port.name] = _outbound(replica, plan, endpoint, ways[label])
         elif isinstance(port, Call):
             port.live = _call(replica, plan, endpoint, label)
         elif isinstance(port, Serve):
@@ -76,12 +76,13 @@ def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, arriv
     return port
 
 
-def _outbound(replica: Replica, plan: Plan, endpoint: Endpoint, way: PortPlan, rules: dict[str, Rule]) -> Outbound:
+def _outbound(replica: Replica, plan: Plan, endpoint: Endpoint, way: PortPlan) -> Outbound:
     label = way.name
     lanes: dict[str, list[LanePlan]] = defaultdict(list)
     for lane in plan.lanes:
         if lane.producer == replica.place.replica_id and lane.edge.startswith(f"{label} -> "):
             lanes[lane.edge].append(lane)
+    rules = {edge.name: RULES[edge.dispatch] for edge in plan.edges}
     edges = [
         OutEdge([endpoint.sender(_spec(lane)) for lane in members], rules[edge]) for edge, members in lanes.items()
     ]

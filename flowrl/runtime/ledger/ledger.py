@@ -40,8 +40,6 @@ class Fate:
         return self.state == "trained"
 
 
-STATES = ("in_flight", "trained", "filtered", "failed", "dropped")
-
 # A transaction runs the statements in this order, and the rows of each in order of their events, so the row of a
 # sample exists before its later events change it. This is not the order in which the events arrived, and it need not
 # be. In one row of `samples`
@@ -178,10 +176,6 @@ class Ledger:
     def next_ticket(self) -> int:
         """The number after the last ticket taken."""
         return int(self._db.execute("SELECT COALESCE(MAX(ticket) + 1, 0) FROM tickets").fetchone()[0])
-
-    def counts(self) -> dict[str, int]:
-        """Samples by state; states without samples are absent."""
-        return dict(self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state"))
 
     def as_of_now(self) -> LedgerSnapshot:
         """Commit, and return a snapshot of the ledger after that."""

@@ -105,11 +105,6 @@ class Inbound:
         """The node takes deliveries up to this number even while a gate is closed."""
         self._reached: list[tuple[int, asyncio.Future[None]]] = []
 
-    @property
-    def num_open_groups(self) -> int:
-        """Number of groups with members that have not arrived yet."""
-        return len(self._groups)
-
     def gate(self, by: str, *, open_: bool) -> None:
         """Open or close the gate for `by`, a checkpoint or an evaluation. Items enter while nobody keeps it closed."""
         if open_:

@@ -96,8 +96,8 @@ class Outbound:
 
     @property
     def carries_tombstones(self) -> bool:
-        """Whether tombstones go out here: not to gangs and latest edges, which carry whole batches and weights."""
-        return any(edge.rule in ("share", "key", "broadcast") for edge in self.edges)
+        """Whether tombstones go out here, on one edge at least."""
+        return any(edge.rule.carries_tombstones for edge in self.edges)
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None:
         if self._ending:
@@ -164,7 +164,7 @@ class Outbound:
 
     def unacked(self) -> list[Kept]:
         """All messages that no consumer has finished."""
-        queues = [edge for edge in self.edges if edge.rule != "latest"]
+        queues = [edge for edge in self.edges if not edge.rule.overwrites]
         kept = [(edge.name, *one) for edge in queues for one in edge.unacked()]
         for waiting in self._waiting.values():
             if not waiting.again:
@@ -282,7 +282,7 @@ class Outbound:
     async def _send_on_all(self, envelope: Envelope, parents: Sequence[Item]) -> None:
         for item in parents:
             item.accounted = True
-        if any(edge.rule != "latest" for edge in self.edges):
+        if any(not edge.rule.overwrites for edge in self.edges):
             self._mark(parents, envelope.id)
         try:
             for number, edge in enumerate(self.edges):
@@ -306,7 +306,7 @@ class Outbound:
                 self._open_items.arrived([key] * num_lanes)
             raise
         self._owner.waited(f"credit {edge.name}", began)
-        for key in edge.ids(envelope) if edge.rule in ("broadcast", "gang") else ():
+        for key in edge.ids(envelope) if edge.rule.to_each else ():
             self._owner.sent(replace(envelope, id=key))
 
 

@@ -134,7 +134,7 @@ class Engine(Protocol):
 
 
 class AdapterSource:
-    """A training engine whose published tensors are its adapter's; see `flowrl.weights.transport.Source`."""
+    """A training engine whose published tensors are its adapter's; see `flowrl.weights.send.Source`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

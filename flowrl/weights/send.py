@@ -1,6 +1,6 @@
-"""Transports: move one version's tensors from the trainer's ranks to where generators read them.
+"""Senders: move one version's tensors from the trainer's ranks to where generators read them.
 
-`Publisher` calls a transport collectively on all ranks. `stage` makes a version readable and
+`Publisher` calls a sender collectively on all ranks. `stage` makes a version readable and
 returns its manifest on rank 0; `transmit` runs after the manifest has been sent.
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Weights
 from flowrl.weights.manifest import Checksum, Row, aligned, tensor_bytes
 from flowrl.weights.shm import Segment, SegmentPool
@@ -46,8 +47,8 @@ class Source(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """All methods are collective."""
+class Sender(Protocol):
+    """The trainer's end of a weight backend, as `Receiver` is the generator's. All methods are collective."""
 
     copy_s: float
     """Seconds that the last `stage` or `transmit` spent moving bytes, without gathering."""
@@ -63,7 +64,7 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class SharedMemory:
+class SegmentSender:
     """Rank 0 writes the gathered buckets into a segment that any process of the machine can read.
 
     Tensors are converted to `dtype` ("bfloat16", ...); the default is the engine's own. With `serve`, generators
@@ -108,12 +109,12 @@ class SharedMemory:
 
     def _location(self, segment: Segment) -> str:
         if not self._serve:
-            return f"shm:{segment.name}"
+            return WeightTransport.SHM.at(segment.name)
         if self._server is None:
             from flowrl.weights.tcp import ChunkServer
 
             self._server = ChunkServer()
-        return f"tcp:{self._server.origin(segment.name)}"
+        return WeightTransport.TCP.at(str(self._server.origin(segment.name)))
 
     def _write(
         self, segment: Segment, buckets: Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]]

@@ -1,0 +1,91 @@
+"""The five dispatch rules: which replicas of its consumer an edge sends a message to, and what follows from that.
+
+Everything that depends on an edge's rule asks its object: the checks, the lanes (`flowrl.channel.dispatch`),
+tombstones, checkpoints. Nothing else compares the rules' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+from zlib import crc32
+
+Dispatch = Literal["share", "key", "broadcast", "gang"]
+"""The rules that a user can choose, by name; `Graph.latest` is the other one."""
+
+
+class DispatchRule:
+    """A rule without state. A message goes to all of `replicas` or to none, unless the rule says otherwise."""
+
+    name: ClassVar[str]
+    """As in a graph file and in `graph.json`."""
+    any_one: ClassVar[bool] = False
+    """Whether a message goes to one of `replicas` only: to the one with most free credits, in turn among equals."""
+    by_group: ClassVar[bool] = False
+    """Whether all messages of a group go to the same replica. Messages need a `group_id`."""
+    copies: ClassVar[bool] = False
+    """Whether each replica gets a copy with an id of its own, which no other replica can take in its place. Different
+    ids, so that the messages that two replicas make from their copies are not dropped as repetitions."""
+    splits: ClassVar[bool] = False
+    """Whether each replica gets a part of the message, made by its `split(n)`, also with an id of its own. The
+    consumer has to be a gang."""
+    overwrites: ClassVar[bool] = False
+    """Whether a message replaces the one before it that was not taken yet. Then no send waits, and nobody keeps a
+    message for a replay."""
+
+    def replicas(self, group_id: str, count: int) -> Sequence[int]:
+        """The indices, of `count` replicas, that a message of the group can go to."""
+        return range(count)
+
+    @property
+    def to_each(self) -> bool:
+        """Whether each replica gets a message of its own: a copy or a part."""
+        return self.copies or self.splits
+
+    @property
+    def carries_tombstones(self) -> bool:
+        """Whether a tombstone goes out in place of a lost message. A batch for a gang and weights are whole without
+        what was lost."""
+        return not (self.splits or self.overwrites)
+
+
+class ShareRule(DispatchRule):
+    """The replica with most free credits."""
+
+    name = "share"
+    any_one = True
+
+
+class KeyRule(DispatchRule):
+    """The replica that the group id hashes to; the hash is the same in every process."""
+
+    name = "key"
+    by_group = True
+
+    def replicas(self, group_id: str, count: int) -> Sequence[int]:
+        return (crc32(group_id.encode()) % count,)
+
+
+class BroadcastRule(DispatchRule):
+    """Every replica, each with its own copy. The slowest one limits the rate."""
+
+    name = "broadcast"
+    copies = True
+
+
+class GangRule(DispatchRule):
+    """Every rank, each with its own part."""
+
+    name = "gang"
+    splits = True
+
+
+class LatestRule(DispatchRule):
+    """Every replica; only the newest message counts."""
+
+    name = "latest"
+    overwrites = True
+
+
+SHARE, KEY, BROADCAST, GANG, LATEST = ShareRule(), KeyRule(), BroadcastRule(), GangRule(), LatestRule()
+RULES: dict[str, DispatchRule] = {rule.name: rule for rule in (SHARE, KEY, BROADCAST, GANG, LATEST)}
