@@ -100,9 +100,6 @@ class Hosts:
     def head(self) -> None:
         return None
 
-    def remember_processes(self) -> None:
-        pass
-
     def spawn(self, actor_class: type, index: int, slot: Any, spec: HostSpec) -> Host:
         self.actors[slot.host] = Host(spec)
         return self.actors[slot.host]

@@ -181,6 +181,7 @@ BROAD_EXCEPTS = {
     "runtime/activity/lease.py: Lease._move",
     "runtime/activity/lease.py: _hook",
     "runtime/driver/cluster.py: RayCluster.start",
+    "runtime/driver/unless_ended.py: _call",
     "runtime/driver/driver.py: Driver.run",
     "runtime/host/actor.py: HostActor._turn_loop",
     "runtime/host/context.py: _called",

@@ -11,15 +11,19 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flowrl.channel.address import socket_root
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine
-from flowrl.runtime.host.processes import children, descendants, kill
+from flowrl.runtime.driver.unless_ended import ProcessEnded, unless_ended
+from flowrl.runtime.host.processes import adopt_orphans, children, end_descendants
+
+R = TypeVar("R")
 
 PLACEMENT_TIMEOUT_S = 120.0
 ANSWER_WITHIN_S = 5.0
@@ -68,7 +72,6 @@ class RayCluster:
 
     def __init__(self) -> None:
         self._placement: Any = None
-        self._processes: dict[int, str] = {}
         self._actors: dict[str, Any] = {}
         self._addresses: tuple[str, ...] = ()
         self.owned = False
@@ -95,16 +98,21 @@ class RayCluster:
         quiet = {"log_to_driver": bool(os.environ.get("FLOWRL_RAY_LOGS")), "logging_level": logging.ERROR}
         if not address:
             self.owned = True
+            adopt_orphans()
+            init = partial(
+                ray.init,
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                object_store_memory=100 * 2**20,
+                _temp_dir=str(ray_directory()),
+                **quiet,
+            )
             try:
-                ray.init(
-                    address="local",
-                    num_cpus=num_cpus,
-                    num_gpus=num_gpus,
-                    include_dashboard=False,
-                    object_store_memory=100 * 2**20,
-                    _temp_dir=str(ray_directory()),
-                    **quiet,
-                )
+                self._while_ray_lives(init)
+            except FlowrlError:
+                raise
             except Exception as error:  # Ray has no class for this: it raises built-in exceptions
                 why = " ".join(str(error).split())
                 raise FlowrlError(f"Ray did not start on this machine: {why}; see what else runs here") from error
@@ -150,7 +158,8 @@ class RayCluster:
         self._alone = len({slot.machine for slot in slots}) == 1
         bundles = [self._bundle(slot) for slot in slots]
         self._placement = placement_group(bundles, strategy="PACK")
-        done, _ = ray.wait([self._placement.ready()], timeout=PLACEMENT_TIMEOUT_S)
+        reserve = partial(ray.wait, [self._placement.ready()], timeout=PLACEMENT_TIMEOUT_S)
+        done, _ = self._while_ray_lives(reserve)
         if not done:
             has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
             raise ConfigError(
@@ -180,6 +189,14 @@ class RayCluster:
         )
         self._actors[slot.host] = remote.remote(*args)
         return self._actors[slot.host]
+
+    def _while_ray_lives(self, call: Callable[[], R]) -> R:
+        """The result of a call in which Ray's library blocks. Raises FlowrlError as soon as a process of Ray's has
+        ended: the library would wait for it for half a minute."""
+        try:
+            return unless_ended(call, self.processes)
+        except ProcessEnded as ended:
+            raise self.has_lost(ended.name) from None
 
     def head(self) -> tuple[str, int] | None:
         """Address of the head of a joined cluster; None for flowrl's own Ray, whose processes are known."""
@@ -227,25 +244,22 @@ class RayCluster:
             self.lost = "head"
         for host in list(self._actors):
             self.kill(host)
-        if self.lost:
+        if self.lost or not ray.is_initialized():
             self._abandon()
             return
         if self._placement is not None and not self.owned:
             remove_placement_group(self._placement)
         ray.shutdown()
 
-    def remember_processes(self) -> None:
-        """Note every process that runs for this run now: without Ray, nobody else would end them."""
-        if self.owned:
-            self._processes = descendants()
-
     def _abandon(self) -> None:
-        """End a Ray that has lost a process, without its shutdown, which would wait for that process for 10 to 20 s.
+        """End a Ray that has lost a process or has not started, without its shutdown: that would wait for the lost
+        process for 10 to 20 s, and leaves the processes of a Ray that has not started.
 
         Ray's library calls its shutdown when this process exits, too; `flowrl.cli.main` therefore ends by `os._exit`.
         """
         RayCluster.abandoned = True
-        kill(self._processes | (descendants() if self.owned else {}))
+        if self.owned:
+            end_descendants()
 
 
 def check_address(address: str) -> None:

@@ -59,7 +59,6 @@ class Hosts:
         for index, slot in enumerate(slots):
             self._actors[slot.host] = self._cluster.spawn(HostActor, index, slot, specs[slot.host])
         opened = await self.ask("open")
-        self._cluster.remember_processes()
         self.pids = {host: answer["pid"] for host, answer in opened.items()}
         addresses: dict[str, Address] = {host: answer["address"] for host, answer in opened.items()}
         addresses[self._endpoint.host] = self._endpoint.address

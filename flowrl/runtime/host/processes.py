@@ -6,16 +6,24 @@ Waits: `end` waits for the processes to end, and kills them after a time.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import select
 import signal
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 KILLED_WITHIN_S = 5.0
 """A process that SIGKILL does not end within this time hangs in the kernel: nothing else can end it."""
+KILLED_AFTER_S = 0.05
+"""Time for the kernel to end killed processes before they are looked for again."""
+MOST_GENERATIONS = 20
+PR_SET_CHILD_SUBREAPER = 36
+ENDED = "ZX"
+"""States of processes that have ended and that nobody has waited for."""
 
 
 class Processes:
@@ -85,33 +93,41 @@ def children(*names: str) -> dict[str, int]:
     return {stat.name: pid for pid, stat in _stats().items() if stat.name in names and stat.parent == os.getpid()}
 
 
-def descendants() -> dict[int, str]:
-    """pid -> time of start, of all processes that this one has started, directly or through others."""
+def adopt_orphans() -> None:
+    """From now on a process becomes this one's child when its own parent, a descendant of this one, has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants() -> None:
+    """Kill all processes that this one has started, directly or through others, and adopted ones."""
+    for _ in range(MOST_GENERATIONS):  # a process may start another one before it is killed
+        running = descendants()
+        if not running:
+            return
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(KILLED_AFTER_S)
+
+
+def descendants() -> list[int]:
+    """The pids of all processes below this one that have not ended."""
     stats = _stats()
-    found, parents = {}, [os.getpid()]
+    found, parents = [], [os.getpid()]
     while parents:
         parent = parents.pop()
-        of_parent = {pid: stat.started for pid, stat in stats.items() if stat.parent == parent}
-        found.update(of_parent)
+        of_parent = [pid for pid, stat in stats.items() if stat.parent == parent]
+        found += [pid for pid in of_parent if stats[pid].state not in ENDED]
         parents += of_parent
     return found
-
-
-def kill(started: Mapping[int, str]) -> None:
-    """End these processes (pid -> time of start) at once; a process that has got the pid of an ended one is spared."""
-    now = _stats()
-    for pid in [pid for pid, when in started.items() if pid in now and now[pid].started == when]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 class _Stat(NamedTuple):
     """What the kernel says of a process."""
 
     name: str
+    state: str
     parent: int
-    started: str
-    """In clock ticks since the machine started."""
 
 
 def _stats() -> dict[int, _Stat]:
@@ -120,6 +136,6 @@ def _stats() -> dict[int, _Stat]:
         if directory.name.isdigit():
             with suppress(OSError):  # it has ended meanwhile
                 before, _, rest = (directory / "stat").read_text().rpartition(") ")
-                fields = rest.split()
-                found[int(directory.name)] = _Stat(before.partition("(")[2], int(fields[1]), fields[19])
+                state, parent, *_ = rest.split()
+                found[int(directory.name)] = _Stat(before.partition("(")[2], state, int(parent))
     return found

@@ -1,0 +1,62 @@
+"""Blocking calls of a library that are given up when a process that they depend on has ended.
+
+Waits: `unless_ended` waits for the call's end or the end of one of the processes. It looks every LOOK_EVERY_S, because
+the processes start while the call runs.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
+from contextlib import suppress
+from typing import TypeVar
+
+R = TypeVar("R")
+
+LOOK_EVERY_S = 0.1
+
+
+class ProcessEnded(Exception):
+    """One of the processes has ended before the call."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def unless_ended(call: Callable[[], R], processes: Callable[[], Mapping[str, int]]) -> R:
+    """The result of `call()`. `processes()` returns name -> pid of those that run, or are zombies, at that moment.
+
+    Raises what `call` raises, or ProcessEnded; `call` then goes on in a daemon thread, and its result is dropped. The
+    thread never ends: the kernel would end the processes that `call` has started with it, if they ask for that (Ray's
+    do).
+    """
+    result: Future[R] = Future()
+    threading.Thread(target=_call, args=(result, call), daemon=True).start()
+    handles: dict[str, int] = {}
+    try:
+        while True:
+            with suppress(NotDone):
+                return result.result(LOOK_EVERY_S)
+            for name, pid in processes().items():
+                if name not in handles:
+                    with suppress(ProcessLookupError):
+                        handles[name] = os.pidfd_open(pid)
+            for name, handle in handles.items():
+                if select.select([handle], [], [], 0)[0] and not result.done():
+                    raise ProcessEnded(name)
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+
+
+def _call(result: Future[R], call: Callable[[], R]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:  # it is raised in the thread that waits
+        result.set_exception(error)
+    threading.Event().wait()
