@@ -17,11 +17,11 @@ VERSION_2 = "oldest_version = 2, newest_version = 2"
 DAMAGES = {
     "unknown state": ([A.format("state = 'lost'")], "state", "unknown state 'lost'"),
     "no reason": ([FILTERED.format("reason = NULL")], "state", "sample g4/0 is filtered without a reason"),
-    "trained for a reason": ([A.format("reason = 'x'")], "state", "g0/0 is trained, and yet it has a reason, 'x'"),
+    "trained for a reason": ([A.format("reason = 'x'")], "state", "g0/0 is trained, but has a reason, 'x'"),
     "filtered and trained": (
         [FILTERED.format("step = 2, trained_version = 1")],
         "state",
-        "sample g4/0 is filtered, and yet it stands as trained at step 2",
+        "sample g4/0 is filtered, but is recorded as trained at step 2",
     ),
     "trained at no step": ([A.format("step = NULL")], "state", "sample g0/0 is trained, but at no step"),
     "trained and never generated": (
@@ -32,7 +32,7 @@ DAMAGES = {
     "in flight after the end": (
         [FILTERED.format("state = 'in_flight', reason = NULL")],
         "state",
-        "sample g4/0 is in flight, but the run has ended in order",
+        "sample g4/0 is in flight, but the run ended normally",
     ),
     "below 0": ([A.format("redone_tokens = -7")], "tokens", "sample g0/0 has a count below 0: 5 tokens in its prompt"),
     "a token more than generated": (
@@ -86,8 +86,8 @@ DAMAGES = {
         "trainer used sample g4/0 at step 2, but the sample is filtered",
     ),
     "no use": (["DELETE FROM uses WHERE sample_id = 'g0/0'"], "uses", "sample g0/0 is trained at step 1 with "),
-    "another count of tokens": ([USE.format("tokens = tokens - 1")], "uses", "but no trainer's use says so"),
-    "another age": ([USE.format("oldest_version = NULL")], "uses", "but no trainer's use says so"),
+    "another count of tokens": ([USE.format("tokens = tokens - 1")], "uses", "but no use by a trainer records this"),
+    "another age": ([USE.format("oldest_version = NULL")], "uses", "but no use by a trainer records this"),
     "more used than generated": (
         [USE.format("masked_tokens = 100")],
         "uses",
@@ -113,7 +113,7 @@ DAMAGES = {
     "staleness hidden": (
         [A.format("oldest_trained_version = 1"), USE.format("oldest_version = 1")],
         "versions",
-        "sample g0/0 was trained whole, and its oldest token is of version 0, but 1 stands as the oldest trained",
+        "sample g0/0 was trained whole and its oldest token is of version 0, but the oldest trained version is 1",
     ),
     "tokens of no version": (
         [A.format("oldest_trained_version = NULL"), USE.format("oldest_version = NULL")],
@@ -123,7 +123,7 @@ DAMAGES = {
     "beyond the bound": (
         ["UPDATE uses SET oldest_version = -9 WHERE sample_id = 'g0/0'"],
         "bound",
-        "sample g0/0: a token of version -9 trained version 0 of trainer (staleness 9), the bound is 1",
+        "sample g0/0: a token of version -9 trained version 0 of trainer (staleness 9), but the bound is 1",
     ),
     "two samples of one number": (
         ["UPDATE samples SET member = 0 WHERE sample_id = 'g0/1'"],
@@ -133,17 +133,17 @@ DAMAGES = {
     "a member that has gone": (
         ["DELETE FROM samples WHERE sample_id = 'g4/0'"],
         "groups",
-        "group g4 was admitted with 2 samples, and the graph's groups have 3",
+        "group g4 was admitted with 2 samples, but the graph's groups have 3",
     ),
     "an epoch below 0": ([A.format("epoch = -1")], "groups", "g0/0 has the number 0 in its group, in epoch -1"),
     "a group too many in a batch": (
         ["INSERT INTO uses VALUES ('g4/0', 'trainer', 0, 1, 0, 0, 0, NULL)"],
         "groups",
-        "step 1 trained samples of 3 groups, and a batch has 2 at most",
+        "step 1 trained samples of 3 groups, but a batch has 2 at most",
     ),
     "a gap": ([LAST.format("ticket = ticket + 500")], "tickets", "14 tickets were taken, numbered 0 to 513"),
     "a state of a ticket": ([TICKET.format("state = 'lost'")], "tickets", "ticket 0 has unknown state 'lost'"),
-    "nothing held": ([TICKET.format("held = 'x'")], "tickets", "ticket 0 does not tell which versions were held"),
+    "nothing held": ([TICKET.format("held = 'x'")], "tickets", "ticket 0 does not record which versions were held"),
     "a group without a ticket": (
         ["DELETE FROM tickets WHERE group_id = 'g0'"],
         "tickets",
@@ -199,7 +199,7 @@ DAMAGES = {
     "an evaluation at another time": (
         ["UPDATE evaluations SET phase = 'x' WHERE phase = 'before' AND prompt_id = 'q3'"],
         "evaluations",
-        "an evaluation x training, of which there is none",
+        "an evaluation x training, but there was no such evaluation",
     ),
     "two versions in one evaluation": (
         ["UPDATE evaluations SET newest_version = 1 WHERE phase = 'before' AND prompt_id = 'q3'"],
@@ -237,7 +237,7 @@ DAMAGES_OF_TWO = {
     "left out and used": (
         ["INSERT INTO losses VALUES ('g0/2', 'critic', 'filtered', 'y')"],
         "losses",
-        "critic left out sample g0/2, and yet it used it",
+        "critic both used sample g0/2 and left it out",
     ),
     "left out in a state": (
         ["UPDATE losses SET state = 'lost' WHERE sample_id = 'g0/1'"],
@@ -247,7 +247,7 @@ DAMAGES_OF_TWO = {
     "lost by nobody": (
         ["UPDATE samples SET reason = 'x' WHERE sample_id = 'g0/0'"],
         "losses",
-        "sample g0/0 is failed (x), but no trainer left it out so",
+        "sample g0/0 is failed (x), but no trainer left it out with that state and reason",
     ),
     "of no fate": (
         ["DELETE FROM losses WHERE sample_id = 'g0/1'"],
@@ -262,7 +262,7 @@ DAMAGES_OF_TWO = {
     "a second trainer beyond the bound": (
         ["UPDATE uses SET oldest_version = 0 WHERE sample_id = 'g5/2' AND trainer = 'critic'"],
         "bound",
-        "sample g5/2: a token of version 0 trained version 2 of critic (staleness 2), the bound is 1",
+        "sample g5/2: a token of version 0 trained version 2 of critic (staleness 2), but the bound is 1",
     ),
     "a second trainer with more than was generated": (
         ["UPDATE uses SET tokens = 100 WHERE sample_id = 'g5/2' AND trainer = 'critic'"],

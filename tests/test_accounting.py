@@ -440,7 +440,9 @@ def test_a_sample_is_used_once(tmp_path: Path) -> None:
         await small.admit(0)
         made = [sample(p, [0]) for p in prompts(0)]
         small.step(made)
-        with pytest.raises(FlowrlError, match="'trainer' used sample 'g0/0' at step 2, whose state is known"):
+        with pytest.raises(
+            FlowrlError, match="used sample 'g0/0' at step 2, but the state of this sample is already final"
+        ):
             small.step(made[:1])
 
     run(body())
@@ -453,7 +455,7 @@ def test_tokens_beyond_the_bound_end_the_run(tmp_path: Path) -> None:
         await small.admit(0)
         small.step([])
         small.step([])
-        with pytest.raises(FlowrlError, match=r"updates version 2 with tokens of 'g0/0'.* a staleness of 2 where"):
+        with pytest.raises(FlowrlError, match=r"updates version 2 with tokens of 'g0/0'.* a staleness of 2, but"):
             small.step([sample(p, [0]) for p in prompts(0)])
 
     run(body())
@@ -583,7 +585,7 @@ def test_a_full_disk_asks_for_room(tmp_path: Path) -> None:
     async def body() -> None:
         small = SmallRun(tmp_path)
         small.accounting.ledger._db.execute("PRAGMA max_page_count = 1")
-        with pytest.raises(FlowrlError, match="make room there and go on with --resume"):
+        with pytest.raises(FlowrlError, match="make room there and continue with --resume"):
             await small.client.admit("prompts/0", prompts(1, 500))
 
     run(body())

@@ -127,29 +127,29 @@ def test_lines_that_disagree_with_the_ledger_are_named(run_dir: Path) -> None:
     texts = [text for kind, text in found(run_dir) if kind == "metrics"]
     assert [text.partition(":")[0] for text in texts] == [
         "step 2",
-        "the line of step 2 is not the one that was written",
+        "the line of step 2 differs from what was written",
         "step 3",
-        "the line of step 3 is not the one that was written",
-        "the line of step 4 is not the one that was written",
+        "the line of step 3 differs from what was written",
+        "the line of step 4 differs from what was written",
     ]
-    assert texts[0].startswith("step 2: the line says tokens_trained 1, the ledger ")
-    assert texts[2].startswith("step 3: the line says staleness_max 7, the ledger ")
+    assert texts[0].startswith("step 2: tokens_trained is 1 in the line, but ")
+    assert texts[2].startswith("step 3: staleness_max is 7 in the line, but ")
 
 
 def lines_of(run_dir: Path) -> list[str]:
     return (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
 
 
-GONE = "the line of step {} was written, and has gone: removed by something other than the run"
+GONE = "the line of step {} was written, but it is missing now: removed by something other than the run"
 
 
 @pytest.mark.parametrize(
     ("kept", "texts"),
     [
-        ([0, 1, 3, 4, 5], ["the line of step 2 is followed by that of step 4", GONE.format(3)]),
+        ([0, 1, 3, 4, 5], ["after the line of step 2 comes the line of step 4", GONE.format(3)]),
         ([0, 1, 2, 3], [GONE.format(5), GONE.format(6)]),
-        ([1, 2, 3, 4, 5], ["the first line is that of step 2", GONE.format(1)]),
-        ([0, 1, 2, 3, 4, 5, 5], ["the line of step 6 is followed by that of step 6"]),
+        ([1, 2, 3, 4, 5], ["the first line is of step 2 instead of step 1", GONE.format(1)]),
+        ([0, 1, 2, 3, 4, 5, 5], ["after the line of step 6 comes the line of step 6"]),
         ([], [GONE.format(step) for step in range(1, 7)]),
     ],
 )
@@ -168,8 +168,8 @@ def test_a_line_that_is_cut_or_no_json_is_named(run_dir: Path) -> None:
     lines = lines_of(run_dir)
     (run_dir / "metrics.jsonl").write_text("".join([lines[0], "{\n", *lines[2:5], lines[5][:-40]]))
     assert [text for _, text in found(run_dir)] == [
-        "metrics.jsonl:2 is damaged: no JSON (Expecting property name enclosed in double quotes)",
-        "the line of step 1 is followed by that of step 3",
+        "metrics.jsonl:2 is damaged: invalid JSON (Expecting property name enclosed in double quotes)",
+        "after the line of step 1 comes the line of step 3",
         GONE.format(2),
         GONE.format(6),
     ]
@@ -179,10 +179,10 @@ def test_bytes_that_are_no_text_are_named_as_a_damaged_line(run_dir: Path) -> No
     lines = [line.encode() for line in lines_of(run_dir)]
     (run_dir / "metrics.jsonl").write_bytes(b"".join([lines[0], b"\xa0\xff\r\n", *lines[2:5], lines[5][:-1] + b"\r\n"]))
     assert [text for _, text in found(run_dir)] == [
-        "metrics.jsonl:2 is damaged: no JSON (Expecting value)",
-        "the line of step 1 is followed by that of step 3",
+        "metrics.jsonl:2 is damaged: invalid JSON (Expecting value)",
+        "after the line of step 1 comes the line of step 3",
         GONE.format(2),
-        "the line of step 6 is not the one that was written: changed by something other than the run",
+        "the line of step 6 differs from what was written: changed by something other than the run",
     ]
 
 
@@ -216,7 +216,7 @@ def test_an_empty_ledger_is_named(run_dir: Path) -> None:
         for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
             db.execute(f"DELETE FROM {table}")
     texts = [text for _, text in found(run_dir)]
-    assert any(text.startswith("the ledger has no commit, so all that it held was removed") for text in texts)
+    assert any(text.startswith("the ledger has no commit: its rows were removed") for text in texts)
     assert sum(text.startswith("there is a line of step ") for text in texts) == 6
 
 

@@ -233,7 +233,7 @@ def test_each_step_is_held_to_the_bound_of_its_incarnation(tmp_path: Path) -> No
         db.execute("UPDATE uses SET oldest_version = 2 WHERE sample_id = ?", (sample_id,))
     texts = [violation.text for violation in audit(tmp_path).violations if violation.kind == "bound"]
     assert texts == [
-        f"sample {sample_id}: a token of version 2 trained version 4 of trainer (staleness 2), the bound is 1",
+        f"sample {sample_id}: a token of version 2 trained version 4 of trainer (staleness 2), but the bound is 1",
     ]
 
 

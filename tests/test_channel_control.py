@@ -77,7 +77,7 @@ def test_errors_of_handlers_reach_the_asker() -> None:
         assert (raised.value.node, raised.value.replica, raised.value.ticket) == ("n", 2, 4)
         with pytest.raises(FlowrlError, match=r"'B' failed to answer 'fail': ZeroDivisionError: oops\n(?s:.*)in fail"):
             await a.request("B", "fail", "bug")
-        with pytest.raises(WireError, match="'nothing', which nobody answers"):
+        with pytest.raises(WireError, match="'nothing', for which this host has no handler"):
             await a.request("B", "nothing")
 
     run(body)
@@ -162,7 +162,9 @@ def test_a_handler_that_ends_in_any_other_way_than_by_returning_is_an_error_at_t
             ("end", "other", "Ended"),
             ("end at once", "", "SystemExit"),
         ):
-            with pytest.raises(FlowrlError, match=rf"handler of '{kind}' ended by {name}, which nobody had asked for"):
+            with pytest.raises(
+                FlowrlError, match=rf"handler of '{kind}' ended with {name}, although nobody cancelled it"
+            ):
                 await a.request("B", kind, how)
 
     run(body)
@@ -186,8 +188,8 @@ def test_a_note_whose_handler_ends_otherwise_is_told_to_the_owner() -> None:
         for _ in range(2):
             await a.request("B", "sync")
         assert [str(error).split(",")[0] for error in errors] == [
-            "the handler of 'now' ended by SystemExit",
-            "the handler of 'later' ended by CancelledError",
+            "the handler of 'now' ended with SystemExit",
+            "the handler of 'later' ended with CancelledError",
         ]
 
     play(main())
@@ -334,7 +336,7 @@ def test_a_malformed_answer_fails_the_request_it_is_to(answer: Any) -> None:
         request = asyncio.ensure_future(a.request("B", "forever"))
         await asyncio.sleep(0)
         a._arrived(encoded((REPLY, 0, 0, 1, answer), host="B"))
-        with pytest.raises(WireError, match="the answer is a frame of kind 21 with what none of its kind holds"):
+        with pytest.raises(WireError, match="the answer is a frame of kind 21 with an invalid payload"):
             await request
 
     run(body)
@@ -376,7 +378,10 @@ def test_a_refused_request_is_answered() -> None:
         request = asyncio.ensure_future(a.request("B", "forever"))
         await asyncio.sleep(0)
         b._arrived(encoded((REQUEST, 0, 0, 1, "no kind and body"), host="A"))
-        with pytest.raises(WireError, match=r"host 'A' sent .a frame of kind 20 with what none.*which nobody answers"):
+        with pytest.raises(
+            WireError,
+            match=r"'A' sent .a frame of kind 20 with an invalid payload.*for which this host has no",
+        ):
             await request
 
     run(body)

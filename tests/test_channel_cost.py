@@ -161,9 +161,9 @@ def test_what_is_large_and_made_of_larger_things_passes(name: str) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (Parcel(inner=tuple({} for _ in range(50_000))), "16 bytes of memory a byte"),
-        (Parcel(inner=tuple(range(MOST_VALUES))), f"more than {MOST_VALUES} values; hold numbers in numpy arrays"),
-        (Parcel(inner=(tuple(Parcel() for _ in range(5000)),)), "16 bytes of memory a byte"),
+        (Parcel(inner=tuple({} for _ in range(50_000))), "16 bytes of memory per byte"),
+        (Parcel(inner=tuple(range(MOST_VALUES))), f"more than {MOST_VALUES} values; store numbers in numpy arrays"),
+        (Parcel(inner=(tuple(Parcel() for _ in range(5000)),)), "16 bytes of memory per byte"),
     ],
 )
 def test_the_sender_hears_of_what_its_receiver_would_refuse(body: Message, reason: str) -> None:
@@ -243,7 +243,7 @@ def test_a_multipart_has_so_many_frames_and_parts() -> None:
     with pytest.raises(WireError, match=f"more than {MAX_FRAMES} frames"):
         MessageDecoder().decode([PREAMBLE_BYTES + record * 100_000])
     (refused,) = MessageDecoder().decode([multipart(KIND + b"\x01"), *[b""] * (MAX_PARTS + 1)])
-    assert f"beside {MAX_PARTS + 1} arrays" in refusal(refused)
+    assert f"with {MAX_PARTS + 1} arrays" in refusal(refused)
 
 
 def test_one_costly_body_is_refused_and_the_frames_before_it_are_not() -> None:

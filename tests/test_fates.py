@@ -64,10 +64,10 @@ def test_the_first_word_stands() -> None:
 def test_a_use_against_another_word_is_an_error() -> None:
     fates, _ = opened()
     fates.settle("g/0", "actor", Fate(3, 5))
-    with pytest.raises(FlowrlError, match="'actor' used sample 'g/0' at step 4, but used it at step 3 already"):
+    with pytest.raises(FlowrlError, match="'actor' used sample 'g/0' at step 4, but had used it at step 3 already"):
         fates.settle("g/0", "actor", Fate(4, 5))
     fates.settle("g/1", "actor", LOST)
-    with pytest.raises(FlowrlError, match=r"was told that it is filtered \(unsure\)"):
+    with pytest.raises(FlowrlError, match=r"the sample is filtered \(unsure\)"):
         fates.settle("g/1", "actor", Fate(4, 5))
 
 

@@ -88,7 +88,7 @@ WRONG_VALUES = {
     "--evaluate -1": "--evaluate is -1; it has to be 0 or more",
     "--evaluate-samples 0": "--evaluate-samples is 0; it has to be 1 or more",
     "--evaluate-every -1": "--evaluate-every is -1; it has to be 0 or more",
-    "--steps 0": "--steps is 0; a run has at least 1",
+    "--steps 0": "--steps is 0; it needs at least 1",
     "--steps -3": "--steps is -3",
     "--steps many": "--steps is 'many'; it needs an integer, or None",
     "--steps": "--steps has no value",
@@ -248,8 +248,8 @@ def a_model(path: Path, case: str) -> None:
 
 MODELS = {
     "no config": "is no model directory: config.json is missing",
-    "broken": "config.json is no JSON (Expecting property name",
-    "list": "config.json holds a list where an object was needed",
+    "broken": "config.json is not valid JSON (Expecting property name",
+    "list": "config.json holds a list, but an object was needed",
     "no type": "config.json names no model_type",
     "no weights": "holds no weights (*.safetensors)",
     "pointer": "model.safetensors is no safetensors file (42 bytes); download the model again",
@@ -297,7 +297,7 @@ def test_tasks_that_are_none(told: Told, task: str) -> None:
 
 
 ROWS = {
-    '{"prompt": "1+1=", "answer": "2"}\n{"prompt": broken\n': "rows.jsonl:2: no JSON",
+    '{"prompt": "1+1=", "answer": "2"}\n{"prompt": broken\n': "rows.jsonl:2: invalid JSON",
     '{"question": "1+1=", "answer": "2"}\n': "no column 'prompt'; set prompt= to one of question, answer",
     '["1+1="]\n': "rows.jsonl:1: a list where an object was needed",
     '{"prompt": ""}\n': "rows.jsonl:1: the prompt is ''",
@@ -321,7 +321,7 @@ def test_a_row_without_answer(told: Told, tmp_path: Path) -> None:
 
 def test_a_held_out_split_larger_than_the_data(told: Told) -> None:
     text = told("run", GRPO, "--task", "arithmetic:max_value=9")
-    assert "held-out rows (one row in 8 is held out) and 512 are to be evaluated; ask for" in text
+    assert "held-out rows (one row in 8 is held out), but 512 are to be evaluated; ask for at most" in text
 
 
 # Rewards
@@ -351,7 +351,7 @@ def test_rewards_that_cannot_work(told: Told, tmp_path: Path, source: str) -> No
 def test_a_reward_server_that_is_not_there(told: Told, closed_port: int) -> None:
     url = f"http://127.0.0.1:{closed_port}/score"
     text = told("run", GRPO, *SMALL, "--task.reward", f"verifier + 0.5*{url}")
-    assert f"the trial reward failed: {url} cannot be asked" in text
+    assert f"the trial reward failed: {url} cannot be reached" in text
     assert "start the server, or fix its answer" in text
 
 
@@ -414,7 +414,7 @@ def test_resume_of_what_cannot_go_on(told: Told, tmp_path: Path) -> None:
     a_finished_run(tmp_path / "done", step=20)
     resume = ("run", GRPO, "--run-dir", "done", "--resume")
     assert "checkpoint is of step 20 and --steps is 10" in told(*resume, "--steps", 10)
-    assert "was of another graph" in told(*resume, "--steps", 30)
+    assert "is of another graph" in told(*resume, "--steps", 30)
 
 
 def test_a_mistake_leaves_a_named_run_directory_as_it_was(told: Told, tmp_path: Path) -> None:
@@ -455,8 +455,8 @@ def test_a_cluster_that_does_not_answer(
     monkeypatch.chdir(tmp_path)
     for address, text in (
         (f"127.0.0.1:{closed_port}", "no Ray cluster answers there"),
-        ("ray://localhost:10001", "is no address of a cluster's head; write it as HOST:6379"),
-        ("localhost", "is no address of a cluster's head; write it as HOST:6379"),
+        ("ray://localhost:10001", "is no address of a cluster's head node; write HOST:6379"),
+        ("localhost", "is no address of a cluster's head node; write HOST:6379"),
     ):
         monkeypatch.setenv("RAY_ADDRESS", address)
         assert f"RAY_ADDRESS={address}" in (said := Told(capsys)("run", GRPO))

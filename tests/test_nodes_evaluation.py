@@ -93,7 +93,7 @@ def test_figures_and_books_say_the_same() -> None:
 
 def test_fewer_held_out_prompts_than_asked_for_are_refused() -> None:
     found = len(load_rows(TASK).held_out)
-    with pytest.raises(ConfigError, match=f"has {found} held-out rows .* ask for {found} at most"):
+    with pytest.raises(ConfigError, match=f"has {found} held-out rows .* ask for at most {found}"):
         Evaluation(TASK, Policy("tiny"), num_prompts=1000).preflight()
 
 

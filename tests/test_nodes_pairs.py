@@ -70,9 +70,9 @@ def test_a_long_conversation_is_written_as_messages(task: Task, tmp_path: Path) 
 
 def test_a_file_that_is_there_is_not_written_to(task: Task, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").touch()
-    with pytest.raises(ConfigError, match="is there already; name another file"):
+    with pytest.raises(ConfigError, match="already exists; name another file"):
         PairWriter(str(tmp_path / "pairs.jsonl"), task).preflight()
-    with pytest.raises(ConfigError, match="is not there; make it"):
+    with pytest.raises(ConfigError, match="does not exist; create it"):
         PairWriter(str(tmp_path / "nowhere" / "pairs.jsonl"), task).preflight()
     assert PairWriter("pairs.txt", task).check(None) == ["path is 'pairs.txt'; name a file that ends in .jsonl"]
     assert PairWriter("pairs.jsonl", task).check(None) == []

@@ -111,7 +111,7 @@ def test_mismatches_go_round_and_never_meet_their_own_prompt() -> None:
 
 
 def test_mismatches_of_one_prompt_alone_are_refused() -> None:
-    with pytest.raises(ConfigError, match="all 2 rows have the same"):
+    with pytest.raises(ConfigError, match="all 2 rows have one prompt"):
         mismatches([row("1+1=", "2"), row("1+1=", "3")])
 
 

@@ -133,7 +133,7 @@ def test_another_template_means_rendering_the_row_anew(
     given = sample(0, prompt_id=row.prompt_id, response_text="w9", token_ids=np.array([5, 1, 5, 9], np.int32))
     out, _, context = score(RewardModel(str(reward_model), Policy(str(other)), task), [given])
     assert out.sent[0].reward == pytest.approx(scorer.score([(row.turns, "w9")])[0])
-    assert "rendered anew" in context.told[0]
+    assert "rendered again" in context.told[0]
 
 
 def test_what_waits_is_scored_in_one_pass(policy: Path, reward_model: Path, task: Task) -> None:

@@ -121,7 +121,7 @@ def test_a_cursor_is_good_for_the_same_prompts_in_the_same_order(tmp_path: Path)
         PromptSource(TASK, Policy("tiny"), seed=3),
     ):
         (problem,) = other.check_resume(saved)
-        assert "the prompts of epoch 0 are not those that the run was started with" in problem
+        assert "the prompts of epoch 0 differ from those that the run was started with" in problem
     reseeded = replace(saved, seed=1)
     assert PromptSource(TASK, Policy("tiny")).check_resume(reseeded), "another --seed is another order"
     assert PromptSource(TASK, Policy("tiny"), seed=FakeContext.seed).check_resume(reseeded) == []

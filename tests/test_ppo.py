@@ -98,14 +98,14 @@ def test_the_kl_of_the_reward_is_steered_batch_by_batch() -> None:
 
 
 def test_advantages_that_nobody_made_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"came to the batcher without advantages.*join its port values to a Critic"):
+    with pytest.raises(ConfigError, match=r"reached the batcher without advantages.*join its port values to a Critic"):
         run(TokenBatch(2), groups=InMemoryIn(list(enumerate(groups()))), batches=InMemoryOut())
     with pytest.raises(ConfigError, match=r"'gae' needs a critic's values.*with g.call"):
         run(TokenBatch(2, estimate=GAE), groups=InMemoryIn(list(enumerate(groups()))), batches=InMemoryOut())
 
 
 def test_a_critic_that_nothing_would_be_asked_of_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="estimate is not 'gae', so nothing would be asked"):
+    with pytest.raises(ConfigError, match="estimate is not 'gae', so the critic would never be asked"):
         batches(TokenBatch(2), groups(), Critic())
 
 

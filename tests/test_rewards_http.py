@@ -275,13 +275,13 @@ def test_the_server_and_its_client_understand_each_other() -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("{", "the body is no JSON"),
+        ("{", "the body is not valid JSON"),
         ("[]", "the body is a list"),
         ('{"prompts": ["p"]}', "responses is 'None'; it needs a list of texts"),
         ('{"prompts": ["p"], "responses": [3]}', "it needs a list of texts"),
         ('{"prompts": ["p"], "responses": ["a", "b"]}', "there are 1 prompts, but 2 of responses"),
         ('{"prompts": ["p"], "responses": ["a"], "columns": {"x": []}}', "there are 1 prompts, but 0 of x"),
-        ('{"prompts": ["p"], "responses": ["a"], "columns": []}', "columns is no object"),
+        ('{"prompts": ["p"], "responses": ["a"], "columns": []}', "columns is not an object"),
     ],
 )
 def test_a_request_that_is_none_is_told_what_it_lacks(body: str, says: str) -> None:

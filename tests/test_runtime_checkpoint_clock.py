@@ -75,7 +75,7 @@ def test_a_terminated_run_has_a_checkpoint_of_the_batch_at_hand(tmp_path: Path) 
     assert ran.outcome is not None and ran.outcome.interrupted
     assert "step_000002" in checkpoints(tmp_path)
     assert checkpoints(tmp_path)[-1] == f"step_{ran.outcome.steps:06d}"
-    assert any("terminated: a checkpoint follows the batch at hand" in line for line in ran.screen.lines)
+    assert any("terminated: writing a checkpoint after the current batch" in line for line in ran.screen.lines)
 
 
 def checkpoints(tmp_path: Path) -> list[str]:

@@ -48,7 +48,7 @@ def failure(done: Ran, *, before: int = 3) -> NodeFailed:
 def test_nothing_but_a_return_ends_a_nodes_code(tmp_path: Path, where: str, what: str) -> None:
     found = failure(ran(tmp_path, where, what, save_every=1))
     if what in ("cancelled", "awaited"):
-        assert "which nobody had asked for" in found.reason, found.reason
+        assert "although nobody cancelled it" in found.reason, found.reason
     assert "odd.py" in found.remote_traceback, "the place is shown"
     if where in ("turn", "each", "blocking"):
         assert found.ticket == 4
@@ -84,7 +84,7 @@ def test_an_exception_in_close_is_told_and_changes_nothing_else(tmp_path: Path) 
         done = ran(tmp_path / what, "close", what).raise_for_error()
         assert done.steps == [1, 2, 3, 4, 5, 6] and done.audit().ok
         (told,) = done.screen.warnings
-        assert "while the run was closed, node 'odd', replica 0, failed" in told
+        assert "when the run was closed, node 'odd', replica 0, failed" in told
 
 
 def test_what_ends_a_program_in_a_task_leaves_the_hosts_loop_running(

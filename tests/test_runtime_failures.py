@@ -149,8 +149,8 @@ def test_a_deadlock_is_reported_with_its_cycle_and_waits_can_be_asked_for(tmp_pa
 
 def test_code_that_holds_the_event_loop_is_named_while_it_does(tmp_path: Path, ray: dict[str, str]) -> None:
     run = Run(FAULTS, tmp_path / "run", "--fault", "hang", "--steps", "10", env=ray)
-    line = run.until("stands still")
-    assert "faulty/0: its event loop stands still at" in line and "parts.py" in line and "in treat" in line
+    line = run.until("is blocked at")
+    assert "faulty/0: its event loop is blocked at" in line and "parts.py" in line and "in treat" in line
     run.signal(signal.SIGINT)
     run.until("interrupted: finishing")
     run.signal(signal.SIGINT)
@@ -184,7 +184,7 @@ def test_a_process_that_answers_nothing_is_named_and_the_others_are_heard(tmp_pa
 
 def test_every_edge_and_every_way_to_lose_a_sample_in_one_run(tmp_path: Path, ray: dict[str, str]) -> None:
     run = Run(GRAPHS / "everything.py", tmp_path / "run", "--steps", "10", env=ray)
-    blocked = run.until("the event loop stood still")
+    blocked = run.until("the event loop was blocked")
     assert "reward: " in blocked and "everything.py" in blocked and "in score" in blocked
     assert run.wait() == 0, run.stderr
 

@@ -254,9 +254,9 @@ def test_branches_that_pass_on_the_very_same_object_keep_two_items() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ([scored(0, 1.0)], [], "meet.scored brought member 0 of group 'g', but the streams of meet.valued ended"),
-        ([scored(0, 1.0)] * 2, [sample(1)], "meet.scored brought member 0 of group 'g' twice"),
-        ([scored(-1, 1.0)], [sample(0)], "brought a Scored that stands for no single sample"),
+        ([scored(0, 1.0)], [], "meet.scored received member 0 of group 'g', but the streams of meet.valued ended"),
+        ([scored(0, 1.0)] * 2, [sample(1)], "meet.scored received member 0 of group 'g' twice"),
+        ([scored(-1, 1.0)], [sample(0)], "received a Scored that belongs to no single sample"),
     ],
 )
 def test_a_branch_that_breaks_its_word_is_named(first: list[Message], second: list[Message], words: str) -> None:

@@ -74,16 +74,22 @@ def same_json(one: bytes, other: bytes) -> bool:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (lambda path: cut(path / "state.msgpack", 3999), "state.msgpack has 3999 bytes, 4000 were written"),
-    "longer": (lambda path: (path / "empty").write_text("!"), "empty has 1 bytes, 0 were written"),
+    "cut": (lambda path: cut(path / "state.msgpack", 3999), "state.msgpack has 3999 bytes, but 4000 were written"),
+    "longer": (lambda path: (path / "empty").write_text("!"), "empty has 1 bytes, but 0 were written"),
     "missing": (lambda path: (path / "ledger.sqlite").unlink(), "ledger.sqlite is missing"),
     "directory": (lambda path: shutil.rmtree(path / "trainer_state"), "trainer_state/zero/rank_0.pt is missing"),
-    "exchanged": (lambda path: exchange(path / "ledger.sqlite", 5200, 5300), "ledger.sqlite is not what was written"),
-    "piece": (lambda path: exchange(path / "ledger.sqlite", 5200, 5300), r"bytes 5000 to 6000 have another checksum"),
+    "exchanged": (
+        lambda path: exchange(path / "ledger.sqlite", 5200, 5300),
+        "ledger.sqlite has changed since it was written",
+    ),
+    "piece": (lambda path: exchange(path / "ledger.sqlite", 5200, 5300), r"checksum of bytes 5000 to 6000"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "has no manifest.json, so it was never finished"),
     "cut manifest": (lambda path: cut(path / "manifest.json", 200), "manifest.json cannot be read"),
     "empty manifest": (lambda path: cut(path / "manifest.json", 0), "manifest.json cannot be read"),
-    "other manifest": (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json is not what was written"),
+    "other manifest": (
+        lambda path: (path / "manifest.json").write_text("[]"),
+        "manifest.json has changed since it was written",
+    ),
 }
 
 

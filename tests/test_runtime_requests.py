@@ -78,7 +78,7 @@ def test_a_body_that_ends_in_any_other_way_than_by_returning_fails_its_node_and_
             with pytest.raises(LaneFailed, match=r"judge.requests failed"):
                 await sides.ask(0)
             with pytest.raises(
-                RuntimeError, match=f"a request to judge.requests ended by {name}, which nobody"
+                RuntimeError, match=f"a request to judge.requests ended with {name}, although nobody"
             ) as told:
                 await serving
             assert type(told.value.__cause__).__name__ == name

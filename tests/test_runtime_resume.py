@@ -50,7 +50,7 @@ def records(directory: Path) -> dict[str, bytes]:
 
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "group_size": ({}, {"group_size": 3}, "group_size is 3 and was 2: groups under way have that many members"),
+    "group_size": ({}, {"group_size": 3}, "group_size is 3 and was 2: groups in flight have that many members"),
     "more groups a batch": ({}, {"groups_per_step": 4}, "groups_per_batch is 4 and was 2"),
     "fewer groups a batch": ({"groups_per_step": 4}, {}, "groups_per_batch is 2 and was 4"),
     "smaller staleness": ({"staleness": 2}, {}, "max_staleness is 1 and was 2"),
@@ -64,7 +64,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another consumer of a broadcast": (
         {"taps": 1},
         {"taps": 2},
-        "node 'tap' has 2 replicas and had 1, each with messages under way that are for it alone",
+        "node 'tap' has 2 replicas and had 1, each with messages in flight for it alone",
     ),
     "another dispatch": (
         {"taps": 2},
@@ -74,12 +74,12 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another edge": (
         {"taps": 1},
         {},
-        "another graph (generator.samples -> tap.samples is only in one of the two)",
+        "another graph (generator.samples -> tap.samples is in only one of the two)",
     ),
     "another node with state": (
         {"collector": "remembering"},
         {},
-        "node 'collect' is a Collect and was a Remembering, whose state the checkpoint has",
+        "node 'collect' is a Collect and was a Remembering, and the checkpoint has the state of the latter",
     ),
 }
 
@@ -89,7 +89,7 @@ def test_what_would_break_a_promise_is_refused_by_name(begun: Callable[..., Path
     before, now, text = CHANGES[name]
     directory = begun(**before)
     found = records(directory)
-    with pytest.raises(ConfigError, match="--resume: the run cannot go on from step_000006 like this") as refusal:
+    with pytest.raises(ConfigError, match="--resume: the run cannot continue from step_000006") as refusal:
         go_on(directory, **now)
     assert text in str(refusal.value)
     assert records(directory) == found
@@ -145,7 +145,7 @@ def test_nothing_is_touched_where_no_checkpoint_is_whole(begun: Callable[..., Pa
     for path in (directory / "checkpoints").iterdir():
         (path / "ledger.sqlite").write_bytes((path / "ledger.sqlite").read_bytes()[:-1])
     found = records(directory)
-    with pytest.raises(ConfigError, match="no whole checkpoint left"):
+    with pytest.raises(ConfigError, match="no undamaged checkpoint left"):
         go_on(directory)
     assert records(directory) == found
 

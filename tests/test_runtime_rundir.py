@@ -63,7 +63,7 @@ def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
     (directory.checkpoints / "step_000014" / "model.safetensors").write_text("cut")
     assert directory.newest_checkpoint() == (10, directory.checkpoints / "step_000010")
     assert directory.damaged == [
-        "step_000014: model.safetensors has 3 bytes, 11 were written",
+        "step_000014: model.safetensors has 3 bytes, but 11 were written",
         "step_000012: it has no manifest.json, so it was never finished",
     ]
 
@@ -74,7 +74,7 @@ def test_no_whole_checkpoint_left(tmp_path: Path) -> None:
     for step in (2, 10):
         finished(directory.checkpoints / f"step_{step:06d}")
         (directory.checkpoints / f"step_{step:06d}" / "state.msgpack").unlink()
-    with pytest.raises(ConfigError, match=r"(?s)no whole checkpoint left.*step_000010: state.msgpack is missing.*2"):
+    with pytest.raises(ConfigError, match=r"(?s)undamaged checkpoint left.*step_000010: state.msgpack is missing.*2"):
         directory.newest_checkpoint()
 
 

@@ -96,14 +96,14 @@ def test_of_scored_completions_the_best_is_taken(tmp_path: Path) -> None:
 
 
 MALFORMED = {
-    '{"prompt": broken': "no JSON",
+    '{"prompt": broken': "invalid JSON",
     '["a"]': "a list where an object was needed",
     '{"question": "x"}': "no column 'prompt'",
     '{"prompt": "x", "answer": "  "}': "the answer is empty",
     '{"prompt": "x", "completion": ""}': "the answer is empty",
     '{"prompt": [{"role": "robot", "content": "x"}]}': "with the roles system, user, assistant, tool",
     '{"prompt": [{"role": "assistant", "content": "x"}]}': "ends with the assistant's turn",
-    '{"messages": [{"role": "assistant", "content": "x"}]}': "messages holds an answer alone",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "messages holds only an answer",
     '{"messages": []}': "the messages is '[]'",
     r'{"prompt": "smile \ud83d please"}': r"the prompt holds text with '\ud83d' at 6, half of a surrogate pair",
     r'{"prompt": "x", "answer": "\ud83d"}': r"the column 'answer' holds text with '\ud83d' at 0",

@@ -83,12 +83,12 @@ BAD: dict[str, tuple[Kind, dict[str, Any], str]] = {
     "other prompt": (
         "pairs",
         {"prompt": "1", "chosen": [user("2"), said("3")], "rejected": "x"},
-        r":1: the column 'chosen' is .* behind the prompt's",
+        r":1: the column 'chosen' is .* after the prompt's turns",
     ),
     "no prompt": (
         "pairs",
         {"chosen": "2", "rejected": "3"},
-        r":1: no column 'prompt', and 'chosen' is no conversation",
+        r":1: no column 'prompt', and 'chosen' is not a conversation",
     ),
     "label": ("labelled", {"prompt": "1", "completion": "2", "label": "good"}, r":1: the column 'label' is 'good'"),
     "no label": ("labelled", {"prompt": "1", "completion": "2"}, r":1: the column 'label' is None"),

@@ -133,7 +133,7 @@ def test_a_prompt_may_be_a_conversation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "rows.jsonl:2: no JSON"),
+        ("{", "rows.jsonl:2: invalid JSON"),
         ('["a"]', "rows.jsonl:2: a list where an object was needed"),
         ({"promt": "x"}, "rows.jsonl:2: no column 'prompt'; did you mean prompt=promt?"),
         ({"question": "x", "id": 3}, "set prompt= to one of question, id"),

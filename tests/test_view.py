@@ -96,7 +96,7 @@ def test_a_graph_without_rewards_steps_or_bound_is_shown_too() -> None:
 
 def test_the_last_warning_stays_in_sight() -> None:
     board = busy_board()
-    board.warning = "reward/0: the event loop stood still for 2.0 s"
+    board.warning = "reward/0: the event loop was blocked for 2.0 s"
     assert row(screen(board), "!") == board.warning
 
 

@@ -97,7 +97,7 @@ def test_a_version_written_over_is_lost_to_a_remote_reader_too(publisher: Publis
     first = publish(publisher, 1)
     publish(publisher, 2)
     publish(publisher, 3)
-    with pytest.raises(SegmentLost, match="was written over"):
+    with pytest.raises(SegmentLost, match="was overwritten"):
         reader.fetch(first)
     assert value(reader, publish(publisher, 4)) == 4.0
     reader.close()

@@ -146,7 +146,7 @@ class Control:
     async def _work(self, work: Work, answer: Answer | None, body: Any) -> None:
         try:
             if answer is None:
-                raise WireError(f"host {work.host!r} sent {work.kind!r}, which nobody answers here")
+                raise WireError(f"host {work.host!r} sent {work.kind!r}, for which this host has no handler")
             value = answer(work.host, body)
             if isinstance(value, Awaitable):
                 value = await value
@@ -199,8 +199,8 @@ def as_exception(what: str, error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
     problem = RuntimeError(
-        f"{what} ended by {type(error).__name__}, which nobody had asked for; it has to return or to raise an "
-        "Exception. Catch a library's cancel where it is awaited"
+        f"{what} ended with {type(error).__name__}, although nobody cancelled it; it has to return or to raise an "
+        "Exception. If a library cancels itself, catch that where the library is awaited"
     )
     problem.__cause__ = error
     return problem

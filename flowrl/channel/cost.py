@@ -45,7 +45,7 @@ FEW_BYTES = 1024
 _BULK_BYTES = 4096
 """Longer texts and bytes are counted separately."""
 
-ADVICE = "hold numbers in numpy arrays, not in tuples, and send what is large in several messages"
+ADVICE = "store numbers in numpy arrays instead of tuples, and send large data in several messages"
 
 
 _TUPLES = tuple(_TUPLE + _SLOT * length for length in range(SHORT + 1))
@@ -149,13 +149,15 @@ def weigh(data: bytes | memoryview, most_values: int = MOST_VALUES, *, deep: boo
         if values > most_values or cost > MOST_BYTES:
             raise too_costly(f"holds more than {MOST_VALUES} values" if values > most_values else "")
     if at > end:
-        raise WireError("a body that ends within a value")
+        raise WireError("a truncated body: it ends within a value")
     return Weight(cost, scale.bulk_bytes, values)
 
 
 def too_costly(reason: str = "") -> WireError:
     """The error for a body that takes too much memory, or time, to decode."""
-    reason = reason or f"takes more than {PER_BYTE} bytes of memory a byte, or more than {MOST_BYTES}, to decode"
+    reason = (
+        reason or f"needs more than {PER_BYTE} bytes of memory per byte, or more than {MOST_BYTES} in all, to decode"
+    )
     return WireError(f"a body that {reason}; {ADVICE}")
 
 
@@ -176,7 +178,7 @@ class _Scale:
         end = start + length
         self._text_bytes += length
         if self._text_bytes > MOST_TEXT_BYTES:
-            raise too_costly(f"holds more than {MOST_TEXT_BYTES} bytes of text (as bytes they would travel)")
+            raise too_costly(f"holds more than {MOST_TEXT_BYTES} bytes of text (send long text as bytes)")
         if length > _BULK_BYTES:
             self.bulk_bytes += 4 * length
             return end, 0

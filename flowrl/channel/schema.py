@@ -108,7 +108,7 @@ def schema_named(number: int) -> Schema:
             schema_of(cls)
     if number not in _by_hash:
         raise WireError(
-            f"a message of schema {number:#010x} that no class here has; "
+            f"a message of unknown schema {number:#010x}: no class in this process has it; "
             "run the same files, with the same message classes, in every process"
         )
     return _by_hash[number]
@@ -181,7 +181,7 @@ def unsendable(error: Exception, what: str = "cannot send", *, message: Message 
     if isinstance(error, UnicodeEncodeError):
         reason = scalar_problem(error.object)
     elif isinstance(error, RecursionError) or reason.startswith("recursion limit"):  # msgpack's ValueError
-        reason = "values nested too deep, or within themselves"
+        reason = "values are nested too deep, or contain themselves"
     name = "" if message is None else _culprit(message)
     where = f"{type(message).__name__}.{name}: " if name else ""
     return WireError(f"{what}: {where}{reason}")

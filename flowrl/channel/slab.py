@@ -200,7 +200,9 @@ class Attached:
         host = address[_address.size :].decode()
         memory = self._segment(host, incarnation, segment)
         if offset + num_bytes > memory.nbytes:
-            raise WireError(f"a block of {num_bytes} bytes at {offset} of a segment of {memory.nbytes}")
+            raise WireError(
+                f"an invalid block: {num_bytes} bytes at offset {offset} of a segment of {memory.nbytes} bytes"
+            )
         # The base of `view` is a memoryview and no array: so numpy makes every direct or indirect view of it keep
         # `view` itself alive, and not only the segment's array.
         view: Bytes = np.frombuffer(memory.data[offset : offset + num_bytes], np.uint8)

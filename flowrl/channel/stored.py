@@ -66,13 +66,13 @@ def load_value(data: Stored) -> Any:
     try:
         content = Decoder().unpack(data if isinstance(data, bytes) else memoryview(data.data))
     except WireError as error:
-        raise SchemaError(f"no stored value: {error}") from error
+        raise SchemaError(f"the stored bytes cannot be read: {error}") from error
     if not isinstance(content, tuple) or len(content) != 2 or content[0] != FORMAT:
-        raise SchemaError(f"no stored value of format {FORMAT}; it was written by another flowrl")
+        raise SchemaError(f"the stored bytes are not of format {FORMAT}; another version of flowrl wrote them")
     try:
         return _built(content[1], 0)
     except (WireError, RecursionError) as error:
-        raise SchemaError(f"no stored value: {error}") from error
+        raise SchemaError(f"the stored bytes cannot be read: {error}") from error
 
 
 _TYPE = "\0type"
@@ -147,7 +147,7 @@ def _built_items(value: Mapping[Any, Any], depth: int) -> dict[Any, Any]:
 def _message(found: dict[str, Any]) -> Message:
     name = found.pop(_TYPE)
     if not isinstance(name, str):
-        raise SchemaError(f"a stored message whose class is {name!r}, no name")
+        raise SchemaError(f"the class of a stored message is {name!r}; it needs to be a name")
     cls = message_type(name)
     schema = schema_of(cls)
     _check_fields(cls, schema.fields, found)

@@ -98,15 +98,15 @@ def check_depth(depth: int) -> None:
     """Raises WireError if `depth`, the number of messages, lists and read-only mappings around a value, is too high."""
     if depth > MAX_DEPTH:
         raise WireError(
-            f"a value with more than {MAX_DEPTH} messages around it cannot travel (lists count as messages), nor can "
-            "values within themselves; hold a chain of messages as a tuple of them"
+            f"a value inside more than {MAX_DEPTH} messages cannot travel (a list counts as a message), nor can "
+            "values that contain themselves; store a chain of messages as a tuple"
         )
 
 
 def check_nested(nested: int) -> None:
     """Raises WireError if `nested`, the number of tuples and dicts around a value, is too high."""
     if nested > MAX_NESTED:
-        raise WireError(f"values nested too deep, or within themselves: more than {MAX_NESTED} tuples and dicts")
+        raise WireError(f"values are nested in more than {MAX_NESTED} tuples and dicts, or contain themselves")
 
 
 def dtype_code(array: np.ndarray[Any, Any]) -> int:

@@ -125,7 +125,7 @@ class MessageDecoder:
     def sender(self, first: bytes) -> tuple[str, int]:
         """Host and incarnation of the process that sent the multipart starting with `first`."""
         if len(first) < PREAMBLE.size:
-            raise WireError(f"a frame of {len(first)} bytes: too short for any")
+            raise WireError(f"a frame of {len(first)} bytes, which is shorter than its preamble")
         end = PREAMBLE.size + PREAMBLE.unpack_from(first)[4]
         known = self._senders.get(first[:end])
         if known is None:
@@ -178,10 +178,10 @@ class MessageDecoder:
         Several messages that share a record may have RECORD_BYTES in total, whatever the limit for one message.
         """
         if there < 0:
-            raise WireError(f"a record of {count} messages that ends within their ids")
+            raise WireError(f"a truncated record: it ends within the ids of its {count} messages")
         most = self._max_body_bytes if count < 2 else max(RECORD_BYTES, self._max_body_bytes)
         if length > most + ARRAY.size:
-            raise WireError(f"a body of {length} bytes; at most {most} can be")
+            raise WireError(f"a body of {length} bytes; at most {most} are allowed")
         if length > there:
             raise WireError(f"a truncated body: expected {length} bytes, got {there}")
 
@@ -190,23 +190,23 @@ class MessageDecoder:
             raise WireError(f"a frame of unknown kind {kind}")
         payload = self._decoder.unpack(body) if body else None
         if not fits(kind, payload):
-            raise WireError(f"a frame of kind {kind} with what none of its kind holds: {reprlib.repr(payload)}")
+            raise WireError(f"a frame of kind {kind} with an invalid payload: {reprlib.repr(payload)}")
         return payload
 
 
 def _sender(preamble: bytes) -> tuple[str, int]:
     magic, version, _, incarnation, length = PREAMBLE.unpack_from(preamble)
     if magic != MAGIC:
-        raise WireError(f"a frame that starts with {magic!r}, not {MAGIC!r}: the peer is no flowrl process")
+        raise WireError(f"a frame that starts with {magic!r} instead of {MAGIC!r}: the peer is not a flowrl process")
     if version != WIRE_VERSION:
-        raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}; run one flowrl everywhere")
+        raise WireError(f"wire version {version}, but this process uses {WIRE_VERSION}; run the same flowrl everywhere")
     name = preamble[PREAMBLE.size :]
     if len(name) < length:
         raise WireError(f"a truncated sender's name: expected {length} bytes, got {len(name)}")
     try:
         return name.decode(), incarnation
     except UnicodeDecodeError as error:
-        raise WireError(f"a frame whose sender's name is no text ({error})") from error
+        raise WireError(f"a sender's name that is not valid UTF-8 ({error})") from error
 
 
 class Refused:
@@ -222,8 +222,8 @@ class Refused:
 
 def _too_many(num_parts: int) -> WireError:
     return WireError(
-        f"one of more than {MAX_FRAMES} frames, or beside {num_parts} arrays, in one multipart; at most {MAX_FRAMES} "
-        f"and {MAX_PARTS} can be"
+        f"a multipart of more than {MAX_FRAMES} frames, or with {num_parts} arrays; at most {MAX_FRAMES} frames and "
+        f"{MAX_PARTS} arrays are allowed"
     )
 
 

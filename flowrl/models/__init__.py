@@ -54,7 +54,7 @@ def check_prompts(policy: Policy, conversations: Sequence[Turns], system_prompt:
     tokenizer = load_tokenizer(path)
     if not tokenizer.chat_template and (system_prompt or any(len(turns) > 1 for turns in conversations)):
         raise ConfigError(
-            f"{path} has no chat template, so a system prompt and earlier turns cannot be told to it; name a chat "
+            f"{path} has no chat template, so a system prompt and earlier turns cannot be passed to it; name a chat "
             "model, add a chat_template.jinja, or ask with single turns and without a system prompt"
         )
     try:

@@ -23,7 +23,7 @@ def load_tokenizer(model_dir: str | Path) -> Any:
     except (OSError, ValueError, KeyError) as problem:
         first_line = str(problem).strip().splitlines()[0]
         raise ConfigError(
-            f"{model_dir} holds no tokenizer that loads ({first_line}); put its tokenizer files there"
+            f"{model_dir} holds no tokenizer that can be loaded ({first_line}); put its tokenizer files there"
         ) from None
 
 
@@ -118,8 +118,8 @@ class Chat:
 def _require_prefix(prefix: Int32, ids: Int32) -> None:
     if not np.array_equal(ids[: prefix.size], prefix):
         raise ConfigError(
-            "the chat template rewrites earlier turns when later ones are added, so assistant turns cannot be told "
-            "apart by id; use a template whose prefixes stay the same"
+            "the chat template rewrites earlier turns when later ones are added, so assistant turns cannot be "
+            "found by token id; use a template whose prefixes stay the same"
         )
 
 

@@ -78,7 +78,7 @@ def _json(file: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as problem:
-        raise ConfigError(f"{file} is no JSON ({problem}); save the model there again with save_pretrained") from None
+        raise ConfigError(f"{file} is not valid JSON ({problem}); save the model again with save_pretrained") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds a {type(content).__name__} where an object was needed; save the model again")
+        raise ConfigError(f"{file} holds a {type(content).__name__}, but an object was needed; save the model again")
     return content

@@ -76,7 +76,7 @@ def reference_cache(
     }
 
     def make(target: Path) -> None:
-        progress(f"reference logprobs of {len(known)} sequences, kept for further runs")
+        progress(f"reference logprobs of {len(known)} sequences: computing them, kept for later runs")
         _Pass(model_dir, dtype, device, token_budget, progress).write(known, target)
 
     return ReferenceCache(cached_directory("references", "reference", recipe, make, progress))

@@ -94,7 +94,7 @@ class TokenBatch(Node):
         if self.whiten not in ("off", "full", "mean"):
             problems.append(f"whiten is {self.whiten!r}; it has to be off, full or mean")
         if (self.normalise_rewards or self.adaptive_kl is not None) and self.estimate is None:
-            problems.append("normalise_rewards and adaptive_kl need estimate=, the advantage node's own")
+            problems.append("normalise_rewards and adaptive_kl need estimate=, the same as in the advantage node")
         if self.adaptive_kl is not None:
             problems += self.adaptive_kl.problems()
             if self.estimate is not None and not self.estimate.kl_coef:
@@ -104,8 +104,8 @@ class TokenBatch(Node):
     async def setup(self) -> None:
         if self.values.live is not None and not self._wants_values:
             raise ConfigError(
-                f"{self.name}: its port values is joined to a critic, but estimate is not 'gae', so nothing would be "
-                "asked; set estimate=Estimate('gae'), the advantage node's own, or drop the g.call"
+                f"{self.name}: its port values is joined to a critic, but estimate is not 'gae', so the critic "
+                "would never be asked; set estimate=Estimate('gae'), as in the advantage node, or remove the g.call"
             )
 
     async def run(self) -> None:

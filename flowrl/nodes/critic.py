@@ -153,8 +153,9 @@ class Critic(Node):
         if not difference <= TOLERANCE[self.dtype]:
             raise ProbeMismatch(
                 f"{self._replica} loaded version {manifest.version} of {manifest.policy!r}, but its values of the "
-                f"probe sequences differ from the trainer's by {difference:.4g} on average; with {self.dtype} up to "
-                f"{TOLERANCE[self.dtype]:g} is rounding. Give the Critic and its Trainer the same model and dtype"
+                f"probe sequences differ from the trainer's by {difference:.4g} on average; with {self.dtype}, "
+                f"rounding explains up to {TOLERANCE[self.dtype]:g}. Give the Critic and its Trainer the same model "
+                "and dtype"
             )
 
     # Values

@@ -97,7 +97,7 @@ class Evaluation(Node):
             if found < self.num_prompts:
                 raise ConfigError(
                     f"task {task.name!r} has {found or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held "
-                    f"out) and {self.num_prompts} are to be evaluated; ask for {found} at most, or add rows"
+                    f"out), but {self.num_prompts} are to be evaluated; ask for at most {found}, or add rows"
                 )
             check_reward(self.parts[task.name], (row.columns for row in self._rows(task)))
 
@@ -240,6 +240,6 @@ def _require_one_version(name: str, phase: str, rows: Sequence[EvaluationRow]) -
     known = versions_of(rows)
     if len(known) > 1:
         raise FlowrlError(
-            f"{name}: the evaluation {phase} training saw the versions {min(known)} to {max(known)} where it needs "
+            f"{name}: the evaluation {phase} training saw the versions {min(known)} to {max(known)}, but it needs "
             "one; this is an error in flowrl, please report it"
         )

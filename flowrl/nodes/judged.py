@@ -33,7 +33,7 @@ class Judged:
         """Raise FlowrlError if `GIVE_UP_AFTER` groups in a row were filtered: probably none will ever pass."""
         if self._sums["filtered_groups"] >= GIVE_UP_AFTER:
             raise FlowrlError(
-                f"node {node!r}: none of the last {GIVE_UP_AFTER} groups could be trained on ({why}), the mean raw "
+                f"node {node!r}: none of the last {GIVE_UP_AFTER} groups could be trained on ({why}); the mean raw "
                 f"reward was {self._sums['judged_raw_reward'] / self._sums['judged_groups']:.3g}; choose prompts that "
                 "the policy answers sometimes, or raise group_size"
             )

@@ -43,9 +43,9 @@ class PairWriter(Node):
     def preflight(self) -> None:
         target = Path(self.path).expanduser()
         if target.exists():
-            raise ConfigError(f"{target} is there already; name another file for the pairs, or remove it")
+            raise ConfigError(f"{target} already exists; name another file for the pairs, or remove it")
         if not target.parent.is_dir():
-            raise ConfigError(f"the directory {target.parent} for the pairs is not there; make it")
+            raise ConfigError(f"the directory {target.parent} for the pairs does not exist; create it")
 
     async def setup(self) -> None:
         rows = await self.blocking(load_rows, self.task)

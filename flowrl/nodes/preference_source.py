@@ -193,8 +193,8 @@ def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
     order = sorted(rows, key=lambda row: row.prompt_id)
     if all(row.turns == order[0].turns for row in order):
         raise ConfigError(
-            f"KTO measures its baseline on completions of other prompts, but all {len(order)} rows have the same; add "
-            "rows with other prompts"
+            f"KTO measures its baseline on completions of other prompts, but all {len(order)} rows have one prompt; "
+            "add rows with other prompts"
         )
     found: dict[str, Row] = {}
     following = next(row for row in order if row.turns != order[-1].turns)

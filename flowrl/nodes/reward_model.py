@@ -107,7 +107,7 @@ class RewardModel(Node):
         some = [list(turns) for turns in list(self._turns.values())[:TRIED_ROWS]]
         self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)
         if not self._same_tokens:
-            self.context.progress("its tokenizer or template is not the policy's: responses are rendered anew")
+            self.context.progress("its tokenizer or template differs from the policy's: responses are rendered again")
 
     async def run(self) -> None:
         await self.rollouts.each(self._score, concurrency=self.batch)

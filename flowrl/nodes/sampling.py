@@ -140,7 +140,7 @@ def spread_versions(spans: Spans, num_tokens: int) -> Int32:
     versions = np.full(num_tokens, -1, np.int32)
     for label, start, end in spans:
         if not label.isdecimal():
-            raise ValueError(f"tokens {start} to {end} carry the label {label!r}, which is no version of flowrl's")
+            raise ValueError(f"tokens {start} to {end} have the label {label!r}, which is no version number")
         versions[start:end] = int(label)
     if num_tokens and versions.min() < 0:
         raise ValueError(f"vLLM named no weight version for {int((versions < 0).sum())} of {num_tokens} tokens")

@@ -138,8 +138,8 @@ class PromptSource(Node):
         self._rows = self.rows()
         epochs = {int(s["epoch"]): s["order"] for s in saved.states.values() if s["position"] and s.get("order")}
         return [
-            f"the prompts of epoch {epoch} are not those that the run was started with, or not in their order; resume "
-            "with the task, data and seed it was started with, or start a new run from the checkpoint's model"
+            f"the prompts of epoch {epoch} differ from those that the run was started with, or their order does; "
+            "resume with the task, data and seed it was started with, or start a new run from the checkpoint's model"
             for epoch, order in epochs.items()
             if order != self._digest(self._order(epoch))
         ]

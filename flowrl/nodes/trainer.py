@@ -166,7 +166,7 @@ class Trainer(Node):
         device = torch.device("cuda", 0) if self.context.gpus else torch.device("cpu")
         gang = Gang.meet(self.context.replica, self.context.num_replicas, self.context.gang_address, device)
         if self.zero.nvme_path and not is_built():
-            progress("compiling DeepSpeed's async_io: some minutes, once on a machine")
+            progress("compiling DeepSpeed's async_io: takes some minutes, once per machine")
         progress("loading the model")
         head = self.objective.head
         start = self._head_start(source) if head == "scalar" else "policy"
@@ -299,7 +299,7 @@ class Trainer(Node):
         """Split a whole batch, received over an edge without gang dispatch, for this single rank."""
         if self.context.num_replicas > 1:
             raise ConfigError(
-                f"node {self.name!r} has {self.context.num_replicas} ranks but got a batch that nobody had split: "
+                f"node {self.name!r} has {self.context.num_replicas} ranks but received a batch that was not split; "
                 'connect its batches with dispatch="gang"'
             )
         return batch.split(1)[0]

@@ -45,9 +45,9 @@ def require_advantages(samples: Sequence[Trainable]) -> None:
     for sample in samples:
         if sample.advantages.size != sample.token_ids.size:
             raise ConfigError(
-                f"sample {sample.sample_id!r} came to the batcher without advantages, as the estimator 'gae' leaves "
-                "them to a critic; give the batcher the advantage node's estimate, and join its port values to a "
-                "Critic with g.call"
+                f"sample {sample.sample_id!r} reached the batcher without advantages, because the estimator "
+                "'gae' needs a critic's values; give the batcher the same estimate as the advantage node, and join its "
+                "port values to a Critic with g.call"
             )
 
 
@@ -61,7 +61,7 @@ def value_metrics(samples: Sequence[Trainable]) -> dict[str, float]:
         return {}
     if len(versions) > 1:
         raise FlowrlError(
-            f"a batch holds values of the critic's versions {min(versions)} to {max(versions)}, and PPO needs one: "
+            f"a batch holds values of the critic's versions {min(versions)} to {max(versions)}, but PPO needs one: "
             "let the batcher ask the Critic (g.call(batcher.values, critic.requests)) instead of a node before it"
         )
     kept = [s for s in samples if s.values is not None and s.returns is not None]

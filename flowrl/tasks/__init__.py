@@ -89,7 +89,7 @@ def _split(task: Task, found: Iterable[Row], reading: Reading) -> Rows:
     rows = Rows.split(found)
     if not rows.train and not rows.held_out:
         skipped = f", {len(reading.skipped)} are skipped: {reading.skipped[0]}" if reading.skipped else ""
-        raise ConfigError(f"task {task.name!r} has no rows at all{skipped}; write one problem a line")
+        raise ConfigError(f"task {task.name!r} has no rows at all{skipped}; write one problem per line")
     if not rows.train:
         raise ConfigError(f"task {task.name!r} has no training rows ({len(rows.held_out)} are held out); add rows")
     return dataclasses.replace(rows, skipped=tuple(reading.skipped))

@@ -152,7 +152,7 @@ def _saved(path: Path, split: str) -> Iterator[tuple[str, Record]]:
     try:
         from datasets import Dataset, DatasetDict, load_from_disk
     except ImportError:
-        raise ConfigError(f"{path}: to read it the package datasets is needed; pip install datasets") from None
+        raise ConfigError(f"{path}: reading it needs the package datasets; pip install datasets") from None
     try:
         found: Dataset | DatasetDict = load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as refusal:
@@ -182,13 +182,13 @@ def _parse(place: str, line: str) -> Record:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as problem:
-        raise Malformed(f"{place}: no JSON ({problem.msg}); write one object a line") from None
+        raise Malformed(f"{place}: invalid JSON ({problem.msg}); write one object per line") from None
     except ValueError as problem:  # an integer of more digits than Python converts
         raise Malformed(f"{place}: {str(problem).partition(';')[0]}; write it as text") from None
     except RecursionError:
         raise Malformed(f"{place}: values nested too deep; flatten them, or write them as text") from None
     if not isinstance(record, dict):
-        raise Malformed(f"{place}: a {type(record).__name__} where an object was needed; write one object a line")
+        raise Malformed(f"{place}: a {type(record).__name__} where an object was needed; write one object per line")
     return record
 
 
@@ -210,11 +210,11 @@ def _asked(place: str, record: Record, keys: Keys) -> tuple[tuple[Mapping[str, s
         if turns[-1]["role"] != "assistant":
             return turns, _answer(place, record, keys)
         if len(turns) < 2:
-            raise Malformed(f"{place}: messages holds an answer alone; it needs what is answered before it")
+            raise Malformed(f"{place}: messages holds only an answer; it needs the prompt before the answer")
         return turns[:-1], _text(place, turns[-1]["content"], "last message")
     close = difflib.get_close_matches(keys.prompt, record, 1)
     hint = f"did you mean prompt={close[0]}?" if close else f"set prompt= to one of {', '.join(record) or 'none'}"
-    raise Malformed(f"{place}: no column {keys.prompt!r}; {hint} (behind the task's name: FILE:prompt=COLUMN)")
+    raise Malformed(f"{place}: no column {keys.prompt!r}; {hint} (after the task's name: FILE:prompt=COLUMN)")
 
 
 def conversation(place: str, value: object, what: str, *, may_end: bool = False) -> tuple[Mapping[str, str], ...]:
@@ -240,7 +240,7 @@ def _answer(place: str, record: Record, keys: Keys) -> str | None:
 
 def _text(place: str, text: str, what: str) -> str:
     if not text.strip():
-        raise Malformed(f"{place}: the {what} is empty; there is nothing to learn from it or to compare with")
+        raise Malformed(f"{place}: the {what} is empty, so there is nothing to learn from or to compare with")
     return text
 
 

@@ -158,7 +158,7 @@ class HttpReward:
             raise Transient(BadReward("reward_timed_out", f"{url} took more than {self.timeout_s} s")) from None
         except (aiohttp.ClientError, OSError) as error:
             told = str(error) or type(error).__name__
-            raise Transient(BadReward("reward_unreachable", f"{url} cannot be asked: {told}")) from None
+            raise Transient(BadReward("reward_unreachable", f"{url} cannot be reached: {told}")) from None
         finally:
             self._busy[url] -= 1
         return _verdicts(url, status, text, len(questions))
@@ -197,7 +197,7 @@ def _verdicts(url: str, status: int, text: str, num: int) -> Verdicts:
     try:
         answer = json.loads(text)
     except ValueError:
-        raise Transient(BadReward("reward_malformed", f"{url} answered what is no JSON: {_short(text)}")) from None
+        raise Transient(BadReward("reward_malformed", f"{url} answered with invalid JSON: {_short(text)}")) from None
     return as_verdicts(url, answer, num)
 
 

@@ -51,7 +51,7 @@ def check(answers: Sequence[str]) -> None:
         import math_verify  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "check=math compares answers by math-verify, which is not installed; pip install math-verify"
+            "check=math compares answers with math-verify, which is not installed; pip install math-verify"
         ) from None
     if answers and not _right(answers[0]):
         raise ConfigError(

@@ -88,8 +88,8 @@ def _prompt(place: str, record: Record, keys: Keys, column: str) -> Any:
     if isinstance(whole, list) and len(whole) > 1:
         return conversation(place, whole[:-1], f"{column} without its last turn")
     raise Malformed(
-        f"{place}: no column {keys.prompt!r}, and {column!r} is no conversation that begins with the prompt; add one, "
-        "or name it behind the task's name: FILE:prompt=COLUMN"
+        f"{place}: no column {keys.prompt!r}, and {column!r} is not a conversation that begins with the prompt; "
+        "add such a column, or name the prompt's after the task's name: FILE:prompt=COLUMN"
     )
 
 
@@ -104,8 +104,8 @@ def _completion(place: str, record: Record, keys: Keys, name: str, turns: Any) -
         return found
     there = f"is {str(record[column])[:60]!r}" if column in record else f"is missing (there are {', '.join(record)})"
     raise Malformed(
-        f"{place}: the column {column!r} {there}; it needs text, or the assistant's turn, alone or behind the "
-        f"prompt's. Another column is named behind the task's name: FILE:{name}=COLUMN"
+        f"{place}: the column {column!r} {there}; it needs text, or the assistant's turn, alone or after the "
+        f"prompt's turns. To use another column, name it after the task's name: FILE:{name}=COLUMN"
     )
 
 
@@ -114,7 +114,7 @@ def _label(place: str, record: Record, keys: Keys) -> bool:
     if found not in (True, False):  # 1 and 0 also match, as they equal True and False
         raise Malformed(
             f"{place}: the column {keys.label!r} is {found!r}; it needs true for a desirable completion and false for "
-            "an undesirable one. Another column is named behind the task's name: FILE:label=COLUMN"
+            "an undesirable one. To use another column, name it after the task's name: FILE:label=COLUMN"
         )
     return bool(found)
 

@@ -70,13 +70,13 @@ def _asked(text: str) -> tuple[Sequence[str], Sequence[str], Columns]:
     try:
         body = json.loads(text)
     except ValueError as problem:
-        raise BadRequest(f"the body is no JSON ({problem})") from None
+        raise BadRequest(f"the body is not valid JSON ({problem})") from None
     if not isinstance(body, Mapping):
         raise BadRequest(f"the body is a {type(body).__name__}; it needs an object with prompts and responses")
     prompts, responses = _texts(body, "prompts"), _texts(body, "responses")
     columns = body.get("columns", {})
     if not isinstance(columns, Mapping):
-        raise BadRequest("columns is no object; it needs a list for each name")
+        raise BadRequest("columns is not an object; it needs a list for each name")
     lengths = {"responses": len(responses), **{name: _length(values) for name, values in columns.items()}}
     for name, length in lengths.items():
         if length != len(prompts):

@@ -86,6 +86,6 @@ def verify(manifest: Weights, mapping: mmap.mmap, *, start: int) -> None:
     if found.value != manifest.checksum:
         raise ChecksumMismatch(
             f"weights of {manifest.policy!r}, version {manifest.version}, have checksum {found.value:x} in "
-            f"{manifest.transport} where the manifest says {manifest.checksum:x}. Nothing was loaded; "
+            f"{manifest.transport}, but the manifest says {manifest.checksum:x}. Nothing was loaded; "
             "something other than the trainer wrote into the segment, or the copy is broken."
         )

@@ -47,8 +47,8 @@ def check(manifest: Weights, found: Sequence[Sequence[float]], *, dtype: str, re
         return difference
     raise ProbeMismatch(
         f"{replica} loaded version {manifest.version} of {manifest.policy!r}, but its logprobs of the probe "
-        f"sequences differ from the trainer's by {difference:.4g} on average; with {dtype} up to "
-        f"{TOLERANCE[dtype]:g} is rounding. The generator does not hold the trainer's weights: sampling on "
+        f"sequences differ from the trainer's by {difference:.4g} on average; with {dtype}, rounding "
+        f"explains up to {TOLERANCE[dtype]:g}. The generator does not hold the trainer's weights: further sampling "
         "would train on wrong behavior logprobs. Usual causes: a layer that vLLM keeps in a packed copy was "
         "not refreshed, trainer and generator were given different models, or a quantized or LoRA engine "
         "option is set."

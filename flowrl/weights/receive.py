@@ -59,7 +59,7 @@ class SegmentReceiver:
             return self._copied(origin, manifest)
         raise FlowrlError(
             f"weights of {manifest.policy!r} were published over {transport}, but this generator reads shared memory: "
-            "its routes and its trainer's differ"
+            "the generator and its trainer were given different routes"
         )
 
     def _copied(self, origin: Origin, manifest: Weights) -> Segment:

@@ -134,5 +134,5 @@ def _pull(link: zmq.Socket[bytes], origin: Origin, version: int, num_bytes: int,
 def _store(link: zmq.Socket[bytes], version: int, into: Segment) -> None:
     where, data = link.recv_multipart(copy=False)
     if not data.bytes:
-        raise SegmentLost(f"version {version} was written over while it was being copied; take the newest manifest")
+        raise SegmentLost(f"version {version} was overwritten while it was being copied; take the newest manifest")
     into.write(struct.unpack("<Q", where.bytes)[0], memoryview(data.buffer))

@@ -102,7 +102,7 @@ def _no_ledger(run_dir: Path) -> str:
     if (run_dir / METRICS).is_file() or any(run_dir.glob(f"checkpoints/*/{LEDGER}")):
         return (
             f"{run_dir} has lost its {LEDGER}, so nothing can be proven; each checkpoint has a copy, and flowrl run "
-            "--resume goes on from the newest"
+            "--resume continues from the newest"
         )
     if (run_dir / "graph.json").is_file():
         return f"{run_dir} holds no {LEDGER}: the run there ended before it could admit anything; start it again"

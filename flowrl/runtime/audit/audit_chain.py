@@ -31,9 +31,9 @@ def check_chain(db: sqlite3.Connection) -> Iterator[Violation]:
         before = commit
     contents = chain.read_contents(db)
     if before is None:
-        yield Violation("chain", f"the ledger has no commit, so all that it held was removed {BY_OTHERS}")
+        yield Violation("chain", f"the ledger has no commit: its rows were removed {BY_OTHERS}")
     elif chain.digest_of(contents) != before.digest:
-        yield Violation("chain", f"the table contents is not that of commit {before.number}: changed {BY_OTHERS}")
+        yield Violation("chain", f"the table `contents` does not match commit {before.number}: changed {BY_OTHERS}")
     recorded = {name: (num_rows, row_hashes) for name, num_rows, row_hashes in contents}
     for table in TABLES:
         yield from _check_table(db, table, recorded.get(table))
@@ -42,13 +42,13 @@ def check_chain(db: sqlite3.Connection) -> Iterator[Violation]:
 def _check_table(db: sqlite3.Connection, table: str, recorded: tuple[int, str] | None) -> Iterator[Violation]:
     found = Sum.of(db.execute(f"SELECT * FROM {table}"))
     if recorded is None:
-        yield Violation("chain", f"contents has no row for the table {table}: removed {BY_OTHERS}")
+        yield Violation("chain", f"the table `contents` has no row for the table {table}: removed {BY_OTHERS}")
     elif found.num_rows != recorded[0]:
-        text = f"the table {table} has {found.num_rows} rows where the last commit left {recorded[0]}"
+        text = f"the table {table} has {found.num_rows} rows, but the last commit left {recorded[0]}"
         yield Violation("chain", f"{text}: added or removed {BY_OTHERS}")
     elif found.row(table) != (table, *recorded):
         yield Violation(
-            "chain", f"rows of the table {table} are not those that the last commit left: changed {BY_OTHERS}"
+            "chain", f"rows of the table {table} differ from what the last commit left: changed {BY_OTHERS}"
         )
 
 

@@ -12,7 +12,7 @@ GROUPS = (
     ),
     Check(
         "groups",
-        "group {0} was admitted with {1} samples, and the graph's groups have {2}",
+        "group {0} was admitted with {1} samples, but the graph's groups have {2}",
         "SELECT t.group_id, (SELECT COUNT(*) FROM samples s WHERE s.group_id = t.group_id) AS found,"
         f" {AT_TICKET.format('group_size')} AS wanted FROM tickets t WHERE found <> wanted",
     ),
@@ -23,7 +23,7 @@ GROUPS = (
     ),
     Check(
         "groups",
-        "step {0} trained samples of {1} groups, and a batch has {2} at most",
+        "step {0} trained samples of {1} groups, but a batch has {2} at most",
         "SELECT u.step, COUNT(DISTINCT group_id) AS found,"
         f" {AT_STEP.format('groups_per_batch')} AS most"
         " FROM uses u JOIN samples USING (sample_id) WHERE trainer = :main GROUP BY u.step HAVING found > most",
@@ -33,7 +33,7 @@ GROUPS = (
 TICKETS = (
     Check(
         "tickets",
-        "{2} tickets were taken, numbered {0} to {1}; from 0 on, none is left out",
+        "{2} tickets were taken, numbered {0} to {1}; the numbers have to start at 0 and leave none out",
         "SELECT MIN(ticket), MAX(ticket), COUNT(*) FROM tickets"
         " HAVING COUNT(*) > 0 AND (MIN(ticket) <> 0 OR MAX(ticket) <> COUNT(*) - 1)",
     ),
@@ -44,7 +44,7 @@ TICKETS = (
     ),
     Check(
         "tickets",
-        "ticket {0} does not tell which versions were held when it was taken, but {1!r}",
+        "ticket {0} does not record which versions were held when it was taken, but {1!r}",
         "SELECT ticket, held FROM tickets WHERE NOT json_valid(held) OR json_type(held) <> 'object'",
     ),
     Check(
@@ -96,7 +96,7 @@ TICKETS = (
 STEPS = (
     Check(
         "steps",
-        "{0} has finished {3} steps, numbered {1} to {2}; from 1 on, none is left out",
+        "{0} has finished {3} steps, numbered {1} to {2}; the numbers have to start at 1 and leave none out",
         "SELECT trainer, MIN(step), MAX(step), COUNT(*) FROM steps GROUP BY trainer"
         " HAVING MIN(step) <> 1 OR MAX(step) <> COUNT(*)",
     ),
@@ -121,7 +121,7 @@ STEPS = (
 EVALUATIONS = (
     Check(
         "evaluations",
-        "there is an answer of an evaluation {0} training, of which there is none",
+        "there is an answer of an evaluation {0} training, but there was no such evaluation",
         "SELECT DISTINCT phase FROM evaluations WHERE phase NOT IN ('before', 'during', 'after')",
     ),
     Check(

@@ -75,16 +75,16 @@ def check_lines(db: sqlite3.Connection, trainer: str, lines: Sequence[str], num_
 
 def _order(lines: Sequence[Line]) -> Iterator[Violation]:
     if lines and lines[0].step != 1:
-        yield Violation("metrics", f"the first line is that of step {lines[0].step}")
+        yield Violation("metrics", f"the first line is of step {lines[0].step} instead of step 1")
     for before, after in itertools.pairwise(lines):
         if after.step != before.step + 1:
-            yield Violation("metrics", f"the line of step {before.step} is followed by that of step {after.step}")
+            yield Violation("metrics", f"after the line of step {before.step} comes the line of step {after.step}")
 
 
 def _gone(booked: Mapping[int, Booked], lines: Sequence[Line]) -> Iterator[Violation]:
     there = {line.step for line in lines}
     for step in sorted(step for step, of in booked.items() if of.line is not None and step not in there):
-        yield Violation("metrics", f"the line of step {step} was written, and has gone: removed {BY_OTHERS}")
+        yield Violation("metrics", f"the line of step {step} was written, but it is missing now: removed {BY_OTHERS}")
 
 
 def _heads(db: sqlite3.Connection, lines: Sequence[Line]) -> Iterator[Violation]:
@@ -97,11 +97,11 @@ def _heads(db: sqlite3.Connection, lines: Sequence[Line]) -> Iterator[Violation]
 
 def _compare(line: Line, booked: Booked | None) -> Iterator[Violation]:
     if booked is None:
-        yield Violation("metrics", f"there is a line of step {line.step}, which the ledger does not have")
+        yield Violation("metrics", f"there is a line of step {line.step}, but the ledger does not have this step")
         return
     for name, value in (("tokens_trained", booked.tokens), ("staleness_max", booked.staleness)):
         said = line.record.get(name)
         if said is not None and value is not None and said != value:
-            yield Violation("metrics", f"step {line.step}: the line says {name} {said}, the ledger {value}")
+            yield Violation("metrics", f"step {line.step}: {name} is {said} in the line, but {value} in the ledger")
     if booked.line is not None and booked.line != line_hash(line.text):
-        yield Violation("metrics", f"the line of step {line.step} is not the one that was written: changed {BY_OTHERS}")
+        yield Violation("metrics", f"the line of step {line.step} differs from what was written: changed {BY_OTHERS}")

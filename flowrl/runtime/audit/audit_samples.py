@@ -24,12 +24,12 @@ STATES = (
     ),
     Check(
         "state",
-        "sample {0} is {1}, and yet it has a reason, {2!r}",
+        "sample {0} is {1}, but has a reason, {2!r}",
         "SELECT sample_id, state, reason FROM samples WHERE state IN ('in_flight','trained') AND reason IS NOT NULL",
     ),
     Check(
         "state",
-        "sample {0} is {1}, and yet it stands as trained at step {2}",
+        "sample {0} is {1}, but is recorded as trained at step {2}",
         "SELECT sample_id, state, step FROM samples WHERE state <> 'trained' AND (step IS NOT NULL"
         " OR trained_version IS NOT NULL OR oldest_trained_version IS NOT NULL OR trained_s IS NOT NULL)",
     ),
@@ -45,7 +45,7 @@ STATES = (
     ),
     Check(
         "state",
-        "sample {0} is in flight, but the run has ended in order",
+        "sample {0} is in flight, but the run ended normally",
         f"SELECT sample_id FROM samples WHERE state = 'in_flight' AND {ENDED}",
     ),
 )
@@ -115,7 +115,7 @@ USES = (
     ),
     Check(
         "uses",
-        "sample {0} is trained at step {1} with {2} tokens, but no trainer's use says so",
+        "sample {0} is trained at step {1} with {2} tokens, but no use by a trainer records this",
         "SELECT sample_id, step, trained_tokens FROM samples s WHERE state = 'trained' AND NOT EXISTS"
         " (SELECT 1 FROM uses u WHERE u.sample_id = s.sample_id AND u.step = s.step AND u.tokens = s.trained_tokens"
         " AND u.stale_tokens = s.stale_tokens AND u.masked_tokens = s.masked_tokens"
@@ -143,7 +143,7 @@ LOSSES = (
     ),
     Check(
         "losses",
-        "{1} left out sample {0}, and yet it used it",
+        "{1} both used sample {0} and left it out",
         "SELECT sample_id, trainer FROM losses JOIN uses USING (sample_id, trainer)",
     ),
     Check(
@@ -153,7 +153,7 @@ LOSSES = (
     ),
     Check(
         "losses",
-        "sample {0} is {1} ({2}), but no trainer left it out so",
+        "sample {0} is {1} ({2}), but no trainer left it out with that state and reason",
         "SELECT sample_id, s.state, reason FROM samples s JOIN tickets t USING (group_id)"
         f" WHERE s.state NOT IN ('in_flight', 'trained') AND (SELECT COUNT(*) FROM {HELD}) > 1"
         " AND NOT EXISTS (SELECT 1 FROM losses l"
@@ -198,7 +198,7 @@ VERSIONS = (
     ),
     Check(
         "versions",
-        "sample {0} was trained whole, and its oldest token is of version {1}, but {2} stands as the oldest trained",
+        "sample {0} was trained whole and its oldest token is of version {1}, but the oldest trained version is {2}",
         "SELECT sample_id, s.oldest_version, u.oldest_version FROM samples s JOIN uses u USING (sample_id)"
         " WHERE u.trainer = :main AND u.tokens = response_tokens AND u.oldest_version <> s.oldest_version",
     ),
@@ -219,7 +219,7 @@ VERSIONS = (
     ),
     Check(
         "bound",
-        "sample {0}: a token of version {1} trained version {2} of {3} (staleness {4}), the bound is {5}",
+        "sample {0}: a token of version {1} trained version {2} of {3} (staleness {4}), but the bound is {5}",
         "SELECT * FROM (SELECT sample_id, oldest_version, version, trainer, version - oldest_version AS age,"
         f" {AT_STEP.format('max_staleness')} AS bound FROM uses u) WHERE age > bound",
     ),

@@ -167,7 +167,7 @@ def read_state(directory: Path) -> dict[str, Any]:
     """The content that `write_state` wrote, with unpacked envelopes. Raises ConfigError for another format."""
     content = msgpack.unpackb((directory / "state.msgpack").read_bytes(), strict_map_key=False)
     if content["format"] != FORMAT:
-        raise ConfigError(f"{directory}: checkpoint format {content['format']}, this flowrl reads {FORMAT}")
+        raise ConfigError(f"{directory}: checkpoint format {content['format']}, but this flowrl reads {FORMAT}")
     content["messages"] = unpage(content["messages"])
     return dict(content)
 

@@ -60,9 +60,9 @@ def read(directory: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{MANIFEST} cannot be read: {error}") from None
     if not isinstance(content, dict) or content.pop("checksum", None) != _seal(content):
-        raise ConfigError(f"{MANIFEST} is not what was written (its own checksum differs)")
+        raise ConfigError(f"{MANIFEST} has changed since it was written (its own checksum differs)")
     if content["format"] != FORMAT:
-        raise ConfigError(f"{MANIFEST} has format {content['format']}, this flowrl reads {FORMAT}")
+        raise ConfigError(f"{MANIFEST} has format {content['format']}, but this flowrl reads {FORMAT}")
     return content
 
 
@@ -80,7 +80,7 @@ def verify(directory: Path) -> Mapping[str, Any]:
         for number, (was, now) in enumerate(zip(entry["crc32"], found[name]["crc32"], strict=True)):
             if was != now:
                 start, end = number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, sizes[name])
-                raise ConfigError(f"{name} is not what was written (bytes {start} to {end} have another checksum)")
+                raise ConfigError(f"{name} has changed since it was written (checksum of bytes {start} to {end})")
     return content
 
 
@@ -92,7 +92,7 @@ def _require_size(path: Path, name: str, num_bytes: int) -> None:
     if found is None:
         raise ConfigError(f"{name} is missing")
     if found != num_bytes:
-        raise ConfigError(f"{name} has {found} bytes, {num_bytes} were written")
+        raise ConfigError(f"{name} has {found} bytes, but {num_bytes} were written")
 
 
 def _summed(directory: Path, sizes: Mapping[str, int], stop: threading.Event) -> dict[str, Any]:

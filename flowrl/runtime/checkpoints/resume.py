@@ -64,7 +64,7 @@ def require(directory: Path, graph: Graph, plan: Plan, seed: int) -> dict[str, i
         problems = [*_nodes(directory, graph, seed, state["states"])]
     if problems:
         listed = problems[0] if len(problems) == 1 else "".join(f"\n- {text}" for text in problems)
-        raise ConfigError(f"--resume: the run cannot go on from {directory.name} like this: {listed}")
+        raise ConfigError(f"--resume: the run cannot continue from {directory.name}: {listed}")
     return dict(state["facts"]["versions"])
 
 
@@ -72,12 +72,15 @@ def _edges(before: Described, now: Described) -> Iterator[str]:
     was, is_ = ({e["name"]: e["dispatch"] for e in g["edges"] if e["kind"] == "queue"} for g in (before, now))
     if strange := sorted(was.keys() ^ is_.keys()):
         yield (
-            f"it was of another graph ({', '.join(strange)} is only in one of the two); resume with the file and "
-            "options it was started with, config.json there has them"
+            f"the checkpoint is of another graph ({', '.join(strange)} is in only one of the two); resume with the "
+            "file and options that the run was started with (they are in its config.json)"
         )
     for name in sorted(was.keys() & is_.keys()):
         if was[name] != is_[name]:
-            yield f'{name} has dispatch="{is_[name]}" and had "{was[name]}", by which messages are under way; set that'
+            yield (
+                f'{name} has dispatch="{is_[name]}" and had "{was[name]}", under which messages are in flight; set it '
+                f'back to "{was[name]}"'
+            )
 
 
 def _admission(before: Described, now: Described) -> Iterator[str]:
@@ -90,8 +93,8 @@ def _admission(before: Described, now: Described) -> Iterator[str]:
 
 
 EXACT = {
-    "group_size": "groups under way have that many members",
-    "groups_per_batch": "batches under way and the tickets that are out are made for it",
+    "group_size": "groups in flight have that many members",
+    "groups_per_batch": "batches in flight and open tickets were made for it",
 }
 
 
@@ -102,7 +105,7 @@ def _numbers(before: Described, now: Described) -> Iterator[str]:
     for name in ("max_staleness", "tickets"):
         if before[name] is not None and now[name] is not None and now[name] < before[name]:
             yield (
-                f"{name} is {now[name]} and was {before[name]}, under which {_groups_under_way(name)}; resume with a "
+                f"{name} is {now[name]} and was {before[name]}, under which {_what_is_in_flight(name)}; resume with a "
                 f"staleness and a look_ahead that make it {before[name]} or more (flowrl check prints it)"
             )
     if before["window"] == 0 and now["window"]:
@@ -112,7 +115,7 @@ def _numbers(before: Described, now: Described) -> Iterator[str]:
         )
 
 
-def _groups_under_way(name: str) -> str:
+def _what_is_in_flight(name: str) -> str:
     return "groups are in flight that may become that old" if name == "max_staleness" else "that many may be in flight"
 
 
@@ -127,14 +130,20 @@ def _replicas(
     for name in sorted(was.keys() & is_.keys()):
         old, new = was[name], is_[name]
         if name in with_state and old["type"] != new["type"]:
-            yield f"node {name!r} is a {new['type']} and was a {old['type']}, whose state the checkpoint has; set that"
+            yield (
+                f"node {name!r} is a {new['type']} and was a {old['type']}, and the checkpoint has the state of the "
+                f"latter; use {old['type']} again"
+            )
         if old["replicas"] == new["replicas"]:
             continue
         change = f"node {name!r} has {new['replicas']} replicas and had {old['replicas']}"
         if name in own:
-            yield f"{change}, each with messages under way that are for it alone; resume with {old['replicas']}"
+            yield f"{change}, each with messages in flight for it alone; resume with {old['replicas']} replicas"
         elif name in with_state:
-            yield f"{change}, each with a state of its own (`state()`) in the checkpoint; resume with {old['replicas']}"
+            yield (
+                f"{change}, each with a state of its own (`state()`) in the checkpoint; resume with {old['replicas']} "
+                "replicas"
+            )
 
 
 def _with_state(state: Mapping[str, Any]) -> set[str]:
@@ -145,7 +154,7 @@ def _with_state(state: Mapping[str, Any]) -> set[str]:
 def _seed(before: int, now: int) -> Iterator[str]:
     if before != now:
         yield (
-            f"--seed is {now} and was {before}: prompts would come in another order, twice or never; resume with "
+            f"--seed is {now} and was {before}: prompts would be repeated, skipped or reordered; resume with "
             f"--seed {before}"
         )
 

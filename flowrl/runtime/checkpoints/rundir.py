@@ -39,7 +39,7 @@ def writing(run_dir: Path) -> Iterator[None]:
         file = getattr(error, "filename", None) or run_dir
         why = getattr(error, "strerror", None) or error
         raise FlowrlError(
-            f"{file} cannot be written: {why}; make room there, then go on with --run-dir {run_dir} --resume"
+            f"{file} cannot be written: {why}; make room there, then continue with --run-dir {run_dir} --resume"
         ) from error
 
 
@@ -80,8 +80,8 @@ class RunDir:
         """Create and lock the directory. Raises ConfigError if it is in use or not what `resume` needs."""
         if resume and not (self.path / "config.json").is_file():
             raise ConfigError(
-                f"--resume: {self.path} holds no run (no config.json there); give the --run-dir of the run to go on, "
-                "or leave --resume out to start one"
+                f"--resume: {self.path} holds no run (no config.json there); give the --run-dir of the run to "
+                "continue, or leave --resume out to start one"
             )
         try:
             made = not self.path.exists()
@@ -147,8 +147,8 @@ class RunDir:
         if self.damaged:
             found = "".join(f"\n- {text}" for text in self.damaged)
             raise ConfigError(
-                f"--resume: {self.path} has no whole checkpoint left; put the files of one back from a copy, or start "
-                f"again with a new --run-dir:{found}"
+                f"--resume: {self.path} has no undamaged checkpoint left; restore the files of one from a copy, or "
+                f"start again with a new --run-dir:{found}"
             )
         raise ConfigError(
             f"--resume: {self.path} has no finished checkpoint yet; start again with a new --run-dir "

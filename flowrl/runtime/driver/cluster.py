@@ -115,7 +115,7 @@ class RayCluster:
                 raise
             except Exception as error:  # Ray has no class for this: it raises built-in exceptions
                 why = " ".join(str(error).split())
-                raise FlowrlError(f"Ray did not start on this machine: {why}; see what else runs here") from error
+                raise FlowrlError(f"Ray did not start on this machine: {why}; check what else runs there") from error
             return
         runtime_env = None if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else self._runtime_env(graph_dir)
         try:
@@ -163,7 +163,7 @@ class RayCluster:
         if not done:
             has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
             raise ConfigError(
-                f"the cluster cannot place the hosts: needed {bundles}, it has {has}; lower cpus/gpus/replicas"
+                f"the cluster cannot place the hosts: they need {bundles}, it has {has}; lower cpus/gpus/replicas"
             )
 
     def _bundle(self, slot: HostSlot) -> dict[str, float]:
@@ -221,7 +221,7 @@ class RayCluster:
         self.lost = name
         logs = f"its logs are in {ray_directory() / 'session_latest' / 'logs'}; " if self.owned else ""
         return FlowrlError(
-            f"Ray's {name} has ended (killed, out of memory, or crashed), and the run with it; {logs}go on with "
+            f"Ray's {name} has ended (killed, out of memory, or crashed), which ended the run; {logs}continue with "
             "--resume from the newest checkpoint"
         )
 
@@ -268,7 +268,7 @@ def check_address(address: str) -> None:
         return
     host, colon, port = address.rpartition(":")
     if "://" in address or not colon or not port.isdigit():
-        raise ConfigError(f"RAY_ADDRESS={address} is no address of a cluster's head; write it as HOST:6379, or auto")
+        raise ConfigError(f"RAY_ADDRESS={address} is no address of a cluster's head node; write HOST:6379, or auto")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_WITHIN_S).close()
     except (OSError, OverflowError) as error:

@@ -162,13 +162,13 @@ class Driver:
         await self._stop_hosts()
         self._close_records(orderly=True)
         if self._interrupted:
-            self.view.progress("driver", f"ended after step {self.version}; --resume goes on from there")
+            self.view.progress("driver", f"ended after step {self.version}; --resume continues from there")
         return Outcome(self.version, evaluations, self._interrupted, time.monotonic() - self._start_s)
 
     async def _stop_hosts(self) -> None:
         """What goes wrong when nodes close no longer changes how the run ended; it is told."""
         for failed in await self.hosts.stop():
-            self.view.warning(f"while the run was closed, {failed}")
+            self.view.warning(f"when the run was closed, {failed}")
 
     async def _work(self) -> dict[str, dict[str, float]]:
         """Everything between the first process and the last record; ended by what fails first."""
@@ -224,7 +224,7 @@ class Driver:
     def interrupt(self) -> None:
         """End admission; what is in flight is finished, then the run ends in order."""
         self._interrupted = True
-        self.view.progress("driver", "interrupted: finishing what is in flight (once more to stop at once)")
+        self.view.progress("driver", "interrupted: finishing what is in flight (interrupt again to stop at once)")
         self.tickets.close()
         if self._begun:
             self.accounting.end_admission()
@@ -232,7 +232,7 @@ class Driver:
     def terminate(self) -> None:
         """As `interrupt`, with a checkpoint at the next batch's end: the run may be killed before it has ended."""
         self._clock.soon()
-        self.view.progress("driver", "terminated: a checkpoint follows the batch at hand")
+        self.view.progress("driver", "terminated: writing a checkpoint after the current batch")
         self.interrupt()
 
     @property

@@ -125,7 +125,7 @@ class Hosts:
         except (ActorDiedError, RayActorError) as error:
             raise self._dead(host, _rays_word(error)) from None
         except RayError as error:
-            raise NodeFailed(self._node(host), 0, f"its host {host!r} could not do {method!r}: {error}") from None
+            raise NodeFailed(self._node(host), 0, f"its host {host!r} failed in {method!r}: {error}") from None
         if isinstance(answer, dict) and "failure" in answer:
             raise _failure(answer["failure"])
         return answer
@@ -187,7 +187,7 @@ class Hosts:
         if self.death is not None:
             return []
         if task.cancelled():
-            return [NodeFailed(self._node(host), 0, f"it had not closed after {within_s:g} s, and was killed")]
+            return [NodeFailed(self._node(host), 0, f"it did not close within {within_s:g} s and was killed")]
         if isinstance(error := task.exception(), NodeFailed):
             return [error]
         return [_failure(report) for report in task.result()]

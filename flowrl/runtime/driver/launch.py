@@ -99,10 +99,10 @@ class Launch:
         view = self._open_view(plan, directory.path)
         view.progress("driver", f"records go to {directory.path}")
         if resume_from is not None and (changed := directory.changed_config(dump(self.config))):
-            view.warning(f"--resume with other options than the run was started with: {'; '.join(changed)}")
+            view.warning(f"--resume has other options than the run was started with: {'; '.join(changed)}")
         for problem in directory.damaged:
             assert resume_from is not None
-            view.warning(f"checkpoint {problem}; going on from {resume_from.name}, and it is put aside")
+            view.warning(f"checkpoint {problem}; it is put aside, and the run continues from {resume_from.name}")
         try:
             with private():
                 if resume_from is None:
@@ -154,16 +154,16 @@ class Launch:
     def _check_steps(self, version: int) -> None:
         if self.options.steps is not None and self.options.steps <= version:
             raise ConfigError(
-                f"--resume: the newest checkpoint is of step {version} and --steps is {self.options.steps}; nothing is "
-                "left to do, ask for more steps"
+                f"--resume: the newest checkpoint is of step {version} and --steps is {self.options.steps}, so "
+                "nothing is left to do; ask for more steps"
             )
 
     def _check_stepless(self) -> None:
         for option, value in (("--steps", self.options.steps), ("--save-every", self.options.save_every)):
             if value:
                 raise ConfigError(
-                    f"{option} counts the batches of a trainer, and the graph has none: it runs until its data end; "
-                    f"leave {option} out"
+                    f"{option} counts the batches of a trainer, and the graph has none: it runs until the end of its "
+                    f"data; leave {option} out"
                 )
 
     def _check_keep_best(self) -> None:

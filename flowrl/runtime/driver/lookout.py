@@ -26,7 +26,7 @@ FLUSHES = 3
 FLUSHED_WITHIN_S = 5.0
 TELL_AFTER_S = 10.0
 """Silence after which a host is named in a warning; the warning repeats each time the silence has doubled."""
-SILENT = "it is stopped, or held by code that keeps the GIL"
+SILENT = "it is stopped, or its code does not release the GIL"
 
 
 class Lookout:
@@ -68,7 +68,7 @@ class Lookout:
         self._tell_of_blocking(reports)
         self._tell_of_silence()
         if self._stuck(reports) and (proof := await self._proof()):
-            raise Stalled(f"the run is deadlocked: no node works and nothing is under way.\n{proof}")
+            raise Stalled(f"the run is deadlocked: no node works and nothing is in flight.\n{proof}")
         if (for_s := self._standstill.look(reports, time.monotonic())) is not None:
             self._warn(f"nothing has moved for {for_s:.0f} s.\n{self._described(reports)}")
 
@@ -123,7 +123,7 @@ class Lookout:
         for report in reports:
             if (where := report.get("still")) and where not in self._blocking:
                 self._blocking.add(where)
-                self._warn(f"{report['node']}: its event loop stands still at {where}")
+                self._warn(f"{report['node']}: its event loop is blocked at {where}")
 
     def _tell_of_silence(self) -> None:
         """Warn about silent hosts at doubling intervals, and report when they answer again."""

@@ -43,7 +43,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"--steps is {self.steps}; a run has at least 1, leave it out to use all the data")
+            raise ConfigError(f"--steps is {self.steps}; it needs at least 1, or leave it out to use all the data")
         for name in ("save_every", "save_minutes", "keep", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it has to be 0 or more")

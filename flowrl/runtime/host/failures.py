@@ -52,7 +52,7 @@ def report_of(error: BaseException) -> dict[str, Any]:
     told = isinstance(error, FlowrlError) or (isinstance(error, OSError) and error.errno in NO_SPACE)
     reason = str(error) if isinstance(error, FlowrlError) else f"{type(error).__name__}: {error}"
     if isinstance(error, SampleFailed):
-        reason = f"it raised SampleFailed({reason!r}) outside of `self.PORT.each(...)`, the only place that knows whose"
+        reason = f"it raised SampleFailed({reason!r}) outside of `self.PORT.each(...)`, so the sample is unknown"
     return {
         "reason": reason,
         "traceback": "" if told else "".join(traceback.format_exception(error)),

@@ -374,7 +374,7 @@ class HostEngine:
     def loop_blocked(self, culprit: tuple[str, str], for_s: float) -> None:
         """Warn that the loop was blocked; called for the watch thread afterwards."""
         node, where = culprit
-        text = f"the event loop stood still for {for_s:.1f} s at {where}; use `await self.blocking(...)` there"
+        text = f"the event loop was blocked for {for_s:.1f} s at {where}; use `await self.blocking(...)` there"
         self.endpoint.notify(DRIVER, "warning", {"node": node or self.spec.host, "text": text})
 
 

@@ -95,11 +95,11 @@ class Replica:
         """See `inbound.Losses`. Raises FlowrlError if a branch that does not pass here may still need the group."""
         group_id = item.envelope.group_id
         if not group_id:
-            raise FlowrlError(f"it dropped the group of a {type(item.body).__name__} that is of no group")
+            raise FlowrlError(f"it dropped the group of a {type(item.body).__name__} that belongs to no group")
         if others := self.every_trainer - self.trainers:
             raise FlowrlError(
-                f"it dropped a whole group, which can still come to {', '.join(sorted(others))} by branches that do "
-                "not pass here; drop the sample alone"
+                f"it dropped a whole group, but {', '.join(sorted(others))} can still receive samples of this group "
+                "over branches that do not pass this node; drop only the sample"
             )
         marker = Tombstone(group_id, -1, state, reason, self.place.replica_id)
         self.context.ledger.lost(marker, sorted(self.trainers))

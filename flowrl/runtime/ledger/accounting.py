@@ -158,7 +158,7 @@ class Accounting:
         if known or self.ledger.samples_of(group_id):
             return f"group {group_id!r} a second time"
         if (number := Counter(members).most_common(1)[0])[1] > 1:
-            return f"group {group_id!r} with {number[1]} members of the number {number[0]}"
+            return f"group {group_id!r} with {number[1]} members that have the number {number[0]}"
         for sample_id, times in Counter(sample_ids).items():
             if times > 1:
                 return f"group {group_id!r} with {times} samples of the same id, {sample_id!r}"

@@ -132,8 +132,8 @@ class Fates:
             if samples:
                 return (
                     f"trainer {trainer!r} finished batches with {len(samples)} samples that it booked in no step "
-                    f"(first {next(iter(samples))!r}); context.ledger.step takes the uses of the whole batch, "
-                    "of a gang those of all ranks"
+                    f"(first {next(iter(samples))!r}); context.ledger.step needs the uses of the whole batch, "
+                    "in a gang those of all ranks"
                 )
         return ""
 
@@ -171,8 +171,8 @@ def require_next(trainer: str, step: int, versions: Mapping[str, int]) -> None:
     if step != versions[trainer] + 1:
         raise FlowrlError(
             f"trainer {trainer!r} booked step {step} after step {versions[trainer]}; it has to book each batch once, "
-            "in order, with the version that it makes: context.start_version counts on after a resume, and of a gang "
-            "only one replica books"
+            "in order, with the version that it makes. After a resume, versions continue from "
+            "context.start_version; in a gang, only one replica books"
         )
 
 
@@ -184,7 +184,7 @@ def require_fresh(trainer: str, version: int, oldest: int | None, of: str, bound
     if bound is not None and oldest is not None and version - oldest > bound:
         raise FlowrlError(
             f"{trainer!r} updates version {version} with tokens of {of!r}, whose age counts from version {oldest}: "
-            f"a staleness of {version - oldest} where the graph allows {bound}. Form its batches in the order of "
+            f"a staleness of {version - oldest}, but the graph allows {bound}. Form its batches in the order of "
             "tickets (`self.PORT.ordered()`), as TokenBatch does"
         )
 
@@ -192,14 +192,14 @@ def require_fresh(trainer: str, version: int, oldest: int | None, of: str, bound
 def used_after_all(trainer: str, step: int, sample_id: str) -> FlowrlError:
     """The error for a use of a sample whose last fate is known."""
     return FlowrlError(
-        f"{trainer!r} used sample {sample_id!r} at step {step}, whose state is known: two branches bring it the same "
-        "sample, or a node sends on what it has dropped"
+        f"{trainer!r} used sample {sample_id!r} at step {step}, but the state of this sample is already final: two "
+        "branches bring the trainer the same sample, or a node forwards a sample that it dropped"
     )
 
 
 def _contradiction(sample_id: str, trainer: str, now: Fate, before: Fate) -> str:
     if before.trained:
-        was = f"used it at step {before.step} already; two branches bring it the same sample, join them"
+        was = f"had used it at step {before.step} already; two branches bring it the same sample, join them"
     else:
-        was = f"was told that it is {before.state} ({before.reason}); a node drops what it has sent under another name"
+        was = f"the sample is {before.state} ({before.reason}); a node dropped it after sending it under another name"
     return f"trainer {trainer!r} used sample {sample_id!r} at step {now.step}, but {was}"

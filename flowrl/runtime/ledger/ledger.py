@@ -130,8 +130,8 @@ class Ledger:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the primary result code
             remedy = "make room there" if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) else "fix that"
             raise FlowrlError(
-                f"the ledger {self.path} cannot be written ({error}); the run cannot go on unbooked; {remedy} and "
-                "go on with --resume"
+                f"the ledger {self.path} cannot be written ({error}); a run cannot continue without its ledger; "
+                f"{remedy} and continue with --resume"
             ) from error
         finally:
             self._chain.settle(linked)

@@ -172,7 +172,7 @@ def unreadable(path: Path, error: sqlite3.DatabaseError) -> str:
         return f"{path} is no ledger of flowrl: {error}"
     return (
         f"{path} is damaged ({error}), so nothing can be proven; each checkpoint has a copy, and flowrl run --resume "
-        "goes on from the newest"
+        "continues from the newest"
     )
 
 

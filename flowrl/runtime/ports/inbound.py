@@ -279,16 +279,16 @@ class Inbound:
         envelope = item.envelope
         if not envelope.group_id or envelope.member < 0:
             raise FlowrlError(
-                f"{self.port} brought a {type(item.body).__name__} of no single sample, which cannot be grouped; group "
-                "messages with the fields group_id and member, or such as are made from one of them"
+                f"{self.port} received a {type(item.body).__name__} that belongs to no single sample and cannot be "
+                "grouped; messages need the fields group_id and member, or have to be made from one that has them"
             )
         group = self._groups.get(envelope.group_id)
         if group is None:
             group = self._groups[envelope.group_id] = OpenGroup(envelope.group_id, envelope.ticket, size)
         if envelope.member in group.items or envelope.member in group.lost:
             raise FlowrlError(
-                f"{self.port} brought member {envelope.member} of group {envelope.group_id!r} twice before its {size} "
-                "members were complete; every member needs a number of its own, and one message"
+                f"{self.port} received member {envelope.member} of group {envelope.group_id!r} twice before the "
+                f"group's {size} members were complete; give every member its own number, and send one message for it"
             )
         for part in item.whole:
             part.held, part.group = True, group

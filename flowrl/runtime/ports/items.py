@@ -203,8 +203,8 @@ class OpenItems:
             return
         if not item.accounted and not sink:
             raise FlowrlError(
-                f"it let go of a {type(item.body).__name__} (ticket {item.envelope.ticket}) without a "
-                "send, hold or drop; end it with `self.PORT.drop(item, reason)` if nothing is to be made from it"
+                f"it finished a {type(item.body).__name__} (ticket {item.envelope.ticket}) without a "
+                "send, hold or drop; end it with `self.PORT.drop(item, reason)` if nothing is made from it"
             )
         self.end(item)
 

@@ -58,9 +58,9 @@ class Joined:
                 return self._lost_here(parts) or parts[0]
         for (group, member), found in self._waiting.items():
             raise FlowrlError(
-                f"{self._labels(found)} brought member {member} of group {group!r}, but the streams of "
+                f"{self._labels(found)} received member {member} of group {group!r}, but the streams of "
                 f"{self._labels(set(range(len(self._ports))) - set(found))} ended without it; every branch of a join "
-                "has to send, or drop, each sample that comes to it"
+                "has to send or drop each sample that it receives"
             )
         return None
 
@@ -85,8 +85,8 @@ class Joined:
         found = self._waiting.setdefault(key, {})
         if index in found:
             raise FlowrlError(
-                f"{self._labels([index])} brought member {key[1]} of group {key[0]!r} twice; a branch of a join has "
-                "to send one message for each that comes to it"
+                f"{self._labels([index])} received member {key[1]} of group {key[0]!r} twice; a branch of a join has "
+                "to send one message for each sample that it receives"
             )
         found[index] = item
         if len(found) < len(self._ports):
@@ -101,8 +101,9 @@ class Joined:
         envelope = item.envelope
         if not envelope.group_id or envelope.member < 0:
             raise FlowrlError(
-                f"{self._labels([index])} brought a {type(item.body).__name__} that stands for no single sample; join "
-                "before samples are merged into groups, and let every node in between send from the item at hand"
+                f"{self._labels([index])} received a {type(item.body).__name__} that belongs to no single sample; "
+                "join before samples are merged into groups, and let every node before the join make each message "
+                "from one item"
             )
         return envelope.group_id, envelope.member
 

@@ -50,9 +50,9 @@ class Merge:
             sample.tombstones.append(item)
         elif sample.message_came:
             raise FlowrlError(
-                f"{self._port} got member {key[1]} of group {key[0]!r} by two ways; a node with several Out ports that "
-                "meet again has to send each sample on one of them, or the ways have to be joined "
-                "(`join` of an In port for each)"
+                f"{self._port} received member {key[1]} of group {key[0]!r} over two paths; a node whose Out ports "
+                "lead to one In port has to send each sample on only one of them, or the paths have to be joined "
+                "(`join`, with an In port for each)"
             )
         else:
             sample.message_came = True

@@ -101,7 +101,7 @@ class Outbound:
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None:
         if self._ending:
-            raise FlowrlError(f"{self.port} was closed, and then a {type(item).__name__} was sent on it")
+            raise FlowrlError(f"a {type(item).__name__} was sent on {self.port} after {self.port} was closed")
         parents = self._parents(made_from)
         envelope = self._envelope(item, parents)
         if parents:

@@ -144,7 +144,7 @@ def parse(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as problem:
-        raise ValueError(f"no JSON ({problem.msg})") from None
+        raise ValueError(f"invalid JSON ({problem.msg})") from None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError("it has no step")
     return record
