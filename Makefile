@@ -6,7 +6,7 @@ export RAY_DEDUP_LOGS := 0
 # Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants random-graphs test-nvme
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants random-graphs kills test-nvme
 
 setup:
 	@.ci/setup
@@ -58,6 +58,10 @@ mutants: setup
 # Thousands of random graphs with failures, crashes and resumes; a quarter of an hour on a core.
 random-graphs: setup
 	$(PY) -m tests.random_graphs --graphs 2000 --jobs 2
+
+# SIGKILL of every kind of process, ten times each at random moments; an hour on two cores.
+kills: setup
+	$(PY) -m tests.kills --times 10
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
