@@ -4,7 +4,6 @@
 
 Prints a line for each kind. A run that takes longer than WITHIN_S to end, says nothing or more than one message,
 leaves a process or a file in shared memory, or an audit that fails, counts as a fault; the exit status is 1 then.
-After the death of the driver, two agents of Ray may stay for up to a minute.
 Two graphs: a loop without models, and grpo on `tiny` with vLLM and two ZeRO-3 ranks.
 """
 
@@ -30,8 +29,6 @@ from tests.run_process import GRAPHS, ROOT, Run, audit, pids_of
 WITHIN_S = 10.0
 APPEARS_WITHIN_S = 120.0
 SHM = Path("/dev/shm")
-RAYS_AGENTS = {"ray::DashboardA", "ray::RuntimeEnv"}
-"""Two processes of Ray: without the driver nobody ends them, and they look for Ray's head for up to a minute."""
 LOOP = (GRAPHS / "faults.py", "--processes", "--generators", "2", "--ranks", "2")
 STACK = (ROOT / "graphs" / "grpo.py", "--num-trainers", "2", "--evaluate", "64", "--groups-per-step", "8")
 Find = Callable[[Run], int | None]
@@ -108,8 +105,7 @@ def kill_once(kind: Kind, rng: random.Random, directory: Path, tally: Tally) -> 
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     status = run.wait()
-    spared = RAYS_AGENTS if kind.find is driver else set()
-    while (names := _running(run) - spared) and time.monotonic() - start_s < WITHIN_S:
+    while (names := _running(run)) and time.monotonic() - start_s < WITHIN_S:
         time.sleep(0.05)  # the processes are somebody else's: only the kernel's tables say when they have ended
     tally.ended_s.append(time.monotonic() - start_s)
     faults = list(_faults(kind, run, status, sorted(names), directory, tally.ended_s[-1], alive))

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from flowrl.channel.address import socket_root
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine
+from flowrl.runtime.driver.guard import Guard
 from flowrl.runtime.driver.unless_ended import ProcessEnded, unless_ended
 from flowrl.runtime.host.processes import adopt_orphans, children, end_descendants
 
@@ -72,6 +73,7 @@ class RayCluster:
 
     def __init__(self) -> None:
         self._placement: Any = None
+        self._guard: Guard | None = None
         self._actors: dict[str, Any] = {}
         self._addresses: tuple[str, ...] = ()
         self.owned = False
@@ -99,6 +101,7 @@ class RayCluster:
         if not address:
             self.owned = True
             adopt_orphans()
+            self._guard = Guard(secrets.token_hex(8))
             init = partial(
                 ray.init,
                 address="local",
@@ -250,6 +253,8 @@ class RayCluster:
         if self._placement is not None and not self.owned:
             remove_placement_group(self._placement)
         ray.shutdown()
+        if self._guard is not None:
+            self._guard.dismiss()
 
     def _abandon(self) -> None:
         """End a Ray that has lost a process or has not started, without its shutdown: that would wait for the lost

@@ -1,0 +1,77 @@
+"""A small process that ends what is left of a run's own Ray when the driver has ended, however it has ended.
+
+Ray's processes notice the end of a driver, and of each other, but not all of them soon: after SIGKILL of the driver
+two agents look for Ray's head for a minute, and a worker that is just starting looks for its raylet. All processes of
+the run inherit an environment variable, by which the guard finds them, whoever their parent is by now.
+
+This file is run as a script, with the standard library alone, so that the guard is small and starts fast.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "FLOWRL_RAY"
+GRACE_S = 4.0
+"""Time in which processes can end by themselves, before they are killed."""
+LOOK_EVERY_S = 0.2
+GIVE_UP_S = 30.0
+"""A process that SIGKILL does not end hangs in the kernel."""
+
+
+class Guard:
+    """The guard of this process's Ray. Create it before Ray starts."""
+
+    def __init__(self, mark: str) -> None:
+        os.environ[VARIABLE] = mark
+        nothing = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark],
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+            start_new_session=True,  # a Ctrl-C in the terminal is for the driver
+        )
+
+    def dismiss(self) -> None:
+        """Ray was stopped, and this process goes on."""
+        os.environ.pop(VARIABLE, None)
+        self._process.terminate()
+        self._process.wait()
+
+
+def guard(driver: int, mark: str) -> None:
+    """Wait for the end of process `driver`, this one's parent; then end the processes with this mark."""
+    handle = os.pidfd_open(driver)
+    if os.getppid() == driver:
+        select.select([handle], [], [])
+    ended_s = time.monotonic()
+    while (running := marked(mark)) and time.monotonic() - ended_s < GIVE_UP_S:
+        if time.monotonic() - ended_s > GRACE_S:
+            for pid in running:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK_EVERY_S)
+
+
+def marked(mark: str) -> list[int]:
+    """The processes whose environment has the mark, this one excepted. One that has ended has no environment."""
+    found = []
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit() and int(directory.name) != os.getpid():
+            with suppress(OSError):  # it has ended, or belongs to somebody else
+                if f"{VARIABLE}={mark}".encode() in (directory / "environ").read_bytes().split(b"\0"):
+                    found.append(int(directory.name))
+    return found
+
+
+if __name__ == "__main__":
+    with suppress(ProcessLookupError):
+        guard(int(sys.argv[1]), sys.argv[2])
