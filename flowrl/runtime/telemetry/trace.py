@@ -104,7 +104,10 @@ class TraceBuffer:
             self._end(key, envelope)
 
     def sent(self, track: str, envelope: Envelope) -> None:
-        """Record a sent message: the arrow to its receiver starts in the current invocation."""
+        """Record a sent message: the arrow to its receiver starts in the current invocation, else in a slice of 1 µs.
+
+        An invocation of smaller depth than the message cannot have it: its slice is removed first when the level rises.
+        """
         depth = depth_of(envelope)
         if depth < self.level:
             return
@@ -118,9 +121,9 @@ class TraceBuffer:
         self._events.append(("s", track, row, "", now, _number(envelope.id), depth))
 
     def slice(self, track: str, name: str, start_ns: int, end_ns: int, *, kind: str = "work") -> None:
-        """Record a finished span: inside the current invocation, else in a background row.
+        """Record a finished span of `track`: inside its current invocation, else in a background row.
 
-        `kind="wait"` is for waits: for credit, a ticket, a lock.
+        `kind` is "work", or "wait" for a wait for credit, a ticket or a lock.
         """
         start, end = start_ns // 1000, end_ns // 1000
         invocation = self._invocation.get()
@@ -129,7 +132,7 @@ class TraceBuffer:
         else:
             depth = self._track(track).next_depth()
             row = self._track(track).background(start, end) if depth >= self.level else -1
-        if row >= 0:
+        if row >= 0:  # else the invocation is not recorded, or the span is below the level
             self._events.append((kind, track, row, name, start, max(end - start, 1), depth))
 
     def drain(self) -> list[Event]:
