@@ -54,44 +54,44 @@ def test_share_goes_where_most_credits_are() -> None:
     run(body, "local")
 
 
-def test_a_held_edge_sends_nothing_until_it_is_let_go() -> None:
+def test_a_paused_edge_sends_nothing_until_it_is_resumed() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         edge, (port,) = edge_to(a, SHARE, 1), inboxes(b, 1)
         await edge.send(thing(0))
-        edge.hold(True)
+        edge.pause(True)
         waiting = [asyncio.create_task(edge.send(thing(index))) for index in (1, 2)]
         assert await take_indices(port, 1) == [0]
         await asyncio.sleep(0.01)
         assert a.statistics()[lane(2, 0).name].sent == 1
-        edge.hold(False)
+        edge.pause(False)
         assert await take_indices(port, 2) == [1, 2]
         await asyncio.gather(*waiting)
 
     run(body, "local")
 
 
-def test_a_send_that_was_let_go_and_held_at_once_stays() -> None:
+def test_a_send_that_was_resumed_and_paused_at_once_stays() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         edge, (port,) = edge_to(a, KEY, 1, capacity=1), inboxes(b, 1, capacity=1)
         await edge.send(thing(0))
         waiting = asyncio.create_task(edge.send(thing(1)))
         woken = asyncio.Event()
-        edge.on_taken(lambda ids: (woken.set(), edge.lanes[0].gate.wake(), edge.hold(True)))
+        edge.on_taken(lambda ids: (woken.set(), edge.lanes[0].gate.wake(), edge.pause(True)))
         assert await take_indices(port, 1) == [0]
         await woken.wait()
         await asyncio.sleep(0.01)
         assert edge.lanes[0].credits == 1 and not waiting.done()
-        edge.hold(False)
+        edge.pause(False)
         await waiting
         assert await take_indices(port, 1) == [1]
 
     run(body, "local")
 
 
-def test_a_held_send_ends_when_its_lane_fails() -> None:
+def test_a_paused_send_ends_when_its_lane_fails() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         edge, _ = edge_to(a, SHARE, 1), inboxes(b, 1)
-        edge.hold(True)
+        edge.pause(True)
         waiting = asyncio.create_task(edge.send(thing(0)))
         await asyncio.sleep(0)
         a.peer_failed("B", "it is gone")

@@ -173,7 +173,7 @@ def test_the_table_of_rooms_is_complete_and_has_no_circle(of: str) -> None:
 
 
 BROAD_EXCEPTS = {
-    "channel/control.py: Control._note",
+    "channel/control.py: Control._run_note",
     "channel/control.py: Control._work",
     "channel/link.py: Listener._drain",
     "graph/load.py: user_code",

@@ -52,7 +52,10 @@ class Work:
 
 
 class Control:
-    """The control side of one endpoint. `post(host, frame)` sends."""
+    """The control side of one endpoint.
+
+    `post(host, frame)` sends. `report(error)` is called with an error that no requester waits for.
+    """
 
     def __init__(self, post: Callable[[str, Frame], None], report: Callable[[BaseException], None]) -> None:
         self._post = post
@@ -60,15 +63,20 @@ class Control:
         self._context = contextvars.copy_context()
         """Handlers' tasks run in a copy of it, not in the context that happened to be active when the request came."""
         self._answers: dict[str, Answer] = {}
+        """Kind of a request or note -> its handler here."""
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[str, str, float, asyncio.Future[Any]]] = {}
+        """Number of a request made here -> (host, kind, time.monotonic() of its start, its answer)."""
         self._works: dict[tuple[str, int], Work] = {}
+        """(host, number of its request) -> the running handler; the key of a note has a negative number of its own."""
         self._closed = False
 
     def on(self, kind: str, answer: Answer) -> None:
+        """Make `answer` the handler of requests and notes of this kind."""
         self._answers[kind] = answer
 
     async def request(self, host: str, kind: str, body: Any) -> Any:
+        """The answer of the handler of `kind` at `host`. Raises its error, or LaneFailed if `host` has failed."""
         if self._closed:
             raise LaneFailed(f"request {kind!r} to {host!r}: this endpoint was closed")
         number = next(self._numbers)
@@ -84,6 +92,7 @@ class Control:
             del self._waiting[number]
 
     def notify(self, host: str, kind: str, body: Any) -> None:
+        """Send a note. Nothing comes back: an error of its handler is reported at `host`."""
         self._post(host, (NOTIFY, 0, 0, 0, (kind, body)))
 
     def waiting(self) -> list[tuple[str, str, float]]:
@@ -123,9 +132,10 @@ class Control:
             self._works[host, number].stop()
 
     def _begin(self, host: str, number: int, kind: str, body: Any) -> None:
+        """Run the handler: of a note at once if it is a plain function, otherwise in a task of its own."""
         answer = self._answers.get(kind)
         if answer is not None and not inspect.iscoroutinefunction(answer) and not number:
-            self._note(answer, host, kind, body)
+            self._run_note(answer, host, kind, body)
         elif not self._closed:
             key = host, number or -next(self._numbers)
             work = self._works[key] = Work(host, number, kind)
@@ -137,7 +147,7 @@ class Control:
         if self._works.get(key) is work:  # a new incarnation of the host may reuse the number
             del self._works[key]
 
-    def _note(self, answer: Answer, host: str, kind: str, body: Any) -> None:
+    def _run_note(self, answer: Answer, host: str, kind: str, body: Any) -> None:
         try:
             answer(host, body)
         except BaseException as error:  # the sender does not wait: report it to the owner of this endpoint
@@ -178,6 +188,7 @@ class Control:
             self._fail(work, WireError(f"answer to {work.kind!r}: {error}"))
 
     def _settle(self, host: str, number: int, good: bool, value: Any) -> None:
+        """Give a request its answer: a value, or with `good` false an error of `_as_data`. Drops one nobody awaits."""
         waiting = self._waiting.get(number)
         if waiting is None or waiting[0] != host or waiting[3].done():
             return

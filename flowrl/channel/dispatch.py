@@ -1,7 +1,8 @@
 """Dispatch: sends a message on the lanes of an edge that its rule chooses; see `flowrl.graph.dispatch_rules`.
 
 Invariant: a message is sent in one step on all the lanes that its rule names, or on none.
-What ends a wait: a send waits for the credits its rule needs, see `flowrl.channel.ends`.
+What ends a wait: a send waits for the credits its rule needs, and while a checkpoint has paused sending. What ends
+both waits: see `flowrl.channel.ends`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ class OutEdge:
         self.lanes = tuple(lanes)
         self.rule = rule
         self.gate = SendGate()
+        """The queue of the sends that wait, shared by all lanes of the edge."""
         self._first = 0
+        """Index of the lane that is preferred among lanes with equally many credits; it moves on with every send."""
         self._wholes: dict[bytes, Envelope] = {}
         """Id -> message, not split, that the gang has not finished: other ranks may need other parts of it."""
         self._part_of: dict[bytes, bytes] = {}
         """Id of a part that its rank has not finished -> id of the whole message."""
         self._only = self.lanes[0] if rule.any_one and len(lanes) == 1 else None
+        """The lane, if there is no other to choose."""
         for lane in lanes:
             lane.gate = self.gate
             if rule.splits:
@@ -61,12 +65,12 @@ class OutEdge:
         Raises LaneFailed when a lane it needs has failed, WireError for a body that cannot be sent.
         """
         only, rule = self._only, self.rule
-        stands = self.gate.held or self.gate.waiting
-        if only is not None and not stands and only.machine.credits > 0 and not only.machine.failed:
+        queued = self.gate.paused or self.gate.waiting  # a send may not overtake those that wait
+        if only is not None and not queued and only.machine.credits > 0 and not only.machine.failed:
             only.put(envelope)  # most sends: one lane, with credit. This path avoids function calls
         elif rule.any_one:
-            if stands or not self._any():
-                await self._wait(self.lanes, self._any)
+            if queued or not self._any_ready():
+                await self._wait(self.lanes, self._any_ready)
             self._freest().put(envelope)
         else:
             lanes = [self.lanes[index] for index in rule.replicas(envelope.group_id, len(self.lanes))]
@@ -84,11 +88,13 @@ class OutEdge:
             if lane.spec.consumer == consumer:
                 await lane.send(self._part(envelope, index) if self.rule.splits else envelope)
 
-    def _any(self) -> bool:
+    def _any_ready(self) -> bool:
+        """Whether some lane has a credit. Raises LaneFailed if one has failed."""
         # A list, so that a failed lane raises even if an earlier one has credit; a generator stops at the first True.
         return any([lane.can_send() for lane in self.lanes])  # noqa: C419
 
     def _freest(self) -> SendLane:
+        """The lane with most credits, in turn among equals."""
         lanes = self.lanes
         self._first = first = (self._first + 1) % len(lanes)
         return max((*lanes[first:], *lanes[:first]), key=lambda lane: lane.machine.credits)
@@ -99,10 +105,14 @@ class OutEdge:
         def ready() -> bool:
             return all([lane.can_send() for lane in lanes])  # noqa: C419
 
-        if self.gate.held or self.gate.waiting or not ready():
+        if self.gate.paused or self.gate.waiting or not ready():
             await self._wait(lanes, ready)
 
     async def _wait(self, lanes: Sequence[SendLane], ready: Callable[[], bool]) -> None:
+        """Wait in the gate's queue until `ready()`; the caller must send before it awaits again.
+
+        Each of `lanes` counts the whole wait as blocked time, also one that has a credit and waits for the others.
+        """
         waited = await self.gate.wait(ready)
         for lane in lanes:
             lane.blocked_s += waited
@@ -148,9 +158,12 @@ class OutEdge:
             if whole is not None and whole not in self._part_of.values():
                 del self._wholes[whole]
 
-    def hold(self, held: bool) -> None:
-        """Stop or resume sending: while held, sends wait, whatever their credits. Latest edges never wait."""
-        self.gate.held = held
+    def pause(self, paused: bool) -> None:
+        """Pause or resume sending, for a checkpoint's snapshot: while paused, sends wait, whatever their credits.
+
+        Sends on a latest edge go on: they never wait, and a checkpoint stores none of their messages.
+        """
+        self.gate.paused = paused
         self.gate.wake()
 
     def on_taken(self, callback: Ids) -> None:

@@ -6,7 +6,7 @@ Invariants
 - Waiting sends resume in the order in which they began to wait.
 
 What ends a wait: a send waits for credit; a credit frame, a failure of the lane, its restart or the
-closing of the endpoint wakes it.
+closing of the endpoint wakes it. While a checkpoint has paused sending, it waits until the checkpoint resumes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SendGate:
     def __init__(self) -> None:
         self.waiting: dict[object, tuple[asyncio.Future[None], Callable[[], bool], float]] = {}
         """The waiting sends, in order: (the future that wakes it, whether it may send, when its wait began)."""
-        self.held = False
+        self.paused = False
         """True during the snapshot of a checkpoint: no send may proceed, whatever its credit."""
 
     def since(self) -> float | None:
@@ -52,7 +52,7 @@ class SendGate:
                 self.waiting[me] = woken, ready, began  # assigning the key again keeps this send's place in the order
                 self.wake()
                 await woken
-                if ready() and not self.held:
+                if ready() and not self.paused:
                     return time.monotonic() - began
         finally:
             del self.waiting[me]
@@ -65,7 +65,7 @@ class SendGate:
             if woken.done():
                 return
             try:
-                possible = ready() and not self.held
+                possible = ready() and not self.paused
             except LaneFailed:
                 possible = True
             if possible:
@@ -119,7 +119,7 @@ class SendLane:
 
     async def send(self, envelope: Envelope) -> None:
         """Wait for a credit and send. Sends nothing if cancelled while waiting. Raises LaneFailed."""
-        if self.gate.held or self.gate.waiting or not self.can_send():
+        if self.gate.paused or self.gate.waiting or not self.can_send():
             self.blocked_s += await self.gate.wait(self.can_send)
         self.put(envelope)
 

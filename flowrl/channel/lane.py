@@ -5,14 +5,13 @@ received frames to `on_*`, and sends the frames that the machine collects in `ou
 
 Invariants
 - At most `capacity` messages are sent and not yet taken by the consumer, replays included.
-- Messages are numbered from 0 within a session, and the consumer takes them in that order. A session is the
-  pair of the two processes' epochs: when either process is replaced, both ends begin a new session, and
-  ignore frames of any other session.
-- The sender keeps every message until its ack. In a new session it first sends all kept messages again, in
-  the old order, and only then new ones. Otherwise it repeats a message only if the receiver, after a gap,
-  asks for it.
-- Messages that a replaced producer sent and that nobody has taken stay in the queue, outside the new session:
-  the receiver returns no credit for them, whether they are taken or cancelled.
+- Messages are numbered from 0 within a session, and the consumer takes them in that order. A session is the pair of
+  the two processes' epochs: when either process is replaced, both ends begin a new session, and ignore frames of any
+  other session.
+- The sender keeps every message until its ack. In a new session it first sends all kept messages again, in the old
+  order, and only then new ones. Otherwise it repeats a message only if the receiver, after a gap, asks for it.
+- Messages that a replaced producer sent and that nobody has taken stay in the queue, outside the new session: the
+  receiver returns no credit for them, whether they are taken or cancelled.
 - A cancel is in force until the ack: the sender repeats it after every replay of its message.
 - A message id enters the node once, even if copies arrive on several lanes or in several sessions (`Seen`). The
   receiver returns the credit of a repetition, and sends its ack when the first copy is finished.
@@ -53,11 +52,11 @@ class SenderLane:
         """Number of new messages that may be sent now. Negative while a replay is longer than the capacity."""
         self._number = spec.number
         self._capacity = spec.capacity
-        self._next = 0
+        self._next = 0  # number of the session's next message; those below `_taken` were taken
         self._taken = 0
         self._kept: dict[int, Envelope] = {}
         self._untaken: deque[bytes] = deque()
-        self._backlog: deque[Envelope] = deque()
+        self._backlog: deque[Envelope] = deque()  # to be replayed when there is capacity, before new messages
         self._taken_before: set[bytes] = set()
         """Messages replayed to a new consumer that an earlier one had taken: `on_credit` has already reported them."""
         self._cancelled: set[bytes] = set()
@@ -119,7 +118,8 @@ class SenderLane:
         self.out.append((ERROR, self._number, self.session, 0, reason))
 
     def say_hello(self) -> None:
-        """Ask the receiver for its state. Done at the start, and when the transport may have lost frames."""
+        """Tell what was sent and is kept: the receiver repeats what may be lost, and asks for what it misses."""
+        # Called at the start of a session, and when the transport may have lost frames.
         kept = tuple(self._kept)
         self.out.append((HELLO, self._number, self.session, self._next, (self.spec.schemas(), kept)))
         self._say_cancel(self._cancelled)
@@ -369,7 +369,7 @@ class ReceiverLane:
         self.out.append((REFUSE, self._number, self.session, 0, reason))
 
     def say_hello(self) -> None:
-        """The transport may have lost frames: ask the sender for its state."""
+        """The transport may have lost frames: ask the sender for its `say_hello`."""
         self._reported = -1
         self.out.append((SYNC, self._number, self.session, 0, None))
 

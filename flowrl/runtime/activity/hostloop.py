@@ -34,18 +34,22 @@ class Pending:
 
     def __init__(self, died: Callable[[BaseException], None]) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
+        """Tasks that have not ended."""
         self.timers: WeakSet[asyncio.TimerHandle] = WeakSet()
         self.calls: set[asyncio.Future[Any]] = set()
         """Futures of functions that run in a thread."""
         self.servers: WeakSet[Any] = WeakSet()
         self.readers: set[int] = set()
+        """Descriptors that the node's code, or a library that it uses, watches with `add_reader`."""
         self._died = died
 
     def adopt(self, task: asyncio.Task[Any]) -> None:
+        """Make `task` belong to the node until it ends."""
         self.tasks.add(task)
         task.add_done_callback(self._ended)
 
     def called(self, call: asyncio.Future[Any]) -> None:
+        """Record the future of a function that the node runs in a thread."""
         self.calls.add(call)
         call.add_done_callback(self.calls.discard)
 

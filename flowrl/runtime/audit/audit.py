@@ -62,12 +62,15 @@ class AuditReport:
 
 CHECKS = (*SAMPLE_CHECKS, *RUN_CHECKS)
 
+# One row for each ticket, in order: the ticket, the oldest version that a generator held when it was taken, the number
+# of tickets in force then, and the step that trained its group (NULL if none has).
 TAKEN = f"""
 SELECT ticket, CAST(MIN(born_version) AS INTEGER), CAST({AT_TICKET.format("tickets")} AS INTEGER),
     CASE WHEN :several THEN (SELECT CAST(MAX(u.step) AS INTEGER) FROM uses u JOIN samples o USING (sample_id)
                              WHERE o.group_id = t.group_id AND u.trainer = :main) ELSE CAST(t.step AS INTEGER) END
 FROM tickets t JOIN samples s USING (group_id) GROUP BY ticket ORDER BY ticket
 """
+# Tokens of the samples in one state, without stale and masked ones, which have lines of their own.
 LOST = "SELECT TOTAL(response_tokens - stale_tokens - masked_tokens) FROM samples WHERE state = '{}'"
 FIGURES = {
     "samples": "SELECT COUNT(*) FROM samples",
@@ -87,14 +90,17 @@ FIGURES = {
 
 
 def audit(run_dir: Path) -> AuditReport:
-    """Check the records of `run_dir`. Raises ConfigError if it has no readable ledger."""
+    """Check the records of `run_dir`, again if a resume changed them meanwhile.
+
+    Raises ConfigError if it has no readable ledger.
+    """
     run_dir = Path(run_dir)
     path = run_dir / LEDGER
     if not path.is_file():
         raise ConfigError(_no_ledger(run_dir))
     report = None
     while report is None:
-        report = _look(run_dir)
+        report = _audit_once(run_dir)
     return report
 
 
@@ -109,11 +115,12 @@ def _no_ledger(run_dir: Path) -> str:
     return f"{run_dir} holds no run; name a directory in which `flowrl run` has run"
 
 
-def _look(run_dir: Path) -> AuditReport | None:
-    """One audit of a run that may be in progress; None if a resume has rewound the run meanwhile.
+def _audit_once(run_dir: Path) -> AuditReport | None:
+    """The audit; None if a resume took back metrics lines meanwhile, so that files and ledger are of different times.
 
-    Lines and checkpoints are written after the commits that they name. So the ledger must know those that existed
-    before it was read, and those that it knows must exist afterwards.
+    The run may be in progress. It writes a metrics line, or a checkpoint, after the ledger's commit that the line or
+    checkpoint names, and a later commit books the line's hash. Hence the order of reading: the ledger must know every
+    line and checkpoint read before it, and every line that it has booked must be among those read after it.
     """
     checkpoints, before = kept_heads(run_dir), whole_lines(run_dir / METRICS)
     with closing(open_to_read(run_dir / LEDGER)) as db:
@@ -123,7 +130,7 @@ def _look(run_dir: Path) -> AuditReport | None:
             if state != "ok":
                 raise sqlite3.DatabaseError(state)
             lines = whole_lines(run_dir / METRICS)
-            if lines[: len(before)] != before:
+            if lines[: len(before)] != before:  # a run only appends lines, a resume removes some
                 return None
             return prove(db, lines=lines, num_known=len(before), checkpoints=checkpoints)
         except sqlite3.DatabaseError as error:

@@ -21,7 +21,7 @@ STALL_S = 120.0
 DRIVER = "the driver"
 
 Report = Mapping[str, Any]
-"""What `Replica.report` returns for one node replica."""
+"""What `Replica.report` returns for one node replica: "moves" counts its events, "waits" are (kind, what, seconds)."""
 
 
 @dataclass(frozen=True)
@@ -150,17 +150,20 @@ class Standstill:
     """Tracks since when nothing has moved, and when the next report is due."""
 
     _last: Any = None
+    """Node replica -> (number of its moves, whether it has ended), at the last move."""
     _since_s: float = 0.0
-    _tell_at_s: float = field(default=STALL_S)
+    """When the last move was seen."""
+    _due_after_s: float = field(default=STALL_S)
+    """Length of the standstill at which the next report is due."""
 
     def look(self, reports: Iterable[Report], now_s: float) -> float | None:
         """Seconds for which nothing has moved, if a report is due now; otherwise None."""
         moves = {report["node"]: (report["moves"], report["ended"]) for report in reports}
         if moves != self._last:
-            self._last, self._since_s, self._tell_at_s = moves, now_s, STALL_S
+            self._last, self._since_s, self._due_after_s = moves, now_s, STALL_S
             return None
         for_s = now_s - self._since_s
-        if for_s < self._tell_at_s:
+        if for_s < self._due_after_s:
             return None
-        self._tell_at_s = 2 * for_s
+        self._due_after_s = 2 * for_s
         return for_s

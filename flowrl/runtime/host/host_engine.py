@@ -235,11 +235,11 @@ class HostEngine:
                 await asyncio.wait_for(self._idle(), TOLD_EVERY_S)
                 break
             for replica in self.replicas.values():
-                self._tell_of_turns(replica)
+                self._warn_of_invocations(replica)
         for replica in self.replicas.values():
-            replica.hold(True)
+            replica.pause_sending(True)
 
-    def _tell_of_turns(self, replica: Replica) -> None:
+    def _warn_of_invocations(self, replica: Replica) -> None:
         if replica.activity.working:
             text = (
                 "a checkpoint waits for its invocations to end. If they wait for another item of this node, which "
@@ -249,7 +249,7 @@ class HostEngine:
 
     async def _resume(self, host: str, body: Any) -> None:
         for replica in self.replicas.values():
-            replica.hold(False)
+            replica.pause_sending(False)
             replica.gate("checkpoint", open_=True)
 
     async def _idle(self) -> None:

@@ -207,11 +207,11 @@ class Replica:
         for port in self.inbound.values():
             port.gate(by, open_=open_)
 
-    def hold(self, held: bool) -> None:
-        """Stop or restart sending on the out ports."""
-        self._stopped("hold", held)
+    def pause_sending(self, paused: bool) -> None:
+        """Pause or resume sending on the out ports, for a checkpoint's snapshot."""
+        self._stopped("pause", paused)
         for port in self.outbound.values():
-            port.hold(held)
+            port.pause(paused)
 
     def _stopped(self, by: str, stopped: bool) -> None:
         if stopped:

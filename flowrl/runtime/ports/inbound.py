@@ -200,7 +200,7 @@ class Inbound:
     async def _finish(self, item: Item) -> None:
         await self._losses.leave(item.whole)
         for part in item.whole:
-            self._open_items.end_turn(part, sink=self._sink)
+            self._open_items.end_invocation(part, sink=self._sink)
 
     def iterate(self) -> AsyncIterator[Any]:
         return Invocations(self._next_invocation)

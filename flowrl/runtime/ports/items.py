@@ -44,10 +44,13 @@ class Item:
     accounted: bool = False
     """Whether a send, hold or drop has named it."""
     held: bool = False
+    """Whether it stays open after its invocation, until a send that names it, a drop or `finish` ends it."""
     lost: Tombstone | None = None
     """Set when its loss is booked: the marker that replaces it from then on, also in a checkpoint."""
     group: OpenGroup | None = None
+    """The group that `port.groups` put it in."""
     children: list[bytes] = field(default_factory=list)
+    """Ids of the messages made from it."""
     sent_on: set[str] = field(default_factory=set)
     """Out ports on which something was made from it."""
     parts: tuple[Item, ...] = ()
@@ -88,10 +91,15 @@ class OpenGroup:
     group_id: str
     ticket: int
     size: int
+    """Number of members, lost ones included."""
     items: dict[int, Item] = field(default_factory=dict)
+    """Member number -> a member that arrived as a message."""
     lost: dict[int, Item] = field(default_factory=dict)
+    """Member number -> a member that arrived as a tombstone."""
     dropped: list[Item] = field(default_factory=list)
+    """Those of `items` that this node has dropped."""
     sent: bool = False
+    """Whether a send has named the group: it took `lost` and `dropped` with it, and a later drop ends its item."""
 
     @property
     def present(self) -> list[Item]:
@@ -128,6 +136,7 @@ class OpenItems:
         return len(self._open)
 
     def take(self, delivery: Delivery, port: str) -> Item:
+        """Make a taken message an open item."""
         item = Item(delivery, port)
         if id(item.body) in self._open:  # two branches of one process sent the same object
             delivery.envelope = dataclasses.replace(item.envelope, body=copy.copy(item.body))
@@ -161,6 +170,7 @@ class OpenItems:
         self._custody.child([item.place for item in parents], child_id, num_lanes)
 
     def arrived(self, child_ids: Iterable[bytes]) -> None:
+        """The next process has taken these messages, each id once for each lane: ack the items that are finished."""
         for child_id in child_ids:
             self._ack(self._custody.arrived(child_id))
 
@@ -197,8 +207,8 @@ class OpenItems:
         for place in places:
             self._by_place.pop(place).delivery.ack()
 
-    def end_turn(self, item: Item, *, sink: bool) -> None:
-        """The body is done with the item: end it, unless it is held."""
+    def end_invocation(self, item: Item, *, sink: bool) -> None:
+        """The body is done with the item: end it, unless it is held. A `sink` need not send, hold or drop it."""
         if item.held:
             return
         if not item.accounted and not sink:

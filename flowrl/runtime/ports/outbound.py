@@ -100,6 +100,7 @@ class Outbound:
         return any(edge.rule.carries_tombstones for edge in self.edges)
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None:
+        """Send on all edges. `made_from` None: made from the invocation's item, outside of invocations from nothing."""
         if self._ending:
             raise FlowrlError(f"a {type(item).__name__} was sent on {self.port} after {self.port} was closed")
         parents = self._parents(made_from)
@@ -115,6 +116,7 @@ class Outbound:
             self._outside -= 1
 
     async def admit(self, items: Sequence[Message]) -> bool:
+        """Wait for a ticket and send one group's prompts under it. False if no further group is wanted."""
         prompts = [item for item in items if isinstance(item, Prompt)]
         began = time.time_ns()
         with self._activity.waiting("ticket", self.port, inside=in_invocation.get()):
@@ -130,6 +132,7 @@ class Outbound:
         return True
 
     def was_sent(self) -> bool:
+        """Whether the next message of the invocation was sent before a checkpoint; if so, it counts as sent now."""
         parents = self._parents(None)
         if not parents or not self._left_out(self._next_id(parents), parents):
             return False
@@ -193,10 +196,10 @@ class Outbound:
     def cursor(self, value: int) -> None:
         self._cursor = value
 
-    def hold(self, held: bool) -> None:
-        """Stop or restart sending on all edges."""
+    def pause(self, paused: bool) -> None:
+        """Pause or resume sending on all edges, for a checkpoint's snapshot."""
         for edge in self.edges:
-            edge.hold(held)
+            edge.pause(paused)
 
     def sent_of_open_group(self) -> list[bytes]:
         """Ids of the members already sent of groups whose admission has not returned yet."""
@@ -224,10 +227,15 @@ class Outbound:
                 self._owner.book([parent], Tombstone(head.group_id, -1, "filtered", "left_out", node, tuple(gone)))
 
     def _parents(self, made_from: Sequence[Message] | None) -> list[Item]:
+        """The items that the next message is made from, without repetition; with None, those of the invocation.
+
+        The first send that names a member of a group also takes the group's tombstones and its dropped members: they
+        are finished with this message, as nothing else will be made from them.
+        """
         if made_from is None:
             return list(current.get())
         items = [self._open_items.of(parent) for parent in made_from]
-        for group in {id(i.group): i.group for i in items if i.group is not None}.values():
+        for group in {id(i.group): i.group for i in items if i.group is not None}.values():  # each group once
             group.sent = True
             items.extend(group.lost.values())
             items.extend(group.dropped)
@@ -235,6 +243,7 @@ class Outbound:
         return list(dict.fromkeys(part for item in items for part in item.whole))
 
     def _envelope(self, body: Message, parents: Sequence[Item]) -> Envelope:
+        """The next message: with the ticket, group and member that all its parents share."""
         if not parents:
             self._cursor += 1
             key = source_id(f"{self._open_items.node} {self.port}", str(self._cursor))
@@ -269,11 +278,13 @@ class Outbound:
         return True
 
     def _mark(self, parents: Sequence[Item], key: bytes) -> None:
+        """Record with the parents that the message `key` was made from them and leaves here."""
         self._open_items.made(parents, key)
         for item in parents:
             item.sent_on.add(self.port)
 
     async def _send(self, envelope: Envelope, parents: Sequence[Item], *, uses_up: bool = True) -> None:
+        """Send, unless a checkpoint already holds the message; with `uses_up`, end the parents that were held."""
         if not self._left_out(envelope.id, parents):
             await self._send_on_all(envelope, parents)
         if uses_up and (held := [item for item in parents if item.held]):
@@ -294,6 +305,7 @@ class Outbound:
         self._owner.sent(envelope)
 
     async def _send_on(self, edge: OutEdge, envelope: Envelope, parents: Sequence[Item]) -> None:
+        """Send on one edge. Until every consumer has taken the message, the parents are not acked."""
         owed = edge.arrivals(envelope) if parents else []
         for key, num_lanes in owed:  # before the send, so that no ack can arrive first
             self._open_items.owes(parents, key, num_lanes)

@@ -120,7 +120,10 @@ def line_hash(text: str) -> str:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The exact lines of a metrics file, without an incomplete last one; [] if there is no file."""
+    """The exact lines of a metrics file, without an incomplete last one; [] if there is no file.
+
+    Damaged bytes are kept as surrogates: such a line has another hash than the one written, and `rewind` keeps it.
+    """
     if not path.exists():
         return []
     whole, _, _ = path.read_bytes().decode(errors="surrogateescape").rpartition("\n")

@@ -42,11 +42,12 @@ class EdgeNow:
 
 @dataclass
 class _Meter:
-    """A running total over the last seconds, and its growth since the last metrics line."""
+    """A total that a host reports: its newest value, its growth since the last metrics line, and its present rate."""
 
     total: float = 0.0
     since_line: float = 0.0
     _points: deque[tuple[float, float]] = field(default_factory=deque)
+    """(time of a reading in seconds, total), oldest first: those of the last WINDOW_S, and the one before them."""
 
     def read(self, total: float, now_s: float) -> None:
         """Add a reading; the total of a restarted replica begins at 0 again."""
@@ -60,13 +61,14 @@ class _Meter:
 
     @property
     def rate(self) -> float:
-        """Growth per second over the window."""
+        """Growth per second over the window. That of a time can exceed 1: readings are dated when they arrive."""
         if len(self._points) < 2:
             return 0.0
         (start_s, start), (end_s, end) = self._points[0], self._points[-1]
         return (end - start) / (end_s - start_s) if end_s > start_s else 0.0
 
     def take(self) -> float:
+        """The growth since the last call."""
         value, self.since_line = self.since_line, 0.0
         return value
 
@@ -80,9 +82,11 @@ class Statistics:
         self._counters: dict[tuple[str, str], _Meter] = defaultdict(_Meter)
         """By (node replica, name)."""
         self._observed: dict[str, list[float]] = {}
+        """Name -> values of all replicas since the last metrics line."""
         self._blocked: dict[str, _Meter] = defaultdict(_Meter)
         """By lane."""
         self._depth: dict[str, int] = {}
+        """By lane: messages sent but not yet taken, as its producer last reported."""
 
     def absorb(self, body: Mapping[str, Any], now_s: float) -> None:
         """Add one host's report. Both ends of a lane may report it; the sender's blocking counts."""
@@ -142,6 +146,7 @@ class Statistics:
         return [self._edge(edge, names) for edge, names in lanes.items()]
 
     def _edge(self, edge: str, lanes: Sequence[str]) -> EdgeNow:
+        """Combine the lanes: depths add up. Blocked times do not, since one send can wait on several lanes at once."""
         producer, consumer = (port.split(".")[0] for port in edge.split(" -> "))
         depth = sum(self._depth[lane] for lane in lanes)
         blocked = max(min(self._blocked[lane].rate, 1.0) for lane in lanes)

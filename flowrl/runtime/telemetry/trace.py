@@ -29,7 +29,10 @@ OFF = DEEPEST + 1
 """The level at which nothing is recorded."""
 
 Event = tuple[Any, ...]
-"""(kind, track, row, name, start in µs, duration in µs or flow id, depth); kind is item, work, wait, s or f."""
+"""(kind, track, row, name, start in µs, duration in µs or the arrow's id, depth).
+
+A kind item, work or wait is a slice; s is where an arrow starts, f where it finishes, as in Chrome's trace format.
+"""
 
 
 def depth_of(envelope: Envelope) -> int:
@@ -55,6 +58,7 @@ class _Rows:
         self._num_spans = 0
 
     def take(self) -> int:
+        """Take a row for an invocation, until `give`."""
         if self._free:
             return heappop(self._free)
         self._num += 1
@@ -87,7 +91,7 @@ class TraceBuffer:
         self._events: list[Event] = []
         self._rows: dict[str, _Rows] = {}
         self._open: dict[tuple[str, bytes], tuple[int, int, int]] = {}
-        """(track, message id) -> (row, start in µs, depth)."""
+        """(track, message id) -> (row, start in µs, depth) of the recorded invocations that have not ended."""
         self._invocation: ContextVar[tuple[str, int, int] | None] = ContextVar("flowrl_trace_invocation", default=None)
         """Track, row and depth of the item that the running task works on; row -1 if it is not recorded."""
 
@@ -100,7 +104,10 @@ class TraceBuffer:
             self._end(key, envelope)
 
     def sent(self, track: str, envelope: Envelope) -> None:
-        """Record a sent message: the arrow to its receiver starts in the current invocation."""
+        """Record a sent message: the arrow to its receiver starts in the current invocation, else in a slice of 1 µs.
+
+        An invocation of smaller depth than the message cannot have it: its slice is removed first when the level rises.
+        """
         depth = depth_of(envelope)
         if depth < self.level:
             return
@@ -114,9 +121,9 @@ class TraceBuffer:
         self._events.append(("s", track, row, "", now, _number(envelope.id), depth))
 
     def slice(self, track: str, name: str, start_ns: int, end_ns: int, *, kind: str = "work") -> None:
-        """Record a finished span: inside the current invocation, else in a background row.
+        """Record a finished span of `track`: inside its current invocation, else in a background row.
 
-        `kind="wait"` is for waits: for credit, a ticket, a lock.
+        `kind` is "work", or "wait" for a wait for credit, a ticket or a lock.
         """
         start, end = start_ns // 1000, end_ns // 1000
         invocation = self._invocation.get()
@@ -125,7 +132,7 @@ class TraceBuffer:
         else:
             depth = self._track(track).next_depth()
             row = self._track(track).background(start, end) if depth >= self.level else -1
-        if row >= 0:
+        if row >= 0:  # else the invocation is not recorded, or the span is below the level
             self._events.append((kind, track, row, name, start, max(end - start, 1), depth))
 
     def drain(self) -> list[Event]:
@@ -137,6 +144,7 @@ class TraceBuffer:
         return self._rows.setdefault(track, _Rows())
 
     def _begin(self, key: tuple[str, bytes], envelope: Envelope) -> None:
+        """Take a row for the invocation, and end the arrow of its message there. The slice is written by `_end`."""
         track, depth = key[0], depth_of(envelope)
         if depth < self.level:
             self._invocation.set((track, -1, depth))
@@ -147,6 +155,7 @@ class TraceBuffer:
         self._events.append(("f", track, row, "", now, _number(envelope.id), depth))
 
     def _end(self, key: tuple[str, bytes], envelope: Envelope) -> None:
+        """Write the invocation's slice and free its row, if `_begin` took one."""
         self._invocation.set(None)
         opened = self._open.pop(key, None)
         if opened is None:

@@ -29,7 +29,7 @@ class View(Protocol):
         """Show a finished batch; `record` is its metrics line."""
 
     def statistics(self, statistics: Statistics, admission: str) -> None:
-        """Show new statistics; `admission` is `Tickets.why_waiting()`."""
+        """Show new statistics; `admission` says why the next group cannot be admitted now, "" if it can."""
 
     def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
         """Show a finished evaluation of `count` answers; `task` is given for all tasks but the first."""
@@ -42,7 +42,7 @@ class View(Protocol):
 
 
 class LiveView:
-    """Draws the board in place."""
+    """A `View` that draws the board in place, in a terminal."""
 
     def __init__(self, board: Board, console: Console) -> None:
         self._board = board
@@ -79,6 +79,7 @@ class LiveView:
         self._live.stop()
 
     def _redraw(self) -> None:
+        """Draw the board, unless that was done just now: the next call, or `close`, then shows what is new."""
         now = time.monotonic()
         if now - self._drawn_s >= 1 / REDRAW_PER_S:
             self._drawn_s = now
@@ -90,14 +91,16 @@ class LiveView:
 
 
 class PlainView:
-    """Prints one line per event, for logs and pipes."""
+    """A `View` that prints one line per event, for logs and pipes. Statistics go into the next step's line."""
 
     def __init__(self, board: Board, console: Console) -> None:
         self._board = board
         self._console = console
         self._start_s = time.monotonic()
         self._bottleneck = ""
+        """Text for the next step's line."""
         self._ringing: set[str] = set()
+        """Names of the alarms that have begun and not ended."""
 
     def progress(self, replica_id: str, text: str) -> None:
         if self._board.progress.get(replica_id) != text:

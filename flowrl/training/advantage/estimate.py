@@ -162,7 +162,7 @@ def kl_per_token(log_ratio: Array, estimator: KlEstimator) -> Array:
 
 
 def turn_rewards(samples: Sequence[Scored], shape: tuple[int, ...]) -> Array:
-    """The rewards of single turns at their positions, [K, T]."""
+    """[K, T]: each turn's reward at the turn's last policy token, 0 elsewhere. A token with several has their sum."""
     rewards_KT = np.zeros(shape)
     for row, sample in zip(rewards_KT, samples, strict=True):
         for place, reward in sample.turn_rewards:

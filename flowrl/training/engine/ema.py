@@ -17,7 +17,10 @@ from torch import Tensor
 
 
 class Ema:
-    """The average of one rank's master weights; it starts from their current values."""
+    """The average of one rank's master weights; it starts from their current values.
+
+    `decay` is what remains of the old average after an optimizer step.
+    """
 
     def __init__(self, engine: Any, decay: float) -> None:
         self._engine = engine
@@ -39,12 +42,14 @@ class Ema:
             self._exchange()
 
     def _exchange(self) -> None:
+        """Swap the contents, in place: DeepSpeed keeps its own references to the master tensors."""
         for average, master in zip(self._average, master_weights(self._engine), strict=True):
             kept = master.clone()
             master.copy_(average)
             average.copy_(kept)
 
     def save(self, path: Path, rank: int) -> None:
+        """Write this rank's part into the directory `path` of a checkpoint."""
         torch.save(self._average, path / f"ema_rank_{rank}.pt")
 
     def load(self, path: Path, rank: int) -> None:

@@ -1,5 +1,8 @@
 """Losses on preferences: reward model, DPO and its variants, KTO. Pure functions of tensors.
 
+The objectives take `dpo_losses` and `kto_losses`, the loss of each pair or completion, and divide by the numbers of a
+whole optimizer step. `dpo_loss` and `kto_loss` are means over one batch that is there as a whole.
+
 Axis B: pairs, or for KTO single completions. Logprobs are sums over a completion's tokens, EOS
 included, except for IPO, which uses means per token.
 """
@@ -50,7 +53,8 @@ def dpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """DPO (2305.18290), conservative DPO, or IPO (2310.12036, on means per token), mean over the pairs.
 
-    See `dpo_losses`. Stats: accuracy, margin (of βh), chosen, rejected (the implicit rewards).
+    See `dpo_losses`. Stats: chosen and rejected, the mean implicit rewards β log π/ref; margin, their difference;
+    accuracy, the share of pairs whose difference is positive.
     """
     h_B = (policy_chosen_B - policy_rejected_B) - (ref_chosen_B - ref_rejected_B)
     loss_B = dpo_losses(h_B, beta=beta, kind=kind, label_smoothing=label_smoothing)
@@ -91,9 +95,10 @@ def kto_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """KTO (2402.01306), mean over the batch; see `kto_losses`.
 
-    z0 is max(0, mean over the global batch of log π/ref on mismatched pairs (x_i, y_{i+1})), without
-    gradient; ranks that each hold a part pass it. A batch below 2 has no mismatched pair and is
-    rejected. Stats: z0, reward of the desirable and of the undesirable completions.
+    z0 estimates KL(π‖ref): max(0, mean over the global batch of log π/ref on mismatched pairs (x_i, y_{i+1})),
+    without gradient. Ranks that each hold a part of the batch pass it; without it the batch is global, and
+    `mismatched_policy_B` and `mismatched_ref_B` are its logprobs of the mismatched completions. A batch below 2 has
+    none: ValueError. Stats: z0, and the mean reward β log π/ref of the desirable and of the undesirable completions.
     """
     if z0 is None:
         if mismatched_policy_B.numel() < 2:

@@ -43,7 +43,7 @@ class BradleyTerry(Objective):
     def columns(self, sample: Trainable) -> Column:
         if not self.margin:
             return {}
-        margin = sample.columns.get("margin", None if sample.label else 0.0)
+        margin = sample.columns.get("margin", None if sample.label else 0.0)  # label 0: of no pair, so it needs none
         if not isinstance(margin, int | float):
             raise FlowrlError(
                 f"sample {sample.sample_id!r} has the margin {margin!r}; with margin=True every row of the pairs "
@@ -55,7 +55,7 @@ class BradleyTerry(Objective):
         from flowrl.training.loss.preference_losses import reward_model_loss
 
         chosen, rejected = inputs.pairs_P2.unbind(dim=1)
-        scores_B, num_pairs = inputs.values_BT[:, 0], inputs.totals.num_pairs
+        scores_B, num_pairs = inputs.values_BT[:, 0], inputs.totals.num_pairs  # `at_end`: one value for each sequence
         margin_P = inputs.columns["margin"][chosen, 0] if self.margin else None
         loss, stats = reward_model_loss(
             scores_B[chosen], scores_B[rejected], margin_B=margin_P, centring=self.centring, num_pairs=num_pairs
