@@ -24,7 +24,7 @@ from flowrl.runtime.ports.inbound import Inbound
 from flowrl.runtime.ports.join import Joined
 from flowrl.runtime.ports.outbound import Outbound
 from flowrl.runtime.telemetry.trace import TraceBuffer
-from tests.node_rig import sample, scored
+from flowrl.testing import sample, scored
 
 PLACE = ReplicaPlace("meet", 0, 1, "", 0, None, (), (), None, 0, "join-test")
 

@@ -16,7 +16,7 @@ from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.ports.inbound import Inbound
 from flowrl.runtime.ports.outbound import Outbound
 from flowrl.runtime.telemetry.trace import TraceBuffer
-from tests.node_rig import sample
+from flowrl.testing import sample
 from tests.test_runtime_join import PLACE, Branch, Ledger
 
 

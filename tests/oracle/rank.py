@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from flowrl.graph.ports import Members
-from flowrl.messages import Batch, Group, Scored, Tombstone
+from flowrl.messages import Batch, Group, Message, Scored
 from flowrl.nodes import GroupAdvantage, TokenBatch
+from flowrl.testing import lost, run_node
 from flowrl.training.estimate import Estimate
 from flowrl.training.gang import Gang
 from flowrl.training.learner import Learner
@@ -24,7 +24,6 @@ from flowrl.training.masks import loss_masks
 from flowrl.training.objectives import PolicyObjective
 from flowrl.training.settings import ZeroSettings
 from flowrl.training.zero import ZeroEngine
-from tests.node_rig import InMemoryIn, InMemoryOut, attach, run
 from tests.oracle.cases import BATCHES, CASES, GROUP_SIZE, GROUPS, LAM, LR, MAX_STALENESS, TEMPERATURE, OracleCase
 from tests.oracle.offline import OFFLINE_CASES, OfflineCase, make_batch
 from tests.oracle.rollouts import Recorded, load
@@ -70,30 +69,21 @@ def batches_of(case: OracleCase, recorded: Recorded) -> list[Batch]:
         kl_coef=coefficient,
         kl_estimator=estimator,  # type: ignore[arg-type]
     )
-    advantage, advantaged = GroupAdvantage(estimate, size=GROUP_SIZE), InMemoryOut()
-    assert advantage.check(None) == []
-    run(advantage, scored=InMemoryIn([_members(group) for group in recorded]), groups=advantaged)
-    batcher, batches = (
-        TokenBatch(
-            GROUPS,
-            token_budget=TOKEN_BUDGETS[case.optimizer_steps],
-            optimizer_steps=case.optimizer_steps,
-            whiten=case.whiten,  # type: ignore[arg-type]
-        ),
-        InMemoryOut(),
+    advantage = GroupAdvantage(estimate, size=GROUP_SIZE)
+    groups = run_node(advantage, {"scored": [one for group in recorded for one in _members(group)]}).sent("groups")
+    batcher = TokenBatch(
+        GROUPS,
+        token_budget=TOKEN_BUDGETS[case.optimizer_steps],
+        optimizer_steps=case.optimizer_steps,
+        whiten=case.whiten,  # type: ignore[arg-type]
     )
-    context = attach(batcher)
-    context.window, context.max_staleness = (1, MAX_STALENESS) if case.mask_staleness < 0 else (0, case.mask_staleness)
-    arrivals = _arrivals(advantaged.sent, ordered=case.mask_staleness >= 0)
-    run(batcher, groups=InMemoryIn(arrivals), batches=batches)
-    return batches.sent
+    window, max_staleness = (1, MAX_STALENESS) if case.mask_staleness < 0 else (0, case.mask_staleness)
+    arrivals = _arrivals(groups, ordered=case.mask_staleness >= 0)
+    return run_node(batcher, {"groups": arrivals}, window=window, max_staleness=max_staleness).sent("batches")
 
 
-def _members(group: tuple[Scored, ...]) -> Members[Scored]:
-    lost = tuple(
-        Tombstone(group[0].group_id, member, "failed", "test", "reward/0") for member in range(len(group), GROUP_SIZE)
-    )
-    return Members(group[0].group_id, 0, GROUP_SIZE, group, lost)
+def _members(group: tuple[Scored, ...]) -> list[Message]:
+    return [*group, *(lost(member, group=group[0].group_id) for member in range(len(group), GROUP_SIZE))]
 
 
 def _arrivals(groups: list[Group], *, ordered: bool) -> list[tuple[int, Group]]:
