@@ -5,7 +5,6 @@ A kill leaves the files as they are at that moment: a copy of the directory, mad
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import shutil
 import sqlite3
@@ -27,6 +26,7 @@ from flowrl.runtime.ledger import chain, ledger, ledger_file
 from flowrl.runtime.telemetry import metrics
 from flowrl.testing import GraphRun, run_graph
 from tests.in_process import seeing_the_driver
+from tests.ticks import ticks
 
 STAGES = Path(stages.__file__)
 FAST = {"generate_s": 0.0, "train_s": 0.0, "groups_per_step": 2, "group_size": 2}
@@ -86,8 +86,7 @@ def late_lines(driver: Driver) -> None:
     ask_all = driver.orders.ask_all
 
     async def late(kind: str, *args: Any) -> list[Any]:
-        for _ in range(LATE if kind == "report" else 0):
-            await asyncio.sleep(0)
+        await ticks(LATE if kind == "report" else 0)
         return await ask_all(kind, *args)
 
     driver.orders.ask_all = late  # type: ignore[method-assign]

@@ -23,6 +23,7 @@ from flowrl.errors import LaneFailed
 from flowrl.messages import Tombstone
 from tests.channel_rig import inbox_of, lane, run, thing
 from tests.channel_rig import play as play_out
+from tests.ticks import ticks
 
 BODY = Tombstone("g", 0, "failed", "test", "node")
 
@@ -356,7 +357,7 @@ def test_what_waits_behind_bytes_that_broke_the_receiver_is_read() -> None:
         socket = Listener(context, receive)
         push = context.socket(zmq.PUSH)
         push.connect(socket.bind("inproc://broken"))
-        await asyncio.sleep(0)  # the look that follows the binding is over
+        await ticks()  # the look that follows the binding is over
         push.send(b"first..")
         push.send(b"second.")
         await whole.wait()

@@ -14,9 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Coroutine, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +30,7 @@ from flowrl.nodes.vllm_sampler import VllmSampler
 from flowrl.weights.probe import probe_sequences
 from flowrl.weights.publish import Publisher
 from tests.generator_rig import MemoryIn, MemoryOut, MemoryServe, RecordingContext, make_prompt
+from tests.ticks import ticks
 from tests.tiny_policy import ModelSource, make_policy, perturb, score
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(300)]
@@ -188,7 +187,7 @@ def update_under_traffic(live: Live) -> list[Sample]:
 def test_nothing_is_sampled_before_the_first_version(live: Live) -> None:
     first = make_prompt(0)
     live.loop.call_soon_threadsafe(live.prompts.queue.put_nowait, first)
-    live.do(asyncio.sleep(0))
+    live.do(ticks())
     assert live.out.sent == [] and not live.generator._running
     live.train()
     (sample,) = live.do(live.out.arrived(1))
@@ -366,7 +365,7 @@ def test_cancelling_aborts_in_vllm(live: Live) -> None:
         sampler = live.generator._sampler
         sampling = Sampling(max_tokens=200, ignore_eos=True)
         task = asyncio.create_task(sampler.complete("doomed", [5, 6, 7], sampling))
-        await asyncio.sleep(0)
+        await ticks()
         assert sampler._engine.get_num_unfinished_requests() == 1
         task.cancel()
         await asyncio.wait([task])
@@ -384,9 +383,15 @@ def test_evaluation_is_greedy_and_counted_apart(live: Live) -> None:
 
 
 HOST = """
-import os, sys
+import sys
+from multiprocessing.process import BaseProcess
 from flowrl.nodes.vllm_sampler import VllmSampler
+start = BaseProcess.start
+def told(process):
+    start(process)
+    print("started", process.pid, flush=True)
 if __name__ == "__main__":
+    BaseProcess.start = told
     VllmSampler.start(sys.argv[1], max_model_len=64, cores=({core},))
     print("ready", flush=True)
     sys.stdin.read()
@@ -420,13 +425,10 @@ def started(script: Path, model: Path) -> subprocess.Popen[str]:
 
 def engine_process(host: subprocess.Popen[str]) -> int:
     """A pidfd of the process that vLLM spawns, as soon as it is there."""
-    while host.poll() is None:
-        for child in Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split():
-            with suppress(FileNotFoundError):
-                command = Path(f"/proc/{child}/cmdline").read_bytes()
-                if b"spawn_main" in command or b"EngineCore" in command:  # its name from when it has imported vLLM
-                    return os.pidfd_open(int(child))
-        time.sleep(0.05)
+    assert host.stdout is not None
+    for line in host.stdout:
+        if line.startswith("started "):
+            return os.pidfd_open(int(line.split()[1]))
     raise AssertionError(f"the generator ended before vLLM's process began: {host.stderr and host.stderr.read()}")
 
 

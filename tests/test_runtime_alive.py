@@ -38,7 +38,7 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def slowly(path: Path) -> None:
         if path.name == "state.msgpack":
-            time.sleep(0.3)
+            time.sleep(0.3)  # under test: a slow disk
             synced.set()
         sync(path)
 

@@ -25,6 +25,7 @@ from flowrl.runtime.ports.join import Joined
 from flowrl.runtime.ports.outbound import Outbound
 from flowrl.runtime.telemetry.trace import TraceBuffer
 from flowrl.testing import sample, scored
+from tests.ticks import ticks
 
 PLACE = ReplicaPlace("meet", 0, 1, "", 0, None, (), (), None, 0, "join-test")
 
@@ -50,8 +51,7 @@ class Branch:
         self._dice = dice
 
     async def take(self) -> Delivered:
-        for _ in range(self._dice.randrange(4)):
-            await asyncio.sleep(0)
+        await ticks(self._dice.randrange(4))
         if not self._left:
             raise EndOfStream
         return self._left.pop(0)

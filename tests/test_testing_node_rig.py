@@ -29,6 +29,7 @@ from flowrl import (
 )
 from flowrl.graph.facts import Facts
 from flowrl.testing import Leaked, NodeRecord, NodeRig, RigTimeout, VirtualClock, lost, run_node, sample, scored
+from tests.ticks import ticks
 
 
 class TooShort(Node):
@@ -161,9 +162,7 @@ def test_a_failure_outside_of_the_body_is_raised_too(where: str) -> None:
                 raise OSError("no device")
 
     async def nothing(rig: NodeRig) -> None:
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await ticks(3)
 
     with pytest.raises((OSError, NodeFailed), match="no device"):
         if where == "after the test":
@@ -269,7 +268,7 @@ def test_a_node_that_cannot_be_cancelled_is_told() -> None:
     async def main() -> None:
         with pytest.raises(RigTimeout, match=r"node 'node' has not ended 0\.05 s after it was cancelled"):
             async with NodeRig(Stays(), timeout_s=0.05):
-                await asyncio.sleep(0)
+                await ticks()
         free.append(True)
 
     free: list[bool] = []
