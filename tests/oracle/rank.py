@@ -1,4 +1,4 @@
-"""One ZeRO-3 rank of the oracle: python -m tests.oracle.rank RANK SIZE PORT DIRECTORY
+"""One ZeRO-3 rank of the oracle, started by `tests.ranks`.
 
 Takes the recorded rollouts through advantage node, batcher, gang split and learner, for each case named
 in DIRECTORY/cases.json, and leaves gradients, weights and stats of every optimizer step.
@@ -7,8 +7,7 @@ in DIRECTORY/cases.json, and leaves gradients, weights and stats of every optimi
 from __future__ import annotations
 
 import json
-import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from flowrl.training.zero import ZeroEngine
 from tests.oracle.cases import BATCHES, CASES, GROUP_SIZE, GROUPS, LAM, LR, MAX_STALENESS, TEMPERATURE, OracleCase
 from tests.oracle.offline import OFFLINE_CASES, OfflineCase, make_batch
 from tests.oracle.rollouts import Recorded, load
+from tests.ranks import as_rank
 
 MATRICES_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
 TOKEN_BUDGETS = {1: 64, 2: 48}
@@ -135,7 +135,9 @@ def leave(engine: Recording, path: Path, clip_fractions: list[Any]) -> None:
         torch.save({"gradients": engine.gradients, "weights": weights, "clip_fractions": clip_fractions}, path)
 
 
-def run_all(settings: ZeroSettings, gang: Gang, chosen: set[str], directory: Path) -> None:
+def run_all(gang: Gang, directory: Path, _: Sequence[str]) -> None:
+    settings = ZeroSettings(stage=3, optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=MATRICES_SHARDED)
+    chosen = set(json.loads((directory / "cases.json").read_text()))
     recorded = load(directory / "rollouts")
     engine = Recording(directory / "model", settings, gang, head="lm")
     for case in CASES:
@@ -150,18 +152,5 @@ def run_all(settings: ZeroSettings, gang: Gang, chosen: set[str], directory: Pat
             train_offline(offline, engine, directory)
 
 
-def main() -> None:
-    rank, size, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    torch.set_num_threads(1)
-    gang = Gang.meet(rank, size, f"127.0.0.1:{port}", torch.device("cpu"))
-    settings = ZeroSettings(stage=3, optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=MATRICES_SHARDED)
-    chosen = set(json.loads((directory / "cases.json").read_text()))
-    run_all(settings, gang, chosen, directory)
-    gang.leave()
-    # gloo's threads that DeepSpeed still refers to now and then abort the interpreter's own way out.
-    sys.stdout.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    as_rank(run_all)
