@@ -43,6 +43,7 @@ from flowrl.channel.wire import (
 from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.messages import Tombstone
 from tests.channel_rig import Thing, closing, lane, opened
+from tests.ticks import ticks
 
 LONG = np.arange(5000, dtype=np.int32)
 
@@ -118,7 +119,7 @@ async def fuzz(count: int, seed: int) -> Counter[str]:
         first, *parts = [bytes(part) for part in encoder.take()]
         target._arrived([mutated(rng, first, 15, first), *parts])
         if at % 10 == 9:
-            await asyncio.sleep(0)
+            await ticks()
         outcomes.update(type(error).__name__ for error in errors)
         if wrong := [error for error in errors if not isinstance(error, FlowrlError)]:
             raise AssertionError(f"multipart {at} of seed {seed}") from wrong[0]
@@ -144,7 +145,7 @@ async def begin(target: Endpoint, there: Any, back: Any) -> list[asyncio.Task[An
     target.on("echo", lambda host, body: body)
     target.on("note", lambda host, body: None)
     asked = [asyncio.ensure_future(target.request("A", "nothing", None)) for _ in range(2)]
-    await asyncio.sleep(0)
+    await ticks()
     return asked
 
 

@@ -1,4 +1,4 @@
-"""One ZeRO rank of the options test: python -m tests.options_rank RANK SIZE PORT DIRECTORY [DISK]
+"""One ZeRO rank of the options test, started by `tests.ranks` with DISK as its argument or without.
 
 Trains every option, writes the weights before and after every batch, exports, and resumes from a
 checkpoint made before the last batch. With DISK, a directory, it trains what is offloaded to it alone.
@@ -6,8 +6,7 @@ checkpoint made before the last batch. With DISK, a directory, it trains what is
 
 from __future__ import annotations
 
-import os
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import LoRA, ZeroSettings
 from tests.options_cases import BATCHES, OPTIONS, Option, offloaded
+from tests.ranks import as_rank
 from tests.training_cases import TEMPERATURE, make_batch
 from tests.training_rank import EVERYTHING_SHARDED
 
@@ -73,16 +73,10 @@ def train(option: Option, gang: Gang, directory: Path) -> None:
         torch.save({"history": history, "adapters": adapters, "base": base, "on_disk": on_disk}, out / "found.pt")
 
 
-def main() -> None:
-    rank, size, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    torch.set_num_threads(1)
-    gang = Gang.meet(rank, size, f"127.0.0.1:{port}", torch.device("cpu"))
-    for option in offloaded(sys.argv[5]) if len(sys.argv) > 5 else OPTIONS:
+def train_all(gang: Gang, directory: Path, disk: Sequence[str]) -> None:
+    for option in offloaded(*disk) if disk else OPTIONS:
         train(option, gang, directory)
-    gang.leave()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(train_all)

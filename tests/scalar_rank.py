@@ -1,12 +1,11 @@
-"""One ZeRO rank of the reward-model test: python -m tests.scalar_rank RANK SIZE PORT DIRECTORY
+"""One ZeRO rank of the reward-model test, started by `tests.ranks`.
 
 Trains a reward model for a few steps of plain SGD from the policy in DIRECTORY/policy, at stage 3 and 2.
 """
 
 from __future__ import annotations
 
-import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.reward_objective import BradleyTerry
 from flowrl.training.settings import ZeroSettings
+from tests.ranks import as_rank
 from tests.word_policy import EOS, WORDS
 
 EVERYTHING_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -92,16 +92,10 @@ def train(stage: int, gang: Gang, directory: Path) -> None:
         torch.save(told, directory / f"told-{stage}.pt")
 
 
-def main() -> None:
-    rank, size, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    torch.set_num_threads(1)
-    gang = Gang.meet(rank, size, f"127.0.0.1:{port}", torch.device("cpu"))
+def train_all(gang: Gang, directory: Path, _: Sequence[str]) -> None:
     for stage in STAGES:
         train(stage, gang, directory)
-    gang.leave()
-    sys.stdout.flush()
-    os._exit(0)  # see tests/training_rank.py
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(train_all)

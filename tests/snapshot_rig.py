@@ -1,7 +1,7 @@
 """Runs a graph's host in this process, cuts it as a checkpoint does, and lets a second host go on from the snapshot.
 
-Everything is the real engine but for the driver, which here gives out tickets and asks for cuts, and Ray. What a
-graph's nodes have to tell goes into SEEN.
+Everything is the real engine but for the driver, which here gives out tickets and asks for cuts, and Ray. Nodes work
+in virtual time, so that a cut finds the same moment each time. What they have to tell goes into SEEN.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from flowrl.channel.endpoint_transport import IpcTransport
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild
 from flowrl.runtime.checkpoints.checkpoint import read_state
-from flowrl.runtime.driver.orders import Orders
 from flowrl.runtime.driver.snapshotter import Snapshotter
 from flowrl.runtime.host.context import ReplicaPlace
 from flowrl.runtime.host.host_engine import HostEngine, HostSpec
+from flowrl.testing import VirtualClock
+from flowrl.testing.rig_engine import NoAccounting, RigOrders
 
 GRAPHS = Path(__file__).parent / "graphs_snapshot"
 CLUSTER = Cluster((Machine((0, 1), memory_bytes=8 << 30),))
@@ -36,29 +37,11 @@ TOLD: list[str] = []
 """Warnings."""
 
 
-class OneHost(Orders):
-    """Without a driver."""
+class OneHost(RigOrders):
+    """Whose process ends with a snapshot."""
 
     async def ask_all(self, kind: str, body: Callable[[str], Any] = lambda host: {}) -> list[Any]:
-        if kind == "resume":  # the process of a snapshot ends here
-            return []
-        return [await self.ask(host, kind, body(host)) for host in self.hosts]
-
-
-class NoLedger:
-    """What `Snapshotter` needs of `Accounting`."""
-
-    head = ""
-
-    def __init__(self) -> None:
-        self.versions: dict[str, int] = {}
-        self.tickets = self.ledger = self
-
-    def as_of_now(self) -> NoLedger:
-        return self
-
-    def copy(self, path: Path) -> None:
-        pass
+        return [] if kind == "resume" else await super().ask_all(kind, body)
 
 
 @asynccontextmanager
@@ -106,7 +89,7 @@ async def running(name: str, config: dict[str, Any], directory: Path | None) -> 
 
 
 def run_with_cuts(name: str, tmp_path: Path, *cuts_s: float, **config: Any) -> None:
-    """Run the graph; after each of `cuts_s` seconds snapshot it, throw its host away, and go on with a new one."""
+    """Run the graph; after each of `cuts_s` virtual seconds snapshot it, throw its host away, go on with a new one."""
 
     async def body() -> None:
         for told in (SEEN, LOST, TOLD):
@@ -114,14 +97,14 @@ def run_with_cuts(name: str, tmp_path: Path, *cuts_s: float, **config: Any) -> N
         directory: Path | None = None
         for number, cut_s in enumerate(cuts_s):
             async with running(name, config, directory) as (snapshotter, task):
-                await asyncio.sleep(cut_s)
+                await asyncio.sleep(cut_s)  # of virtual time
                 directory = tmp_path / f"cut{number}"
-                directory.mkdir()
-                taking = asyncio.create_task(snapshotter.take({}, directory, NoLedger()))
+                directory.mkdir(parents=True)
+                taking = asyncio.create_task(snapshotter.take({}, directory, NoAccounting()))
                 await asyncio.wait((taking, task), timeout=20, return_when=asyncio.FIRST_COMPLETED)
                 assert taking.done(), task.result() if task.done() else "the snapshot does not come to an end"
                 taking.result()
         async with running(name, config, directory) as (_, task), asyncio.timeout(30):
             assert await task is None
 
-    asyncio.run(body())
+    VirtualClock().run(body())

@@ -26,6 +26,7 @@ from flowrl.runtime.ledger import ledger, ledger_client, ledger_file
 from flowrl.runtime.ledger.accounting import Accounting, LedgerClient, Use
 from flowrl.runtime.telemetry.metrics import read
 from tests.small_run import POLICY, SmallRun, Wire, lost, prompts, sample, whole_run
+from tests.ticks import ticks
 
 
 def rows(directory: Path, query: str) -> list[tuple[Any, ...]]:
@@ -39,11 +40,6 @@ def states(directory: Path) -> dict[str, tuple[str, str | None]]:
         sample_id: (state, reason)
         for sample_id, state, reason in rows(directory, "SELECT sample_id, state, reason FROM samples")
     }
-
-
-async def turn() -> None:
-    """Let the loop run what is due now."""
-    await asyncio.sleep(0)
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -81,7 +77,7 @@ def test_admission_waits_for_a_ticket_in_order_of_asking(tmp_path: Path) -> None
         small = SmallRun(tmp_path, ahead=0)
         await asyncio.gather(small.admit(0), small.admit(1))
         later = [asyncio.create_task(small.admit(group)) for group in (2, 3)]
-        await turn()
+        await ticks()
         assert not any(task.done() for task in later)
         small.step([sample(p, [0, 0]) for group in (0, 1) for p in prompts(group)])
         assert await asyncio.gather(*later) == [2, 3]
@@ -95,7 +91,7 @@ def test_a_cancelled_admission_takes_no_ticket(tmp_path: Path) -> None:
         small = SmallRun(tmp_path, ahead=0)
         await asyncio.gather(small.admit(0), small.admit(1))
         waiting = asyncio.create_task(small.admit(2))
-        await turn()
+        await ticks()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         small.step([sample(p, [0]) for group in (0, 1) for p in prompts(group)])
@@ -110,7 +106,7 @@ def test_nothing_is_admitted_during_a_pause(tmp_path: Path) -> None:
         small = SmallRun(tmp_path)
         small.accounting.pause_admission("checkpoint")
         waiting = asyncio.create_task(small.admit(0))
-        await turn()
+        await ticks()
         assert not waiting.done()
         small.accounting.resume_admission("checkpoint")
         assert await waiting == 0
@@ -123,7 +119,7 @@ def test_the_end_of_admission_answers_those_that_wait(tmp_path: Path) -> None:
         small = SmallRun(tmp_path, steps=1)
         await asyncio.gather(small.admit(0), small.admit(1))
         waiting = asyncio.create_task(small.admit(2))
-        await turn()
+        await ticks()
         small.step([sample(p, [0]) for group in (0, 1) for p in prompts(group)])
         assert await waiting is None
         assert await small.admit(3) is None
@@ -138,7 +134,7 @@ def test_nobody_waits_for_a_dead_consumer(tmp_path: Path) -> None:
         waiting = asyncio.create_task(small.admit(2))
         held = asyncio.create_task(small.accounting.until_held(1))
         small.step([sample(p, [0]) for group in (0, 1) for p in prompts(group)])
-        await turn()
+        await ticks()
         assert small.accounting.tickets.num_open == 2 and not held.done()
         small.accounting.consumer_died("generator/1")
         assert await waiting == 2
@@ -220,7 +216,7 @@ def test_of_two_admissions_at_once_the_later_one_is_refused(tmp_path: Path) -> N
         small = SmallRun(tmp_path)
         small.accounting.pause_admission("start")
         first = asyncio.create_task(small.admit(0))
-        await turn()
+        await ticks()
         with pytest.raises(FlowrlError, match="group 'g0' a second time"):
             await small.admit(0)
         with pytest.raises(FlowrlError, match="sample 'g0/1' a second time, in group 'g1' after group 'g0'"):
@@ -239,7 +235,7 @@ def test_what_a_cancelled_admission_asked_for_may_be_asked_for_again(tmp_path: P
         small = SmallRun(tmp_path)
         small.accounting.pause_admission("start")
         waiting = asyncio.create_task(small.admit(0))
-        await turn()
+        await ticks()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         small.accounting.resume_admission("start")

@@ -5,7 +5,6 @@ A kill leaves the files as they are at that moment: a copy of the directory, mad
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import shutil
 import sqlite3
@@ -25,7 +24,9 @@ from flowrl.runtime.checkpoints import checkpoint, resume
 from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.ledger import chain, ledger, ledger_file
 from flowrl.runtime.telemetry import metrics
-from tests.in_process import Ran, run
+from flowrl.testing import GraphRun, run_graph
+from tests.in_process import seeing_the_driver
+from tests.ticks import ticks
 
 STAGES = Path(stages.__file__)
 FAST = {"generate_s": 0.0, "train_s": 0.0, "groups_per_step": 2, "group_size": 2}
@@ -85,15 +86,15 @@ def late_lines(driver: Driver) -> None:
     ask_all = driver.orders.ask_all
 
     async def late(kind: str, *args: Any) -> list[Any]:
-        for _ in range(LATE if kind == "report" else 0):
-            await asyncio.sleep(0)
+        await ticks(LATE if kind == "report" else 0)
         return await ask_all(kind, *args)
 
     driver.orders.ask_all = late  # type: ignore[method-assign]
 
 
-def go(directory: Path, **options: Any) -> Ran:
-    return run(STAGES, directory, FAST, save_every=2, prepare=late_lines, **options).raise_for_error()
+def go(directory: Path, **options: Any) -> GraphRun:
+    with seeing_the_driver(late_lines):
+        return run_graph(STAGES, directory, FAST, save_every=2, **options)
 
 
 def alarms(kills: Kills) -> list[str]:

@@ -14,7 +14,8 @@ import pytest
 
 from flowrl.nodes import GroupAdvantage, Reward, TokenBatch
 from flowrl.tasks import Task
-from tests.node_rig import InMemoryIn, InMemoryOut, members, run, sample, scored
+from flowrl.testing import run_node, sample, scored
+from tests.groups import arriving, members
 
 TASK = Task("arithmetic:max_value=9")
 FAULTY = """
@@ -42,13 +43,12 @@ REASONS = {
 def test_each_bad_reward_costs_its_sample_under_a_name_and_the_rest_is_scored(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)
     samples = [sample(n, response_text=text) for n, text in enumerate([*REASONS, "fine", ""])]
-    taken, out = InMemoryIn(samples), InMemoryOut()
-    context = run(Reward(TASK, function=f"{tmp_path}/faulty.py:f"), rollouts=taken, scored=out)
-    assert [(item.response_text, state, why) for item, state, why in taken.dropped] == [
+    record = run_node(Reward(TASK, function=f"{tmp_path}/faulty.py:f"), {"rollouts": samples})
+    assert [(one.message.response_text, one.state, one.reason) for one in record.lost] == [
         (text, "failed", reason) for text, reason in REASONS.items()
     ]
-    assert [(s.response_text, s.reward) for s in out.sent] == [("fine", 4.0), ("", 0.0)]
-    assert sum(context.metrics.values()) == len(REASONS)
+    assert [(s.response_text, s.reward) for s in record.sent("scored")] == [("fine", 4.0), ("", 0.0)]
+    assert sum(record.metrics.values()) == len(REASONS)
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -88,22 +88,23 @@ def test_an_endpoint_that_fails_for_some_samples_costs_these_alone(monkeypatch: 
     monkeypatch.setattr("flowrl.tasks.http.BACKOFF_S", 0.0)
     texts = ["fine", "hang", "500", "garbage", "short", "fine too"]
     with judging() as url:
-        taken, out = InMemoryIn([sample(n, response_text=text) for n, text in enumerate(texts)]), InMemoryOut()
-        run(Reward(TASK, function=url, timeout_s=0.3), rollouts=taken, scored=out)
-    assert [(item.response_text, why) for item, _, why in taken.dropped] == [
+        samples = [sample(n, response_text=text) for n, text in enumerate(texts)]
+        one_a_request = Reward(TASK, function=url, timeout_s=0.3, concurrency=1)
+        record = run_node(one_a_request, {"rollouts": samples}, preflight=False)
+    assert [(one.message.response_text, one.reason) for one in record.lost] == [
         ("hang", "reward_timed_out"),
         ("500", "reward_http_500"),
         ("garbage", "reward_malformed"),
         ("short", "reward_wrong_length"),
     ]
-    assert [(s.response_text, s.reward) for s in out.sent] == [("fine", 0.5), ("fine too", 0.5)]
+    assert [(s.response_text, s.reward) for s in record.sent("scored")] == [("fine", 0.5), ("fine too", 0.5)]
 
 
 def test_a_group_of_which_one_member_is_left_is_filtered_and_named() -> None:
-    taken, out = InMemoryIn([members([scored(0, 1.0)]), members([scored(0, 1.0), scored(1, 0.0)])]), InMemoryOut()
-    run(GroupAdvantage("group_norm", size=4), scored=taken, groups=out)
-    assert [(state, why) for _, state, why in taken.dropped] == [("filtered", "group_too_small")]
-    assert len(out.sent) == 1
+    groups = [members([scored(0, 1.0)]), members([scored(0, 1.0, group="h"), scored(1, 0.0, group="h")])]
+    record = run_node(GroupAdvantage("group_norm", size=4), {"scored": arriving(*groups)})
+    assert record.reasons() == [("filtered", "group_too_small")]
+    assert len(record.sent("groups")) == 1
 
 
 def test_a_group_of_one_is_refused_before_the_run() -> None:
@@ -114,9 +115,7 @@ def test_a_group_of_one_is_refused_before_the_run() -> None:
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo", "reinforce"])
 def test_an_empty_response_trains_nothing_and_spoils_nothing(estimator: Any) -> None:
     empty = scored(1, 0.0, response=0, response_text="")
-    out: Any = InMemoryOut()
-    run(GroupAdvantage(estimator, size=2), scored=InMemoryIn([members([scored(0, 1.0), empty], size=2)]), groups=out)
-    (group,) = out.sent
+    (group,) = run_node(GroupAdvantage(estimator, size=2), {"scored": [scored(0, 1.0), empty]}).sent("groups")
     assert np.isfinite(group.samples[0].advantages).all() and group.samples[0].advantages.any()
     assert not group.samples[1].advantages.any()
     batch = TokenBatch(1).batch([group])
@@ -129,8 +128,8 @@ def test_answers_without_a_token_are_evaluated_too(tmp_path: Path, monkeypatch: 
     from tests.test_nodes_evaluation import Answers, evaluate
 
     class Silent(Answers):
-        async def call(self, prompt: Any, **options: Any) -> Any:
-            answer = await super().call(prompt, **options)
+        async def __call__(self, prompt: Any) -> Any:
+            answer = await super().__call__(prompt)
             return answer if prompt.member else sample(0, response=0, response_text="", columns=prompt.columns)
 
     figures, _ = evaluate(Silent(), num_prompts=3, num_samples=2)

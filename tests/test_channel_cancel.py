@@ -16,6 +16,7 @@ from flowrl.channel.lane import ReceiverLane, SenderLane
 from flowrl.channel.wire import DATA
 from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_rig import inbox_of, lane, play, run, thing
+from tests.ticks import ticks
 
 
 class Silent:
@@ -75,9 +76,8 @@ async def play_out(
         elif step == GRANT:
             grant()
         else:
-            await asyncio.sleep(0)
-    for _ in range(3 * len(tasks) + 3):
-        await asyncio.sleep(0)
+            await ticks()
+    await ticks(3 * len(tasks) + 3)
     return tasks
 
 

@@ -23,6 +23,7 @@ from tests.channel_rig import (
     run,
     via,
 )
+from tests.ticks import ticks
 
 
 @every_transport
@@ -216,11 +217,6 @@ class Wire:
         self.control = Control(lambda host, frame: self.posted.append(frame), self.reported.append)
 
 
-async def turns_of_the_loop(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 def test_nobody_hears_of_a_handler_that_was_cancelled_whatever_it_does_then() -> None:
     async def main() -> None:
         wire = Wire()
@@ -236,10 +232,10 @@ def test_nobody_hears_of_a_handler_that_was_cancelled_whatever_it_does_then() ->
         wire.control.on("ask", stubborn)
         for number, body in ((1, "raise"), (2, "return")):
             wire.control.receive("A", (REQUEST, 0, 0, number, ("ask", body)))
-        await turns_of_the_loop(1)
+        await ticks(1)
         wire.control.receive("A", (ABORT, 0, 0, 1, None))
         wire.control.peer_failed("A", "killed")
-        await turns_of_the_loop(3)
+        await ticks(3)
         assert (wire.posted, wire.reported) == ([], [])
         await wire.control.close()
 
@@ -261,16 +257,16 @@ def test_a_new_incarnation_may_use_the_number_of_a_request_that_is_still_ending(
 
         wire.control.on("ask", ask)
         wire.control.receive("A", (REQUEST, 0, 0, 1, ("ask", "old")))
-        await turns_of_the_loop(1)
+        await ticks(1)
         wire.control.peer_failed("A", "its process was restarted")
-        await turns_of_the_loop(1)
+        await ticks(1)
         wire.control.receive("A", (REQUEST, 0, 0, 1, ("ask", "new")))
-        await turns_of_the_loop(1)
+        await ticks(1)
         slow.set()
-        await turns_of_the_loop(3)
+        await ticks(3)
         [new] = wire.control._works.values()
         wire.control.receive("A", (ABORT, 0, 0, 1, None))
-        await turns_of_the_loop(3)
+        await ticks(3)
         assert new.task.done() and not wire.control._works and not wire.posted
 
     play(main())
@@ -280,7 +276,7 @@ def test_an_answer_of_another_host_is_none() -> None:
     async def main() -> None:
         wire = Wire()
         request = asyncio.ensure_future(wire.control.request("B", "ask", None))
-        await turns_of_the_loop(1)
+        await ticks(1)
         number = wire.posted[0][3]
         wire.control.receive("C", (REPLY, 0, 0, number, (True, "of C")))
         wire.control.receive("B", (REPLY, 0, 0, number, (True, "of B")))
@@ -299,7 +295,7 @@ def test_what_waits_for_a_connection_and_cannot_travel_fails_at_who_said_it() ->
         b.on("echo", lambda host, body: body)
         a.notify("B", "note", object())
         bad, good = (asyncio.ensure_future(a.request("B", "echo", body)) for body in (object(), 5))
-        await turns_of_the_loop(1)
+        await ticks(1)
         a.connect("B", via("ipc", b.address))
         b.connect("A", via("ipc", a.address))
         assert await good == 5
@@ -334,7 +330,7 @@ def test_a_malformed_answer_fails_the_request_it_is_to(answer: Any) -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         b.on("forever", forever)
         request = asyncio.ensure_future(a.request("B", "forever"))
-        await asyncio.sleep(0)
+        await ticks()
         a._arrived(encoded((REPLY, 0, 0, 1, answer), host="B"))
         with pytest.raises(WireError, match="the answer is a frame of kind 21 with an invalid payload"):
             await request
@@ -347,7 +343,7 @@ def test_an_error_of_any_name_is_one_of_flowrls(kind: str) -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         b.on("forever", forever)
         request = asyncio.ensure_future(a.request("B", "forever"))
-        await asyncio.sleep(0)
+        await ticks()
         a._arrived(encoded((REPLY, 0, 0, 1, (False, {"type": kind, "text": "what was said"})), host="B"))
         with pytest.raises(FlowrlError, match=r"^what was said$"):
             await request
@@ -361,7 +357,7 @@ def test_a_request_that_is_refused_fails_where_it_was_made_and_what_follows_come
         peer = a._router.peer("B")
         assert peer.link is not None
         request = asyncio.ensure_future(a.request("B", "echo", 1))
-        await asyncio.sleep(0)  # its number is 1
+        await ticks()  # its number is 1
         peer.link.add([peer.outgoing.numbered((REQUEST, 0, 0, 1, "no kind and body"))])
         peer.outgoing.keep((REQUEST, 0, 0, 1, None))
         peer.link.flush()
@@ -376,7 +372,7 @@ def test_a_refused_request_is_answered() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         b.on("forever", forever)
         request = asyncio.ensure_future(a.request("B", "forever"))
-        await asyncio.sleep(0)
+        await ticks()
         b._arrived(encoded((REQUEST, 0, 0, 1, "no kind and body"), host="A"))
         with pytest.raises(
             WireError,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from flowrl.channel.custody import Custody
 from flowrl.channel.envelope import Envelope, message_id, source_id
+from flowrl.channel.frame_switch import to_receiver, to_sender
 from flowrl.channel.lane import LaneSpec, ReceiverLane, SenderLane, session_number
 from flowrl.channel.wire import Frame
 from flowrl.messages import Message
-from tests.test_channel_lane import to_receiver, to_sender
 
 # The bookkeeping by itself
 

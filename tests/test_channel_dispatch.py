@@ -20,6 +20,7 @@ from tests.channel_rig import (
     run,
     thing,
 )
+from tests.ticks import ticks
 
 
 def edge_to(a: Endpoint, rule: DispatchRule, num_lanes: int, capacity: int = 2) -> OutEdge:
@@ -60,8 +61,11 @@ def test_a_paused_edge_sends_nothing_until_it_is_resumed() -> None:
         await edge.send(thing(0))
         edge.pause(True)
         waiting = [asyncio.create_task(edge.send(thing(index))) for index in (1, 2)]
+        taken = asyncio.Event()
+        edge.on_taken(lambda ids: taken.set())
         assert await take_indices(port, 1) == [0]
-        await asyncio.sleep(0.01)
+        await taken.wait()
+        await ticks(10)  # with its credit back, whoever were let go would have sent
         assert a.statistics()[lane(2, 0).name].sent == 1
         edge.pause(False)
         assert await take_indices(port, 2) == [1, 2]
@@ -79,7 +83,7 @@ def test_a_send_that_was_resumed_and_paused_at_once_stays() -> None:
         edge.on_taken(lambda ids: (woken.set(), edge.lanes[0].gate.wake(), edge.pause(True)))
         assert await take_indices(port, 1) == [0]
         await woken.wait()
-        await asyncio.sleep(0.01)
+        await ticks(10)  # a send that had been let go would be done
         assert edge.lanes[0].credits == 1 and not waiting.done()
         edge.pause(False)
         await waiting
@@ -93,7 +97,7 @@ def test_a_paused_send_ends_when_its_lane_fails() -> None:
         edge, _ = edge_to(a, SHARE, 1), inboxes(b, 1)
         edge.pause(True)
         waiting = asyncio.create_task(edge.send(thing(0)))
-        await asyncio.sleep(0)
+        await ticks()
         a.peer_failed("B", "it is gone")
         with pytest.raises(LaneFailed, match="it is gone"):
             await asyncio.wait_for(waiting, 1)

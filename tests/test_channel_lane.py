@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.envelope import Envelope, source_id
+from flowrl.channel.frame_switch import to_receiver, to_sender
 from flowrl.channel.lane import LaneSpec, ReceiverLane, SenderLane, session_number
 from flowrl.channel.latest import LatestReceiver, LatestSender
 from flowrl.channel.link import Listener, Target
 from flowrl.channel.seen import Seen
-from flowrl.channel.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
+from flowrl.channel.wire import ACK, CREDIT, DATA, ERROR, RESEND, TO_SENDER, Frame
 from flowrl.errors import LaneFailed
 from flowrl.messages import Tombstone
 from tests.channel_rig import inbox_of, lane, run, thing
 from tests.channel_rig import play as play_out
+from tests.ticks import ticks
 
 BODY = Tombstone("g", 0, "failed", "test", "node")
 
@@ -39,47 +41,11 @@ Sender = SenderLane | LatestSender
 Receiver = ReceiverLane | LatestReceiver
 
 
-def to_receiver(lane: Receiver, frame: Frame) -> None:
-    kind, _, session, seq, payload = frame
-    if session != lane.session:
-        return
-    if kind == DATA:
-        lane.on_data(seq, payload)
-    elif kind == CLOSE:
-        lane.on_close(seq)
-    elif kind == HELLO:
-        lane.on_hello(seq, *payload)
-    elif kind == CANCEL:
-        lane.on_cancel(payload)
-    elif kind == ERROR:
-        lane.on_error(payload)
-
-
-def to_sender(lane: Sender, frame: Frame) -> tuple[list[bytes], list[bytes]]:
-    """Returns (taken, acked)."""
-    kind, _, session, seq, payload = frame
-    taken: list[bytes] = []
-    acked: list[bytes] = []
-    if session != lane.session:
-        return taken, acked
-    if kind == CREDIT:
-        taken = lane.on_credit(seq)
-    elif kind == ACK:
-        acked = lane.on_ack(payload)
-    elif kind == RESEND:
-        lane.on_resend(seq)
-    elif kind == SYNC:
-        lane.say_hello()
-    elif kind == REFUSE:
-        lane.on_error(payload)
-    return taken, acked
-
-
 def exchange(sender: Sender, receiver: Receiver) -> None:
     """Deliver everything until both sides are silent."""
     while frames := sender.flush() + receiver.flush():
         for frame in frames:
-            if frame[0] in (CREDIT, ACK, RESEND, SYNC, REFUSE):
+            if frame[0] in TO_SENDER:
                 to_sender(sender, frame)
             else:
                 to_receiver(receiver, frame)
@@ -356,7 +322,7 @@ def test_what_waits_behind_bytes_that_broke_the_receiver_is_read() -> None:
         socket = Listener(context, receive)
         push = context.socket(zmq.PUSH)
         push.connect(socket.bind(Target("inproc://broken")))
-        await asyncio.sleep(0)  # the look that follows the binding is over
+        await ticks()  # the look that follows the binding is over
         push.send(b"first..")
         push.send(b"second.")
         await whole.wait()

@@ -16,6 +16,7 @@ from flowrl.models.characters import character_vocabulary
 from flowrl.models.vocabulary import untold, vocabulary, vocabulary_problem
 from flowrl.nodes import Teacher, TeacherAdvantage, Trainer
 from flowrl.nodes.teacher import _require_same_vocabulary, scored_by_teacher
+from flowrl.testing import lost, run_node, sample, scored
 from flowrl.training.advantage.advantages import distillation_advantages
 from flowrl.training.advantage.estimate import trainable
 from flowrl.training.loss.distillation_objective import ReverseKL
@@ -24,7 +25,6 @@ from flowrl.training.loss.policy_losses import policy_loss
 from flowrl.training.model.logprobs import Taught, chunked_logprobs
 from flowrl.training.model.output_layer import OutputLayer, load_output_layer
 from flowrl.training.model.row_layout import lay_out
-from tests.node_rig import InMemoryIn, InMemoryOut, members, run, sample, scored
 
 
 def taught(member: int, *teacher: float) -> Sample:
@@ -69,11 +69,10 @@ def test_the_reward_is_the_mean_distance_to_the_teacher() -> None:
 @pytest.mark.parametrize("negate", [False, True])
 def test_groups_carry_the_advantages_of_their_tokens(negate: bool) -> None:
     given = [scored_by_teacher(s, s.teacher_logprobs) for s in (taught(0, -1.0, -0.25), taught(1, -0.5))]
-    out = InMemoryOut()
-    run(TeacherAdvantage(size=4, negate=negate), scored=InMemoryIn([members(given)]), groups=out)
-    (group,) = out.sent
+    record = run_node(TeacherAdvantage(size=4, negate=negate), {"scored": [*given, lost(2), lost(3)]})
+    (group,) = record.sent("groups")
     sign = -1 if negate else 1
-    assert group.group_size == 4 and out.made_from == [tuple(given)]
+    assert group.group_size == 4 and record.made_from("groups") == [tuple(given)]
     np.testing.assert_allclose(group.samples[0].advantages, np.array([0, 0, 0, -0.5, 0.25]) * sign)
     np.testing.assert_allclose(group.samples[1].advantages, np.zeros(4))
 
@@ -81,7 +80,7 @@ def test_groups_carry_the_advantages_of_their_tokens(negate: bool) -> None:
 def test_samples_that_no_teacher_saw_are_refused() -> None:
     node = TeacherAdvantage(size=4)
     with pytest.raises(ConfigError, match="connect a Teacher node"):
-        run(node, scored=InMemoryIn([members([scored(0, 1.0)])]), groups=InMemoryOut())
+        run_node(node, {"scored": [scored(0, 1.0), *(lost(member) for member in (1, 2, 3))]})
 
 
 # The whole distribution
@@ -217,18 +216,18 @@ def test_the_teacher_scores_the_students_tokens(cache: object) -> None:
 
     from flowrl.models import resolve
 
-    out, given = InMemoryOut(), sample(0, response=4)
-    context = run(
-        Teacher(Policy("tiny"), student=Policy("tiny"), temperature=2.0), rollouts=InMemoryIn([given]), scored=out
-    )
-    (found,) = out.sent
+    given = sample(0, response=4)
+    node = Teacher(Policy("tiny"), student=Policy("tiny"), temperature=2.0)
+    record = run_node(node, {"rollouts": [given]}, timeout_s=100)
+    (found,) = record.sent("scored")
     ids = torch.from_numpy(given.token_ids.astype(np.int64))[None]
     with torch.no_grad():
         logits_TV = AutoModelForCausalLM.from_pretrained(resolve(Policy("tiny")))(ids).logits[0].double()
     logprobs = torch.log_softmax(logits_TV / 2.0, -1)[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
     np.testing.assert_allclose(found.teacher_logprobs[3:], logprobs[2:], atol=1e-5)
     assert found.reward == pytest.approx(logprobs[2:].mean() + 0.5, abs=1e-5)
-    assert ("scored", found) in context.ledger.events and found.teacher_hidden is None
+    assert record.events("scored") == [(given.sample_id, found.reward, found.scored_s)]
+    assert found.teacher_hidden is None
 
 
 @pytest.mark.slow
@@ -237,11 +236,12 @@ def test_hidden_states_and_output_layer_give_the_teachers_distribution(cache: ob
 
     from flowrl.models import resolve
 
-    path, out, given = resolve(Policy("tiny")), InMemoryOut(), sample(0, response=4)
-    run(Teacher(Policy("tiny"), student=Policy("tiny"), exact=True), rollouts=InMemoryIn([given]), scored=out)
+    path, given = resolve(Policy("tiny")), sample(0, response=4)
+    node = Teacher(Policy("tiny"), student=Policy("tiny"), exact=True)
+    scored_samples = run_node(node, {"rollouts": [given]}, timeout_s=100).sent("scored")
     layer = load_output_layer(path, vocab_size=261, dtype="float32", device=torch.device("cpu"))
     rows = lay_out([given.token_ids], [given.policy_mask], packed=False)
-    found = layer.taught(rows, out.sent).taught
+    found = layer.taught(rows, scored_samples).taught
     assert found is not None
     ids = torch.from_numpy(given.token_ids.astype(np.int64))[None]
     with torch.no_grad():

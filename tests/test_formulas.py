@@ -19,6 +19,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.ports import Members
 from flowrl.messages import Scored, Trainable
 from flowrl.nodes import GroupAdvantage, TokenBatch
+from flowrl.testing import run_node, scored
 from flowrl.training.advantage.advantages import WHITENED_ESTIMATORS, advantages
 from flowrl.training.advantage.estimate import Estimate, stack
 from flowrl.training.batch.masks import loss_masks
@@ -29,7 +30,6 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import DPO
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import lay_out
-from tests.node_rig import attach, scored
 from tests.training_cases import CASES, make_batch, make_model
 
 EXACT: dict[str, float] = {"rtol": 0.0, "atol": 1e-12}
@@ -212,9 +212,9 @@ def test_advantage_node_and_batcher_give_what_advantages_gives(estimator: Any) -
     gamma, lam = (0.9, 0.8) if estimator == "gae" else (1.0, 1.0)
     estimate = Estimate(estimator, gamma=gamma, lam=lam, kl_coef=0.2, kl_estimator="k3")
     node, batcher = GroupAdvantage(estimate, size=4), TokenBatch(3, whiten=_whiten(estimator))
-    attach(batcher)
     made = [node.group(Members(f"g{n}", n, 4, tuple(group), ())) for n, group in enumerate(groups)]
-    found = batcher.batch(made).samples
+    (batch,) = run_node(batcher, {"groups": made}).sent("batches")
+    found = batch.samples
 
     samples = [sample for group in groups for sample in group]
     mask = stack([s.policy_mask for s in samples]).astype(bool)

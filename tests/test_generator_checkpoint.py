@@ -14,6 +14,7 @@ from flowrl.nodes.generator import Generator
 from flowrl.nodes.sampling import Completion, Sampling
 from flowrl.nodes.vllm_sampler import EVALUATION, TRAINING
 from tests.generator_rig import RecordingContext, make_prompt
+from tests.ticks import ticks
 
 
 def part(*token_ids: int, reason: str = "") -> Completion:
@@ -54,14 +55,8 @@ async def begun(count: int) -> tuple[Generator, Table, list[asyncio.Task[Sample]
         asyncio.create_task(generator._sample(prompt, generator.sampling, kind))
         for prompt, kind in zip(prompts, kinds, strict=True)
     ]
-    await turns()
+    await ticks(10)  # all that can go on has gone on
     return generator, table, samples
-
-
-async def turns() -> None:
-    """All that can go on has gone on."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 def test_what_a_request_has_come_to_is_told_and_its_end_is_looked_at_afterwards() -> None:
@@ -71,10 +66,10 @@ def test_what_a_request_has_come_to_is_told_and_its_end_is_looked_at_afterwards(
         table.parts = {first: part(5, 6), second: part(), evaluation: part(7)}
         prefixes = await generator.snapshot()
         assert {key: tokens.tolist() for key, (tokens, _, _) in prefixes.items()} == {"s0/0": [5, 6]}
-        await turns()
+        await ticks(10)  # all that can go on has gone on
         for end in table.ends.values():
             end.set_result(part(5, 6, 7, reason="stop"))
-        await turns()
+        await ticks(10)  # all that can go on has gone on
         assert not any(sample.done() for sample in samples), "the checkpoint has them unfinished"
         await generator.resume()
         assert [(await sample).token_ids[12:].tolist() for sample in samples] == [[5, 6, 7]] * 3
@@ -89,11 +84,11 @@ def test_a_request_that_has_ended_in_vllm_ends_before_the_checkpoint_goes_on() -
         first, second, evaluation = table.ends
         table.parts = {first: None, second: part(4), evaluation: part()}
         snapshot = asyncio.create_task(generator.snapshot())
-        await turns()
+        await ticks(10)  # all that can go on has gone on
         assert not snapshot.done()
         table.ends[first].set_result(part(9, reason="stop"))
         prefixes = await snapshot
-        await turns()
+        await ticks(10)  # all that can go on has gone on
         assert (await samples[0]).token_ids[12:].tolist() == [9], "its turn ends; the checkpoint keeps what it sends"
         assert prefixes.keys() == {"s1/0"}
         assert not samples[1].done() and not samples[2].done()
@@ -107,11 +102,11 @@ def test_what_begins_during_a_checkpoint_waits_and_what_is_cancelled_ends_its_re
         await generator.snapshot()
         late = asyncio.create_task(generator._sample(make_prompt(1), generator.sampling, TRAINING))
         samples[0].cancel()
-        await turns()
+        await ticks(10)  # all that can go on has gone on
         assert samples[0].cancelled() and next(iter(table.ends.values())).cancelled()
         assert len(table.ends) == 2 and not late.done()
         await generator.resume()
-        await turns()
+        await ticks(10)  # all that can go on has gone on
         assert len(table.ends) == 3
         table.ends["s1/0#3"].set_result(part(1, reason="stop"))
         assert (await late).token_ids[12:].tolist() == [1]
@@ -127,7 +122,7 @@ def test_a_later_checkpoint_knows_what_an_earlier_one_kept() -> None:
             prefixes = await generator.snapshot()
             assert prefixes["s0/0"][0].tolist() == so_far.token_ids.tolist()
             await generator.resume()
-            await turns()
+            await ticks(10)  # all that can go on has gone on
         next(iter(table.ends.values())).set_exception(ValueError("broken"))
         with pytest.raises(ValueError, match="broken"):
             await samples[0]

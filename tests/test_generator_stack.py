@@ -14,9 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Coroutine, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,9 +27,11 @@ from flowrl.models import Policy
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.vllm_sampler import VllmSampler
+from flowrl.testing import NodeRecord, NodeRig
 from flowrl.weights.probe import probe_sequences
 from flowrl.weights.publish import Publisher
-from tests.generator_rig import MemoryIn, MemoryOut, MemoryServe, RecordingContext, make_prompt
+from tests.generator_rig import make_prompt
+from tests.ticks import ticks
 from tests.tiny_policy import ModelSource, make_policy, perturb, score
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(300)]
@@ -57,7 +57,6 @@ class Live:
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
         self.version = -1
-        self.run: asyncio.Task[None] | None = None
         self.do(self._start())
 
     def make_publisher(self) -> Publisher:
@@ -67,32 +66,16 @@ class Live:
         perturb(self.model, 0.02, self.version)
 
     def do(self, work: Coroutine[Any, Any, R]) -> R:
-        return asyncio.run_coroutine_threadsafe(self._unless_it_fails(work), self.loop).result(timeout=120)
-
-    async def _unless_it_fails(self, work: Coroutine[Any, Any, R]) -> R:
-        """The result of `work`; if the generator's body ends first, what it raised."""
-        task = asyncio.create_task(work)
-        await asyncio.wait({task, self.run} if self.run else {task}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done() and self.run:
-            task.cancel()
-            self.run.result()
-        return await task
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=150)
 
     async def _start(self) -> None:
         sampling = Sampling(max_tokens=MOST)
         self.generator = Generator(
             Policy(str(self.path)), sampling=sampling, concurrency=32, max_model_len=256, **self.options
         )
-        self.generator.name = "generator"
-        self.context: Any = RecordingContext(cores=CORE)
-        self.generator.context = self.context
-        self.prompts, self.weights, self.out, self.requests = MemoryIn(), MemoryIn(), MemoryOut(), MemoryServe()
-        ports: Any = self.generator
-        ports.prompts.live, ports.weights.live = self.prompts, self.weights
-        ports.rollouts.live, ports.requests.live = self.out, self.requests
-        ports.weights.connected = True
-        await self.generator.setup()
-        self.run = asyncio.create_task(self.generator.run())
+        rig = NodeRig(self.generator, name="generator", cores=CORE, timeout_s=120)
+        self.rig = await rig.__aenter__()
+        self.record = self.rig.record
 
     def close(self) -> None:
         self.do(self._stop())
@@ -101,15 +84,10 @@ class Live:
         self.publisher.close()
 
     async def _stop(self) -> None:
-        self.prompts.queue.put_nowait(None)
-        self.weights.queue.put_nowait(None)
-        self.requests.closed.set()
-        run, self.run = self.run, None
-        assert run is not None
         try:
-            await run
+            await self.rig.finished()
         finally:
-            await self.generator.close()
+            await self.rig.__aexit__(None, None, None)
 
     def train(self) -> int:
         """Change every weight, publish, and have the generator told; returns the version."""
@@ -117,21 +95,38 @@ class Live:
         if self.version:
             self.change_weights()
         manifest = self.publisher.publish(self.version)
-        self.loop.call_soon_threadsafe(self.weights.queue.put_nowait, manifest)
+        self.loop.call_soon_threadsafe(self.rig.feed, "weights", manifest)
         return self.version
 
     async def held(self, version: int) -> None:
         """Returns when the generator has taken over `version` and checked the probe."""
-        await self.context.observed("logprob_mismatch", version + 1)
+
+        def checked(record: NodeRecord) -> bool:
+            held = [held for _, _, held in record.events("holds")]
+            return bool(held) and held[-1] >= version and len(self.mismatches) == len(held)
+
+        await self.rig.until(checked, f"version {version}")
+
+    @property
+    def mismatches(self) -> list[float]:
+        return self.record.gauges.get("logprob_mismatch", [])
+
+    @property
+    def sent(self) -> list[Sample]:
+        return self.record.sent(self.generator.rollouts)
+
+    async def arrived(self, count: int) -> list[Sample]:
+        """Everything that was sent, when that is `count` samples."""
+        await self.rig.until(lambda _: len(self.sent) >= count, f"sample {count}")
+        return self.sent
 
     def samples(self, prompts: list[Prompt]) -> list[Sample]:
         async def all_of_them() -> list[Sample]:
             wanted = {prompt.sample_id for prompt in prompts}
-            before = len(self.out.sent)
-            for prompt in prompts:
-                self.prompts.queue.put_nowait(prompt)
-            await self.out.arrived(before + len(prompts))
-            return sorted((s for s in self.out.sent if s.sample_id in wanted), key=lambda s: s.sample_id)
+            before = len(self.sent)
+            self.rig.feed("prompts", *prompts)
+            await self.arrived(before + len(prompts))
+            return sorted((s for s in self.sent if s.sample_id in wanted), key=lambda s: s.sample_id)
 
         return self.do(all_of_them())
 
@@ -172,13 +167,13 @@ def update_under_traffic(live: Live) -> list[Sample]:
     """Four updates while 192 prompts are being answered, 32 at a time."""
 
     async def traffic() -> list[Sample]:
-        before = len(live.out.sent)
+        before = len(live.sent)
         for number in range(192):
-            live.prompts.queue.put_nowait(make_prompt(number))
+            live.rig.feed("prompts", make_prompt(number))
         for update in range(4):
-            await live.out.arrived(before + 32 * (update + 1))
+            await live.arrived(before + 32 * (update + 1))
             await live.held(live.train())
-        return (await live.out.arrived(before + 192))[before:]
+        return (await live.arrived(before + 192))[before:]
 
     if live.version < 0:
         live.train()
@@ -187,11 +182,11 @@ def update_under_traffic(live: Live) -> list[Sample]:
 
 def test_nothing_is_sampled_before_the_first_version(live: Live) -> None:
     first = make_prompt(0)
-    live.loop.call_soon_threadsafe(live.prompts.queue.put_nowait, first)
-    live.do(asyncio.sleep(0))
-    assert live.out.sent == [] and not live.generator._running
+    live.loop.call_soon_threadsafe(live.rig.feed, "prompts", first)
+    live.do(ticks())
+    assert live.sent == [] and not live.generator._running
     live.train()
-    (sample,) = live.do(live.out.arrived(1))
+    (sample,) = live.do(live.arrived(1))
     assert set(sample.versions[12:]) == {0}
 
 
@@ -203,7 +198,7 @@ def test_a_sample_is_complete(live: Live) -> None:
     assert (sample.versions[:12] == -1).all() and (sample.versions[12:] == live.version).all()
     assert sample.truncated == (sample.token_ids[-1] != 1)
     assert sample.generator == "generator/0" and sample.columns == {"answer": "7"}
-    assert live.context.counters["tokens_generated"] >= count
+    assert live.record.metrics["tokens_generated"] >= count
 
 
 def test_behavior_logprobs_are_the_policys(live: Live) -> None:
@@ -219,18 +214,26 @@ def test_a_seed_gives_the_same_sample_again(live: Live) -> None:
     assert one.token_ids.tolist() == again.token_ids.tolist() != other.token_ids.tolist()
 
 
-def test_what_a_checkpoint_kept_is_not_sampled_again(live: Live) -> None:
+def test_what_a_checkpoint_kept_is_not_sampled_again(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    out: Any = live.generator.rollouts.live
+    was_sent, asked = out.was_sent, asyncio.Event()
+
+    def kept() -> bool:
+        """As if the run had begun with the message that would be made now."""
+        out.sent_before.add(out._next_id(out._parents(None)))
+        asked.set()
+        return bool(was_sent())
+
     async def ask() -> None:
-        live.out.asked.clear()
-        live.prompts.queue.put_nowait(replace(make_prompt(3), sample_id="kept"))
-        await live.out.asked.wait()
+        live.rig.feed("prompts", replace(make_prompt(3), sample_id="kept"))
+        await asked.wait()
 
     requests = live.generator._num_requests
-    live.out.kept = True
-    live.do(ask())
-    live.out.kept = False
+    with monkeypatch.context() as patch:
+        patch.setattr(out, "was_sent", kept)
+        live.do(ask())
     (sample,) = live.samples([replace(make_prompt(3), sample_id="another")])
-    assert sample in live.out.sent and all(s.sample_id != "kept" for s in live.out.sent)
+    assert sample in live.sent and all(s.sample_id != "kept" for s in live.sent)
     assert live.generator._num_requests == requests + 1
 
 
@@ -241,7 +244,7 @@ def test_updates_during_live_traffic_tied(live: Live, tmp_path: Path) -> None:
     for sample in samples:
         versions = sample.versions[sample.policy_mask]
         assert (np.diff(versions) >= 0).all() and versions.min() >= 0
-    assert max(live.context.gauges["logprob_mismatch"]) <= TOLERANCE
+    assert max(live.mismatches) <= TOLERANCE
     assert_equal_to_a_fresh_engine(live, tmp_path / "export")
 
 
@@ -249,7 +252,7 @@ def test_updates_during_live_traffic_untied(tmp_path: Path) -> None:
     live = Live(tmp_path / "untied", tied=False)
     try:
         update_under_traffic(live)
-        assert max(live.context.gauges["logprob_mismatch"]) <= TOLERANCE
+        assert max(live.mismatches) <= TOLERANCE
         assert_equal_to_a_fresh_engine(live, tmp_path / "export")
     finally:
         live.close()
@@ -259,12 +262,12 @@ def test_logprobs_across_an_update_are_those_of_the_weights_that_sampled(live: L
     """Before the update exactly the old weights'; every token is the old version's or the new one's."""
 
     async def crossing() -> list[Sample]:
-        before = len(live.out.sent)
+        before = len(live.sent)
         for number in range(300, 332):
-            live.prompts.queue.put_nowait(make_prompt(number))
-        await live.out.arrived(before + 2)
+            live.rig.feed("prompts", make_prompt(number))
+        await live.arrived(before + 2)
         live.train()
-        return (await live.out.arrived(before + 32))[before:]
+        return (await live.arrived(before + 32))[before:]
 
     old, old_model = live.version, copy.deepcopy(live.model)
     samples = live.do(crossing())
@@ -292,17 +295,17 @@ def test_a_checkpoint_takes_unfinished_responses_and_they_go_on_undisturbed(live
     """With the KV that they have: no request is made again, and what they come to is what they would have come to."""
 
     async def checkpoint() -> tuple[dict[str, Any], list[Sample]]:
-        before, requests = len(live.out.sent), live.generator._num_requests
+        before, requests = len(live.sent), live.generator._num_requests
         for number in range(500, 532):
-            live.prompts.queue.put_nowait(make_prompt(number))
-        await live.out.arrived(before + 1)
+            live.rig.feed("prompts", make_prompt(number))
+        await live.arrived(before + 1)
         prefixes = await live.generator.snapshot()
-        count = len(live.out.sent)
+        count = len(live.sent)
         ends = [work for _, work in live.generator._running.values()]
         await asyncio.wait(ends)  # vLLM samples on, but nobody looks at it before the checkpoint is over
-        assert ends and len(live.out.sent) == count
+        assert ends and len(live.sent) == count
         await live.generator.resume()
-        samples = (await live.out.arrived(before + 32))[before:]
+        samples = (await live.arrived(before + 32))[before:]
         assert live.generator._num_requests == requests + 32
         return prefixes, samples
 
@@ -324,16 +327,16 @@ def test_a_checkpoint_knows_the_versions_of_what_is_unfinished(live: Live) -> No
     """One is taken whenever a sample arrives, while an update comes in between."""
 
     async def crossing() -> tuple[list[tuple[str, Any]], list[Sample]]:
-        before, kept = len(live.out.sent), []
+        before, kept = len(live.sent), []
         for number in range(900, 932):
-            live.prompts.queue.put_nowait(make_prompt(number))
-        await live.out.arrived(before + 1)
+            live.rig.feed("prompts", make_prompt(number))
+        await live.arrived(before + 1)
         live.train()
         for count in range(2, 32):
-            await live.out.arrived(before + count)
+            await live.arrived(before + count)
             kept += (await live.generator.snapshot()).items()
             await live.generator.resume()
-        return kept, (await live.out.arrived(before + 32))[before:]
+        return kept, (await live.arrived(before + 32))[before:]
 
     kept, samples = live.do(crossing())
     whole = {sample.sample_id: sample for sample in samples}
@@ -353,12 +356,12 @@ def test_a_prefix_from_a_checkpoint_is_continued(live: Live) -> None:
         prefix_logprobs=np.full(3, -1.5, np.float32),
         prefix_versions=np.zeros(3, np.int32),
     )
-    generated = live.context.counters["tokens_generated"]
+    generated = live.record.metrics["tokens_generated"]
     (sample,) = live.samples([prompt])
     assert sample.token_ids[12:15].tolist() == [30, 31, 32] and sample.policy_mask[12:].all()
     assert sample.versions[12:15].tolist() == [0, 0, 0] and (sample.versions[15:] == live.version).all()
     assert sample.response_tokens <= MOST
-    assert live.context.counters["tokens_generated"] - generated == sample.response_tokens - 3
+    assert live.record.metrics["tokens_generated"] - generated == sample.response_tokens - 3
 
 
 def test_cancelling_aborts_in_vllm(live: Live) -> None:
@@ -366,7 +369,7 @@ def test_cancelling_aborts_in_vllm(live: Live) -> None:
         sampler = live.generator._sampler
         sampling = Sampling(max_tokens=200, ignore_eos=True)
         task = asyncio.create_task(sampler.complete("doomed", [5, 6, 7], sampling))
-        await asyncio.sleep(0)
+        await ticks()
         assert sampler._engine.get_num_unfinished_requests() == 1
         task.cancel()
         await asyncio.wait([task])
@@ -376,17 +379,23 @@ def test_cancelling_aborts_in_vllm(live: Live) -> None:
 
 
 def test_evaluation_is_greedy_and_counted_apart(live: Live) -> None:
-    generated = live.context.counters["tokens_generated"]
-    one, two = (live.do(live.requests.ask(make_prompt(120, member=member))) for member in (0, 1))
+    generated = live.record.metrics["tokens_generated"]
+    one, two = (live.do(live.rig.ask("requests", make_prompt(120, member=member))) for member in (0, 1))
     assert one.token_ids.tolist() == two.token_ids.tolist()
-    assert live.context.counters["tokens_generated"] == generated
-    assert live.context.counters["tokens_evaluated"] == one.response_tokens + two.response_tokens
+    assert live.record.metrics["tokens_generated"] == generated
+    assert live.record.metrics["tokens_evaluated"] == one.response_tokens + two.response_tokens
 
 
 HOST = """
-import os, sys
+import sys
+from multiprocessing.process import BaseProcess
 from flowrl.nodes.vllm_sampler import VllmSampler
+start = BaseProcess.start
+def told(process):
+    start(process)
+    print("started", process.pid, flush=True)
 if __name__ == "__main__":
+    BaseProcess.start = told
     VllmSampler.start(sys.argv[1], max_model_len=64, cores=({core},))
     print("ready", flush=True)
     sys.stdin.read()
@@ -420,13 +429,10 @@ def started(script: Path, model: Path) -> subprocess.Popen[str]:
 
 def engine_process(host: subprocess.Popen[str]) -> int:
     """A pidfd of the process that vLLM spawns, as soon as it is there."""
-    while host.poll() is None:
-        for child in Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split():
-            with suppress(FileNotFoundError):
-                command = Path(f"/proc/{child}/cmdline").read_bytes()
-                if b"spawn_main" in command or b"EngineCore" in command:  # its name from when it has imported vLLM
-                    return os.pidfd_open(int(child))
-        time.sleep(0.05)
+    assert host.stdout is not None
+    for line in host.stdout:
+        if line.startswith("started "):
+            return os.pidfd_open(int(line.split()[1]))
     raise AssertionError(f"the generator ended before vLLM's process began: {host.stderr and host.stderr.read()}")
 
 

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nodes": ENGINE | LIBRARIES,
     "blocks": BASE | LIBRARIES | {"graph", "nodes"},
     "recipes": LIBRARIES | {"__init__", "blocks", "nodes"},
+    "testing": ENGINE,
     "cli": ENGINE | LIBRARIES | {"nodes"},
     "__init__": BASE | {"graph"},
     "__main__": {"cli"},
@@ -200,6 +201,9 @@ BROAD_EXCEPTS = {
     "tasks/judge.py: _file_module",
     "tasks/judge.py: _package_module",
     "training/loss/function_trial.py: _attempt",
+    "testing/clock.py: VirtualLoop.run_in_executor",
+    "testing/graph_run.py: _driven",
+    "testing/node_rig.py: NodeRig.__aenter__",
 }
 """Where any exception is caught: boundaries to foreign code, and places that undo something and raise again."""
 
@@ -233,6 +237,18 @@ def loaded_by(code: str) -> set[str]:
 
 def test_importing_flowrl_and_building_a_graph_loads_nothing_heavy() -> None:
     assert loaded_by(CHECKED) == set()
+
+
+def test_importing_the_testing_package_loads_nothing_that_a_test_of_a_node_does_without() -> None:
+    assert loaded_by("import flowrl.testing") <= {"zmq"}
+
+
+def test_a_graph_runs_in_one_process_without_ray() -> None:
+    run = "run_graph('benchmarks/stages.py', Path(directory) / 'run', {'generate_s': 0.0, 'train_s': 0.0}, steps=2)"
+    code = f"with tempfile.TemporaryDirectory() as directory: assert {run}.audit().ok"
+    assert loaded_by(f"import tempfile\nfrom pathlib import Path\nfrom flowrl.testing import run_graph\n{code}") <= {
+        "zmq"
+    }
 
 
 def test_the_probe_can_see_a_heavy_package() -> None:

@@ -16,6 +16,7 @@ from flowrl.nodes import Generator, Trainer
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
 from flowrl.training.engine.requirements import check_training, lora_problems
 from flowrl.training.settings import LoRA, ZeroSettings
+from tests.ticks import ticks
 from tests.tiny_policy import make_policy
 
 
@@ -158,7 +159,7 @@ def test_an_adapter_stays_until_its_last_request_and_the_next_one_waits_for_it()
             await adapters.load({}, {}, 1)
             assert engine.held == {1, 2}
             waiting = asyncio.create_task(adapters.room())
-            await asyncio.sleep(0)
+            await ticks()
             assert not waiting.done()
             with adapters.using() as second:
                 assert second == 2

@@ -8,8 +8,9 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.messages import Group
 from flowrl.nodes import DynamicSampling, GroupAdvantage
+from flowrl.testing import run_node, scored
 from flowrl.training.advantage.estimate import Estimate, kl_per_token
-from tests.node_rig import InMemoryIn, InMemoryOut, members, run, scored
+from tests.groups import arriving, members
 
 
 def advantages(group: Group) -> list[list[float]]:
@@ -76,23 +77,21 @@ def test_groups_that_teach_nothing_are_filtered_with_a_reason() -> None:
     lonely = members([scored(0, 1.0, group="lonely")])
     equal = members([scored(m, 1.0, group="equal") for m in range(2)])
     good = members([scored(m, float(m), group="good") for m in range(3)])
-    taken, out = InMemoryIn([lonely, equal, good]), InMemoryOut()
-    run(GroupAdvantage(size=4, dynamic=DynamicSampling(groups_per_step=1)), scored=taken, groups=out)
-    assert [(item.sample_id, state, reason) for item, state, reason in taken.dropped] == [
+    node = GroupAdvantage(size=4, dynamic=DynamicSampling(groups_per_step=1))
+    record = run_node(node, {"scored": arriving(lonely, equal, good)})
+    assert [(one.message.sample_id, one.state, one.reason) for one in record.lost] == [
         ("lonely:0", "filtered", "group_too_small"),
         ("equal:0", "filtered", "all_equal"),
         ("equal:1", "filtered", "all_equal"),
     ]
-    assert [group.group_id for group in out.sent] == ["good"]
-    assert out.made_from == [good.items]
-    assert out.sent[0].group_size == 4
+    (group,) = record.sent("groups")
+    assert (group.group_id, group.group_size) == ("good", 4)
+    assert record.made_from("groups") == [good.items]
 
 
 def test_equal_groups_pass_unless_they_are_to_be_filtered() -> None:
-    out = InMemoryOut()
-    equal = members([scored(m, 1.0) for m in range(4)])
-    run(GroupAdvantage(size=4), scored=InMemoryIn([equal]), groups=out)
-    assert len(out.sent) == 1
+    equal = [scored(m, 1.0) for m in range(4)]
+    assert len(run_node(GroupAdvantage(size=4), {"scored": equal}).sent("groups")) == 1
 
 
 def test_the_control_keeps_a_groups_rewards_but_not_their_places() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flowrl.messages import Batch, Group, Message
 from flowrl.nodes import GroupAdvantage, TokenBatch
-from tests.node_rig import InMemoryIn, InMemoryOut, attach, members, run, scored
+from flowrl.testing import NodeRecord, NodeRig, lost, run_node, scored
+from tests.groups import members
 
 
 def group(name: str, *, rewards: tuple[float, ...] = (1.0, 0.0), response: int = 2) -> Group:
@@ -17,14 +20,13 @@ def group(name: str, *, rewards: tuple[float, ...] = (1.0, 0.0), response: int =
     return GroupAdvantage("reinforce", size=len(items)).group(members(items, size=len(items)))
 
 
-def batches(node: TokenBatch, arrivals: list[tuple[int, Group | None]], *, window: int | None = 1) -> list[Batch]:
-    out = InMemoryOut()
-    attach(node).window = window
-    run(node, groups=InMemoryIn(arrivals), batches=out)
-    assert [sorted({s.group_id for s in batch.samples}) for batch in out.sent] == [
-        sorted(g.group_id for g in groups) for groups in out.made_from
+def batches(node: TokenBatch, arrivals: Sequence[tuple[int, Message]], *, window: int | None = 1) -> list[Batch]:
+    record = run_node(node, {"groups": arrivals}, window=window, max_staleness=1)
+    found: list[Any] = record.made_from("batches")
+    assert [sorted({s.group_id for s in batch.samples}) for batch in record.sent("batches")] == [
+        sorted(group.group_id for group in groups) for groups in found
     ]
-    return out.sent
+    return record.sent("batches")
 
 
 def names(found: list[Batch]) -> list[list[str]]:
@@ -37,7 +39,7 @@ def test_groups_leave_in_admission_order_and_the_rest_at_the_end() -> None:
 
 
 def test_a_dropped_group_is_stepped_over() -> None:
-    arrivals = [(1, group("g1")), (2, group("g2")), (0, None)]
+    arrivals = [(1, group("g1")), (2, group("g2")), (0, lost(-1, group="g0"))]
     assert names(batches(TokenBatch(2), arrivals)) == [["g1", "g2"]]
 
 
@@ -107,26 +109,26 @@ def test_the_window_goes_on_where_a_checkpoint_left_it() -> None:
     assert names(batches(resumed, [(3, group("g3")), (2, group("g2"))])) == [["g2", "g3"]]
 
 
-class Watched(InMemoryOut):
-    """Notes the state of `node` while it sends: that of a checkpoint which finds the send waiting."""
-
-    def __init__(self, node: TokenBatch) -> None:
-        super().__init__()
-        self.node = node
-        self.states: list[dict[str, object]] = []
-
-    async def send(self, item: Message, made_from: Sequence[Message] | None) -> None:
-        self.states.append(dict(self.node.state()))
-        await super().send(item, made_from)
-
-
 def test_a_checkpoint_amid_a_send_knows_the_batch_as_not_yet_made() -> None:
     node = TokenBatch(2)
-    out = Watched(node)
-    attach(node).start_version = 5
-    arrivals = [(0, None), *((t, group(f"g{t}")) for t in (3, 4, 2, 1))]
-    run(node, groups=InMemoryIn(arrivals), batches=out)
-    assert [(state["base"], state["version"]) for state in out.states] == [(1, 5), (3, 6)]
+    states: list[Any] = []
+
+    async def life() -> NodeRecord:
+        async with NodeRig(node, start_version=5, window=1) as rig:
+            send = node.batches.live.send
+
+            async def watched(item: Message, made_from: Sequence[Message] | None) -> None:
+                states.append(node.state())
+                await send(item, made_from)
+
+            node.batches.live.send = watched  # type: ignore[method-assign]
+            rig.feed(node.groups, lost(-1, group="g0"), ticket=0)
+            for ticket in (3, 4, 2, 1):
+                rig.feed(node.groups, group(f"g{ticket}"), ticket=ticket)
+            return await rig.finished()
+
+    assert len(asyncio.run(life()).sent(node.batches)) == 2
+    assert [(state["base"], state["version"]) for state in states] == [(1, 5), (3, 6)]
     assert (node.state()["base"], node.state()["version"]) == (5, 7)
 
 

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,11 @@ from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Sample, Values, Weights
 from flowrl.models import Policy
 from flowrl.nodes.critic import Critic, values_of
+from flowrl.testing import NodeRecord, NodeRig, sample
 from flowrl.training.model.row_layout import lay_out
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
-from tests.node_rig import FakeContext, InMemoryIn, attach, sample
 from tests.tiny_policy import make_policy
 
 
@@ -79,50 +78,25 @@ class Source:
         return [part.tolist() for part in values_N.split([len(t) - 1 for t in ids])]
 
 
-class Requests:
-    """A Serve port whose one caller asks `batches` and closes."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self._batches = batches
-        self.replies: list[Values] = []
-
-    async def serve(self, body: Any, concurrency: int) -> None:
-        assert concurrency == 1
-        for batch in self._batches:
-            self.replies.append(await body(batch))
-
-
-class Manifests(InMemoryIn):
-    def finish(self, item: Any) -> None:
-        pass
-
-
-class Context(FakeContext):
-    run_id = "critic-test"
-    weight_routes = ()
-
-    def gauge(self, name: str, value: float) -> None:
-        self.metrics[name] = value
-
-
 def question(samples: Sequence[Sample]) -> Batch:
     return Batch(tuple(samples), (), len(samples), 0, 1)  # type: ignore[arg-type]
 
 
-def lived(policy: Path, manifests: Sequence[Weights], batches: Sequence[Batch]) -> tuple[Critic, Requests, Context]:
-    node, asked, context = Critic(Policy(str(policy))), Requests(batches), Context()
-    node.name, node.context = "critic", context  # type: ignore[assignment]
-    attach(node, weights=Manifests(manifests), requests=asked)
+def lived(policy: Path, manifests: Sequence[Weights], batch: Batch) -> tuple[Values, NodeRecord]:
+    """The reply of a critic that was given these weights one after the other."""
+    node = Critic(Policy(str(policy)))
 
-    async def life() -> None:
-        await node.setup()
-        try:
-            await node.run()
-        finally:
-            await node.close()
+    async def life() -> tuple[Values, NodeRecord]:
+        async with NodeRig(node, name="critic", preflight=False) as rig:
+            for manifest in manifests:
+                rig.feed(node.weights, manifest)
+                await rig.taken(node.weights)
+            rig.end(node.weights)
+            await rig.until(lambda record: any(event[2] == manifest.version for event in record.events("holds")))
+            reply = await rig.ask(node.requests, batch)
+            return reply, await rig.finished()
 
-    asyncio.run(life())
-    return node, asked, context
+    return asyncio.run(life())
 
 
 @pytest.fixture
@@ -142,40 +116,37 @@ def test_it_answers_with_the_trainers_values_and_their_version(
     policy: Path, trained: ScalarModel, publisher: Publisher
 ) -> None:
     manifests = [published(publisher, 3), published(publisher, 4, "unchanged")]
-    _, asked, context = lived(policy, manifests, [question(SAMPLES)])
-    (reply,) = asked.replies
+    reply, record = lived(policy, manifests, question(SAMPLES))
     assert reply.version == 4, "an unchanged version is a version"
     for one, values in zip(SAMPLES, reply.values, strict=True):
         np.testing.assert_allclose(values[one.policy_mask], alone(trained, one), atol=1e-5)
-    assert [event[1:] for event in context.ledger.events] == [
-        ("critic/0", "critic_trainer", 3),
-        ("critic/0", "critic_trainer", 4),
+    assert record.ledger == [
+        ("holds", "critic/0", "critic_trainer", 3),
+        ("holds", "critic/0", "critic_trainer", 4),
     ]
-    assert context.metrics["value_mismatch"] < 1e-5
+    (mismatch,) = record.gauges["value_mismatch"]
+    assert mismatch < 1e-5
 
 
 def test_a_version_that_is_gone_is_passed_over(policy: Path, publisher: Publisher) -> None:
     gone = [published(publisher, version) for version in range(3)]
-    _, asked, _ = lived(policy, gone, [question(SAMPLES[:1])])
-    assert [reply.version for reply in asked.replies] == [2]
+    reply, _ = lived(policy, gone, question(SAMPLES[:1]))
+    assert reply.version == 2
 
 
 def test_values_unlike_the_trainers_end_the_run(policy: Path, publisher: Publisher) -> None:
     manifest = published(publisher, 0)
     wrong = replace(manifest, probe_logprobs=tuple(tuple(v + 0.5 for v in row) for row in manifest.probe_logprobs))
-    with pytest.raises(ExceptionGroup) as caught:
-        lived(policy, [wrong], [question(SAMPLES)])
-    assert caught.group_contains(ProbeMismatch, match="differ from the trainer's by 0.5 on average")
+    with pytest.raises(ProbeMismatch, match=r"differ from the trainer's by 0\.5 on average"):
+        lived(policy, [wrong], question(SAMPLES))
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path, publisher: Publisher) -> None:
     make_policy(tmp_path, tied=True, layers=1)
-    with pytest.raises(ExceptionGroup) as caught:
-        lived(tmp_path, [published(publisher, 0)], [question(SAMPLES)])
-    assert caught.group_contains(FlowrlError, match="do not fit this node's model: 12 tensors differ")
+    with pytest.raises(FlowrlError, match="do not fit this node's model: 12 tensors differ"):
+        lived(tmp_path, [published(publisher, 0)], question(SAMPLES))
 
 
 def test_a_weights_edge_that_ends_before_its_first_message_is_an_error(policy: Path) -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        lived(policy, [], [question(SAMPLES)])
-    assert caught.group_contains(FlowrlError, match="ended before its first message")
+    with pytest.raises(FlowrlError, match="ended before its first message"):
+        lived(policy, [], question(SAMPLES))

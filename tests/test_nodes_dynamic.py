@@ -6,9 +6,10 @@ import pytest
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.ports import Members
-from flowrl.messages import Scored
+from flowrl.messages import Group, Scored
 from flowrl.nodes import DynamicSampling, GroupAdvantage, TokenBatch
-from tests.node_rig import InMemoryIn, InMemoryOut, attach, members, run, scored
+from flowrl.testing import run_node, scored
+from tests.groups import arriving, members
 
 
 def group(name: str, *raw: float, response: int = 2) -> Members[Scored]:
@@ -17,22 +18,21 @@ def group(name: str, *raw: float, response: int = 2) -> Members[Scored]:
     return members(items, size=len(items))
 
 
-def through(dynamic: DynamicSampling, *groups: Members[Scored]) -> tuple[InMemoryOut, dict[str, str]]:
-    taken, out = InMemoryIn(groups), InMemoryOut()
-    run(GroupAdvantage(size=2, dynamic=dynamic), scored=taken, groups=out)
-    return out, {item.group_id: reason for item, _, reason in taken.dropped}
+def through(dynamic: DynamicSampling, *groups: Members[Scored]) -> tuple[list[Group], dict[str, str]]:
+    record = run_node(GroupAdvantage(size=2, dynamic=dynamic), {"scored": arriving(*groups)})
+    return record.sent("groups"), {one.message.group_id: one.reason for one in record.lost}  # type: ignore[attr-defined]
 
 
 def test_raw_rewards_decide_before_any_shaping() -> None:
-    out, lost = through(DynamicSampling(2), group("a", 1.0, 1.0), group("b", 0.0, 1.0), group("c", 0.0, 0.0))
-    assert [g.group_id for g in out.sent] == ["b"]
+    kept, lost = through(DynamicSampling(2), group("a", 1.0, 1.0), group("b", 0.0, 1.0), group("c", 0.0, 0.0))
+    assert [g.group_id for g in kept] == ["b"]
     assert lost == {"a": "all_equal", "c": "all_equal"}
 
 
 def test_the_mean_may_be_asked_to_lie_strictly_between() -> None:
     dynamic = DynamicSampling(2, mean_between=(0.0, 0.75))
-    out, lost = through(dynamic, group("a", 0.5, 1.0), group("b", 0.5, 0.5), group("c", 0.0, 0.0))
-    assert [g.group_id for g in out.sent] == ["b"]
+    kept, lost = through(dynamic, group("a", 0.5, 1.0), group("b", 0.5, 0.5), group("c", 0.0, 0.0))
+    assert [g.group_id for g in kept] == ["b"]
     assert lost == {"a": "mean_out_of_range", "c": "mean_out_of_range"}
 
 
@@ -45,12 +45,9 @@ def test_a_batch_tells_what_filtering_cost_it() -> None:
         group("e", 0.0, 1.0),
         group("f", 0.0, 1.0),
     ]
-    out, _ = through(DynamicSampling(2), *groups)
-    arrivals, batches = list(enumerate(out.sent)), InMemoryOut()
-    node = TokenBatch(2)
-    attach(node).window = 0
-    run(node, groups=InMemoryIn(arrivals), batches=batches)
-    first, second = [batch.metrics for batch in batches.sent]
+    kept, _ = through(DynamicSampling(2), *groups)
+    batches = run_node(TokenBatch(2), {"groups": kept}, window=0).sent("batches")
+    first, second = [batch.metrics for batch in batches]
     assert (first["filtered_groups"], first["filtered_share"], first["filtered_tokens"]) == (3, 0.6, 6 + 4 + 4)
     assert first["raw_reward_mean"] == 0.5
     assert first["raw_reward_unfiltered_mean"] == pytest.approx((1.0 + 0.5 + 0.0 + 1.0 + 0.5) / 5)
@@ -61,18 +58,18 @@ def test_too_many_filtered_groups_end_the_run() -> None:
     equal = [group(f"e{n}", 1.0, 1.0) for n in range(3)]
     good = [group(f"g{n}", 0.0, 1.0) for n in range(2)]
     dynamic = DynamicSampling(2, max_filtered_per_step=2)
-    assert len(through(dynamic, *equal[:2], *good, equal[2])[0].sent) == 2, "the limit is one batch's"
+    assert len(through(dynamic, *equal[:2], *good, equal[2])[0]) == 2, "the limit is one batch's"
     with pytest.raises(FlowrlError, match="3 groups were filtered before a batch of 2 was full, 1 were kept"):
         through(dynamic, equal[0], good[0], *equal[1:])
 
 
 def test_counts_survive_a_checkpoint() -> None:
     first = GroupAdvantage(size=2, dynamic=DynamicSampling(2))
-    run(first, scored=InMemoryIn([group("a", 1.0, 1.0)]), groups=InMemoryOut())
-    resumed, out = GroupAdvantage(size=2, dynamic=DynamicSampling(2)), InMemoryOut()
+    run_node(first, {"scored": arriving(group("a", 1.0, 1.0))})
+    resumed = GroupAdvantage(size=2, dynamic=DynamicSampling(2))
     resumed.load_state(first.state())
-    run(resumed, scored=InMemoryIn([group("b", 0.0, 1.0)]), groups=out)
-    assert out.sent[0].metrics == {
+    (found,) = run_node(resumed, {"scored": arriving(group("b", 0.0, 1.0))}).sent("groups")
+    assert found.metrics == {
         "judged_groups": 2,
         "filtered_groups": 1,
         "filtered_tokens": 4,

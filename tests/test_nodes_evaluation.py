@@ -16,8 +16,9 @@ from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
 from flowrl.nodes import Evaluation
 from flowrl.nodes.evaluation import draws, pass_at_k
+from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.tasks import Row, Task, load_rows
-from tests.node_rig import FakeContext, attach, sample
+from flowrl.testing import NodeRecord, NodeRig, sample
 
 TASK = Task("arithmetic:max_value=9")
 
@@ -30,14 +31,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 class Answers:
-    """The live side of the call: right for members below `right`, by the versions in turn."""
+    """Answers prompts: right for members below `right`, by the versions in turn."""
 
     def __init__(self, *, right: int = 99, versions: tuple[int, ...] = (3,)) -> None:
         self.asked: list[Prompt] = []
         self._right = right
         self._versions = versions
 
-    async def call(self, prompt: Prompt, **options: Any) -> Sample:
+    async def __call__(self, prompt: Prompt) -> Sample:
         self.asked.append(prompt)
         version = self._versions[len(self.asked) % len(self._versions)]
         answer = prompt.columns["answer"] if prompt.member < self._right else "?"
@@ -52,21 +53,21 @@ class Answers:
 
 def evaluate(
     answers: Answers, phase: str = "before", tasks: Task | tuple[Task, ...] = TASK, **options: Any
-) -> tuple[dict[str, float], FakeContext]:
+) -> tuple[dict[str, float], NodeRecord]:
     node = Evaluation(tasks, Policy("tiny"), **options)
-    node.name = "evaluation"
-    context = attach(node, generate=answers)
 
-    async def life() -> dict[str, float]:
-        await node.setup()
-        figures = await node.evaluate(phase=phase, step=0)
-        ending = asyncio.create_task(node.run())
-        await node.finish()
-        await ending
-        await node.close()
-        return figures
+    async def life() -> tuple[dict[str, float], NodeRecord]:
+        async with NodeRig(node, name="evaluation", answers={"generate": answers}, preflight=False) as rig:
+            figures = await node.evaluate(phase=phase, step=0)
+            await node.finish()
+            return figures, await rig.finished()
 
-    return asyncio.run(life()), context
+    return asyncio.run(life())
+
+
+def rows(record: NodeRecord) -> list[list[EvaluationRow]]:
+    """What was booked of each evaluation."""
+    return [[EvaluationRow(*row[:-1]) for row in table] for (table,) in record.events("evaluation")]
 
 
 def test_only_held_out_prompts_are_asked_with_seeds_that_stay() -> None:
@@ -81,14 +82,14 @@ def test_only_held_out_prompts_are_asked_with_seeds_that_stay() -> None:
 
 
 def test_figures_and_books_say_the_same() -> None:
-    figures, context = evaluate(Answers(right=1), num_prompts=6, num_samples=4)
+    figures, record = evaluate(Answers(right=1), num_prompts=6, num_samples=4)
     assert figures["exact_match"] == figures["score"] == 0.25
     assert (figures["num_answers"], figures["mean_at_4"], figures["pass_at_4"]) == (24, 0.25, 1.0)
     assert figures["pass_at_2"] == pytest.approx(0.5), "one of four is right: half of all pairs have it"
-    ((name, rows),) = context.ledger.events
-    assert name == "evaluation"
-    assert [row.correct for row in rows] == [row.member == 0 for row in rows]
-    assert {(row.phase, row.step, row.oldest_version, row.newest_version) for row in rows} == {("before", 0, 3, 3)}
+    (booked,) = rows(record)
+    assert len(record.ledger) == 1
+    assert [row.correct for row in booked] == [row.member == 0 for row in booked]
+    assert {(row.phase, row.step, row.oldest_version, row.newest_version) for row in booked} == {("before", 0, 3, 3)}
 
 
 def test_fewer_held_out_prompts_than_asked_for_are_refused() -> None:
@@ -105,10 +106,10 @@ def test_several_versions_are_an_error(phase: str) -> None:
 
 def test_every_task_has_figures_and_rows_under_its_name() -> None:
     other = Task("arithmetic:max_value=12,operators=-")
-    figures, context = evaluate(Answers(right=1), tasks=(TASK, other), num_prompts=3, num_samples=2)
+    figures, record = evaluate(Answers(right=1), tasks=(TASK, other), num_prompts=3, num_samples=2)
     assert (figures["score"], figures[f"{other.name}/score"]) == (0.5, 0.5)
     assert (figures["num_answers"], figures[f"{other.name}/num_answers"]) == (6, 6)
-    assert [{row.task for row in rows} for _, rows in context.ledger.events] == [{TASK.name}, {other.name}]
+    assert [{row.task for row in booked} for booked in rows(record)] == [{TASK.name}, {other.name}]
 
 
 def test_further_tasks_are_asked_in_the_same_way_and_judged_by_their_own_verifiers() -> None:
@@ -129,9 +130,9 @@ def test_pass_at_k_is_told_for_powers_of_two_and_for_all(answers: int, ks: list[
 
 
 def test_an_answer_without_a_verdict_counts_as_wrong() -> None:
-    figures, context = evaluate(Answers(), num_prompts=3, function="tests.test_nodes_evaluation:judge_of_nothing")
+    figures, record = evaluate(Answers(), num_prompts=3, function="tests.test_nodes_evaluation:judge_of_nothing")
     assert figures["score"] == 0.0
-    assert context.metrics == {"evaluation_reward_raised": 3}
+    assert record.metrics == {"evaluation_reward_raised": 3}
 
 
 async def judge_of_nothing(prompts: list[str], responses: list[str]) -> list[float]:

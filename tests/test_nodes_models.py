@@ -12,7 +12,7 @@ from flowrl.messages import Prompt
 from flowrl.models import Policy, resolve
 from flowrl.nodes import Demonstrations, PromptSource, Reference
 from flowrl.tasks import Task
-from tests.node_rig import InMemoryIn, InMemoryOut, attach, run, sample
+from flowrl.testing import run_node, sample
 
 TASK = Task("arithmetic:max_value=3")
 
@@ -29,13 +29,12 @@ def test_the_reference_gives_the_models_logprobs_at_policy_tokens() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    out = InMemoryOut()
     given = [sample(0, response=4), sample(1, response=1), sample(2, response=7), sample(3, response=2)]
     reference = Reference(Policy("tiny"), temperature=2.0, token_budget=2 * len(given[2].token_ids))
-    run(reference, rollouts=InMemoryIn(given), referenced=out)
-    out.sent.sort(key=lambda one: [sample.sample_id for sample in given].index(one.sample_id))
+    found = run_node(reference, {"rollouts": given}, timeout_s=100).sent("referenced")
+    found.sort(key=lambda one: [sample.sample_id for sample in given].index(one.sample_id))
     model = AutoModelForCausalLM.from_pretrained(resolve(Policy("tiny")))
-    for before, after in zip(given, out.sent, strict=True):
+    for before, after in zip(given, found, strict=True):
         ids = torch.from_numpy(before.token_ids.astype(np.int64))[None]
         with torch.no_grad():
             logprobs = torch.log_softmax(model(ids).logits[0].double() / 2.0, -1)
@@ -45,35 +44,30 @@ def test_the_reference_gives_the_models_logprobs_at_policy_tokens() -> None:
 
 
 def prompts(task: Task) -> list[Prompt]:
-    source, out = PromptSource(task, Policy("tiny")), InMemoryOut()
-    source.name = "prompts"
-    run(source, prompts=out)
-    return [prompt for group in out.groups for prompt in group]
+    return run_node(PromptSource(task, Policy("tiny")), name="prompts").sent("prompts")
 
 
 def test_a_demonstration_is_the_prompt_with_its_answer_trained() -> None:
     from flowrl.models import load_tokenizer
 
-    out = InMemoryOut()
-    node = Demonstrations(TASK, Policy("tiny"))
     asked = prompts(TASK)
-    context = run(node, prompts=InMemoryIn(asked), groups=out)
+    record = run_node(Demonstrations(TASK, Policy("tiny")), {"prompts": asked})
+    groups = record.sent("groups")
     tokenizer = load_tokenizer(resolve(Policy("tiny")))
-    assert len(out.sent) == len(asked)
-    for prompt, group in zip(asked, out.sent, strict=True):
+    assert len(groups) == len(asked)
+    for prompt, group in zip(asked, groups, strict=True):
         (made,) = group.samples
         assert made.sample_id == prompt.sample_id
         np.testing.assert_array_equal(made.token_ids[: made.prompt_tokens], prompt.token_ids)
         assert tokenizer.decode(made.token_ids[made.policy_mask]) == f"{prompt.columns['answer']}<|end|>"
         assert made.response_tokens == len(str(prompt.columns["answer"])) + 1
-    assert [event[0] for event in context.ledger.events] == ["generated"] * len(asked)
+    assert [event[0] for event in record.ledger] == ["generated"] * len(asked)
 
 
 def test_long_demonstrations_are_dropped_with_a_reason() -> None:
-    taken, out = InMemoryIn(prompts(TASK)), InMemoryOut()
-    run(Demonstrations(TASK, Policy("tiny"), max_tokens=3), prompts=taken, groups=out)
-    assert not out.sent
-    assert {reason for _, _, reason in taken.dropped} == {"too_long"}
+    record = run_node(Demonstrations(TASK, Policy("tiny"), max_tokens=3), {"prompts": prompts(TASK)})
+    assert not record.sent("groups")
+    assert {one.reason for one in record.lost} == {"too_long"}
 
 
 def test_rows_without_an_answer_are_refused_before_the_run(tmp_path: Path) -> None:
@@ -84,6 +78,5 @@ def test_rows_without_an_answer_are_refused_before_the_run(tmp_path: Path) -> No
 
 
 def test_settings_out_of_range_are_problems() -> None:
-    assert attach(Reference(Policy("tiny")))
     assert len(Reference(Policy("tiny"), temperature=0).check(None)) == 1
     assert len(Demonstrations(TASK, Policy("tiny"), max_tokens=1).check(None)) == 1

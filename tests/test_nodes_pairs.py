@@ -14,7 +14,7 @@ from flowrl.messages import Group, Trainable
 from flowrl.models import Policy
 from flowrl.nodes import PairWriter, PromptSource
 from flowrl.tasks import Task, load_preferences, load_rows
-from tests.node_rig import InMemoryIn, run, scored
+from flowrl.testing import NodeRecord, run_node, scored
 
 
 @pytest.fixture
@@ -34,18 +34,17 @@ def pair(prompt_id: str, chosen: str, rejected: str) -> Group:
     return Group(prompt_id, (member(0, chosen, 1.5, 1), member(1, rejected, 0.5, -1)), 4)
 
 
-def written(task: Task, path: Path, groups: list[Group]) -> tuple[InMemoryIn, list[dict[str, Any]]]:
-    taken = InMemoryIn(groups)
-    run(PairWriter(str(path), task), groups=taken)
-    return taken, [json.loads(line) for line in path.read_text().splitlines()]
+def written(task: Task, path: Path, groups: list[Group]) -> tuple[NodeRecord, list[dict[str, Any]]]:
+    record = run_node(PairWriter(str(path), task), {"groups": groups})
+    return record, [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_pairs_are_written_and_read_again_with_the_same_split(task: Task, tmp_path: Path) -> None:
     rows = load_rows(task)
     groups = [pair(row.prompt_id, f"{row.answer}", "9é") for row in (*rows.train, *rows.held_out)]
-    taken, lines = written(task, tmp_path / "pairs.jsonl", groups)
+    record, lines = written(task, tmp_path / "pairs.jsonl", groups)
     assert len(lines) == len(groups) and {line["margin"] for line in lines} == {1.0}
-    assert [(state, why) for _, state, why in taken.dropped] == [("dropped", "written")] * len(groups)
+    assert record.reasons() == [("dropped", "written")] * len(groups)
     again = load_preferences(Task(str(tmp_path / "pairs.jsonl")), "pairs")
     for part, expected in ((again.train, rows.train), (again.held_out, rows.held_out)):
         assert [row.turns for row in part] == [row.turns for row in expected]
@@ -56,8 +55,8 @@ def test_pairs_are_written_and_read_again_with_the_same_split(task: Task, tmp_pa
 def test_a_pair_with_an_answer_of_no_text_is_left_out(task: Task, tmp_path: Path) -> None:
     row = load_rows(task).train[0]
     groups = [pair(row.prompt_id, "4", ""), pair(row.prompt_id, "4", "5")]
-    taken, lines = written(task, tmp_path / "pairs.jsonl", groups)
-    assert [(state, why) for _, state, why in taken.dropped] == [("filtered", "empty_answer"), ("dropped", "written")]
+    record, lines = written(task, tmp_path / "pairs.jsonl", groups)
+    assert record.reasons() == [("filtered", "empty_answer"), ("dropped", "written")]
     assert [line["rejected"] for line in lines] == ["5"]
 
 

@@ -15,7 +15,7 @@ from flowrl.nodes import PreferenceDataset, PreferenceReference, Preferences, Pr
 from flowrl.nodes.preference_source import mismatches
 from flowrl.tasks import Row, Task
 from flowrl.tasks.preference_rows import Kind
-from tests.node_rig import InMemoryIn, InMemoryOut, attach, run
+from flowrl.testing import NodeRecord, run_node
 
 TASK = Task("arithmetic:max_value=10")
 
@@ -32,28 +32,13 @@ def data(kind: Kind, **more: Any) -> Preferences:
 
 
 def admitted(preferences: Preferences) -> list[list[Prompt]]:
-    source, out = PreferenceSource(preferences), InMemoryOut()
-    source.name = "prompts"
-    run(source, prompts=out)
-    return out.groups
+    return run_node(PreferenceSource(preferences), name="prompts").groups("prompts")
 
 
-class Grouped(InMemoryIn):
-    """Whole groups of prompts."""
-
-    async def groups(self, size: int) -> Any:
-        from flowrl.graph.ports import Members
-
-        for items in self.items:
-            assert len(items) == size
-            yield Members(items[0].group_id, 0, size, tuple(items), ())
-
-
-def rendered(preferences: Preferences) -> tuple[list[Any], Grouped]:
-    node, out = PreferenceDataset(preferences), InMemoryOut()
-    taken = Grouped(admitted(preferences))
-    run(node, prompts=taken, groups=out)
-    return out.sent, taken
+def rendered(preferences: Preferences) -> tuple[list[Any], NodeRecord]:
+    prompts = [prompt for group in admitted(preferences) for prompt in group]
+    record = run_node(PreferenceDataset(preferences), {"prompts": prompts})
+    return record.sent("groups"), record
 
 
 def text(sample: Trainable, token_ids: Any, mask: Any) -> str:
@@ -92,10 +77,10 @@ def test_a_labelled_completion_brings_another_prompts_completion_behind_its_own_
 
 
 def test_a_row_with_a_long_conversation_is_dropped_whole() -> None:
-    groups, taken = rendered(data("pairs", max_tokens=9))
+    groups, record = rendered(data("pairs", max_tokens=9))
     assert not groups
-    assert {reason for _, _, reason in taken.dropped} == {"too_long"}
-    assert len(taken.dropped) == 2 * len(data("pairs").rows().train)
+    assert {one.reason for one in record.lost} == {"too_long"}
+    assert len(record.lost) == 2 * len(data("pairs").rows().train)
 
 
 def row(prompt: str, completion: str) -> Row:
@@ -122,17 +107,9 @@ def referenced(cache: object) -> dict[str, tuple[list[Any], list[Any], list[str]
     for kind in ("pairs", "labelled", "pairs again"):
         preferences = data(kind.split()[0])  # type: ignore[arg-type]
         node = PreferenceReference(preferences, num_held_out=4)
-        out, held_out = InMemoryOut(), ClosingOut()
-        context = run(node, groups=InMemoryIn(rendered(preferences)[0]), referenced=out, held_out=held_out)
-        found[kind] = (out.sent, held_out.sent, context.told)
+        record = run_node(node, {"groups": rendered(preferences)[0]}, timeout_s=100)
+        found[kind] = (record.sent("referenced"), record.sent("held_out"), record.progress)
     return found
-
-
-class ClosingOut(InMemoryOut):
-    """An Out port that can be closed."""
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.mark.slow
@@ -196,7 +173,6 @@ def test_another_model_or_other_data_is_another_cache(tmp_path: Path, referenced
 
 def test_settings_out_of_range_are_problems() -> None:
     node = PreferenceReference(data("pairs", max_tokens=600), token_budget=1000, num_held_out=-1)
-    assert attach(node)
     assert [problem.split(";")[0] for problem in node.check(None)] == [
         "token_budget is 1000, but 2 conversation(s) of max_tokens = 600 that stay together can be 1200 tokens",
         "num_held_out is -1",

@@ -11,15 +11,13 @@ from flowrl.messages import Sample
 from flowrl.nodes import Overlong, Reward, Shaping
 from flowrl.nodes.reward import FAILURES_IN_A_ROW
 from flowrl.tasks import Task
-from tests.node_rig import FakeContext, InMemoryIn, InMemoryOut, run, sample
+from flowrl.testing import NodeRecord, run_node, sample
 
 TASK = Task("arithmetic:max_value=9")
 
 
-def score(node: Reward, samples: list[Sample]) -> tuple[InMemoryOut, InMemoryIn, FakeContext]:
-    taken, out = InMemoryIn(samples), InMemoryOut()
-    context = run(node, rollouts=taken, scored=out)
-    return out, taken, context
+def score(node: Reward, samples: list[Sample]) -> NodeRecord:
+    return run_node(node, {"rollouts": samples}, preflight=False)
 
 
 def reward_file(tmp_path: Path, body: str, head: str = "async def f(prompts, responses, **columns)") -> str:
@@ -28,18 +26,22 @@ def reward_file(tmp_path: Path, body: str, head: str = "async def f(prompts, res
 
 
 def test_the_tasks_own_verifier_judges_by_exact_match() -> None:
-    out, _, context = score(Reward(TASK), [sample(0), sample(1, response_text=" 2\n"), sample(2, response_text="3")])
-    assert [(s.sample_id, s.reward, s.raw_reward) for s in out.sent] == [("g:0", 1, 1), ("g:1", 1, 1), ("g:2", 0, 0)]
-    assert [event[0] for event in context.ledger.events] == ["scored"] * 3
-    assert out.sent[0].token_ids is out.sent[0].token_ids
-    assert out.sent[0].columns == {"answer": "2"}
-    assert out.sent[0].scored_s > 0
+    given = [sample(0), sample(1, response_text=" 2\n"), sample(2, response_text="3")]
+    record = score(Reward(TASK), given)
+    found = record.sent("scored")
+    assert [(s.sample_id, s.reward, s.raw_reward) for s in found] == [("g:0", 1, 1), ("g:1", 1, 1), ("g:2", 0, 0)]
+    assert record.events("scored") == [(s.sample_id, s.reward, s.scored_s) for s in found]
+    assert len(record.ledger) == 3
+    assert found[0].token_ids is given[0].token_ids
+    assert found[0].columns == {"answer": "2"}
+    assert found[0].scored_s > 0
 
 
 def test_parts_are_logged_and_scores_stand_for_the_raw_reward(tmp_path: Path) -> None:
     place = reward_file(tmp_path, "return {'rewards': [2.0], 'scores': [1.0], 'logs': {'form': [0.5]}}")
-    out, _, _ = score(Reward(TASK, function=place, shaping=Shaping(weights={"form": 3.0})), [sample()])
-    assert (out.sent[0].reward, out.sent[0].raw_reward, out.sent[0].reward_parts) == (3.5, 1.0, {"form": 0.5})
+    node = Reward(TASK, function=place, shaping=Shaping(weights={"form": 3.0}))
+    (found,) = score(node, [sample()]).sent("scored")
+    assert (found.reward, found.raw_reward, found.reward_parts) == (3.5, 1.0, {"form": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -53,11 +55,12 @@ def test_parts_are_logged_and_scores_stand_for_the_raw_reward(tmp_path: Path) ->
 )
 def test_a_sample_without_a_verdict_fails_and_the_others_go_on(tmp_path: Path, body: str, reason: str) -> None:
     place = reward_file(tmp_path, f"if responses == ['bad']: {body}\n    return [1.0]")
-    out, taken, context = score(Reward(TASK, function=place), [sample(0), sample(1, response_text="bad"), sample(2)])
-    assert [s.member for s in out.sent] == [0, 2]
-    assert [(item.member, state, why) for item, state, why in taken.dropped] == [(1, "failed", reason)]
-    assert context.metrics == {reason: 1}
-    assert "a sample failed: " in context.told[0]
+    record = score(Reward(TASK, function=place), [sample(0), sample(1, response_text="bad"), sample(2)])
+    assert [s.member for s in record.sent("scored")] == [0, 2]
+    assert [(one.message.member, one.state, one.reason) for one in record.lost] == [(1, "failed", reason)]
+    assert [marker.member for marker in record.tombstones("scored")] == [1]
+    assert record.metrics == {reason: 1}
+    assert "a sample failed: " in record.progress[0]
 
 
 def test_a_function_that_never_succeeds_ends_the_run(tmp_path: Path) -> None:
@@ -69,8 +72,8 @@ def test_a_function_that_never_succeeds_ends_the_run(tmp_path: Path) -> None:
 def test_a_success_ends_a_row_of_failures(tmp_path: Path) -> None:
     node = Reward(TASK, function=reward_file(tmp_path, "return [1.0] if responses == ['2'] else 1 / 0"))
     bad = [sample(n, response_text="bad") for n in range(FAILURES_IN_A_ROW - 1)]
-    out, taken, _ = score(node, [*bad, sample(), *bad])
-    assert (len(out.sent), len(taken.dropped)) == (1, 2 * len(bad))
+    record = score(node, [*bad, sample(), *bad])
+    assert (len(record.sent("scored")), len(record.lost)) == (1, 2 * len(bad))
 
 
 def test_preflight_tries_the_function_once(tmp_path: Path) -> None:
@@ -107,9 +110,9 @@ def test_synchronous_functions_run_in_a_process_that_a_timeout_kills(tmp_path: P
         tmp_path, "while response == 'bad': pass\n    return len(answer)", "def f(prompt, response, answer)"
     )
     node = Reward(TASK, function=place, timeout_s=1.0)
-    out, taken, _ = score(node, [sample(0), sample(1, response_text="bad"), sample(2)])
-    assert [(s.member, s.reward) for s in out.sent] == [(0, 1.0), (2, 1.0)]
-    assert [why for _, _, why in taken.dropped] == ["reward_timed_out"]
+    record = score(node, [sample(0), sample(1, response_text="bad"), sample(2)])
+    assert [(s.member, s.reward) for s in record.sent("scored")] == [(0, 1.0), (2, 1.0)]
+    assert record.reasons() == [("failed", "reward_timed_out")]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from flowrl.models.scorer import Scorer, load_scorer
 from flowrl.nodes import RewardModel, Shaping
 from flowrl.nodes.reward_model import renders_alike
 from flowrl.tasks import Task
+from flowrl.testing import NodeRecord, NodeRig, run_node, sample
 from flowrl.training.model.policy_model import companions
 from flowrl.training.model.value_model import load_scalar_model, write_scalar_model
-from tests.node_rig import FakeContext, InMemoryIn, InMemoryOut, attach, run, sample
 from tests.word_policy import EOS, make_policy
 
 
@@ -88,9 +88,8 @@ def test_a_conversation_without_response_is_refused(scorer: Scorer, turns: Any) 
         scorer.score([turns])
 
 
-def score(node: RewardModel, samples: list[Sample]) -> tuple[InMemoryOut, InMemoryIn, FakeContext]:
-    taken, out = InMemoryIn(samples), InMemoryOut()
-    return out, taken, run(node, rollouts=taken, scored=out)
+def score(node: RewardModel, samples: list[Sample]) -> NodeRecord:
+    return run_node(node, {"rollouts": samples}, preflight=False)
 
 
 def test_a_sample_of_the_same_tokenizer_is_scored_by_its_own_ids(
@@ -98,12 +97,13 @@ def test_a_sample_of_the_same_tokenizer_is_scored_by_its_own_ids(
 ) -> None:
     ids = np.array([1, 2, 0, 7, EOS], np.int32)
     given = [sample(0, token_ids=ids), sample(1, token_ids=ids[:4])]
-    out, _, context = score(RewardModel(str(reward_model), Policy(str(policy)), task), given)
+    record = score(RewardModel(str(reward_model), Policy(str(policy)), task), given)
+    found = record.sent("scored")
     expected = scorer.score_ids([ids])[0]
-    assert [s.reward for s in out.sent] == pytest.approx([expected] * 2), "a truncated response is ended for it"
-    assert [s.raw_reward for s in out.sent] == [s.reward_parts["reward_model"] for s in out.sent]
-    assert context.told == []
-    assert [event[0] for event in context.ledger.events] == ["scored"] * 2
+    assert [s.reward for s in found] == pytest.approx([expected] * 2), "a truncated response is ended for it"
+    assert [s.raw_reward for s in found] == [s.reward_parts["reward_model"] for s in found]
+    assert record.progress == []
+    assert [event[0] for event in record.ledger] == ["scored"] * 2
 
 
 def test_the_reward_is_normalised_and_shaped_and_the_raw_one_is_not(
@@ -111,7 +111,7 @@ def test_the_reward_is_normalised_and_shaped_and_the_raw_one_is_not(
 ) -> None:
     node = RewardModel(str(reward_model), Policy(str(policy)), task, normalise=True, shaping=Shaping(negate=True))
     given = sample(0, token_ids=np.array([1, 2, 3, EOS], np.int32))
-    (out,) = score(node, [given])[0].sent
+    (out,) = score(node, [given]).sent("scored")
     raw = scorer.score_ids([given.token_ids])[0]
     assert out.raw_reward == pytest.approx(raw)
     assert out.reward == pytest.approx(-(raw - 0.5) / 2.0)
@@ -131,83 +131,76 @@ def test_another_template_means_rendering_the_row_anew(
 
     row = load_rows(task).train[0]
     given = sample(0, prompt_id=row.prompt_id, response_text="w9", token_ids=np.array([5, 1, 5, 9], np.int32))
-    out, _, context = score(RewardModel(str(reward_model), Policy(str(other)), task), [given])
-    assert out.sent[0].reward == pytest.approx(scorer.score([(row.turns, "w9")])[0])
-    assert "rendered again" in context.told[0]
+    record = score(RewardModel(str(reward_model), Policy(str(other)), task), [given])
+    assert record.sent("scored")[0].reward == pytest.approx(scorer.score([(row.turns, "w9")])[0])
+    assert "rendered again" in record.progress[0]
 
 
 def test_what_waits_is_scored_in_one_pass(policy: Path, reward_model: Path, task: Task) -> None:
     """Five arrive while the first is being scored; they make the second pass together."""
     node = RewardModel(str(reward_model), Policy(str(policy)), task)
-    out, passes = InMemoryOut(), list[int]()
-    context = attach(node, rollouts=InMemoryIn([]), scored=out)
+    passes: list[int] = []
 
-    async def main() -> None:
+    async def main() -> NodeRecord:
         begun, go_on = asyncio.Event(), asyncio.Event()
 
         async def blocking(fn: Any, *args: Any) -> Any:
-            if args:
-                passes.append(len(args[0]))
-                begun.set()
-                await go_on.wait()
+            passes.append(len(args[0]))
+            begun.set()
+            await go_on.wait()
             return fn(*args)
 
-        context.blocking = blocking  # type: ignore[method-assign]
-        node.name = "reward_model"
-        await node.setup()
-        samples = [sample(n, token_ids=np.array([n, 1, 2, EOS], np.int32)) for n in range(6)]
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(node._score(samples[0]))
+        async with NodeRig(node, preflight=False) as rig:
+            node.context.blocking = blocking  # type: ignore[method-assign]
+            first, *rest = (sample(n, token_ids=np.array([n, 1, 2, EOS], np.int32)) for n in range(6))
+            rig.feed(node.rollouts, first)
             await begun.wait()
-            rest = [tasks.create_task(node._score(one)) for one in samples[1:]]
-            await asyncio.sleep(0)
+            rig.feed(node.rollouts, *rest)
+            await rig.taken(node.rollouts)
             go_on.set()
-            await asyncio.gather(*rest)
+            return await rig.finished()
 
-    asyncio.run(main())
+    assert len(asyncio.run(main()).sent(node.scored)) == 6
     assert passes == [1, 5]
-    assert len(out.sent) == 6
 
 
 def test_a_cancelled_pass_leaves_the_others_waiting(policy: Path, reward_model: Path, task: Task) -> None:
+    """The first one's group is given up while its pass, which the second waits for, is under way."""
     node = RewardModel(str(reward_model), Policy(str(policy)), task)
-    out = InMemoryOut()
-    context = attach(node, rollouts=InMemoryIn([]), scored=out)
 
-    async def main() -> None:
+    async def main() -> NodeRecord:
         begun, calls = asyncio.Event(), list[int]()
 
         async def blocking(fn: Any, *args: Any) -> Any:
-            if args:
-                calls.append(1)
-                begun.set()
-                if len(calls) == 1:
-                    await asyncio.Event().wait()
+            calls.append(1)
+            begun.set()
+            if len(calls) == 1:
+                await asyncio.Event().wait()
             return fn(*args)
 
-        context.blocking = blocking  # type: ignore[method-assign]
-        node.name = "reward_model"
-        await node.setup()
-        first, second = (sample(n, token_ids=np.array([n, 1, 2, EOS], np.int32)) for n in range(2))
-        leader = asyncio.create_task(node._score(first))
-        await begun.wait()
-        follower = asyncio.create_task(node._score(second))
-        await asyncio.sleep(0)
-        leader.cancel()
-        await follower
+        async with NodeRig(node, preflight=False) as rig:
+            node.context.blocking = blocking  # type: ignore[method-assign]
+            first, second = (sample(0, group=f"g{n}", token_ids=np.array([n, 1, 2, EOS], np.int32)) for n in range(2))
+            rig.feed(node.rollouts, first)
+            await begun.wait()
+            rig.feed(node.rollouts, second)
+            await rig.taken(node.rollouts)
+            rig.give_up("g0")
+            return await rig.finished()
 
-    asyncio.run(main())
-    assert [s.member for s in out.sent] == [1]
+    record = asyncio.run(main())
+    assert [s.group_id for s in record.sent(node.scored)] == ["g1"]
+    assert [one.message.group_id for one in record.lost] == ["g0"]  # type: ignore[attr-defined]
 
 
 def test_a_score_that_is_no_number_fails_its_sample(
     policy: Path, reward_model: Path, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Scorer, "score_ids", lambda self, ids: [float("nan")] * len(ids))
-    out, taken, context = score(RewardModel(str(reward_model), Policy(str(policy)), task), [sample(0)])
-    assert out.sent == []
-    assert [(state, why) for _, state, why in taken.dropped] == [("failed", "reward_not_finite")]
-    assert context.metrics == {"reward_not_finite": 1}
+    record = score(RewardModel(str(reward_model), Policy(str(policy)), task), [sample(0)])
+    assert record.sent("scored") == []
+    assert record.reasons() == [("failed", "reward_not_finite")]
+    assert record.metrics == {"reward_not_finite": 1}
 
 
 def test_what_is_no_reward_model_is_said_before_the_run(policy: Path, reward_model: Path, task: Task) -> None:

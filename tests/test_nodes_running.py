@@ -8,8 +8,9 @@ import pytest
 from flowrl.messages import Batch, Group
 from flowrl.nodes import AdaptiveKL, GroupAdvantage, TokenBatch
 from flowrl.nodes.running import Moments
+from flowrl.testing import run_node, scored
 from flowrl.training.advantage.estimate import Estimate, Scale
-from tests.node_rig import InMemoryIn, InMemoryOut, attach, members, run, scored
+from tests.groups import members
 
 D = 0.1
 """log π − log π_ref at every policy token: behavior −0.5, reference −0.6."""
@@ -22,10 +23,7 @@ def group(name: str, estimate: Estimate, *rewards: float) -> Group:
 
 
 def batches(node: TokenBatch, *groups: Group) -> list[Batch]:
-    out = InMemoryOut()
-    attach(node).window = 0
-    run(node, groups=InMemoryIn(list(enumerate(groups))), batches=out)
-    return out.sent
+    return run_node(node, {"groups": groups}, window=0, max_staleness=1).sent("batches")
 
 
 def last_advantages(batch: Batch) -> list[float]:

@@ -9,52 +9,49 @@ from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
 from flowrl.nodes import BestOfN, PairMaker
 from flowrl.nodes.judged import GIVE_UP_AFTER, judged_metrics
-from tests.node_rig import InMemoryIn, InMemoryOut, members, run, scored
+from flowrl.testing import NodeRecord, run_node, scored
+from tests.groups import arriving, members
 
 REWARDS = (0.2, 0.9, 0.9, -0.5)
 
 
-def through(node: Node, *rewards: float, size: int = 4) -> tuple[InMemoryOut, dict[str, str]]:
-    """What came out for one group of these rewards, and the reason of each that was filtered."""
-    taken, out = (
-        InMemoryIn([members([scored(m, reward) for m, reward in enumerate(rewards)], size=size)]),
-        InMemoryOut(),
-    )
-    run(node, scored=taken, groups=out)
-    assert {state for _, state, _ in taken.dropped} <= {"filtered"}
-    return out, {item.sample_id: reason for item, _, reason in taken.dropped}
+def through(node: Node, *rewards: float, size: int = 4) -> tuple[NodeRecord, dict[str, str]]:
+    """What came of one group of these rewards, and the reason of each that was filtered."""
+    group = members([scored(m, reward) for m, reward in enumerate(rewards)], size=size)
+    record = run_node(node, {"scored": arriving(group)})
+    assert {one.state for one in record.lost} <= {"filtered"}
+    return record, {one.message.sample_id: one.reason for one in record.lost}  # type: ignore[attr-defined]
 
 
 def test_the_first_of_the_best_is_imitated() -> None:
-    out, lost = through(BestOfN(size=4), *REWARDS)
-    (group,) = out.sent
+    record, lost = through(BestOfN(size=4), *REWARDS)
+    (group,) = record.sent("groups")
     (best,) = group.samples
     assert (best.sample_id, group.group_id, group.group_size) == ("g:1", "g", 4)
     np.testing.assert_array_equal(best.advantages, [0, 0, 0, 1, 1])
     assert lost == dict.fromkeys(("g:0", "g:2", "g:3"), "not_best")
-    assert [[sample.sample_id for sample in made] for made in out.made_from] == [["g:1"]]
+    assert [[sample.sample_id for sample in made] for made in record.made_from("groups")] == [["g:1"]]
 
 
 def test_the_best_may_be_too_bad() -> None:
-    out, lost = through(BestOfN(size=4, least_reward=1.0), *REWARDS)
-    assert out.sent == []
+    record, lost = through(BestOfN(size=4, least_reward=1.0), *REWARDS)
+    assert record.sent("groups") == []
     assert lost == {"g:0": "not_best", "g:1": "below_least", "g:2": "not_best", "g:3": "not_best"}
-    assert len(through(BestOfN(size=4, least_reward=0.9), *REWARDS)[0].sent) == 1
+    assert len(through(BestOfN(size=4, least_reward=0.9), *REWARDS)[0].sent("groups")) == 1
 
 
 def test_the_best_is_that_of_the_shaped_reward() -> None:
     items = [scored(0, 1.0, raw_reward=0.0), scored(1, 0.0, raw_reward=1.0)]
-    out = InMemoryOut()
-    run(BestOfN(size=2), scored=InMemoryIn([members(items, size=2)]), groups=out)
-    assert out.sent[0].samples[0].sample_id == "g:0"
+    (group,) = run_node(BestOfN(size=2), {"scored": items}).sent("groups")
+    assert group.samples[0].sample_id == "g:0"
 
 
 def test_the_best_against_the_worst() -> None:
-    out, lost = through(PairMaker(size=4), *REWARDS)
-    (group,) = out.sent
+    record, lost = through(PairMaker(size=4), *REWARDS)
+    (group,) = record.sent("groups")
     assert [(s.sample_id, s.label, s.pair) for s in group.samples] == [("g:1", 1, "g"), ("g:3", -1, "g")]
     assert lost == dict.fromkeys(("g:0", "g:2"), "not_paired")
-    assert [s.sample_id for s in out.made_from[0]] == ["g:1", "g:3"]
+    assert [s.sample_id for s in record.made_from("groups")[0]] == ["g:1", "g:3"]
 
 
 TIE = members([scored(m, 1.0, group="tie") for m in range(2)], size=2)
@@ -69,36 +66,35 @@ GOOD = members([scored(m, float(m), group="good", response=3) for m in range(2)]
     ],
 )
 def test_a_batch_knows_all_that_was_judged_for_it(node: Node, expected: dict[str, float]) -> None:
-    out = InMemoryOut()
-    run(node, scored=InMemoryIn([TIE, GOOD]), groups=out)
-    assert judged_metrics(out.sent) == expected | {"raw_reward_unfiltered_mean": 0.75}
+    found = run_node(node, {"scored": arriving(TIE, GOOD)}).sent("groups")
+    assert judged_metrics(found) == expected | {"raw_reward_unfiltered_mean": 0.75}
 
 
 @pytest.mark.parametrize("node", [PairMaker(size=2), BestOfN(size=2, least_reward=2.0)])
 def test_a_run_in_which_nothing_is_passed_on_any_more_ends(node: Node) -> None:
+    ties = [scored(m, 1.0, group=f"tie{n}") for n in range(GIVE_UP_AFTER + 1) for m in range(2)]
     with pytest.raises(FlowrlError, match=f"none of the last {GIVE_UP_AFTER} groups"):
-        run(node, scored=InMemoryIn([TIE] * (GIVE_UP_AFTER + 1)), groups=InMemoryOut())
+        run_node(node, {"scored": ties})
 
 
 @pytest.mark.parametrize("rewards", [(0.1, 0.1, 0.1), (0.0, 1e-9, 0.0)])
 def test_without_a_difference_there_is_no_pair(rewards: tuple[float, ...]) -> None:
-    out, lost = through(PairMaker(size=3), *rewards, size=3)
-    assert out.sent == [] and set(lost.values()) == {"tie"} and len(lost) == 3
+    record, lost = through(PairMaker(size=3), *rewards, size=3)
+    assert record.sent("groups") == [] and set(lost.values()) == {"tie"} and len(lost) == 3
 
 
 def test_what_is_left_of_a_group_may_be_too_small_for_a_pair() -> None:
     assert through(PairMaker(size=4), 1.0)[1] == {"g:0": "group_too_small"}
-    assert len(through(PairMaker(size=4), 1.0, 0.0)[0].sent) == 1
+    assert len(through(PairMaker(size=4), 1.0, 0.0)[0].sent("groups")) == 1
 
 
 def test_the_reference_is_the_round_or_comes_with_the_samples() -> None:
     reference = np.full(5, -0.25, np.float32)
     items = [scored(m, float(m), ref_logprobs=reference) for m in range(2)]
     for kind, expected in (("round", items[0].behavior_logprobs), ("initial", reference)):
-        out = InMemoryOut()
         node = PairMaker(size=2, reference=kind)  # type: ignore[arg-type]
-        run(node, scored=InMemoryIn([members(items, size=2)]), groups=out)
-        for sample in out.sent[0].samples:
+        (group,) = run_node(node, {"scored": items}).sent("groups")
+        for sample in group.samples:
             np.testing.assert_array_equal(sample.ref_logprobs, expected)
 
 

@@ -14,7 +14,7 @@ from flowrl.models import Policy
 from flowrl.nodes import PromptSource
 from flowrl.nodes.source import epoch_order, sampling_seed
 from flowrl.tasks import Task, load_rows
-from tests.node_rig import FakeContext, InMemoryOut, attach, run
+from flowrl.testing import NodeRecord, run_node
 
 TASK = Task("arithmetic:max_value=3")
 NUM_TRAIN = 13
@@ -27,12 +27,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
         yield
 
 
-def groups(source: PromptSource, *, tickets: int = 1 << 30, steps: int | None = None) -> list[list[Prompt]]:
-    out = InMemoryOut(tickets)
-    source.name = "prompts"
-    attach(source).steps = steps
-    run(source, prompts=out)
-    return out.groups
+RUN_SEED = 7
+
+
+def admitted(source: PromptSource, *, tickets: int | None = None, steps: int | None = None) -> NodeRecord:
+    return run_node(source, name="prompts", num_groups=tickets, steps=steps, seed=RUN_SEED)
+
+
+def groups(source: PromptSource, *, tickets: int | None = None, steps: int | None = None) -> list[list[Prompt]]:
+    return admitted(source, tickets=tickets, steps=steps).groups("prompts")
 
 
 def texts(source: PromptSource, **options: int | None) -> list[str]:
@@ -86,7 +89,7 @@ def test_the_cursor_goes_on_after_the_last_admitted_group() -> None:
 
 
 def test_the_order_is_that_of_the_seed_given_else_of_the_run() -> None:
-    assert texts(PromptSource(TASK, Policy("tiny"), seed=FakeContext.seed)) == texts(PromptSource(TASK, Policy("tiny")))
+    assert texts(PromptSource(TASK, Policy("tiny"), seed=RUN_SEED)) == texts(PromptSource(TASK, Policy("tiny")))
     assert texts(PromptSource(TASK, Policy("tiny"), seed=1)) != texts(PromptSource(TASK, Policy("tiny")))
 
 
@@ -94,11 +97,11 @@ def test_long_prompts_are_passed_over_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(f'{{"prompt": "{"x" * n}"}}' for n in range(1, 41)))
     source = PromptSource(Task(str(path)), Policy("tiny"), max_prompt_tokens=23)
-    found = groups(source)
+    record = admitted(source)
+    found = record.groups("prompts")
     assert found
     assert all(len(group[0].token_ids) <= 23 for group in found)
-    passed_over = source.context.metrics["prompts_too_long"]  # type: ignore[attr-defined]
-    assert passed_over + len(found) == len(load_rows(Task(str(path))).train)
+    assert record.metrics["prompts_too_long"] + len(found) == len(load_rows(Task(str(path))).train)
     with pytest.raises(ConfigError, match="longer than max_prompt_tokens = 2; raise it"):
         groups(PromptSource(Task(str(path)), Policy("tiny"), max_prompt_tokens=2))
 
@@ -113,7 +116,7 @@ def test_a_cursor_is_good_for_the_same_prompts_in_the_same_order(tmp_path: Path)
     source = PromptSource(TASK, Policy("tiny"))
     groups(source, tickets=5)
     assert (source.state()["epoch"], source.state()["position"]) == (0, 5)
-    saved = Saved(tmp_path, 1, FakeContext.seed, {0: source.state()})
+    saved = Saved(tmp_path, 1, RUN_SEED, {0: source.state()})
     assert PromptSource(TASK, Policy("tiny"), repeat=4).check_resume(saved) == []
     for other in (
         PromptSource(Task("arithmetic:max_value=4"), Policy("tiny")),
@@ -124,7 +127,7 @@ def test_a_cursor_is_good_for_the_same_prompts_in_the_same_order(tmp_path: Path)
         assert "the prompts of epoch 0 differ from those that the run was started with" in problem
     reseeded = replace(saved, seed=1)
     assert PromptSource(TASK, Policy("tiny")).check_resume(reseeded), "another --seed is another order"
-    assert PromptSource(TASK, Policy("tiny"), seed=FakeContext.seed).check_resume(reseeded) == []
+    assert PromptSource(TASK, Policy("tiny"), seed=RUN_SEED).check_resume(reseeded) == []
 
 
 def test_a_cursor_at_the_begin_of_an_epoch_is_good_for_any_prompts(tmp_path: Path) -> None:

@@ -7,9 +7,6 @@ several optimizer steps. `tests/oracle/plain.py` says what ought to come out.
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +18,10 @@ from torch import Tensor
 from tests.oracle import plain, plain_offline, rollouts
 from tests.oracle.cases import BATCHES, CASES, OracleCase
 from tests.oracle.offline import OFFLINE_CASES, OfflineCase
+from tests.ranks import run_ranks
 from tests.training_cases import VOCABULARY, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-RANKS = 2
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +34,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     chosen = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
     names = [case.name for case in chosen if isinstance(case, OracleCase | OfflineCase)]
     (directory / "cases.json").write_text(json.dumps(names))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.oracle.rank", str(rank), str(RANKS), port, str(directory)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=580)
-            assert rank.returncode == 0, output[-4000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks("tests.oracle.rank", directory, timeout_s=580)
     return directory
 
 

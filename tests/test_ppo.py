@@ -15,28 +15,28 @@ from flowrl import Graph, check
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster, Machine
-from flowrl.graph.ports import Members
 from flowrl.messages import Batch, Group, Scored, Values
 from flowrl.models import Policy
 from flowrl.nodes import AdaptiveKL, JoinedAdvantage, TokenBatch, Trainer
 from flowrl.runtime.telemetry.metrics import roles
+from flowrl.testing import run_node, sample, scored
 from flowrl.training.advantage.advantages import advantages
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.value_objective import ValueObjective
-from tests.node_rig import InMemoryIn, InMemoryOut, members, run, sample, scored
+from tests.groups import members
 
 GAE = Estimate("gae", gamma=0.9, lam=0.8, kl_coef=0.1)
 
 
 class Critic:
-    """A Call port answered with V = 0.25 · position before every policy token."""
+    """Answers with V = 0.25 · position before every policy token."""
 
     def __init__(self, version: int = 3) -> None:
         self.version = version
         self.asked: list[Batch] = []
 
-    async def call(self, request: Batch, **how: Any) -> Values:
+    def __call__(self, request: Batch) -> Values:
         self.asked.append(request)
         return Values(self.version, tuple(values_of(s) for s in request.samples))
 
@@ -56,9 +56,7 @@ def groups(names: str = "ab") -> list[Group]:
 
 
 def batches(node: TokenBatch, arrivals: Sequence[Group], critic: Critic) -> list[Batch]:
-    out = InMemoryOut()
-    run(node, groups=InMemoryIn(list(enumerate(arrivals))), batches=out, values=critic)
-    return out.sent
+    return run_node(node, {"groups": arrivals}, answers={"values": critic}).sent("batches")
 
 
 def test_a_batch_is_valued_at_once_and_whitened_as_a_whole() -> None:
@@ -99,9 +97,9 @@ def test_the_kl_of_the_reward_is_steered_batch_by_batch() -> None:
 
 def test_advantages_that_nobody_made_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"reached the batcher without advantages.*join its port values to a Critic"):
-        run(TokenBatch(2), groups=InMemoryIn(list(enumerate(groups()))), batches=InMemoryOut())
+        run_node(TokenBatch(2), {"groups": groups()})
     with pytest.raises(ConfigError, match=r"'gae' needs a critic's values.*with g.call"):
-        run(TokenBatch(2, estimate=GAE), groups=InMemoryIn(list(enumerate(groups()))), batches=InMemoryOut())
+        run_node(TokenBatch(2, estimate=GAE), {"groups": groups()})
 
 
 def test_a_critic_that_nothing_would_be_asked_of_is_an_error() -> None:
@@ -116,23 +114,22 @@ def test_values_of_two_versions_in_one_batch_are_refused() -> None:
         one = referenced(0, 1.0, name, 2)
         return node.group(members([dataclasses.replace(one, values=values_of(one), values_version=version)], size=1))
 
-    arrivals = list(enumerate([valued("a", 1), valued("b", 2)]))
+    arrivals = [valued("a", 1), valued("b", 2)]
     with pytest.raises(FlowrlError, match="values of the critic's versions 1 to 2"):
-        run(TokenBatch(2, estimate=GAE), groups=InMemoryIn(arrivals), batches=InMemoryOut())
+        run_node(TokenBatch(2, estimate=GAE), {"groups": arrivals})
 
 
 def test_both_branches_of_a_sample_meet_in_its_group() -> None:
-    pairs = [
-        (scored(m, float(m)), dataclasses.replace(sample(m), ref_logprobs=np.full(5, m, np.float32))) for m in (0, 1)
-    ]
-    came = InMemoryIn([Members("g", 0, 2, tuple(pairs), ())])
-    came.join = lambda others: came  # type: ignore[method-assign, assignment]
-    out = InMemoryOut()
-    run(JoinedAdvantage(Estimate("dr_grpo"), size=2), scored=came, referenced=came, groups=out)
-    (group,) = out.sent
+    firsts = [scored(m, float(m)) for m in (0, 1)]
+    seconds = [dataclasses.replace(sample(m), ref_logprobs=np.full(5, m, np.float32)) for m in (1, 0)]
+    node = JoinedAdvantage(Estimate("dr_grpo"), size=2)
+    record = run_node(node, {"scored": firsts, "referenced": seconds})
+    (group,) = record.sent("groups")
     assert [one.ref_logprobs[0] for one in group.samples] == [0.0, 1.0]
     assert [list(one.advantages[3:]) for one in group.samples] == [[-0.5, -0.5], [0.5, 0.5]]
-    assert out.made_from == [[pairs[0][0], pairs[1][0]]], "what was received, not the copies"
+    (made_from,) = record.made_from("groups")
+    received = [firsts[0], seconds[1], firsts[1], seconds[0]]
+    assert list(map(id, made_from)) == list(map(id, received)), "what was received, not the copies"
 
 
 # The objective

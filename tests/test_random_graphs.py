@@ -6,9 +6,7 @@ FLOWRL_RANDOM_SEED and FLOWRL_RANDOM_GRAPHS give other seeds and more of them; t
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -21,7 +19,6 @@ from flowrl import Cluster, Machine, check
 from flowrl.channel.tickets import Tickets
 from flowrl.runtime.ledger import accounting
 from flowrl.runtime.ledger.ledger_client import LedgerClient
-from tests.random_graphs.clock import Stuck, run_virtually
 from tests.random_graphs.drawing import draw
 from tests.random_graphs.graph import Config, graph
 from tests.random_graphs.kinds import KINDS
@@ -168,26 +165,3 @@ def test_graphs_are_legal() -> None:
     cluster = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30),))
     refused = [check(graph(Config(seed)), cluster).problems for seed in range(30)]
     assert refused == [()] * 30
-
-
-def test_virtual_time_jumps_to_the_next_timer_and_finds_what_can_never_go_on() -> None:
-    order: list[str] = []
-
-    async def sleep(name: str, for_s: float) -> None:
-        await asyncio.sleep(for_s)
-        order.append(name)
-
-    async def long() -> float:
-        await asyncio.gather(sleep("late", 5000.0), sleep("early", 3000.0), asyncio.to_thread(order.append, "thread"))
-        return asyncio.get_running_loop().time()
-
-    began_s = time.monotonic()
-    assert run_virtually(long()) == pytest.approx(5000.0)
-    assert order == ["thread", "early", "late"]
-    assert time.monotonic() - began_s < 60
-
-    async def never() -> None:
-        await asyncio.get_running_loop().create_future()
-
-    with pytest.raises(Stuck, match="nothing is left that could happen, at 0"):
-        run_virtually(never())

@@ -301,7 +301,7 @@ FUNCTION = """
 import time
 def half(prompts, responses, answer=None):
     if "loop" in responses:
-        time.sleep(60)
+        time.sleep(60)  # under test: longer than --timeout-s
     return [len(r) / 2 for r in responses]
 """
 

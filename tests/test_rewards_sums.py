@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from flowrl.nodes import Reward, Shaping
 from flowrl.tasks import Task, reward_parts
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import Part, open_reward, parse_reward
-from tests.node_rig import InMemoryIn, InMemoryOut, run, sample
+from flowrl.testing import run_node, sample
 
 RULES = """
 async def length(prompts, responses): return [float(len(r)) for r in responses]
@@ -106,11 +105,10 @@ def test_the_node_logs_each_part_and_shapes_the_sum(rules: str) -> None:
     node = Reward(
         Task("arithmetic:max_value=9"), function=f"verifier + 0.25*{rules}:length", shaping=Shaping(clip=(0, 1))
     )
-    out: Any = InMemoryOut()
-    run(node, rollouts=InMemoryIn([sample(0), sample(1, response_text="33")]), scored=out)
-    assert [s.reward for s in out.sent] == [1.0, 0.5]
-    assert [s.raw_reward for s in out.sent] == [1.25, 0.5]
-    assert [dict(s.reward_parts) for s in out.sent] == [
+    found = run_node(node, {"rollouts": [sample(0), sample(1, response_text="33")]}).sent("scored")
+    assert [s.reward for s in found] == [1.0, 0.5]
+    assert [s.raw_reward for s in found] == [1.25, 0.5]
+    assert [dict(s.reward_parts) for s in found] == [
         {"verifier": 1.0, "length": 1.0},
         {"verifier": 0.0, "length": 2.0},
     ]

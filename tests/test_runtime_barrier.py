@@ -8,6 +8,7 @@ import pytest
 
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.driver.barrier import BatchEnd, Locks
+from tests.ticks import ticks
 
 
 def ask(node: str) -> dict[str, str]:
@@ -27,7 +28,7 @@ def test_turns_go_in_order_of_asking() -> None:
         async with asyncio.TaskGroup() as tasks:
             for node in "abc":
                 tasks.create_task(take(node))
-            await asyncio.sleep(0)
+            await ticks()
             assert order == []
             locks.release("h", ask("first"))
         return order
@@ -40,7 +41,7 @@ def test_a_cancelled_wait_leaves_the_queue() -> None:
         locks = Locks()
         await locks.take("h", ask("a"))
         waiting = asyncio.ensure_future(locks.take("h", ask("b")))
-        await asyncio.sleep(0)
+        await ticks()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         locks.release("h", ask("a"))
@@ -55,7 +56,7 @@ def test_a_wait_that_is_cancelled_as_its_turn_comes_passes_it_on(cancel_first: b
         locks = Locks()
         await locks.take("h", ask("a"))
         given_up, next_one = (asyncio.ensure_future(locks.take("h", ask(node))) for node in "bc")
-        await asyncio.sleep(0)
+        await ticks()
         if cancel_first:
             given_up.cancel()
         locks.release("h", ask("a"))
@@ -72,7 +73,7 @@ def test_giving_up_a_wait_does_not_end_another_turn_of_the_same_node() -> None:
         await locks.take("h", ask("a") | {"claim": 1})
         locks.release("h", ask("a") | {"claim": 2})  # its request was cancelled before it was read
         waiting = asyncio.ensure_future(locks.take("h", ask("b")))
-        await asyncio.sleep(0)
+        await ticks()
         assert not waiting.done()
         locks.release("h", ask("a") | {"claim": 1})
         await waiting
@@ -88,10 +89,10 @@ def test_the_ranks_of_a_gang_hold_a_turn_together() -> None:
         locks = Locks()
         await locks.take("h", asks("trainer/0"))
         reference = asyncio.ensure_future(locks.take("h", asks("reference/0")))
-        await asyncio.sleep(0)
+        await ticks()
         await locks.take("h", asks("trainer/1"))
         locks.release("h", asks("trainer/0"))
-        await asyncio.sleep(0)
+        await ticks()
         early = reference.done()
         locks.release("h", asks("trainer/1"))
         await reference
@@ -106,7 +107,7 @@ def test_only_the_holder_ends_a_turn() -> None:
         await locks.take("h", ask("a"))
         locks.release("h", ask("b"))
         waiting = asyncio.ensure_future(locks.take("h", ask("c")))
-        await asyncio.sleep(0)
+        await ticks()
         taken = waiting.done()
         waiting.cancel()
         return taken
@@ -130,7 +131,7 @@ def test_the_checkpoint_is_written_once_when_all_trainers_stand() -> None:
             events.append(f"{name} passed 4")
 
         first = asyncio.ensure_future(trainer("a"))
-        await asyncio.sleep(0)
+        await ticks()
         assert events == ["a passed 3"]
         await asyncio.gather(first, trainer("b"))
         return events
@@ -149,11 +150,11 @@ def test_a_rank_that_gives_up_waiting_at_the_barrier_does_not_count() -> None:
 
         end = BatchEnd(2, lambda version: True, write)
         given_up = asyncio.ensure_future(end.arrive("h", {"version": 1}))
-        await asyncio.sleep(0)
+        await ticks()
         given_up.cancel()
         await asyncio.wait([given_up])
         again = asyncio.ensure_future(end.arrive("h", {"version": 1}))
-        await asyncio.sleep(0)
+        await ticks()
         assert not again.done() and written == []
         await end.arrive("h", {"version": 1})
         await again
@@ -186,7 +187,7 @@ def test_a_lease_is_held_while_any_turn_is_open() -> None:
         await one.begin()
         other = asyncio.ensure_future(two.begin())
         await one.end()
-        await asyncio.sleep(0)
+        await ticks()
         assert not other.done()
         await one.end()
         await other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 from flowrl.errors import FlowrlError, GraphError
 from flowrl.graph.analysis.check import check
 from flowrl.graph.load import load_file
-from tests.in_process import CLUSTER, Ran, run
+from flowrl.testing import EIGHT_CORES, GraphRun, run_graph
+from tests.in_process import looking_every
 
 WAYS = Path(__file__).parent / "graphs_branches" / "ways.py"
 
 
-def ways(tmp_path: Path, kind: str, *, steps: int | None = None, **config: Any) -> Ran:
-    return run(WAYS, tmp_path / "run", {"kind": kind} | config, steps=steps, within_s=40).raise_for_error()
+def ways(tmp_path: Path, kind: str, *, steps: int | None = None, **config: Any) -> GraphRun:
+    return run_graph(WAYS, tmp_path / "run", {"kind": kind} | config, steps=steps, timeout_s=40)
 
 
 def seen() -> list[Any]:
@@ -28,13 +30,19 @@ def seen() -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
+def looked_at() -> Iterator[None]:
+    with looking_every(1.0):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def forget() -> None:
     for module in list(sys.modules.values()):
         if str(getattr(module, "__file__", "")) == str(WAYS):
             module.SEEN.clear()
 
 
-def used_by(ran: Ran) -> dict[str, int]:
+def used_by(ran: GraphRun) -> dict[str, int]:
     return dict(ran.rows("SELECT trainer, COUNT(*) FROM uses GROUP BY trainer"))
 
 
@@ -43,7 +51,7 @@ def test_what_a_tap_drops_is_nothing_to_sample_ticket_and_steps(tmp_path: Path, 
     ran = ways(tmp_path, kind, steps=12)
     assert ran.steps == list(range(1, 13))
     assert ran.states() == {"trained": 48}
-    assert max(record["staleness_max"] for record in ran.screen.records) <= 1
+    assert max(record["staleness_max"] for record in ran.view.records) <= 1
     assert ran.rows("SELECT state, COUNT(*) FROM tickets GROUP BY state") == [("trained", 24)]
     assert ran.audit().ok, str(ran.audit())
 
@@ -100,7 +108,7 @@ def test_ways_that_meet_again_bring_each_sample_once(tmp_path: Path, size: int) 
 
 
 def test_a_sample_that_comes_by_two_ways_at_once_is_an_error_of_the_graph(tmp_path: Path) -> None:
-    ran = run(WAYS, tmp_path / "run", {"kind": "both"}, steps=3, within_s=40)
+    ran = run_graph(WAYS, tmp_path / "run", {"kind": "both"}, steps=3, timeout_s=40, must_succeed=False)
     assert "collect.samples received member" in str(ran.error) and "over two paths" in str(ran.error)
 
 
@@ -137,7 +145,7 @@ def test_a_take_with_a_time_limit_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_members_of_one_number_are_refused_when_they_are_admitted(tmp_path: Path) -> None:
-    ran = run(WAYS, tmp_path / "run", {"kind": "twins"}, steps=3, within_s=40)
+    ran = run_graph(WAYS, tmp_path / "run", {"kind": "twins"}, steps=3, timeout_s=40, must_succeed=False)
     assert "admitted group 'group0' with 2 members that have the number 0" in str(ran.error)
 
 
@@ -145,7 +153,7 @@ def test_members_of_one_number_are_refused_when_they_are_admitted(tmp_path: Path
 def test_a_trainer_that_books_one_rank_of_its_gang_is_told(tmp_path: Path, num_groups: int) -> None:
     """At the end of its data; and where the tickets that do not return stop the run, beside the deadlock."""
     config = {"kind": "forgetful", "ranks": 2, "num_groups": num_groups}
-    error = run(WAYS, tmp_path / "run", config, within_s=40).error
+    error = run_graph(WAYS, tmp_path / "run", config, timeout_s=40, must_succeed=False).error
     assert isinstance(error, FlowrlError)
     assert str(error).startswith("trainer 'trainer' finished batches with ")
     assert "in a gang those of all ranks" in str(error)
@@ -154,7 +162,7 @@ def test_a_trainer_that_books_one_rank_of_its_gang_is_told(tmp_path: Path, num_g
 
 def test_the_end_of_the_data_can_be_resumed(tmp_path: Path) -> None:
     """Five groups, two a batch: the last one waits alone while a checkpoint is made."""
-    ran = run(WAYS, tmp_path / "run", {"num_groups": 5, "per_batch": 2}, save_every=1, keep=0).raise_for_error()
+    ran = run_graph(WAYS, tmp_path / "run", {"num_groups": 5, "per_batch": 2}, save_every=1, keep=0)
     assert ran.steps == [1, 2, 3]
     for last in (1, 2):
         killed = Path(shutil.copytree(tmp_path / "run", tmp_path / f"killed-{last}"))
@@ -162,7 +170,7 @@ def test_the_end_of_the_data_can_be_resumed(tmp_path: Path) -> None:
             if int(path.name[5:]) > last:
                 shutil.rmtree(path)
         config = {"num_groups": 5, "per_batch": 2}
-        again = run(WAYS, killed, config, resume=True, save_every=1).raise_for_error()
+        again = run_graph(WAYS, killed, config, resume=True, save_every=1)
         assert again.steps == list(range(last + 1, 4))
         assert again.states() == {"trained": 10}
         assert again.audit().ok, str(again.audit())
@@ -173,7 +181,7 @@ def test_the_end_of_the_data_can_be_resumed(tmp_path: Path) -> None:
 
 def problems(**config: Any) -> tuple[str, ...]:
     loaded = load_file(WAYS)
-    return check(loaded.build(loaded.config_type(**config)), CLUSTER).problems
+    return check(loaded.build(loaded.config_type(**config)), EIGHT_CORES).problems
 
 
 def test_a_mask_has_no_meaning_for_a_trainer_of_other_batches() -> None:
@@ -193,7 +201,7 @@ def test_the_graphs_of_these_tests_are_legal() -> None:
         assert problems(kind=kind) == (), kind
     with pytest.raises(GraphError):
         loaded = load_file(WAYS)
-        check(loaded.build(loaded.config_type(staleness=-1)), CLUSTER).raise_for_problems()
+        check(loaded.build(loaded.config_type(staleness=-1)), EIGHT_CORES).raise_for_problems()
 
 
 def test_ways_that_were_joined_are_one_and_groups_of_two_ways_are_two() -> None:
@@ -203,7 +211,7 @@ def test_ways_that_were_joined_are_one_and_groups_of_two_ways_are_two() -> None:
     meet, batcher = graph.nodes["meet"], graph.nodes["batcher"]
     graph.connect(meet.ports["out"], second.samples)  # type: ignore[arg-type]
     graph.connect(second.groups, batcher.ports["groups"])  # type: ignore[arg-type]
-    (problem,) = check(graph, CLUSTER).problems
+    (problem,) = check(graph, EIGHT_CORES).problems
     assert "batcher.groups receives every message of meet.out 2 times" in problem
 
 
@@ -212,10 +220,10 @@ def test_trainers_of_different_batches_are_saved_and_resumed_each_at_its_own_ver
     tmp_path: Path, swapped: bool
 ) -> None:
     config = {"kind": "two", "swapped": swapped, "ranks": 2}
-    first = run(WAYS, tmp_path / "run", config, steps=6, save_every=2).raise_for_error()
+    first = run_graph(WAYS, tmp_path / "run", config, steps=6, save_every=2)
     made = dict(first.rows("SELECT trainer, MAX(step) FROM uses GROUP BY trainer"))
     assert made["trainer"] == 6 and made["value_trainer"] != 6
-    again = run(WAYS, tmp_path / "run", config, steps=12, save_every=2, resume=True).raise_for_error()
+    again = run_graph(WAYS, tmp_path / "run", config, steps=12, save_every=2, resume=True)
     assert again.steps == list(range(7, 13))
     for trainer in ("trainer", "value_trainer"):
         steps = [step for (step,) in again.rows("SELECT DISTINCT step FROM uses WHERE trainer = ? ORDER BY 1", trainer)]
@@ -232,5 +240,5 @@ def test_a_group_that_is_given_up_ends_its_members_wherever_they_are(tmp_path: P
 
 def test_a_group_that_another_branch_may_want_is_not_given_up(tmp_path: Path) -> None:
     config = {"kind": "gives_up", "size": 3, "beside": True}
-    ran = run(WAYS, tmp_path / "run", config, steps=3, within_s=40)
+    ran = run_graph(WAYS, tmp_path / "run", config, steps=3, timeout_s=40, must_succeed=False)
     assert "trainer can still receive samples of this group over branches that do not pass this node" in str(ran.error)

@@ -10,7 +10,8 @@ from flowrl.runtime.driver import checkpoint_clock
 from flowrl.runtime.driver.checkpoint_clock import CheckpointClock
 from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.driver.options import RunOptions
-from tests.in_process import run
+from flowrl.testing import run_graph
+from tests.in_process import seeing_the_driver
 
 WAYS = Path(__file__).parent / "graphs_branches" / "ways.py"
 
@@ -55,8 +56,8 @@ def test_steps_time_and_none_at_the_last_step(now: list[float]) -> None:
 
 
 def test_a_run_makes_checkpoints_by_time(tmp_path: Path) -> None:
-    ran = run(WAYS, tmp_path / "run", {"kind": "plain", "ranks": 2}, steps=4, save_minutes=1e-9, keep=0)
-    assert ran.raise_for_error().audit().ok
+    ran = run_graph(WAYS, tmp_path / "run", {"kind": "plain", "ranks": 2}, steps=4, save_minutes=1e-9, keep=0)
+    assert ran.audit().ok
     assert checkpoints(tmp_path) == ["step_000001", "step_000002", "step_000003", "step_000004"]
 
 
@@ -71,11 +72,12 @@ def test_a_terminated_run_has_a_checkpoint_of_the_batch_at_hand(tmp_path: Path) 
 
         driver.on_step = stepped  # type: ignore[method-assign]
 
-    ran = run(WAYS, tmp_path / "run", {"kind": "plain"}, prepare=terminate_at_two, keep=0).raise_for_error()
+    with seeing_the_driver(terminate_at_two):
+        ran = run_graph(WAYS, tmp_path / "run", {"kind": "plain"}, keep=0)
     assert ran.outcome is not None and ran.outcome.interrupted
     assert "step_000002" in checkpoints(tmp_path)
     assert checkpoints(tmp_path)[-1] == f"step_{ran.outcome.steps:06d}"
-    assert any("terminated: writing a checkpoint after the current batch" in line for line in ran.screen.lines)
+    assert any("terminated: writing a checkpoint after the current batch" in line for line in ran.view.lines)
 
 
 def checkpoints(tmp_path: Path) -> list[str]:

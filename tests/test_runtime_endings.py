@@ -16,22 +16,22 @@ from flowrl.errors import NodeFailed
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild
 from flowrl.runtime.activity import hostloop
-from flowrl.runtime.host import host_engine as engines
 from flowrl.runtime.host.actor import HostActor
 from flowrl.runtime.host.context import ReplicaPlace
 from flowrl.runtime.host.host_engine import HostSpec
+from flowrl.testing import EIGHT_CORES, GraphRun, run_graph
 from tests.graphs_alive.odd import RAISED
-from tests.in_process import CLUSTER, Ran, run
 
 NAMES = {"exit": "SystemExit", "interrupt": "KeyboardInterrupt"}
 ODD = Path(__file__).parent / "graphs_alive" / "odd.py"
 
 
-def ran(directory: Path, where: str, what: str, *, steps: int = 6, **options: Any) -> Ran:
-    return run(ODD, directory, {"where": where, "what": what}, steps=steps, within_s=20, **options)
+def ran(directory: Path, where: str, what: str, *, steps: int = 6, **options: Any) -> GraphRun:
+    config = {"where": where, "what": what}
+    return run_graph(ODD, directory, config, steps=steps, timeout_s=20, must_succeed=False, **options)
 
 
-def failure(done: Ran, *, before: int = 3) -> NodeFailed:
+def failure(done: GraphRun, *, before: int = 3) -> NodeFailed:
     """What ended the run, before its step `before`."""
     assert isinstance(done.error, NodeFailed), repr(done.error)
     assert done.error.node == "odd" and done.steps[-1:] < [before], "it went on"
@@ -67,7 +67,8 @@ def test_a_turn_that_cancels_itself_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_finite_data_do_not_end_early_over_a_cancellation(tmp_path: Path) -> None:
-    done = run(ODD, tmp_path, {"where": "turn", "what": "awaited", "groups": 8}, within_s=20)
+    config = {"where": "turn", "what": "awaited", "groups": 8}
+    done = run_graph(ODD, tmp_path, config, timeout_s=20, must_succeed=False)
     failure(done)
 
 
@@ -83,15 +84,12 @@ def test_an_exception_in_close_is_told_and_changes_nothing_else(tmp_path: Path) 
     for what in ("memory", "awaited", "exit"):
         done = ran(tmp_path / what, "close", what).raise_for_error()
         assert done.steps == [1, 2, 3, 4, 5, 6] and done.audit().ok
-        (told,) = done.screen.warnings
+        (told,) = done.view.warnings
         assert "when the run was closed, node 'odd', replica 0, failed" in told
 
 
-def test_what_ends_a_program_in_a_task_leaves_the_hosts_loop_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_a_program_in_a_task_leaves_the_hosts_loop_running(tmp_path: Path) -> None:
     """SystemExit passes through the loop whatever awaits the task; here on the loop and thread of a real host."""
-    monkeypatch.setattr(engines, "meeting_place", lambda *, alone: "")
     for what in ("exit", "interrupt"):
         failed = asyncio.run(_host_runs(tmp_path, {"where": "task", "what": what, "groups": 12}))
         assert failed["node"] == "odd" and NAMES[what] in failed["reason"], failed
@@ -99,7 +97,7 @@ def test_what_ends_a_program_in_a_task_leaves_the_hosts_loop_running(
 
 async def _host_runs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What the one host of the graph answers to `run`, with a driver that admits everything."""
-    plan = make_plan(rebuild(str(ODD), config)[0], CLUSTER)
+    plan = make_plan(rebuild(str(ODD), config)[0], EIGHT_CORES)
     (host,) = plan.hosts
     run_id = uuid.uuid4().hex[:10]
     endpoint = Endpoint("driver", run_id=run_id, driver_pid=os.getpid())

@@ -131,9 +131,8 @@ def test_the_second_interrupt_stops_at_once(tmp_path: Path, ray: dict[str, str])
 
 def test_a_deadlock_is_reported_with_its_cycle_and_waits_can_be_asked_for(tmp_path: Path, ray: dict[str, str]) -> None:
     run = Run(GRAPHS / "deadlock.py", tmp_path / "run", env=ray)
-    run.until("training$")
+    run.until("source/0: its next send has no room")
     start_s = time.monotonic()
-    time.sleep(2)  # until both stand
     os.kill(run.process.pid, signal.SIGUSR1)
     run.until(r"source/0 waits: credit of source.lefts -> pairs.lefts for \d+ s")
     assert run.wait() == 2

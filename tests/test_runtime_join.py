@@ -25,7 +25,8 @@ from flowrl.runtime.ports.inbound import Inbound
 from flowrl.runtime.ports.join import Joined
 from flowrl.runtime.ports.outbound import Outbound
 from flowrl.runtime.telemetry.trace import TraceBuffer
-from tests.node_rig import sample, scored
+from flowrl.testing import sample, scored
+from tests.ticks import ticks
 
 PLACE = ReplicaPlace("meet", 0, 1, "", 0, None, (), (), None, 0, "join-test")
 
@@ -51,8 +52,7 @@ class Branch:
         self._dice = dice
 
     async def take(self) -> Delivered:
-        for _ in range(self._dice.randrange(4)):
-            await asyncio.sleep(0)
+        await ticks(self._dice.randrange(4))
         if not self._left:
             raise EndOfStream
         return self._left.pop(0)

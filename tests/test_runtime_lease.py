@@ -20,6 +20,7 @@ from flowrl.graph.node import Node
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.driver.barrier import Locks
 from tests.channel_rig import play
+from tests.ticks import ticks
 
 
 class Driver:
@@ -76,20 +77,15 @@ class Model(Node):
         self._device.on_it.add(self.name)
         assert len(self._device.on_it) == 1, "two hosts on one device"
         self._device.moving.set()
-        await turns_of_the_loop(self._num_turns)
+        await ticks(self._num_turns)
         self._device.log.append(f"{self.name} has it")
 
     async def on_release(self) -> None:
         assert self._device.on_it == {self.name}
         self._device.moving.set()
-        await turns_of_the_loop(self._num_turns)
+        await ticks(self._num_turns)
         self._device.on_it.remove(self.name)
         self._device.log.append(f"{self.name} gives it back")
-
-
-async def turns_of_the_loop(count: int = 60) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 class Turn:
@@ -135,10 +131,10 @@ def test_one_host_works_at_a_time_and_nothing_is_left_whatever_is_cancelled(seed
             elif choice < 0.6 and turns:
                 random.choice(turns).let_go()
             else:
-                await asyncio.sleep(0)
+                await ticks()
         for turn in turns:
             turn.let_go()
-        await turns_of_the_loop(60 * (len(turns) + 1))
+        await ticks(60 * (len(turns) + 1))
         assert all(turn.task.done() for turn in turns), "somebody waits for a turn that nobody holds"
         assert all(turn.task.cancelled() or turn.task.exception() is None for turn in turns)
         assert driver.idle and device.on_it == set() and driver.errors == []
@@ -154,14 +150,14 @@ def test_a_word_that_comes_when_the_wait_was_cancelled_gives_the_turn_back() -> 
         one = driver.lease("one/0", Model(device, "one/0"))
         two = driver.lease("two/0", Model(device, "two/0"))
         turn = Turn(one, device, "one/0")
-        await turns_of_the_loop(num_turns)
+        await ticks(num_turns)
         began = turn.working
         turn.task.cancel()
         other = Turn(two, device, "two/0")
-        await turns_of_the_loop()
+        await ticks(60)
         assert turn.task.cancelled() and other.working
         other.let_go()
-        await turns_of_the_loop()
+        await ticks(60)
         assert driver.idle and other.task.done()
         return began
 
@@ -177,16 +173,16 @@ def test_a_hook_is_never_interrupted_and_the_cancel_comes_after_it() -> None:
         await device.moving.wait()
         for _ in range(3):
             turn.task.cancel()
-            await turns_of_the_loop(2)
-        await turns_of_the_loop()
+            await ticks(2)
+        await ticks(60)
         assert turn.task.cancelled() and device.log == ["one/0 has it", "one/0 gives it back"]
         turn = Turn(lease, device, "one/0")
-        await turns_of_the_loop()
+        await ticks(60)
         device.moving.clear()
         turn.let_go()
         await device.moving.wait()
         turn.task.cancel()
-        await turns_of_the_loop()
+        await ticks(60)
         assert turn.task.cancelled() and driver.idle and len(device.log) == 4
 
     play(main())
@@ -197,14 +193,14 @@ def test_turns_of_one_host_share_the_lease() -> None:
         device, driver = Device(), Driver()
         lease = driver.lease("one/0", Model(device, "one/0"))
         turns = [Turn(lease, device, "one/0") for _ in range(3)]
-        await turns_of_the_loop()
+        await ticks(60)
         assert all(turn.working for turn in turns)
         turns[0].task.cancel()
         turns[1].let_go()
-        await turns_of_the_loop()
+        await ticks(60)
         assert device.log == ["one/0 has it"]
         turns[2].let_go()
-        await turns_of_the_loop()
+        await ticks(60)
         assert device.log == ["one/0 has it", "one/0 gives it back"] and driver.idle
 
     play(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from flowrl.runtime.driver import lookout as lookout_module
 from flowrl.runtime.driver.hosts import Hosts
 from flowrl.runtime.driver.lookout import Lookout
 from flowrl.runtime.driver.stall import Topology
+from flowrl.testing import VirtualClock
 
 CYCLE = Topology(
     producers={"b.inputs": ("a",)}, consumers={"a.items -> b.inputs": ("b",)}, servers={}, ticket_holders=()
@@ -55,7 +56,12 @@ class Process:
 Body = Callable[[Lookout, dict[str, Process], list[str]], Awaitable[None]]
 
 
-def watched(body: Body, *, flush: Callable[[dict[str, Process]], Any] = lambda processes: None) -> None:
+def watched(
+    body: Body,
+    *,
+    flush: Callable[[dict[str, Process]], Any] = lambda processes: None,
+    run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
+) -> None:
     """Run `body` with a lookout over two hosts, "a" and "b". `flush` happens in each of their flushes."""
 
     async def main() -> None:
@@ -88,7 +94,7 @@ def watched(body: Body, *, flush: Callable[[dict[str, Process]], Any] = lambda p
             for endpoint in endpoints.values():
                 await endpoint.close()
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_two_looks_with_quiet_links_between_them_prove_a_deadlock() -> None:
@@ -138,9 +144,7 @@ def test_a_host_that_does_not_answer_is_named_once_and_asked_once(monkeypatch: p
     watched(body)
 
 
-def test_whose_answer_is_long_in_coming_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookout_module, "TELL_AFTER_S", 0.01)
-
+def test_whose_answer_is_long_in_coming_is_told() -> None:
     async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
         late: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -148,13 +152,14 @@ def test_whose_answer_is_long_in_coming_is_told(monkeypatch: pytest.MonkeyPatch)
             return 1
 
         asked = asyncio.create_task(lookout.answers("pause", {"a": now(), "b": late}))
-        while not told:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await asyncio.sleep(lookout_module.TELL_AFTER_S - 1)  # of virtual time
+        assert not told
+        await asyncio.sleep(2)  # of virtual time
         late.set_result(2)
         assert await asked == [1, 2]
-        assert told[0] == "'pause' waits for b, for 0 s now"
+        assert told == ["'pause' waits for b, for 0 s now"]
 
-    watched(body)
+    watched(body, run=VirtualClock().run)
 
 
 def test_what_the_driver_does_is_told_and_is_no_deadlock() -> None:

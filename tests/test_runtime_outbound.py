@@ -17,8 +17,9 @@ from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.ports.inbound import Inbound
 from flowrl.runtime.ports.outbound import Outbound
 from flowrl.runtime.telemetry.trace import TraceBuffer
-from tests.node_rig import sample
+from flowrl.testing import sample
 from tests.test_runtime_join import PLACE, Branch, Ledger
+from tests.ticks import ticks_until
 
 
 class Edge:
@@ -83,9 +84,7 @@ def replica_of(node: Twice, bodies: Sequence[Sample], *edges: Edge) -> tuple[Rep
 async def until_it_stands(replica: Replica) -> asyncio.Task[None]:
     """The running replica once it waits for credit."""
     running = asyncio.create_task(replica.run())
-    async with asyncio.timeout(5):
-        while not any(wait.kind == "credit" for wait in replica.activity.waits.values()):  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await ticks_until(lambda: any(wait.kind == "credit" for wait in replica.activity.waits.values()))
     return running
 
 

@@ -15,6 +15,7 @@ import pytest
 from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.activity.hostloop import HostLoop, apart
 from flowrl.runtime.activity.pending import reasons
+from tests.ticks import ticks
 
 Body = Callable[[Activity], Coroutine[Any, Any, None]]
 
@@ -26,8 +27,7 @@ def reasons_of(*bodies: Body, between: Callable[[Activity], None] = lambda activ
         activity = Activity("node/0")
         with activity.pending.named():
             tasks = [asyncio.create_task(body(activity)) for body in bodies]
-        for _ in range(5):  # rounds of the loop, until every task has come to its wait
-            await asyncio.sleep(0)
+        await ticks(5)  # rounds of the loop, until every task has come to its wait
         between(activity)
         found = reasons(activity, asyncio.get_running_loop().time())
         for task in (*tasks, *activity.pending.tasks):
@@ -83,7 +83,7 @@ async def locked(activity: Activity) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(holder())
-        await asyncio.sleep(0)
+        await ticks()
         tasks.create_task(lock.acquire())
         tasks.create_task(slots.acquire())
 
@@ -107,7 +107,7 @@ def test_a_node_that_stands_in_the_engines_waits_is_moved_by_another_alone(body:
 
 
 async def asleep(activity: Activity) -> None:
-    await asyncio.sleep(60)
+    await asyncio.sleep(60)  # under test: its timer says that it lives
 
 
 async def evented(activity: Activity) -> None:

@@ -18,7 +18,8 @@ from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest, resume
 from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.ledger.terms import Terms
-from tests.in_process import Ran, run
+from flowrl.testing import GraphRun, run_graph
+from tests.in_process import seeing_the_driver
 
 STAGES = Path(__file__).parent / "graphs_resumed" / "stages.py"
 BEGUN = {"steps": 6, "save_every": 3}
@@ -30,14 +31,14 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def begin(**config: Any) -> Path:
         directory = tmp_path_factory.mktemp("begun") / "run"
-        run(STAGES, directory, config, **BEGUN).raise_for_error()
+        run_graph(STAGES, directory, config, **BEGUN)
         return directory
 
     return begin
 
 
-def go_on(directory: Path, *, steps: int = 12, **config: Any) -> Ran:
-    return run(STAGES, directory, config, steps=steps, resume=True, save_every=3)
+def go_on(directory: Path, *, steps: int = 12, **config: Any) -> GraphRun:
+    return run_graph(STAGES, directory, config, steps=steps, resume=True, save_every=3, must_succeed=False)
 
 
 def records(directory: Path) -> dict[str, bytes]:
@@ -98,7 +99,7 @@ def test_what_would_break_a_promise_is_refused_by_name(begun: Callable[..., Path
 
 def test_all_that_is_in_the_way_is_said_at_once(begun: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        run(STAGES, begun(), {"group_size": 3, "groups_per_step": 3}, steps=12, resume=True, seed=4)
+        run_graph(STAGES, begun(), {"group_size": 3, "groups_per_step": 3}, steps=12, resume=True, seed=4)
     assert str(refusal.value).count("\n- ") == 3
     assert "--seed is 4 and was 0" in str(refusal.value)
 
@@ -133,7 +134,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(begun: Callab
     (directory / "checkpoints" / "step_000006" / "state.msgpack").write_bytes(b"cut")
     (directory / "best.json").write_text(json.dumps({"step": 6, "score": 1.0, "checkpoint": "checkpoints/step_000006"}))
     ran = go_on(directory, steps=9).raise_for_error()
-    assert "driver: resumed from step_000003" in "\n".join(ran.screen.lines)
+    assert "driver: resumed from step_000003" in "\n".join(ran.view.lines)
     assert ran.audit().ok and ran.steps == list(range(4, 10))
     names = sorted(path.name for path in (directory / "checkpoints").iterdir())
     assert names == ["step_000006", "step_000006.damaged", "step_000009"]
@@ -215,10 +216,10 @@ def newest(directory: Path) -> tuple[int, Path]:
 
 
 def test_a_fresh_run_whose_nodes_cannot_be_set_up_has_no_records_to_go_on_from(tmp_path: Path) -> None:
-    ran = run(STAGES, tmp_path / "run", {"collector": "failing"}, **BEGUN)
+    ran = run_graph(STAGES, tmp_path / "run", {"collector": "failing"}, must_succeed=False, **BEGUN)
     assert "no such device" in str(ran.error)
     assert not (tmp_path / "run" / "ledger.sqlite").exists()
-    run(STAGES, tmp_path / "run", **BEGUN).raise_for_error()
+    run_graph(STAGES, tmp_path / "run", **BEGUN)
 
 
 # A run that ends while a checkpoint is published
@@ -251,7 +252,8 @@ def test_a_run_that_ends_while_it_publishes_leaves_a_whole_checkpoint_or_none(
 
         monkeypatch.setattr(checkpoint, "publish", published)
 
-    ran = run(STAGES, tmp_path / "run", steps=6, save_every=3, prepare=prepare)
+    with seeing_the_driver(prepare):
+        ran = run_graph(STAGES, tmp_path / "run", steps=6, save_every=3, must_succeed=False)
     assert (str(ran.error), told) == ("the end", [True])
     checkpoints = tmp_path / "run" / "checkpoints"
     expected = step if name == "replace" or point == "fsync 3" else step - 3

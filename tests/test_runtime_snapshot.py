@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,10 @@ from flowrl.errors import NodeFailed
 from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.host import host_engine
+from flowrl.testing import VirtualClock
+from flowrl.testing.rig_engine import NoAccounting
 from tests.graphs_snapshot.parts import NUM_PROMPTS
-from tests.snapshot_rig import LOST, SEEN, TOLD, NoLedger, run_with_cuts, running
+from tests.snapshot_rig import LOST, SEEN, TOLD, run_with_cuts, running
 
 ALL = [f"s{index}" for index in range(NUM_PROMPTS)]
 
@@ -74,6 +77,26 @@ def test_a_turn_that_had_sent_sends_only_the_rest_however_often_it_is_cut(
     assert sorted(SEEN) == sorted(f"{part}{name}" for name in ALL for part in "abc")
 
 
+MOMENTS = [number * 0.007 for number in range(1, 25)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "wanted"),
+    [
+        ("fan", {}, ALL),
+        ("line", {"kind": "plain"}, [f"r0{name}" for name in ALL]),
+        ("line", {"kind": "broadcast"}, 2 * ALL),
+        ("line", {"kind": "gang"}, ALL),
+        ("line", {"kind": "several"}, [f"{part}{name}" for name in ALL for part in "abc"]),
+    ],
+    ids=["fan", "plain", "broadcast", "gang", "several"],
+)
+def test_a_cut_at_any_moment_loses_nothing(name: str, kind: dict[str, Any], wanted: list[str], tmp_path: Path) -> None:
+    for moment in MOMENTS:
+        run_with_cuts(name, tmp_path / str(moment), moment, **kind)
+        assert sorted(note for note in SEEN if isinstance(note, str)) == sorted(wanted), moment
+
+
 @pytest.mark.parametrize("limit", ["PAGE_BYTES", "PAGE_MESSAGES"])
 def test_a_large_cut_travels_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(checkpoint, limit, 1)
@@ -92,11 +115,11 @@ def test_a_cut_says_whose_turns_it_waits_for(tmp_path: Path, monkeypatch: pytest
 
     async def body() -> None:
         async with running("line", {"kind": "plain", "sink_s": 0.3}, None) as (snapshotter, _):
-            await asyncio.sleep(0.02)
-            await snapshotter.take({}, tmp_path, NoLedger())
+            await asyncio.sleep(0.02)  # of virtual time: the sink works on something
+            await snapshotter.take({}, tmp_path, NoAccounting())
 
     TOLD.clear()
-    asyncio.run(body())
+    VirtualClock().run(body())
     assert TOLD and all("sink/0: a checkpoint waits for its invocations to end" in line for line in TOLD)
 
 
@@ -108,14 +131,14 @@ def test_a_checkpoint_leaves_closed_what_an_evaluation_has_closed() -> None:
             await orders.ask("core", "pause")
             seen = len(SEEN)
             await orders.ask("core", "resume")
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(10)  # of virtual time
             assert len(SEEN) == seen
             await orders.ask("core", "gate", {"replica_id": "sink/0", "by": "evaluation", "open": True})
             assert await task is None
             assert len(SEEN) == NUM_PROMPTS
 
     SEEN.clear()
-    asyncio.run(body())
+    VirtualClock().run(body())
 
 
 def test_a_turn_that_waits_twice_at_once_stands_and_counts_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,7 @@ from flowrl.nodes import PromptSource, Reward
 from flowrl.tasks import Rows, Task, load_preferences, load_rows
 from flowrl.tasks.mixture import mixed_order, score
 from flowrl.tasks.rows import OF_TASK
-from tests.node_rig import InMemoryOut, attach
+from flowrl.testing import run_node
 
 RECORDS = [{"prompt": f"question {n}", "answer": str(n), "level": n % 3} for n in range(40)]
 
@@ -169,11 +168,10 @@ def test_the_run_is_told_of_skipped_rows(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     path = jsonl(tmp_path / "rows.jsonl", [*RECORDS, "{", "["])
     source = PromptSource(Task(f"{path}:malformed=skip"), Policy("tiny"))
-    source.name = "prompts"
-    context = attach(source, prompts=InMemoryOut(0))
-    asyncio.run(source.setup())
-    assert context.metrics == {"rows_skipped": 2}
-    assert "2 malformed rows are skipped, the first: " in context.told[-1] and "rows.jsonl:41" in context.told[-1]
+    record = run_node(source, name="prompts", num_groups=0)
+    assert record.metrics == {"rows_skipped": 2}
+    assert "2 malformed rows are skipped, the first: " in record.progress[-1]
+    assert "rows.jsonl:41" in record.progress[-1]
 
 
 @pytest.mark.parametrize("options", ["malformed=drop", "check=maths"])

@@ -19,6 +19,7 @@ from flowrl.channel.envelope import Envelope, message_id, source_id
 from flowrl.messages import Message, Prompt
 from flowrl.runtime.telemetry.trace import BACKGROUND_ROW, OFF, TraceBuffer, depth_of
 from flowrl.runtime.telemetry.trace_file import TraceWriter
+from tests.ticks import ticks
 
 NO_TOKENS = np.zeros(0, np.int32)
 
@@ -67,7 +68,7 @@ def test_items_side_by_side_take_rows_of_their_own(tmp_path: Path) -> None:
         buffer.item("generator/0", envelope(ticket), begins=True)
         for _ in range(turns):
             start = time.time_ns()
-            await asyncio.sleep(0)
+            await ticks()
             buffer.slice("generator/0", f"part of {ticket}", start, time.time_ns())
         buffer.item("generator/0", envelope(ticket), begins=False)
 

@@ -11,7 +11,7 @@ import pytest
 from flowrl.runtime.host.host_engine import HostEngine
 from flowrl.runtime.telemetry import trace_file
 from flowrl.runtime.telemetry.trace import OFF
-from tests import in_process
+from flowrl.testing import run_graph
 
 STAGES = Path(__file__).parent.parent / "benchmarks" / "stages.py"
 
@@ -28,7 +28,7 @@ def test_a_run_keeps_the_limit_and_its_hosts_hear_of_the_level(tmp_path: Path, m
     monkeypatch.setattr(HostEngine, "_set_trace_level", lambda engine, host, level: heard.append(level))
     quick = {"generate_s": 0.0, "train_s": 0.0}
     for mode in ("sampled", "full", "off"):
-        ran = in_process.run(STAGES, tmp_path / mode, quick, steps=12, trace=mode).raise_for_error()
+        ran = run_graph(STAGES, tmp_path / mode, quick, steps=12, trace=mode)
         assert ran.steps == list(range(1, 13))
     assert (tmp_path / "sampled" / "trace.json").stat().st_size <= 30_000
     assert (tmp_path / "full" / "trace.json").stat().st_size > 30_000

@@ -7,10 +7,6 @@ more, no micro-batches, torch's own SGD. It takes the same samples one by one, i
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +18,7 @@ from torch import Tensor
 
 from flowrl.messages import Trainable
 from flowrl.runtime.driver.cluster import LOOPBACK
+from tests.ranks import run_ranks
 from tests.run_process import is_loopback
 from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch, make_model
 
@@ -34,28 +31,7 @@ def gang_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("gang")
     make_model(directory / "tied", tied=True)
     make_model(directory / "untied", tied=False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-m", "tests.training_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", port, str(directory)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **LOOPBACK},
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=280)
-            assert rank.returncode == 0, output[-4000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks("tests.training_rank", directory, env=LOOPBACK)
     return directory
 
 

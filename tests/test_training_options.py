@@ -6,9 +6,6 @@ the paper's formula; the moving average against its definition over the weights 
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.options_cases import ADAM, BATCHES, DECAY, LORA, MUON, OPTIONS, Option, offloaded
+from tests.ranks import run_ranks
 from tests.test_training_gang import log_softmax_of, places, plain_loss, worst
 from tests.training_cases import make_batch, make_model
 
@@ -28,36 +26,16 @@ LARGE = 768
 """Hidden size from which on DeepSpeed puts a rank's half of a matrix on disk."""
 
 
-def run_ranks(directory: Path, *more: str) -> None:
+def train(directory: Path, *more: str) -> None:
     make_model(directory / "tied", tied=True)
     make_model(directory / "untied", tied=False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-m", "tests.options_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", port, str(directory), *more],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=300)
-            assert rank.returncode == 0, output[-4000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks("tests.options_rank", directory, *more, timeout_s=300)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("options")
-    run_ranks(directory)
+    train(directory)
     return directory
 
 
@@ -290,7 +268,7 @@ def test_what_is_offloaded_to_a_disk_trains_the_same(tmp_path: Path) -> None:
         pytest.skip("DeepSpeed's async_io does not build here: libaio-dev is not installed")
     (tmp_path / "disk").mkdir()
     make_model(tmp_path / "large", tied=True, hidden_size=LARGE)
-    run_ranks(tmp_path, str(tmp_path / "disk"))
+    train(tmp_path, str(tmp_path / "disk"))
     memory, disk = (torch.load(tmp_path / option.name / "found.pt") for option in offloaded(""))
     num_weights = sum(tensor.numel() for tensor in disk["history"][0].values())
     assert disk["on_disk"] > 3 * 4 * num_weights, "weights and both of AdamW's moments"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 
 from flowrl.messages import Trainable
+from tests.ranks import run_ranks
 from tests.scalar_rank import LR, OBJECTIVE, STAGES, STEPS, make_pairs
 from tests.word_policy import EOS, make_policy
 
@@ -24,27 +22,7 @@ def gang_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks left what each stage gave. The policy's pad token is its end token."""
     directory = tmp_path_factory.mktemp("reward")
     make_policy(directory / "policy", pad="<eos>")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-m", "tests.scalar_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", port, str(directory)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=280)
-            assert rank.returncode == 0, output[-4000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks("tests.scalar_rank", directory)
     return directory
 
 

@@ -137,6 +137,21 @@ def test_options_that_were_given_up_do_not_come_back() -> None:
     assert [short(path) for path in texts if "--turns" in path.read_text(encoding="utf-8")] == []
 
 
+SLEEP = re.compile(r"\bsleep\(")
+
+
+def test_a_test_that_sleeps_says_what_for() -> None:
+    """Sleep is no synchronisation: it belongs to what is under test, or takes place in virtual time."""
+    silent = [
+        f"{short(path)}:{number}: {line.strip()}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path.name not in ("ticks.py", "test_words.py") and not path.name.startswith("test_testing_")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if SLEEP.search(line) and "#" not in line and "def asleep(" not in line
+    ]
+    assert not silent
+
+
 def test_no_two_classes_have_one_name() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in CODE:

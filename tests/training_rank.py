@@ -1,4 +1,4 @@
-"""One ZeRO rank of the gang test: python -m tests.training_rank RANK SIZE PORT DIRECTORY
+"""One ZeRO rank of the gang test, started by `tests.ranks`.
 
 Trains every case and writes gradients before each optimizer step, final weights and the records.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import ZeroSettings
+from tests.ranks import as_rank
 from tests.run_process import listening
 from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch
 
@@ -94,18 +95,11 @@ def _checkpoint(case: Case, engine: Recording, learner: Learner, gang: Gang, dir
         torch.save(outcomes, directory / f"{case.name}-resumed.pt")
 
 
-def main() -> None:
-    rank, size, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    torch.set_num_threads(1)
-    gang = Gang.meet(rank, size, f"127.0.0.1:{port}", torch.device("cpu"))
-    (directory / f"listening-{rank}.json").write_text(json.dumps(list(listening([os.getpid()]))))
+def train_all(gang: Gang, directory: Path, _: Sequence[str]) -> None:
+    (directory / f"listening-{gang.rank}.json").write_text(json.dumps(list(listening([os.getpid()]))))
     for case in CASES:
         train(case, gang, directory)
-    gang.leave()
-    # gloo's threads that DeepSpeed still refers to now and then abort the interpreter's own way out.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(train_all)

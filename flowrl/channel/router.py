@@ -22,28 +22,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flowrl.channel.ends import ReceiveLane, SendLane
+from flowrl.channel.frame_switch import to_receiver, to_sender
 from flowrl.channel.lane_spec import LaneSpec, session_number
 from flowrl.channel.link import Link
 from flowrl.channel.once import Incoming, Outgoing
 from flowrl.channel.peer import ControlPeer, Peer
-from flowrl.channel.wire import (
-    ACK,
-    BYE,
-    CANCEL,
-    CLOSE,
-    CONFIRM,
-    CREDIT,
-    DATA,
-    ERROR,
-    HELLO,
-    REFUSE,
-    REQUEST,
-    RESEND,
-    SYNC,
-    TO_RECEIVER,
-    Frame,
-    Refused,
-)
+from flowrl.channel.wire import BYE, CONFIRM, DATA, REQUEST, TO_RECEIVER, Frame, Refused
 from flowrl.errors import ConfigError, LaneFailed, WireError
 
 LINGER_S = 1.0
@@ -330,20 +314,7 @@ class Router:
             self._confirming = self.loop.call_later(CONFIRM_S, self._confirm)
 
     def _to_receiver(self, lane: ReceiveLane, frame: Frame) -> None:
-        kind, _, session, seq, payload = frame
-        machine = lane.machine
-        if session != machine.session:
-            return
-        if kind == DATA:
-            machine.on_data(seq, payload)
-        elif kind == CLOSE:
-            machine.on_close(seq)
-        elif kind == HELLO:
-            machine.on_hello(seq, *payload)
-        elif kind == CANCEL:
-            lane.cancelled(machine.on_cancel(payload))
-        elif kind == ERROR:
-            machine.on_error(payload)
+        lane.cancelled(to_receiver(lane.machine, frame))
 
     def _touched(self, lane: ReceiveLane) -> None:
         """Wake the consumer, and flush credits or acks if any are due."""
@@ -352,20 +323,12 @@ class Router:
             self.owed(lane)
 
     def _to_sender(self, lane: SendLane, frame: Frame) -> None:
-        kind, _, session, seq, payload = frame
         machine = lane.machine
-        if session != machine.session:
+        if frame[2] != machine.session:
             return
-        if kind == CREDIT:
-            lane.taken(machine.on_credit(seq))
-        elif kind == ACK:
-            lane.acked(machine.on_ack(payload))
-        elif kind == RESEND:
-            machine.on_resend(seq)
-        elif kind == SYNC:
-            machine.say_hello()
-        elif kind == REFUSE:
-            machine.on_error(payload)
+        taken, acked = to_sender(machine, frame)
+        lane.taken(taken)
+        lane.acked(acked)
         if machine.failed:
             lane.gate.wake()
         if machine.out:

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out, Sample
 from flowrl.nodes.batch import TokenBatch
+from tests.ticks import ticks
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class OddNode(Node):
             this = asyncio.current_task()
             assert this is not None
             this.cancel()
-            await asyncio.sleep(0)
+            await ticks()
         else:
             RAISED[self.cfg.what]()
 
@@ -166,7 +167,7 @@ class Slow(Node):
             await self.out.send(sample, made_from=[sample])
 
     async def timer(self) -> None:
-        await asyncio.sleep(self.cfg.seconds)
+        await asyncio.sleep(self.cfg.seconds)  # under test, as all the ways below: slow, and alive
 
     async def thread(self) -> None:
         await self.blocking(time.sleep, self.cfg.seconds)
@@ -177,7 +178,7 @@ class Slow(Node):
 
     async def outside(self) -> None:
         with self.context.outside("the game"):
-            await asyncio.sleep(self.cfg.seconds)
+            await asyncio.sleep(self.cfg.seconds)  # the game is slow
 
     async def callback(self) -> None:
         """A timer ends the wait, and no task waits for the timer itself."""

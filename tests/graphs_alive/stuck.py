@@ -67,7 +67,7 @@ class Beat(Node):
     beats: Out[Number]
 
     async def run(self) -> None:
-        await asyncio.sleep(3600)
+        await asyncio.sleep(3600)  # under test: its timer says that it lives
 
 
 class Asker(Node):

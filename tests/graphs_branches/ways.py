@@ -116,7 +116,7 @@ class Trainer(SleepingTrainer):
         if len(parts) == self.context.num_replicas:
             met.set()
         await met.wait()
-        await asyncio.sleep(self.seconds)
+        await asyncio.sleep(self.seconds)  # a slow trainer
         return parts
 
 
@@ -188,7 +188,7 @@ class Leave(Node):
         if int(group.group_id.removeprefix("group")) % 3 != 2:
             await self.out.send(group)
             return
-        await asyncio.sleep(self.slow_s)
+        await asyncio.sleep(self.slow_s)  # a slow filter
         self.groups.drop(group, "unsure", state="filtered")
 
 

@@ -22,11 +22,14 @@ class Source(Node):
     lefts: Out[Number]
     rights: Out[Number]
 
-    def __init__(self, numbers: int) -> None:
-        self.numbers = numbers
+    def __init__(self, cfg: Deadlock) -> None:
+        self.numbers = cfg.numbers
+        self.room = cfg.capacity
 
     async def run(self) -> None:
         for value in range(self.numbers):
+            if value == self.room:
+                self.context.progress("its next send has no room")
             await self.lefts.send(Number(value))
         for value in range(self.numbers):
             await self.rights.send(Number(value))
@@ -45,7 +48,7 @@ class Pairs(Node):
 
 def graph(cfg: Deadlock) -> Graph:
     g = Graph("deadlock")
-    source, pairs = g.add("source", Source(cfg.numbers)), g.add("pairs", Pairs())
+    source, pairs = g.add("source", Source(cfg)), g.add("pairs", Pairs())
     g.connect(source.lefts, pairs.lefts, capacity=cfg.capacity)
     g.connect(source.rights, pairs.rights, capacity=cfg.capacity)
     return g

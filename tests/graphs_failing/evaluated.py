@@ -41,7 +41,7 @@ class Evaluation(Node):
 
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
         began = time.monotonic()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # under test: no version is made meanwhile
         leave_word(self, f"{phase} {step} {began} {time.monotonic()}")
         score = SCORES.get(step, 0.2)
         return {"exact_match": score, "score": score, "num_answers": 1}

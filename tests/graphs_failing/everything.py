@@ -76,7 +76,7 @@ class Reward(Node):
             with suppress(TimeoutError):
                 await self.judge(Question(sample.group_id, hard=True), session=sample.group_id, timeout_s=0.2)
         if number == 1 and sample.member == 0:
-            time.sleep(2.5)  # noqa: ASYNC251
+            time.sleep(2.5)  # noqa: ASYNC251 - under test: the warning about an event loop that stood still
         if number % 3 == 2 and sample.member == 1:
             raise SampleFailed("no_answer")
         await self.scored.send(sample)

@@ -85,7 +85,7 @@ class Ranks(Trainer):
 
 def take_when_there(path: Path) -> list[Sample]:
     while not path.exists():
-        time.sleep(0.005)
+        time.sleep(0.005)  # in place of a collective, which ranks without torch have not
     samples: list[Sample] = pickle.loads(path.read_bytes())
     path.unlink()
     return samples
@@ -124,7 +124,7 @@ class Faulty(Node):
                 case "forget":
                     return
                 case "hang":
-                    time.sleep(3600)  # noqa: ASYNC251
+                    time.sleep(3600)  # noqa: ASYNC251 - the event loop stands, which is under test
                 case "gil":
                     ctypes.PyDLL(None).sleep(12)  # no other thread of the process runs meanwhile
                 case "fail" if sample.member == 0:

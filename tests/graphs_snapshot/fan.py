@@ -36,7 +36,7 @@ class Twice(Node):
         SEEN.append(("fast", prompt.sample_id))
 
     async def slow(self, prompt: Prompt) -> None:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # slow, in virtual time
         SEEN.append(("slow", prompt.sample_id))
 
 

@@ -39,7 +39,7 @@ class Groups(Node):
 
     async def run(self) -> None:
         async for members in self.prompts.groups(4):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # slow, in virtual time
             lost = [sample_id for marker in members.lost for sample_id in marker.sample_ids]
             SEEN.append(([item.sample_id for item in members.items], lost))
             for item in members.items:
@@ -100,7 +100,7 @@ class Rank(Node):
     async def run(self) -> None:
         async for job in self.jobs:
             SEEN.append((self.context.replica, job.names))
-            await asyncio.sleep(0.01 * (1 + 3 * self.context.replica))
+            await asyncio.sleep(0.01 * (1 + 3 * self.context.replica))  # of virtual time: unequally slow
             await self.out.send(job)
 
 
@@ -111,7 +111,7 @@ class JobSink(Node):
 
     async def run(self) -> None:
         async for job in self.jobs:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # slow, in virtual time
             SEEN.extend(job.names)
 
 

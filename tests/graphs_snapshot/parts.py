@@ -66,7 +66,7 @@ class Work(Node):
             SEEN.append((self.context.replica, prompt.sample_id))
         if self.fails and int(prompt.sample_id.removeprefix("s")) % self.fails == 0:
             raise SampleFailed("bad luck")
-        await asyncio.sleep(self.seconds * (1 + 2 * self.context.replica))
+        await asyncio.sleep(self.seconds * (1 + 2 * self.context.replica))  # of virtual time: unequally slow
         await self.out.send(prompt)
 
 
@@ -80,5 +80,5 @@ class Sink(Node):
 
     async def run(self) -> None:
         async for item in self.prompts:
-            await asyncio.sleep(self.seconds)
+            await asyncio.sleep(self.seconds)  # slow, in virtual time
             SEEN.append(item.sample_id)

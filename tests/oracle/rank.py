@@ -1,4 +1,4 @@
-"""One ZeRO-3 rank of the oracle: python -m tests.oracle.rank RANK SIZE PORT DIRECTORY
+"""One ZeRO-3 rank of the oracle, started by `tests.ranks`.
 
 Takes the recorded rollouts through advantage node, batcher, gang split and learner, for each case named
 in DIRECTORY/cases.json, and leaves gradients, weights and stats of every optimizer step.
@@ -7,16 +7,15 @@ in DIRECTORY/cases.json, and leaves gradients, weights and stats of every optimi
 from __future__ import annotations
 
 import json
-import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flowrl.graph.ports import Members
-from flowrl.messages import Batch, Group, Scored, Tombstone
+from flowrl.messages import Batch, Group, Message, Scored
 from flowrl.nodes import GroupAdvantage, TokenBatch
+from flowrl.testing import lost, run_node
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.batch.masks import loss_masks
 from flowrl.training.engine.gang import Gang
@@ -24,10 +23,10 @@ from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import ZeroSettings
-from tests.node_rig import InMemoryIn, InMemoryOut, attach, run
 from tests.oracle.cases import BATCHES, CASES, GROUP_SIZE, GROUPS, LAM, LR, MAX_STALENESS, TEMPERATURE, OracleCase
 from tests.oracle.offline import OFFLINE_CASES, OfflineCase, make_batch
 from tests.oracle.rollouts import Recorded, load
+from tests.ranks import as_rank
 
 MATRICES_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
 TOKEN_BUDGETS = {1: 64, 2: 48}
@@ -70,30 +69,21 @@ def batches_of(case: OracleCase, recorded: Recorded) -> list[Batch]:
         kl_coef=coefficient,
         kl_estimator=estimator,  # type: ignore[arg-type]
     )
-    advantage, advantaged = GroupAdvantage(estimate, size=GROUP_SIZE), InMemoryOut()
-    assert advantage.check(None) == []
-    run(advantage, scored=InMemoryIn([_members(group) for group in recorded]), groups=advantaged)
-    batcher, batches = (
-        TokenBatch(
-            GROUPS,
-            token_budget=TOKEN_BUDGETS[case.optimizer_steps],
-            optimizer_steps=case.optimizer_steps,
-            whiten=case.whiten,  # type: ignore[arg-type]
-        ),
-        InMemoryOut(),
+    advantage = GroupAdvantage(estimate, size=GROUP_SIZE)
+    groups = run_node(advantage, {"scored": [one for group in recorded for one in _members(group)]}).sent("groups")
+    batcher = TokenBatch(
+        GROUPS,
+        token_budget=TOKEN_BUDGETS[case.optimizer_steps],
+        optimizer_steps=case.optimizer_steps,
+        whiten=case.whiten,  # type: ignore[arg-type]
     )
-    context = attach(batcher)
-    context.window, context.max_staleness = (1, MAX_STALENESS) if case.mask_staleness < 0 else (0, case.mask_staleness)
-    arrivals = _arrivals(advantaged.sent, ordered=case.mask_staleness >= 0)
-    run(batcher, groups=InMemoryIn(arrivals), batches=batches)
-    return batches.sent
+    window, max_staleness = (1, MAX_STALENESS) if case.mask_staleness < 0 else (0, case.mask_staleness)
+    arrivals = _arrivals(groups, ordered=case.mask_staleness >= 0)
+    return run_node(batcher, {"groups": arrivals}, window=window, max_staleness=max_staleness).sent("batches")
 
 
-def _members(group: tuple[Scored, ...]) -> Members[Scored]:
-    lost = tuple(
-        Tombstone(group[0].group_id, member, "failed", "test", "reward/0") for member in range(len(group), GROUP_SIZE)
-    )
-    return Members(group[0].group_id, 0, GROUP_SIZE, group, lost)
+def _members(group: tuple[Scored, ...]) -> list[Message]:
+    return [*group, *(lost(member, group=group[0].group_id) for member in range(len(group), GROUP_SIZE))]
 
 
 def _arrivals(groups: list[Group], *, ordered: bool) -> list[tuple[int, Group]]:
@@ -145,7 +135,9 @@ def leave(engine: Recording, path: Path, clip_fractions: list[Any]) -> None:
         torch.save({"gradients": engine.gradients, "weights": weights, "clip_fractions": clip_fractions}, path)
 
 
-def run_all(settings: ZeroSettings, gang: Gang, chosen: set[str], directory: Path) -> None:
+def run_all(gang: Gang, directory: Path, _: Sequence[str]) -> None:
+    settings = ZeroSettings(stage=3, optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=MATRICES_SHARDED)
+    chosen = set(json.loads((directory / "cases.json").read_text()))
     recorded = load(directory / "rollouts")
     engine = Recording(directory / "model", settings, gang, head="lm")
     for case in CASES:
@@ -160,18 +152,5 @@ def run_all(settings: ZeroSettings, gang: Gang, chosen: set[str], directory: Pat
             train_offline(offline, engine, directory)
 
 
-def main() -> None:
-    rank, size, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    torch.set_num_threads(1)
-    gang = Gang.meet(rank, size, f"127.0.0.1:{port}", torch.device("cpu"))
-    settings = ZeroSettings(stage=3, optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=MATRICES_SHARDED)
-    chosen = set(json.loads((directory / "cases.json").read_text()))
-    run_all(settings, gang, chosen, directory)
-    gang.leave()
-    # gloo's threads that DeepSpeed still refers to now and then abort the interpreter's own way out.
-    sys.stdout.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    as_rank(run_all)

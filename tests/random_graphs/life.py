@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 from unittest import mock
 
 from flowrl.channel import sweep
@@ -23,14 +23,14 @@ from flowrl.runtime.driver import launch
 from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.host import host_engine
 from flowrl.runtime.ledger.accounting import LEDGER
-from tests import in_process
-from tests.in_process import Ran
+from flowrl.testing import GraphRun, VirtualClock, run_graph
+from tests.in_process import looking_every, seeing_the_driver
 from tests.random_graphs import record
-from tests.random_graphs.clock import run_virtually
 from tests.random_graphs.graph import Config
 from tests.random_graphs.record import Record
 from tests.random_graphs.shape import Life, Shape
 
+R = TypeVar("R")
 FILE = Path(__file__).with_name("graph.py")
 WITHIN_S = 1000.0
 """Of virtual time: far more than any of these runs takes."""
@@ -44,7 +44,7 @@ class Ending:
     """How one life ended, and what it left."""
 
     life: Life
-    ran: Ran
+    ran: GraphRun
     record: Record
     open: dict[str, str] = field(default_factory=dict)
     """Replicas that were left with something open at an orderly end."""
@@ -89,17 +89,17 @@ def _live(config: Config, shape: Shape, life: Life, here: Path) -> Ending:
         mine.load(kept)
     end = _End(life, here, mine)
     try:
-        with _spared():
-            ran = in_process.run(
+        with _spared(), looking_every(LOOK_EVERY_S), seeing_the_driver(end.prepare):
+            ran = run_graph(
                 FILE,
                 here,
                 asdict(config),
                 steps=shape.steps,
                 resume=kept is not None,
-                within_s=WITHIN_S,
-                look_every_s=LOOK_EVERY_S,
-                prepare=end.prepare,
-                go=functools.partial(end.go, busy_s=BUSY_S),
+                timeout_s=WITHIN_S,
+                clock=CrashClock(busy_s=BUSY_S),
+                preflight=False,
+                must_succeed=False,
                 save_every=shape.save_every,
                 keep=0,
                 plain=True,
@@ -134,6 +134,16 @@ def _newest(here: Path) -> Path | None:
 def _next(here: Path) -> Path:
     """Where the life after the one in `here` goes on."""
     return here.with_name(f"life{int(here.name.removeprefix('life')) + 1}")
+
+
+class CrashClock(VirtualClock):
+    """What cancels a whole run is its crash."""
+
+    def run(self, main: Coroutine[Any, Any, R]) -> R:
+        try:
+            return super().run(main)
+        except asyncio.CancelledError:
+            raise Crashed from None
 
 
 class _End:
@@ -174,12 +184,6 @@ class _End:
         shutil.copytree(self._here, _next(self._here))
         self._crashed = True
         self._main.cancel()
-
-    def go(self, main: Any, *, busy_s: float) -> Any:
-        try:
-            return run_virtually(main, busy_s=busy_s)
-        except asyncio.CancelledError:
-            raise Crashed from None
 
     def audit(self) -> AuditReport | None:
         left = _next(self._here)

@@ -19,6 +19,7 @@ from flowrl.graph.facts import Facts
 from tests.random_graphs.dice import lot
 from tests.random_graphs.record import Record, record_of
 from tests.random_graphs.shape import Part, Shape
+from tests.ticks import ticks
 
 PROMPT_TOKENS, LONGEST_RESPONSE = 2, 6
 STRAGGLERS = 0.05
@@ -91,10 +92,10 @@ class Played(Node):
         """In half of the nodes some ticks of the loop, in the others a time that only stragglers have much of."""
         drawn = lot(self.shape.seed, self.part.name, key, "time")
         if not self.part.delay_s:
-            for _ in range(int(drawn * 4)):
-                await asyncio.sleep(0)
+            await ticks(int(drawn * 4))
         else:
-            await asyncio.sleep(self.part.delay_s * drawn * (SLOWER if drawn > 1 - STRAGGLERS else 1))
+            slower = SLOWER if drawn > 1 - STRAGGLERS else 1
+            await asyncio.sleep(self.part.delay_s * drawn * slower)  # slow, in virtual time
 
 
 class Source(Played):
@@ -172,7 +173,8 @@ class Generator(Played):
         me = f"{self.name}/{self.context.replica}"
         async for weights in port:
             if self.shape.lag:
-                await asyncio.sleep(self.part.delay_s * lot(self.shape.seed, me, weights.policy, weights.version))
+                slow_s = self.part.delay_s * lot(self.shape.seed, me, weights.policy, weights.version)
+                await asyncio.sleep(slow_s)  # in virtual time
             self.versions[weights.policy] = weights.version
             self.changed.set()
             self.record.holders[weights.policy][me] = weights.version

@@ -118,13 +118,13 @@ class Hosts:
 
     async def ask_one(self, host: str, method: str, *args: Any) -> Any:
         """Call `method` on one host. Raises its failure, or the death of its process."""
-        from ray.exceptions import ActorDiedError, RayActorError, RayError
-
         try:
             answer = await asyncio.wrap_future(getattr(self._actors[host], method).remote(*args).future())
-        except (ActorDiedError, RayActorError) as error:
+        except asyncio.CancelledError:
+            raise  # the next lines import Ray, which a run within one process does without
+        except _deaths() as error:
             raise self._dead(host, _rays_word(error)) from None
-        except RayError as error:
+        except _ray_errors() as error:
             raise NodeFailed(self._node(host), 0, f"its host {host!r} failed in {method!r}: {error}") from None
         if isinstance(answer, dict) and "failure" in answer:
             raise _failure(answer["failure"])
@@ -191,6 +191,20 @@ class Hosts:
         if isinstance(error := task.exception(), NodeFailed):
             return [error]
         return [_failure(report) for report in task.result()]
+
+
+def _deaths() -> tuple[type[Exception], ...]:
+    """Ray's errors for an actor whose process has died."""
+    from ray.exceptions import ActorDiedError, RayActorError
+
+    return ActorDiedError, RayActorError
+
+
+def _ray_errors() -> type[Exception]:
+    from ray.exceptions import RayError
+
+    error: type[Exception] = RayError
+    return error
 
 
 def _rays_word(error: Exception) -> str:

@@ -111,7 +111,7 @@ class Launch:
                     view.progress("driver", "starting Ray")
                     num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
                     cluster.start(graph_dir=self.graph_file.parent, num_cpus=num_cpus, num_gpus=machines.num_gpus)
-                job = _Prepared(self, directory, plan, version, resume_from, versions)
+                job = PreparedRun(self, directory, plan, version, resume_from, versions)
                 try:
                     outcome = asyncio.run(job.drive(cluster, view))
                 except asyncio.CancelledError:  # a second interrupt
@@ -192,7 +192,7 @@ class Launch:
 
 
 @dataclass
-class _Prepared:
+class PreparedRun:
     """A launch whose checks have passed."""
 
     launch: Launch
@@ -343,4 +343,4 @@ def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions) -> Res
     return Launch(graph_file, graph, config, options).run()
 
 
-__all__ = ["Launch", "Result", "run"]
+__all__ = ["Launch", "PreparedRun", "Result", "run"]

@@ -21,7 +21,9 @@ from flowrl.channel.endpoint_transport import EndpointTransport
 from flowrl.channel.stored import dump, dump_value, load_value
 from flowrl.channel.sweep import sweep
 from flowrl.errors import FlowrlError, WireError
+from flowrl.graph.graph import Graph
 from flowrl.graph.load import rebuild
+from flowrl.graph.node import Node
 from flowrl.runtime.activity.activity import OUTSIDE
 from flowrl.runtime.activity.ending import as_failure, ended_by_itself, is_cancelled
 from flowrl.runtime.activity.lease import Lease
@@ -118,17 +120,24 @@ class HostEngine:
         for host, address in addresses.items():
             if host != self.spec.host:
                 self.endpoint.connect(host, address)
-        graphs = {place.replica: rebuild(self._graph_file(), self.spec.config)[0] for place in self.spec.places}
+        graphs = {place.replica: self.build_graph() for place in self.spec.places}
         lease = Lease(self.spec.places[0].lease, self.spec.host, self.endpoint)
         for place in self.spec.places:
             graph = graphs[place.replica]
-            replica = Replica(graph.nodes[place.node], place, self.endpoint, self.trace, lease)
+            replica = self.make_replica(graph.nodes[place.node], place, lease)
             replica.context.gang_address = gangs[place.node]
             replica.activity.died = functools.partial(self._died, replica)
             self.replicas[place.replica_id] = replica
             join(replica, graph, self.spec.plan, self.endpoint)
         lease.nodes = [replica.node for replica in self.replicas.values()]
         self._reporting = asyncio.get_running_loop().create_task(self._report())
+
+    def build_graph(self) -> Graph:
+        """A graph with nodes of its own. `flowrl.testing` overrides this and `make_replica`."""
+        return rebuild(self._graph_file(), self.spec.config)[0]
+
+    def make_replica(self, node: Node, place: ReplicaPlace, lease: Lease) -> Replica:
+        return Replica(node, place, self.endpoint, self.trace, lease)
 
     def _graph_file(self) -> Path:
         """The driver's path; on another machine, the copy in Ray's working directory."""

@@ -10,9 +10,13 @@ def meeting_place(*, alone: bool) -> str:
 
     `alone`: all ranks are on this machine.
     """
-    import ray
-
-    address = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+    address = "127.0.0.1" if alone else _this_machine()
     with socket.socket() as probe:
         probe.bind((address, 0))
         return f"{address}:{probe.getsockname()[1]}"
+
+
+def _this_machine() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())

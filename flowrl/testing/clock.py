@@ -1,0 +1,108 @@
+"""A clock for tests of code that waits: its time passes when everything waits, and takes none of the test's.
+
+Invariants
+- Time advances only when no callback is due and no descriptor is ready, and then at once to the next timer. So a run
+  of minutes takes the milliseconds that its Python code needs, and its delays order its events alike each time.
+- What would go to another thread is done at once, in this one: no thread can be late.
+
+It is asyncio's time: `asyncio.sleep`, `timeout`, `call_later` and `loop.time()`. `time.monotonic()` and `time.time()`
+stay the machine's. Sockets and child processes are looked at without waiting for them, so what goes through them has
+no place in this time; use it for code that waits for nothing outside of its own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from flowrl.runtime.activity.hostloop import in_node
+from flowrl.runtime.activity.pending import place_of
+
+R = TypeVar("R")
+
+
+class Stuck(Exception):
+    """The code will never end: nothing is left that could happen, or it has been busy for too long."""
+
+
+class VirtualClock:
+    """Runs coroutines in its own time, which begins at 0 and goes on from one `run` to the next.
+
+        clock = VirtualClock()
+        clock.run(asyncio.sleep(3600))  # returns at once
+        assert clock.now_s == 3600
+
+    `busy_s`: seconds of this process's own work, in one `run`, after which the code counts as stuck.
+    """
+
+    def __init__(self, *, busy_s: float = 60.0) -> None:
+        self.now_s = 0.0
+        self._busy_s = busy_s
+
+    def run(self, main: Coroutine[Any, Any, R]) -> R:
+        """The result of `main`, on a loop of its own. Raises Stuck where the code can never end."""
+        with asyncio.Runner(loop_factory=lambda: VirtualLoop(self, self._busy_s)) as runner:
+            return runner.run(main)
+
+
+class JumpingSelector(selectors.DefaultSelector):
+    """Instead of waiting, it advances the clock."""
+
+    def __init__(self, clock: VirtualClock, loop: asyncio.AbstractEventLoop, busy_s: float) -> None:
+        super().__init__()
+        self._clock = clock
+        self._loop = loop
+        self._busy_s = busy_s
+        self._until = time.process_time() + busy_s
+
+    def select(self, timeout: float | None = None) -> Any:
+        events = super().select(0)
+        if time.process_time() > self._until:
+            self._until += self._busy_s  # what is cancelled now needs time to end
+            raise self._stuck(f"busy for more than {self._busy_s} s")
+        if not events and timeout is None:
+            raise self._stuck("nothing is left that could happen")
+        if not events and timeout:
+            self._clock.now_s += timeout
+        return events
+
+    def _stuck(self, what: str) -> Stuck:
+        waiting = ", ".join(sorted(place_of(task) for task in asyncio.all_tasks(self._loop)))
+        return Stuck(f"{what}, at {self._clock.now_s:.3f} s of its own time; the tasks there are: {waiting}")
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """The event loop of a VirtualClock. It lists tasks and timers by node, as `HostLoop` does."""
+
+    def __init__(self, clock: VirtualClock, busy_s: float) -> None:
+        self._clock = clock
+        super().__init__(JumpingSelector(clock, self, busy_s))
+
+    def time(self) -> float:
+        return self._clock.now_s
+
+    def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = super().create_task(coro, name=name, context=context)
+        owner = in_node.get() if context is None else context.get(in_node)
+        if owner is not None:
+            owner.adopt(task)
+        return task
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        timer = super().call_at(when, callback, *args, context=context)
+        if (owner := in_node.get()) is not None:
+            owner.timers.add(timer)
+        return timer
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        done: asyncio.Future[Any] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # an executor's thread hands over whatever was raised
+            done.set_exception(error)
+        return done

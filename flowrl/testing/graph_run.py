@@ -1,0 +1,145 @@
+"""`run_graph`: a whole graph in this process, with the real driver, hosts, ledger and nodes; no Ray, no children.
+
+Messages between hosts are handed over as objects, frozen as they are within a host. Nothing is pinned to cores. The
+run ends as `flowrl run` ends, or after `timeout_s` with TimeoutError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from flowrl.graph.analysis.check import check
+from flowrl.graph.analysis.plan import make_plan
+from flowrl.graph.graph import Graph
+from flowrl.graph.load import load_file
+from flowrl.graph.machine import Cluster, Machine
+from flowrl.runtime.activity.hostloop import HostLoop
+from flowrl.runtime.audit.audit import AuditReport, audit
+from flowrl.runtime.checkpoints import resume as resuming
+from flowrl.runtime.checkpoints.rundir import RunDir
+from flowrl.runtime.driver.driver import Outcome
+from flowrl.runtime.driver.launch import Launch, PreparedRun
+from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.telemetry import metrics
+from flowrl.testing.clock import VirtualClock
+from flowrl.testing.local_hosts import KeptView, LocalCluster
+
+EIGHT_CORES = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30),))
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """A run that has ended, and what it left in its directory."""
+
+    directory: Path
+    outcome: Outcome | None
+    error: Exception | None
+    """What it raised, None after an orderly end."""
+    view: KeptView
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the batches that this life of the run finished."""
+        return [record["step"] for record in self.view.records]
+
+    def audit(self) -> AuditReport:
+        """What `flowrl audit` finds; `audit().ok`."""
+        return audit(self.directory)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`, one a batch."""
+        return metrics.read(self.directory / "metrics.jsonl")
+
+    def rows(self, query: str, *arguments: Any) -> list[tuple[Any, ...]]:
+        """What an SQL query finds in the ledger."""
+        with closing(sqlite3.connect(self.directory / "ledger.sqlite")) as db:
+            return db.execute(query, arguments).fetchall()
+
+    def states(self) -> dict[str, int]:
+        """Number of samples in each "state" or "state: reason"."""
+        counted = self.rows("SELECT state, reason, COUNT(*) FROM samples GROUP BY 1, 2")
+        return {f"{state}: {reason}" if reason else state: count for state, reason, count in counted}
+
+    def raise_for_error(self) -> GraphRun:
+        """This run, if it ended in order."""
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+def run_graph(
+    file: Path | str,
+    run_dir: Path,
+    config: Mapping[str, Any] | None = None,
+    *,
+    steps: int | None = None,
+    resume: bool = False,
+    timeout_s: float = 60.0,
+    clock: VirtualClock | None = None,
+    cluster: Cluster = EIGHT_CORES,
+    preflight: bool = True,
+    must_succeed: bool = True,
+    **options: Any,
+) -> GraphRun:
+    """Check and run the graph of a graph file as `flowrl run` does, with records in `run_dir`:
+
+        ran = run_graph("graphs/my_graph.py", tmp_path / "run", {"group_size": 4}, steps=6)
+        assert ran.states() == {"trained": 48} and ran.audit().ok
+
+    `config` overrides fields of the graph's configuration; `options` are further ones of `flowrl run` (`RunOptions`:
+    seed, save_every, ...). `cluster` is the machine that the graph is checked and planned for. With a `clock` the run
+    takes place in its time, and so does its timeout.
+
+    Raises GraphError where `flowrl check` finds problems, and what the run raises; without `must_succeed` the latter
+    is the `error` of the GraphRun.
+    """
+    loaded = load_file(file)
+    cfg = loaded.config_type(**(config or {}))
+    graph = loaded.build(cfg)
+    check(graph, cluster).raise_for_problems()
+    if preflight:
+        for node in graph.nodes.values():
+            node.preflight()
+    launch = Launch(Path(file), graph, cfg, RunOptions(steps=steps, run_dir=run_dir, resume=resume, **options))
+    directory = RunDir(run_dir)
+    directory.claim(resume=resume)
+    try:
+        ran = _driven(_prepared(launch, directory, graph, cluster), timeout_s, clock)
+    finally:
+        directory.release()
+    return ran.raise_for_error() if must_succeed else ran
+
+
+def _prepared(launch: Launch, directory: RunDir, graph: Graph, cluster: Cluster) -> PreparedRun:
+    """The launch after its checks, with what a resume goes on from."""
+    version, resume_from = directory.newest_checkpoint() if launch.options.resume else (0, None)
+    plan = make_plan(graph, cluster)
+    if resume_from is None:
+        launch.describe(directory, plan)
+        return PreparedRun(launch, directory, plan, version, None, {})
+    versions = resuming.require(resume_from, graph, plan, launch.options.seed)
+    return PreparedRun(launch, directory, plan, version, resume_from, versions)
+
+
+def _driven(prepared: PreparedRun, timeout_s: float, clock: VirtualClock | None) -> GraphRun:
+    view = KeptView()
+
+    async def drive() -> Outcome:
+        async with asyncio.timeout(timeout_s):
+            return await prepared.drive(cast(Any, LocalCluster()), view)
+
+    try:
+        if clock is not None:
+            outcome = clock.run(drive())
+        else:
+            with asyncio.Runner(loop_factory=HostLoop) as runner:
+                outcome = runner.run(drive())
+    except Exception as error:  # whatever a run raises is what a test looks at
+        return GraphRun(prepared.directory.path, None, error, view)
+    return GraphRun(prepared.directory.path, outcome, None, view)
