@@ -214,7 +214,7 @@ def test_an_item_let_go_of_is_the_engines_error() -> None:
             async for _ in self.samples:
                 pass
 
-    with pytest.raises(FlowrlError, match="it finished a Sample .* without a send, hold or drop"):
+    with pytest.raises(FlowrlError, match=r"it finished a Sample .* without a send, hold or drop"):
         run_node(LetsGo(), {"samples": [sample(0)]})
 
 

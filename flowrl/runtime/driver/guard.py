@@ -19,8 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "FLOWRL_RAY"
-GRACE_S = 4.0
+GRACE_S = 3.0
 """Time in which processes can end by themselves, before they are killed."""
+QUIET_S = 1.0
+"""The guard ends when it has found no process for this long: Ray's raylet may start one while it ends."""
 LOOK_EVERY_S = 0.2
 GIVE_UP_S = 30.0
 """A process that SIGKILL does not end hangs in the kernel."""
@@ -52,9 +54,12 @@ def guard(driver: int, mark: str) -> None:
     handle = os.pidfd_open(driver)
     if os.getppid() == driver:
         select.select([handle], [], [])
-    ended_s = time.monotonic()
-    while (running := marked(mark)) and time.monotonic() - ended_s < GIVE_UP_S:
-        if time.monotonic() - ended_s > GRACE_S:
+    ended_s = seen_s = time.monotonic()
+    while (now_s := time.monotonic()) - seen_s < QUIET_S and now_s - ended_s < GIVE_UP_S:
+        running = marked(mark)
+        if running:
+            seen_s = time.monotonic()
+        if now_s - ended_s > GRACE_S:
             for pid in running:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
