@@ -304,7 +304,7 @@ class NodeRig:
             raise RigTimeout(f"{what} {when}; {situation(self._engine.under_test, self._graph.feeders)}")
         finally:
             task.cancel()
-            await asyncio.wait((task,))
+            await asyncio.wait((task,), timeout=self.timeout_s)  # code that ignores the cancel is told by `_stop`
 
     async def _result(self, task: asyncio.Future[R]) -> R:
         try:
