@@ -247,7 +247,7 @@ def test_hidden_states_and_output_layer_give_the_teachers_distribution(cache: ob
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(path)(ids).logits[0, 2:6].log_softmax(-1)
     torch.testing.assert_close(found.logprobs(slice(0, 4), 1.0), expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ConfigError, match="has 261 tokens, the student's 260"):
+    with pytest.raises(ConfigError, match="has 261 tokens, the student's has 260"):
         load_output_layer(path, vocab_size=260, dtype="float32", device=torch.device("cpu"))
 
 

@@ -102,9 +102,10 @@ def aged(batch: Batch, by: int) -> Batch:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Recorder, Trainer]]:
-    """Five batches: plain, all masked for age, gradient not finite, partly masked, plain."""
-    import torch
+    """Five batches: plain, all masked for age, gradient not finite, partly masked, plain.
 
+    The process group stays: DeepSpeed keeps it, for the next test in this process that trains, too.
+    """
     directory = tmp_path_factory.mktemp("model")
     make_model(directory, tied=True)
     plain = CASES[0]
@@ -131,7 +132,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Recorder, Tr
     asyncio.run(life())
     yield host, trainer
     asyncio.run(trainer.close())
-    torch.distributed.destroy_process_group()
 
 
 def test_every_batch_makes_a_version_and_is_finished_before_the_checkpoint(ran: tuple[Recorder, Trainer]) -> None:
