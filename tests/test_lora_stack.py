@@ -100,7 +100,7 @@ def test_vllms_logprobs_are_the_trainers(live: Trained) -> None:
         assert difference(live.scored(), trained) <= TOLERANCE
         assert difference(score(live.of_version(live.version), probe_sequences(99)), trained) <= TOLERANCE
     assert difference(base, trained) > 0.05, "an adapter of nothing would prove nothing"
-    assert max(live.context.gauges["logprob_mismatch"]) <= TOLERANCE
+    assert max(live.mismatches) <= TOLERANCE
 
 
 def test_samples_carry_the_version_of_their_adapter(live: Trained) -> None:
@@ -116,13 +116,13 @@ def test_running_requests_keep_their_adapter(live: Trained) -> None:
         pytest.skip("merged weights replace those of running requests, as test_generator_stack shows")
 
     async def traffic() -> list[Sample]:
-        before = len(live.out.sent)
+        before = len(live.sent)
         for number in range(800, 896):
-            live.prompts.queue.put_nowait(make_prompt(number))
+            live.rig.feed("prompts", make_prompt(number))
         for update in range(4):
-            await live.out.arrived(before + 20 * (update + 1))
+            await live.arrived(before + 20 * (update + 1))
             await live.held(live.train())
-        return (await live.out.arrived(before + 96))[before:]
+        return (await live.arrived(before + 96))[before:]
 
     samples = live.do(traffic())
     versions = [set(sample.versions[sample.policy_mask].tolist()) for sample in samples]
