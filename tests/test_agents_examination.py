@@ -161,6 +161,41 @@ def test_phi3s_end_of_a_rendering_is_not_taken_for_history() -> None:
     assert template.decode(conversation.context()) == expected
 
 
+LINES = "{% for m in messages %}{{ m['content'] }}\n<|end|>{% endfor %}"
+
+
+def test_a_separator_in_a_reply_is_not_its_end() -> None:
+    """A reply that a limit cut off after a newline; the template's own newline and end token follow."""
+    template = ChatTemplate(with_template(characters(), LINES))
+    asked = [{"role": "user", "content": "a"}]
+    said = {"role": "assistant", "content": "b\n"}
+    after = template.following([*asked, said], template.ids("b\n"), asked)
+    assert template.decode(after) == "\n<|end|>a\n<|end|>"
+    after = template.following([*asked, said], template.ids("b\n<|end|>"), asked)
+    assert template.decode(after) == "a\n<|end|>"
+
+
+def test_a_call_that_is_written_in_another_way_ends_with_its_end_token() -> None:
+    template = ChatTemplate(tokenizer_of("gptoss"), [ADD])
+    call, answer = template.probe_call("1 2"), template.probe_answer("3")
+    sampled = template.ids(' to=functions.add<|channel|>commentary json<|message|>{"a":"1 2" }<|call|>')
+    after = template.decode(template.following([{"role": "user", "content": "a"}, call], sampled, [answer]))
+    assert after.startswith("<|start|>functions.add to=assistant") and after.endswith("<|end|><|start|>assistant")
+    with pytest.raises(ConfigError, match="ends a reply with tool calls in its own way"):
+        template.following([{"role": "user", "content": "a"}, call], sampled[:-1], [answer])
+
+
+def test_a_tokenizer_that_begins_text_with_a_blank_does_not_put_one_into_the_middle() -> None:
+    from tokenizers import pre_tokenizers
+
+    tokenizer = with_template(characters(), LINES)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    template = ChatTemplate(tokenizer)
+    asked = [{"role": "user", "content": "a"}]
+    after = template.following([*asked, {"role": "assistant", "content": "b"}], template.ids("b"), asked)
+    assert template.decode(after).startswith("\n<|end|>")
+
+
 def test_what_cannot_be_is_refused() -> None:
     conversation = Conversation(ChatTemplate(character_tokenizer()))
     with pytest.raises(ConfigError, match="nothing was fed"):
