@@ -42,3 +42,9 @@ def test_the_walk_names_its_stations() -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(((?!http)[^)#]+)", path.read_text(encoding="utf-8"))
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_the_code_of_conversations_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "conversations.md").read_text(encoding="utf-8"), re.S)
+    assert len(blocks) == 2
+    exec("\n".join(blocks), {})

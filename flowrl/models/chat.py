@@ -14,6 +14,8 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32
 
 Turns = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
+"""Turns with all that chat templates know: tool calls, tools' answers, reasoning."""
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:
@@ -50,6 +52,23 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def render(tokenizer: Any, messages: Messages, *, add_generation_prompt: bool = False, tools: Messages = ()) -> str:
+    """What the tokenizer's chat template makes of `messages`, as text; raises what the template raises."""
+    return str(
+        tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+    )
+
+
+def token_ids(tokenizer: Any, text: str) -> Int32:
+    """The ids of rendered text, in which the template has written all special tokens itself."""
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
 @dataclass(frozen=True)
@@ -106,13 +125,10 @@ class Chat:
 
     def _template(self, turns: Turns, *, add_generation_prompt: bool = False) -> str:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        messages = [*system, *(dict(turn) for turn in turns)]
-        return str(
-            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        )
+        return render(self.tokenizer, [*system, *turns], add_generation_prompt=add_generation_prompt)
 
     def _ids(self, text: str) -> Int32:
-        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        return token_ids(self.tokenizer, text)
 
 
 def _require_prefix(prefix: Int32, ids: Int32) -> None:

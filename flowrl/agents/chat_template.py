@@ -1,0 +1,270 @@
+"""How a chat template joins messages: what it writes after a reply, by id.
+
+A template is a program of the model's author: it may drop, move or rewrite what it is given, and one rendering
+need not begin with another. So nothing is assumed: a mark takes the place of a reply's content, and what the
+template writes after the mark follows the reply. What lies between a reply and the message after it is found once
+for each pair of roles, with probe messages; a template for which it cannot be found is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Int32
+from flowrl.models.chat import Messages, render, token_ids
+
+MARK = "mark7q"
+"""Takes the place of a reply; letters and a digit, which no template escapes or trims."""
+NEXT = "next4z"
+"""The content of the probe message after the reply."""
+ASKED: Mapping[str, Any] = {"role": "user", "content": "probe"}
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a template writes from the mark in a reply to the content of the message after it, by id."""
+
+    token_ids: Int32
+    closing: int
+    """Index in `token_ids` at which the reply is complete and its end begins; -1 if no probe shows it."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer with an episode's tools. Raises ConfigError if its boundary cannot be found.
+
+    One instance serves any number of conversations; it holds what the probes have found. Messages are those of
+    `apply_chat_template`; the arguments of a tool call may be a mapping or JSON text.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Messages = ()) -> None:
+        if not tokenizer.chat_template:
+            raise ConfigError("the tokenizer has no chat template, so messages cannot be joined; name a chat model")
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self._added = frozenset(tokenizer.added_tokens_decoder) | frozenset(tokenizer.all_special_ids)
+        self._boundaries: dict[tuple[str, bool], Boundary] = {}
+        self._in_parts = False
+        self._json_arguments = False
+        self._find_form()
+
+    def text(self, messages: Messages) -> str:
+        """The rendering of `messages` up to where the policy goes on."""
+        try:
+            given = [self._formed(message) for message in messages]
+            return render(self.tokenizer, given, add_generation_prompt=True, tools=self.tools)
+        except Exception as problem:  # the boundary to the template, which is the model author's program
+            roles = ", ".join(str(message.get("role")) for message in messages[-4:])
+            raise ConfigError(
+                f"the chat template does not render a conversation that ends with {roles} ({problem}); "
+                "feed roles in an order that it knows, or use another template"
+            ) from None
+
+    def ids(self, text: str) -> Int32:
+        """The ids of text that starts a context."""
+        return token_ids(self.tokenizer, text)
+
+    def ids_after_reply(self, text: str) -> Int32:
+        """The ids of text that follows a reply. Raises ConfigError if a token would span the boundary."""
+        mark, whole = self.ids(MARK), self.ids(MARK + text)
+        if not np.array_equal(whole[: mark.size], mark):
+            raise ConfigError(
+                f"the tokenizer joins the end of a reply with {text[:20]!r}, which the chat template writes after it, "
+                "so the boundary cannot be found by id; use a template that ends replies with a special token"
+            )
+        return whole[mark.size :]
+
+    def decode(self, ids: Int32) -> str:
+        """The text of `ids`, special tokens included."""
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def following(self, history: Messages, sampled: Int32, new: Messages) -> Int32:
+        """What the template writes after the reply that ends `history` up to the next one, less what was sampled."""
+        reply = history[-1]
+        boundary = self.boundary(str(new[0]["role"]), calls=bool(reply.get("tool_calls")))
+        mark = self._unused_mark([*history, *new])
+        ids = self.ids_after_reply(self._after_mark([*history[:-1], _marked(reply, mark), *new], mark))
+        start = self._closing(boundary, sampled)
+        if not np.array_equal(ids[: start + 1], boundary.token_ids[: start + 1]):
+            raise ConfigError(
+                f"the chat template ends this reply with {self.decode(ids[: start + 1])!r} and the probe's with "
+                f"{self.decode(boundary.token_ids[: start + 1])!r}; use a template that ends all replies alike"
+            )
+        return ids[start + self.overlap(sampled, ids[start : boundary.token_ids.size]) :]
+
+    def overlap(self, sampled: Int32, closing: Int32) -> int:
+        """How many ids of `closing` the policy has sampled itself: those, with an end token, that `sampled` ends with.
+
+        Ids without an end token are text of the reply, which may by chance end as the template goes on.
+        """
+        for n in range(min(sampled.size, closing.size), 0, -1):
+            if np.array_equal(sampled[-n:], closing[:n]) and not self._added.isdisjoint(closing[:n].tolist()):
+                return n
+        return 0
+
+    def ends(self, sampled: Int32) -> bool:
+        """Whether the policy ended its reply itself, with an end token."""
+        return sampled.size > 0 and int(sampled[-1]) in self._added
+
+    def content_ids(self, sampled: Int32) -> Int32:
+        """`sampled` without the end that the policy gave it."""
+        end = self.overlap(sampled, self.boundary("user").token_ids)
+        if end == 0 and sampled.size and sampled[-1] == self.tokenizer.eos_token_id:
+            end = 1
+        return sampled[: sampled.size - end]
+
+    def boundary(self, role: str, *, calls: bool = False) -> Boundary:
+        """The boundary between a reply, with or without tool calls, and a message of `role`.
+
+        Raises ConfigError if the template drops either, or shows one of them more than once.
+        """
+        key = (role, calls)
+        if key not in self._boundaries:
+            self._boundaries[key] = self._probe(role, calls)
+        return self._boundaries[key]
+
+    def marked_start(self, messages: Messages, index: int, text: str) -> int:
+        """Where in `text`, the rendering of `messages`, the reply `index` begins; -1 if the template rewrites it."""
+        mark = self._unused_mark(messages)
+        reply = {**messages[index], "content": mark + str(messages[index].get("content") or "")}
+        shown = self.text([*messages[:index], reply, *messages[index + 1 :]])
+        return shown.find(mark) if shown.replace(mark, "", 1) == text else -1
+
+    def probe_call(self, argument: str) -> Mapping[str, Any]:
+        """A reply that calls the first tool (any, if there are none) with one argument."""
+        function = dict(self.tools[0]).get("function", self.tools[0]) if self.tools else {}
+        name = function.get("name", "probe")
+        names = list(function.get("parameters", {}).get("properties", {})) or ["probe"]
+        call = {"name": name, "arguments": {names[0]: argument}}
+        calls = [{"id": "call00000", "type": "function", "function": call}]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    def probe_answer(self, content: str) -> Mapping[str, Any]:
+        """The answer of the tool that `probe_call` calls."""
+        (call,) = self.probe_call("")["tool_calls"]
+        return {"role": "tool", "content": content, "name": call["function"]["name"], "tool_call_id": call["id"]}
+
+    def _find_form(self) -> None:
+        """Whether the template wants content as text or as parts (those for images do), and arguments as JSON text."""
+        try:
+            self.boundary("user")
+        except ConfigError as problem:
+            self._in_parts = True
+            if not self._reads_parts():
+                raise problem from None
+        with suppress(ConfigError):  # a template without tool calls serves conversations without them
+            self.boundary("user", calls=True)
+
+    def _reads_parts(self) -> bool:
+        """Whether there is a boundary with content in parts, and the template reads them instead of printing them."""
+        try:
+            self.boundary("user")
+        except ConfigError:
+            return False
+        return "'type'" not in self.text([ASKED])
+
+    def _probe(self, role: str, calls: bool) -> Boundary:
+        between = self._between(role, calls)
+        ids = self.ids_after_reply(between)
+        if not calls:
+            return Boundary(ids, 0)
+        try:
+            plain = int(self.boundary(role).token_ids[0])
+        except ConfigError:
+            return Boundary(ids, -1)  # the template shows such a message only after a call
+        found = np.flatnonzero(ids == plain)
+        return Boundary(ids, int(found[0]) if found.size else -1)
+
+    def _between(self, role: str, calls: bool) -> str:
+        after = self._shown_after(role, calls)
+        if after.count(NEXT) != 1:
+            raise ConfigError(
+                f"the chat template shows a {role} message after a reply {after.count(NEXT)} times instead of once, "
+                "so its boundary cannot be found; use a template that knows this role"
+            )
+        between = after.partition(NEXT)[0]
+        if not between:
+            raise ConfigError(
+                f"the chat template writes nothing between a reply and a {role} message, so there is no boundary; "
+                "use a template that ends replies"
+            )
+        return between
+
+    def _shown_after(self, role: str, calls: bool) -> str:
+        new = self.probe_answer(NEXT) if role == "tool" else {"role": role, "content": NEXT}
+        if not calls:
+            return self._after_mark([ASKED, {"role": "assistant", "content": MARK}, new], MARK)
+        try:
+            return self._after_mark([ASKED, self.probe_call(MARK), new], MARK)
+        except ConfigError as problem:
+            self._json_arguments = not self._json_arguments
+            try:
+                return self._after_mark([ASKED, self.probe_call(MARK), new], MARK)
+            except ConfigError:
+                self._json_arguments = not self._json_arguments
+                raise problem from None
+
+    def _after_mark(self, messages: Messages, mark: str) -> str:
+        text = self.text(messages)
+        if text.count(mark) != 1:
+            raise ConfigError(
+                f"the chat template shows an earlier reply {text.count(mark)} times instead of once, so the boundary "
+                "after it cannot be found; use a template that keeps replies (and tool calls, where there are tools)"
+            )
+        return text.partition(mark)[2]
+
+    def _closing(self, boundary: Boundary, sampled: Int32) -> int:
+        """The index in the boundary's ids at which the reply is complete."""
+        if boundary.closing >= 0:
+            return boundary.closing
+        last = int(sampled[-1]) if sampled.size else -1
+        found = np.flatnonzero(boundary.token_ids == last)
+        if last in self._added and found.size:
+            return int(found[0])
+        raise ConfigError(
+            "the chat template ends a reply with tool calls in its own way, and this reply does not end so; "
+            "feed it as a reply without calls, or use another template"
+        )
+
+    def _formed(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message as this template takes it."""
+        formed = dict(message)
+        content = formed.get("content") or ""
+        formed["content"] = [{"type": "text", "text": content}] if self._is_part(content) else content
+        if formed.get("tool_calls"):
+            formed["tool_calls"] = [self._formed_call(call) for call in formed["tool_calls"]]
+        return formed
+
+    def _is_part(self, content: object) -> bool:
+        return self._in_parts and isinstance(content, str)
+
+    def _formed_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call.get("function", call))
+        arguments = function["arguments"]
+        if self._json_arguments and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not self._json_arguments and isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+    def _unused_mark(self, messages: Messages) -> str:
+        text = json.dumps([dict(message) for message in messages], ensure_ascii=False, default=str)
+        mark = MARK
+        while mark in text:
+            mark += "q"
+        return mark
+
+
+def _marked(reply: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """The reply with `mark` in place of its content, and of its last call's arguments if it has calls."""
+    if not reply.get("tool_calls"):
+        return {"role": "assistant", "content": mark}
+    *others, last = reply["tool_calls"]
+    function = {**last.get("function", last), "arguments": {"probe": mark}}
+    return {"role": "assistant", "content": "", "tool_calls": [*others, {**last, "function": function}]}

@@ -1,0 +1,206 @@
+"""An episode's conversation as token ids: what was fed and what was sampled, never tokenized twice.
+
+Invariants: a context is a concatenation of fed pieces and of sampled replies with the ids that they were sampled
+with; a sampled token is in the loss of exactly one sequence, the first that has it; a sequence ends with the last
+token that was sampled for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from flowrl.agents.chat_template import ChatTemplate
+from flowrl.errors import ConfigError
+from flowrl.messages import Bool, Float32, Int32
+from flowrl.models.chat import Messages
+
+History = Literal["append", "template"]
+"""append: the context keeps what was sampled. template: it is what the template makes of the messages."""
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One sequence of an episode; the arrays are as long as each other and read-only.
+
+    As in `Sample`, logprobs and versions are meaningful where the mask is true, and 0 and -1 elsewhere.
+    """
+
+    token_ids: Int32
+    policy_mask: Bool
+    """Tokens that enter this sequence's loss: sampled, and in no earlier sequence."""
+    behavior_logprobs: Float32
+    versions: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Neighbouring tokens of one origin; branches share spans, so a span is equal to itself alone."""
+
+    token_ids: Int32
+    text: str
+    logprobs: Float32 | None = None
+    """None of tokens that are context: fed ones, and replies in a branch that repeats them."""
+    versions: Int32 | None = None
+
+
+@dataclass(frozen=True)
+class SampledReply:
+    """What the policy answered: the span, and which message it is."""
+
+    index: int
+    span: Span
+
+
+class Conversation:
+    """Feed messages, ask for the context, hand in what was sampled, and so on.
+
+    With `history="template"` a context that is not the one before with something after it begins a branch: a
+    further sequence. Raises ConfigError where the template cannot render the messages.
+    """
+
+    def __init__(self, template: ChatTemplate, *, history: History = "append") -> None:
+        if history not in get_args(History):
+            raise ConfigError(f"history={history!r} is neither 'append' nor 'template'; name one of them")
+        self.template = template
+        self.history = history
+        self._messages: list[Mapping[str, Any]] = []
+        self._fed: list[Mapping[str, Any]] = []
+        """Messages since the last reply."""
+        self._replies: list[SampledReply] = []
+        self._branches: list[tuple[Span, ...]] = []
+        self._asked: tuple[Span, ...] | None = None
+        """The spans of the context to be answered; None until it is asked for."""
+
+    @property
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        """Everything fed and answered so far."""
+        return (*self._messages, *self._fed)
+
+    def feed(self, messages: Messages) -> None:
+        """Add what the environment says: the first messages, a tool's answer, the next question."""
+        self._fed += messages
+        self._asked = None
+
+    def context(self) -> Int32:
+        """All token ids of the next request, up to where the policy goes on. The same until something is fed."""
+        return _read_only(_joined([span.token_ids for span in self._context()], np.int32))
+
+    def sampled(
+        self,
+        token_ids: npt.ArrayLike,
+        logprobs: npt.ArrayLike,
+        versions: npt.ArrayLike,
+        message: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add the policy's reply to the context, its end token included if it was sampled.
+
+        `message` is the reply as parsed; without one it is the text without its end, and has no tool calls.
+        """
+        context = self._context()
+        ids = np.array(token_ids, np.int32)
+        span = Span(ids, self.template.decode(ids), np.array(logprobs, np.float32), np.array(versions, np.int32))
+        _check_lengths(span)
+        if message is None:
+            message = {"role": "assistant", "content": self.template.decode(self.template.content_ids(ids))}
+        self._commit(context, span, message)
+
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """One for each branch, in the order of their beginnings; with `history="append"` at most one."""
+        return tuple(_sequence(branch) for branch in self._branches)
+
+    def _commit(self, context: tuple[Span, ...], span: Span, message: Mapping[str, Any]) -> None:
+        current = self._branches[-1] if self._branches else ()
+        if current == context[: len(current)]:
+            self._branches[-1:] = [(*context, span)]
+        else:
+            self._branches.append((*context, span))
+        self._replies.append(SampledReply(len(self.messages), span))
+        self._messages += [*self._fed, message]
+        self._fed, self._asked = [], None
+
+    def _context(self) -> tuple[Span, ...]:
+        if not self._fed:
+            raise ConfigError("nothing was fed since the last reply; feed a message before the next request")
+        if self._asked is None:
+            self._asked = self._appended() if self.history == "append" else self._rendered()
+        return self._asked
+
+    def _appended(self) -> tuple[Span, ...]:
+        if not self._branches:
+            return self._opening(self.template.text(self._fed))
+        ids = self.template.following(self._messages, self._replies[-1].span.token_ids, self._fed)
+        return (*self._branches[-1], Span(ids, self.template.decode(ids)))
+
+    def _rendered(self) -> tuple[Span, ...]:
+        text = self.template.text(self.messages)
+        if not self._branches:
+            return self._opening(text)
+        current = "".join(span.text for span in self._branches[-1])
+        if text.startswith(current):
+            return (*self._branches[-1], self._after_reply(text[len(current) :]))
+        return self._rewritten(text)
+
+    def _rewritten(self, text: str) -> tuple[Span, ...]:
+        """The spans of a rendering that differs from the context before; replies that it keeps keep their ids."""
+        spans: list[Span] = []
+        end = 0
+        for reply in self._replies:
+            start = self.template.marked_start(self.messages, reply.index, text)
+            kept = self._kept(reply.span, text, start)
+            if kept is not None and start >= end:
+                spans += [self._piece(text[end:start], first=not spans), kept]
+                end = start + len(kept.text)
+        return (*spans, self._piece(text[end:], first=not spans))
+
+    def _kept(self, span: Span, text: str, start: int) -> Span | None:
+        """The reply as context, with its end or without, if the template shows exactly that at `start`."""
+        closing = self.template.boundary("user").token_ids
+        for ids in (span.token_ids, self.template.content_ids(span.token_ids)):
+            shown = self.template.decode(ids)
+            follows = "" if self.template.ends(ids) else self.template.decode(closing[:1])
+            if start >= 0 and text.startswith(shown + follows, start):
+                return Span(ids, shown)
+        return None
+
+    def _opening(self, text: str) -> tuple[Span, ...]:
+        return (Span(self.template.ids(text), text),)
+
+    def _after_reply(self, text: str) -> Span:
+        return Span(self.template.ids_after_reply(text), text)
+
+    def _piece(self, text: str, *, first: bool) -> Span:
+        return Span(self.template.ids(text), text) if first else self._after_reply(text)
+
+
+def _sequence(spans: Sequence[Span]) -> TokenSequence:
+    sizes = [span.token_ids.size for span in spans]
+    masks = [np.full(n, span.logprobs is not None) for n, span in zip(sizes, spans, strict=True)]
+    logprobs = [np.zeros(s.token_ids.size) if s.logprobs is None else s.logprobs for s in spans]
+    versions = [np.full(s.token_ids.size, -1) if s.versions is None else s.versions for s in spans]
+    return TokenSequence(
+        _read_only(_joined([span.token_ids for span in spans], np.int32)),
+        _read_only(_joined(masks, np.bool_)),
+        _read_only(_joined(logprobs, np.float32)),
+        _read_only(_joined(versions, np.int32)),
+    )
+
+
+def _check_lengths(span: Span) -> None:
+    assert span.logprobs is not None and span.versions is not None
+    sizes = span.token_ids.size, span.logprobs.size, span.versions.size
+    if len(set(sizes)) > 1:
+        raise ConfigError("a reply has {} token ids, {} logprobs and {} versions; give one of each".format(*sizes))
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate(arrays, dtype=dtype, casting="same_kind")
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array.flags.writeable = False
+    return array

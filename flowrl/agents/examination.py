@@ -1,0 +1,164 @@
+"""Preflight of a chat template: whether it rewrites history, what that costs, and whether tool calls come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flowrl.agents.chat_template import ASKED, MARK, NEXT, ChatTemplate
+from flowrl.agents.conversation import Conversation, History
+from flowrl.errors import ConfigError
+from flowrl.messages import Int32
+from flowrl.models.chat import Messages
+
+Parse = Callable[[str, str], Mapping[str, Any]]
+"""(reply, the context before it) -> the reply as a message."""
+PROBED_REPLIES = 3
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What a chat template does to conversations, found with probe messages."""
+
+    rewrites: tuple[str, ...]
+    """Kinds of replies ("plain", "reasoning", "calls") whose context the template writes anew later."""
+    sequences: int
+    """Sequences of a probe with three replies, with `history="template"`."""
+    repeated: float
+    """Tokens of those sequences for each token of the one that `history="append"` makes."""
+    no_tools: str
+    """Why tool calls and tools' answers cannot be fed; "" if they can."""
+    no_parsing: str
+    """Why a rendered tool call was not parsed back; "" if it was, or if there are no tools."""
+
+    def __str__(self) -> str:
+        tools = f"No tools: {self.no_tools}." if self.no_tools else "Tool calls can be fed."
+        parsing = f" Tool calls are not parsed back: {self.no_parsing}." if self.no_parsing else ""
+        return f"{self._history()} {tools}{parsing}"
+
+    def _history(self) -> str:
+        if not self.rewrites:
+            return "The template keeps earlier replies: both histories give the same contexts."
+        return (
+            f"The template rewrites earlier replies ({', '.join(self.rewrites)}). history='append' shows the model "
+            "contexts that its template would not write; history='template' makes "
+            f"{self.sequences} sequences of {PROBED_REPLIES} replies, {self.repeated:.1f} times the tokens."
+        )
+
+
+def examine(tokenizer: Any, tools: Messages = (), parse: Parse | None = None) -> Examination:
+    """Probe the chat template. Raises ConfigError if the boundary after a reply cannot be found.
+
+    `parse` defaults to the tokenizer's `response_template`. Reasoning is probed if the template names `</think>`.
+    """
+    template = ChatTemplate(tokenizer, tools)
+    no_tools = _no_tools(template)
+    found = {kind: _sizes(template, kind) for kind in _kinds(template, no_tools)}
+    rewrites = tuple(kind for kind, (_, sequences) in found.items() if len(sequences) > 1)
+    appended, sequences = max(found.values(), key=lambda sizes: sum(sizes[1]) / sizes[0])
+    no_parsing = "" if no_tools else _no_parsing(template, parse or _own_parser(template))
+    return Examination(rewrites, len(sequences), sum(sequences) / appended, no_tools, no_parsing)
+
+
+def shown_reply(template: ChatTemplate, reply: Mapping[str, Any]) -> tuple[Int32, str]:
+    """(ids, prefix): a reply that holds MARK, as the template shows it with its end, and the text before it.
+
+    They are divided by id, where the rendering leaves the one that ends with the question.
+    """
+    text = template.text([ASKED, reply, {"role": "user", "content": NEXT}]).partition(MARK)[0]
+    before, whole = template.ids(template.text([ASKED])), template.ids(text + MARK)
+    start = _common(before, whole)
+    end = _end(template, calls=bool(reply.get("tool_calls")))
+    return np.concatenate([whole[start:], end]), template.decode(whole[:start])
+
+
+def _common(a: Int32, b: Int32) -> int:
+    """How many ids `a` and `b` begin with alike."""
+    size = min(a.size, b.size)
+    differing = np.flatnonzero(a[:size] != b[:size])
+    return int(differing[0]) if differing.size else size
+
+
+def _end(template: ChatTemplate, *, calls: bool) -> Int32:
+    """What follows the mark in a reply, up to its end token; with unknown closing, to where next roles differ."""
+    boundary = template.boundary("tool" if calls else "user", calls=calls)
+    if boundary.closing >= 0:
+        return boundary.token_ids[: boundary.closing + 1]
+    ids = boundary.token_ids[: _common(boundary.token_ids, template.boundary("user", calls=calls).token_ids)]
+    while ids.size and not template.ends(ids):
+        ids = ids[:-1]
+    return ids
+
+
+def _no_tools(template: ChatTemplate) -> str:
+    try:
+        template.boundary("tool", calls=True)
+        template.boundary("user", calls=True)
+    except ConfigError as problem:
+        return str(problem)
+    return ""
+
+
+def _kinds(template: ChatTemplate, no_tools: str) -> list[str]:
+    reasoning = ["reasoning"] if "</think>" in str(template.tokenizer.chat_template) else []
+    return ["plain", *reasoning, *([] if no_tools else ["calls"])]
+
+
+def _sizes(template: ChatTemplate, kind: str) -> tuple[int, list[int]]:
+    """Tokens of the probe's one sequence with appended history, and of each sequence with the template's."""
+    (appended,), sequences = _probe(template, kind, "append"), _probe(template, kind, "template")
+    return appended, sequences
+
+
+def _probe(template: ChatTemplate, kind: str, history: History) -> list[int]:
+    conversation = Conversation(template, history=history)
+    new: Mapping[str, Any] = ASKED
+    for n in range(PROBED_REPLIES):
+        conversation.feed([new])
+        context = conversation.context()
+        calls = kind == "calls" and n == 0
+        ids, message = _reply(template, "calls" if calls else kind, context)
+        conversation.sampled(ids, np.zeros(ids.size), np.zeros(ids.size), message)
+        new = template.probe_answer("sum") if calls else ASKED
+    return [sequence.token_ids.size for sequence in conversation.sequences()]
+
+
+def _reply(template: ChatTemplate, kind: str, context: Int32) -> tuple[Int32, Mapping[str, Any]]:
+    """What a policy might sample after `context`, and the message that it is."""
+    if kind == "reasoning":
+        opened = template.decode(context).rstrip().endswith("<think>")
+        text = ("" if opened else "<think>\n") + f"why\n</think>\n\n{MARK}"
+        return np.concatenate([template.ids(text), _end(template, calls=False)]), _said(text)
+    message = template.probe_call(MARK) if kind == "calls" else _said(MARK)
+    return shown_reply(template, message)[0], message
+
+
+def _said(text: str) -> Mapping[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _own_parser(template: ChatTemplate) -> Parse | None:
+    if getattr(template.tokenizer, "response_template", None) is None:
+        return None
+    tools = [dict(tool) for tool in template.tools]
+    parse = template.tokenizer.parse_response
+    return lambda reply, before: dict(parse(reply, prefix=before, tools=tools or None))
+
+
+def _no_parsing(template: ChatTemplate, parse: Parse | None) -> str:
+    """Why a tool call that the template renders does not come back from `parse`."""
+    if parse is None:
+        return "the tokenizer has no response_template, and no parser was given"
+    call = template.probe_call(MARK)
+    ids, before = shown_reply(template, call)
+    reply = template.decode(ids)
+    try:
+        calls = parse(reply, before).get("tool_calls") or []
+    except Exception as problem:  # the boundary to the parser, which is foreign code
+        return f"the parser raised {type(problem).__name__} ({problem}) on {reply!r}"
+    expected = call["tool_calls"][0]["function"]
+    found = [dict(found.get("function", found)) for found in calls]
+    return "" if found == [expected] else f"{reply!r} was parsed into {found} instead of {expected}"
