@@ -14,10 +14,10 @@ ROOT = Path(__file__).parent.parent
 CHECKED = (
     "import flowrl, flowrl.cli; from tests.graph_nodes import grpo; flowrl.check(grpo().graph).raise_for_problems()"
 )
-HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "datasets")
+HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
 BASE = {"errors", "messages", "packing"}
-LIBRARIES = {"training", "weights", "tasks", "models"}
+LIBRARIES = {"training", "weights", "tasks", "environments", "models"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": BASE,
     "weights": BASE | {"graph", "channel"},
     "tasks": BASE,
+    "environments": BASE | {"tasks"},
     "models": BASE | {"tasks", "training"},
     "agents": BASE | {"models", "tasks"},
     "nodes": ENGINE | LIBRARIES,
@@ -178,9 +179,16 @@ BROAD_EXCEPTS = {
     "channel/control.py: Control._run_note",
     "agents/chat_template.py: ChatTemplate.text",
     "agents/examination.py: _no_parsing",
-    "channel/control.py: Control._note",
     "channel/control.py: Control._work",
     "channel/link.py: Listener._drain",
+    "environments/episode_child.py: play",
+    "environments/episodes.py: Episodes.__aenter__",
+    "environments/episodes.py: Episodes._begun",
+    "environments/episodes.py: Episodes._opened",
+    "environments/failure.py: boundary",
+    "environments/find.py: FoundEnvironment.made",
+    "environments/process_episode.py: ProcessEpisode._ask",
+    "environments/zygote.py: ZygoteClient.start",
     "graph/load.py: user_code",
     "models/__init__.py: check_prompts",
     "runtime/activity/lease.py: Lease._move",
@@ -202,8 +210,8 @@ BROAD_EXCEPTS = {
     "runtime/ports/requests.py: LiveServe._answer",
     "tasks/judge.py: Judge._checked",
     "tasks/judge.py: Judge.ask",
-    "tasks/judge.py: _file_module",
-    "tasks/judge.py: _package_module",
+    "tasks/user_module.py: _file_module",
+    "tasks/user_module.py: _package_module",
     "training/loss/function_trial.py: _attempt",
     "testing/clock.py: VirtualLoop.run_in_executor",
     "testing/graph_run.py: _driven",

@@ -53,13 +53,15 @@ ELSEWHERE = {
         "traces, the option --track, an argument of zmq's send",
         r"telemetry/|driver/|channel/link|channel_peers",
     ),
-    "freeze": ("arrays made read-only, gc", r"channel/|host/actor|weights/vllm_worker|training/"),
+    "freeze": (
+        "arrays made read-only, gc",
+        r"channel/|host/actor|weights/vllm_worker|training/|environments/zygote_child",
+    ),
 }
 """Identifier -> what it means where it stays, and the files that may have it."""
 
 KEPT_FREE = {
     "Limits": "what ends an episode",
-    "Step": "one model call of an episode",
     "Turn": "one message of a conversation",
 }
 """Class name -> what agents need it for; no other class takes it."""

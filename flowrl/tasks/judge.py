@@ -9,20 +9,16 @@ Columns are passed by name: those that its signature names, or all if it takes `
 from __future__ import annotations
 
 import asyncio
-import functools
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.user_module import one_line, user_module
 
 Columns = Sequence[Mapping[str, Any]]
 
@@ -129,7 +125,7 @@ def as_verdicts(place: str, answer: Any, num: int) -> Verdicts:
 def load_judge(place: str) -> Judge:
     """The function at `file.py:function` or `package.module:function`. Raises ConfigError."""
     where, _, name = place.rpartition(":")
-    module = _file_module(where) if where.endswith(".py") else _package_module(where)
+    module = user_module(where, owner="reward")
     function = getattr(module, name, None)
     if not callable(function):
         known = sorted(n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__)
@@ -165,30 +161,6 @@ def _judge(place: str, function: Callable[..., Any]) -> Judge:
         wanted=None if takes_all else frozenset(p.name for p in named),
         required=frozenset(p.name for p in named if p.default is p.empty),
     )
-
-
-def _package_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except Exception as problem:  # the boundary to the user's module
-        raise ConfigError(f"the reward's module {name!r} does not import: {_one_line(problem)}") from None
-
-
-@functools.lru_cache(maxsize=16)
-def _file_module(name: str) -> ModuleType:
-    path = Path(name).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"the reward's file {name} does not exist (looked for {path})")
-    module_name = f"flowrl_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as problem:  # the boundary to the user's module
-        raise ConfigError(f"the reward's file {name} does not import: {_one_line(problem)}") from None
-    return module
 
 
 def _numbers(place: str, what: str, values: Any, num: int) -> tuple[float, ...]:
@@ -228,12 +200,7 @@ def joined(parts: Sequence[Verdicts]) -> Verdicts:
 
 
 def _raised(place: str, problem: Exception) -> BadReward:
-    return BadReward("reward_raised", f"{place} raised {_one_line(problem)}")
-
-
-def _one_line(problem: Exception) -> str:
-    text = str(problem).strip().splitlines()
-    return f"{type(problem).__name__}: {text[0]}" if text else type(problem).__name__
+    return BadReward("reward_raised", f"{place} raised {one_line(problem)}")
 
 
 def _short(value: Any) -> str:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -47,6 +48,34 @@ def score(
     ]
 
 
+@dataclass(frozen=True)
+class Problem:
+    """One entry of a dataset that the seed alone determines."""
+
+    task: Task
+    entry: Mapping[str, Any]
+    _source: Any
+
+    @property
+    def question(self) -> str:
+        return str(self.entry["question"])
+
+    @property
+    def answer(self) -> str:
+        """A right response."""
+        return str(self.entry["answer"])
+
+    def score(self, response: str) -> float:
+        """As the function `score`."""
+        return float(self._source.score_answer(extracted(self.task.name, response), entry=self.entry))
+
+
+def problem(task: Task, seed: int) -> Problem:
+    """The problem of that seed. Raises ConfigError if the task does not exist or rejects its options."""
+    source = _create(task, size=1, seed=seed)
+    return Problem(task, source[0], source)
+
+
 def extracted(task: str, response: str) -> str:
     """The part of `response` that the verifier of the task of that name sees; "" if `response` has no such part."""
     pattern = _extraction(task)
@@ -72,18 +101,23 @@ def check(task: Task) -> None:
 @functools.lru_cache(maxsize=8)
 def _dataset(name: str) -> Any:
     try:
-        import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
         raise ConfigError(f"task {name!r} needs the package reasoning-gym; pip install reasoning-gym") from None
     task = Task(name)
     _extraction(name)
-    options = {key: value for key, value in task.options.items() if key != "extract"}
     dataset = task.source.removeprefix("reasoning_gym/")
     if dataset not in DATASETS:
         close = difflib.get_close_matches(dataset, DATASETS, 3) or sorted(DATASETS)[:5]
         raise ConfigError(f"reasoning_gym has no task {dataset!r} among its {len(DATASETS)}; try {', '.join(close)}")
+    return _create(task, size=DEFAULT_SIZE, seed=0)
+
+
+def _create(task: Task, **defaults: int) -> Any:
+    import reasoning_gym
+
+    options = {key: value for key, value in task.options.items() if key != "extract"}
     try:
-        return reasoning_gym.create_dataset(dataset, **{"size": DEFAULT_SIZE, "seed": 0, **options})
+        return reasoning_gym.create_dataset(task.source.removeprefix("reasoning_gym/"), **{**defaults, **options})
     except (TypeError, AssertionError, ValueError) as refusal:
-        raise ConfigError(f"task {name!r}: reasoning_gym refuses these options: {refusal}") from None
+        raise ConfigError(f"task {task.name!r}: reasoning_gym refuses these options: {refusal}") from None

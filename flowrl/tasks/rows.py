@@ -21,6 +21,17 @@ OF_TASK = "of_task"
 """The column of a mixture's rows that names the row's own source."""
 
 
+def digest(value: Any) -> str:
+    """16 hex digits over a value that JSON can hold."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def is_held_out(row_id: str) -> bool:
+    """Whether a row with this digest belongs to the held-out part."""
+    return int(row_id, 16) % HELD_OUT_ONE_IN == 0
+
+
 @dataclass(frozen=True)
 class Row:
     """One problem. `turns` are the messages before the response; the last one is the user's."""
@@ -58,13 +69,12 @@ class Row:
     @cached_property
     def prompt_id(self) -> str:
         """16 hex digits over the conversation, without its columns."""
-        text = json.dumps([dict(turn) for turn in self.turns], sort_keys=True, ensure_ascii=False)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return digest([dict(turn) for turn in self.turns])
 
     @property
     def held_out(self) -> bool:
         """Whether the row belongs to the held-out part: one row in eight, by its prompt."""
-        return int(self.prompt_id, 16) % HELD_OUT_ONE_IN == 0
+        return is_held_out(self.prompt_id)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.name_options import parse_options, split_name
 from flowrl.tasks.rewards import parse_reward
 from flowrl.tasks.weighted_sums import PLUS, Term, terms
-
-_COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^\[(]*[\])])")
 
 
 @dataclass(frozen=True)
@@ -64,13 +61,12 @@ class Task:
     @property
     def source(self) -> str:
         """The name without its options."""
-        return _split(self.name)[0]
+        return split_name(self.name)[0]
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The options of the name; values are Python literals where they parse as such, else text."""
-        text = _split(self.name)[1]
-        return dict(_option(self.name, part) for part in _COMMA_OUTSIDE_BRACKETS.split(text) if part)
+        return parse_options(f"task {self.name!r}", split_name(self.name)[1])
 
     @property
     def verifier(self) -> str:
@@ -92,18 +88,3 @@ class Task:
     def path(self) -> Path:
         """The path of a task with rows on disk; meaningless for generated tasks."""
         return Path(self.source).expanduser()
-
-
-def _split(name: str) -> tuple[str, str]:
-    source, colon, options = name.partition(":")
-    return (source, options) if colon else (name, "")
-
-
-def _option(name: str, part: str) -> tuple[str, Any]:
-    key, equals, text = part.partition("=")
-    if not equals or not key.strip().isidentifier():
-        raise ConfigError(f"task {name!r}: {part!r} is no option; write them as SOURCE:key=value,key=value")
-    try:
-        return key.strip(), ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError):
-        return key.strip(), text.strip()

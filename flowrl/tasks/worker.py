@@ -10,17 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import struct
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import msgpack
-
 from flowrl.errors import ConfigError
+from flowrl.tasks import child
 from flowrl.tasks.judge import BadReward, Columns, Verdicts
-
-LENGTH = struct.Struct("<I")
 
 
 class RewardWorker:
@@ -88,12 +84,10 @@ class RewardWorker:
 
     async def _send(self, message: dict[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
-        body = msgpack.packb(message)
-        self._process.stdin.write(LENGTH.pack(len(body)) + body)
+        self._process.stdin.write(child.packed(message))
         await self._process.stdin.drain()
 
     async def _receive(self) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None
-        (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
-        message: dict[str, Any] = msgpack.unpackb(await self._process.stdout.readexactly(length))
+        message: dict[str, Any] = await child.receive(self._process.stdout)
         return message

@@ -1,0 +1,26 @@
+"""Environments: what a policy plays in turns. `Env` is the protocol, `Episodes` plays, by name."""
+
+from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, EnvironmentRows, environment_rows
+from flowrl.environments.episodes import Episodes
+from flowrl.environments.failure import CAUSES, Cause, EnvironmentFailed, ZygoteFailed
+from flowrl.environments.open_episode import OpenEpisode
+from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step, ToolCall
+
+__all__ = [
+    "CAUSES",
+    "Action",
+    "Cause",
+    "Env",
+    "EnvironmentFailed",
+    "EnvironmentName",
+    "EnvironmentRow",
+    "EnvironmentRows",
+    "Episodes",
+    "MalformedValue",
+    "Observation",
+    "OpenEpisode",
+    "Step",
+    "ToolCall",
+    "ZygoteFailed",
+    "environment_rows",
+]

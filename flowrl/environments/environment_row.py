@@ -1,0 +1,105 @@
+"""Names of environments, and the rows of a task that is played rather than answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.tasks.name_options import parse_options, split_name
+from flowrl.tasks.rows import digest, is_held_out
+
+DEFAULT_ROWS = 5120
+"""Rows of an environment, held-out ones included."""
+
+
+@dataclass(frozen=True)
+class EnvironmentName:
+    """`gymnasium/FrozenLake-v1:is_slippery=False`, `reasoning_gym/chain_sum:tries=3`, `file.py:Class:size=4`.
+
+    A class of a package is `package.module:Class:size=4`. Raises ConfigError if the text names nothing.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not self.adapter and not (self.place.partition(":")[0] and self.place.partition(":")[2].isidentifier()):
+            raise ConfigError(
+                f"environment {self.text!r} names no class; write gymnasium/NAME, reasoning_gym/NAME, file.py:Class or "
+                "package.module:Class, then options as :key=value,key=value"
+            )
+        try:
+            json.dumps(self.options)
+        except (TypeError, ValueError) as problem:
+            raise ConfigError(
+                f"environment {self.text!r}: {problem}; options are numbers, texts, and lists or mappings of such"
+            ) from None
+
+    @property
+    def adapter(self) -> str:
+        """ "gymnasium" for `gymnasium/FrozenLake-v1`; "" for a class of the user's own."""
+        package, slash, _ = split_name(self.text)[0].partition("/")
+        return package if slash and package in ADAPTERS else ""
+
+    @property
+    def place(self) -> str:
+        """The name without options: `FrozenLake-v1` of an adapter, else `file.py:Class`."""
+        source, rest = split_name(self.text)
+        if self.adapter:
+            return source.removeprefix(f"{self.adapter}/")
+        return f"{source}:{split_name(rest)[0]}" if rest else source
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of the name; values are Python literals where they parse as such, else text."""
+        rest = split_name(self.text)[1]
+        return parse_options(f"environment {self.text!r}", rest if self.adapter else split_name(rest)[1])
+
+
+ADAPTERS = ("gymnasium", "reasoning_gym")
+"""Packages whose environments are played through an adapter, as `PACKAGE/NAME`."""
+
+
+@dataclass(frozen=True)
+class EnvironmentRow:
+    """Where an episode starts. All members of a group get the same row."""
+
+    name: str
+    """The environment's, without options."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def task(self) -> Mapping[str, Any]:
+        """What `Env.reset` is given."""
+        return {"name": self.name, "options": dict(self.options), "seed": self.seed}
+
+    @cached_property
+    def row_id(self) -> str:
+        """16 hex digits over name, options and seed."""
+        return digest(self.task)
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the row belongs to the held-out part: one row in eight, by its id."""
+        return is_held_out(self.row_id)
+
+
+@dataclass(frozen=True)
+class EnvironmentRows:
+    """The two disjoint parts of an environment's rows, in the order of their seeds."""
+
+    train: tuple[EnvironmentRow, ...]
+    held_out: tuple[EnvironmentRow, ...]
+
+
+def environment_rows(text: str, *, number: int = DEFAULT_ROWS) -> EnvironmentRows:
+    """`number` rows of the environment of that name, with the seeds from 0."""
+    name = EnvironmentName(text)
+    source = f"{name.adapter}/{name.place}" if name.adapter else name.place
+    options = name.options
+    rows = [EnvironmentRow(source, options, seed) for seed in range(number)]
+    return EnvironmentRows(tuple(row for row in rows if not row.held_out), tuple(row for row in rows if row.held_out))

@@ -1,0 +1,149 @@
+"""An episode's own process, forked from the zygote: it makes one environment and answers the calls of one episode.
+
+It waits for the next call, which its caller's end of the connection ends; a call ends as the environment pleases, or
+by the SIGKILL that the caller has the zygote send. All processes that the environment starts join its group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import resource
+import signal
+import socket
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flowrl.environments import exchange
+from flowrl.environments.failure import EnvironmentFailed
+from flowrl.environments.find import FoundEnvironment
+from flowrl.environments.player import Player, seed_global_state
+from flowrl.errors import ConfigError
+from flowrl.tasks import child
+
+PR_SET_CHILD_SUBREAPER = 36
+RESERVE_BYTES = 64 << 20
+"""Memory beyond the limit, in which an episode that ran out of it can say so."""
+
+
+def adopt_orphans() -> None:
+    """From now on a process becomes this one's child when its own parent, a descendant of this one, has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def play(
+    found: FoundEnvironment, connection: socket.socket, output: int, *, zygote: int, memory_bytes: int
+) -> NoReturn:
+    """The whole life of the process. `output` takes what it prints."""
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        child.die_with_parent()
+        adopt_orphans()
+        if os.getppid() != zygote:
+            os._exit(1)
+        _redirect(output)
+        _limit_memory(memory_bytes)
+        asyncio.run(_serve(found, connection))
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # the process ends here, and says why in its output
+        traceback.print_exc()
+    finally:
+        os._exit(status & 0xFF)
+
+
+def _redirect(output: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(null)
+    os.close(output)
+    for name in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(name, signal.SIG_DFL)
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """Data of its own: a limit of the address space would also count what threads and libraries merely reserve."""
+    most = _data_bytes() + memory_bytes
+    _reserve[:] = [most + RESERVE_BYTES] * 2
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most + RESERVE_BYTES))
+
+
+def _data_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+_reserve: list[int] = []
+"""The limit with the reserve; made beforehand, because out of memory nothing can be made."""
+
+
+async def _serve(found: FoundEnvironment, connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    episode = _Episode(found)
+    while not episode.closed:
+        try:
+            request = await child.receive(reader)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        writer.write(child.packed(await _answer(episode, request)))
+        await writer.drain()
+
+
+async def _answer(episode: _Episode, request: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {"answer": await episode.call(request)}
+    except EnvironmentFailed as failed:
+        if failed.cause == "env_out_of_memory":
+            resource.setrlimit(resource.RLIMIT_DATA, _reserve)  # type: ignore[arg-type]
+        return {"cause": failed.cause, "text": str(failed)}
+    except MemoryError:
+        resource.setrlimit(resource.RLIMIT_DATA, _reserve)  # type: ignore[arg-type]
+        return {"cause": "env_out_of_memory", "text": f"{request['call']} ran out of memory"}
+    except ConfigError as refused:
+        return {"refused": str(refused)}
+
+
+class _Episode:
+    """The calls that the process answers."""
+
+    def __init__(self, found: FoundEnvironment) -> None:
+        self._found = found
+        self._player: Player | None = None
+        self.closed = False
+
+    async def call(self, request: Mapping[str, Any]) -> Any:
+        match request["call"]:
+            case "try":
+                env = self._found.made()
+                await env.close()
+                return {"seats": env.seats, "replays": env.replays}
+            case "reset":
+                player = self._made(request["seed"])
+                observations = await player.reset(request["task"], request["seed"])
+                return [exchange.plain(one) for one in observations]
+            case "restore":
+                await self._made(request["seed"]).restore(request["state"])
+            case "step":
+                assert self._player is not None
+                return exchange.plain(await self._player.step(exchange.action(request["action"]), request["seat"]))
+            case "save":
+                assert self._player is not None
+                return self._player.save()
+            case "close":
+                self.closed = True
+                if self._player is not None:
+                    await self._player.close()
+        return None
+
+    def _made(self, seed: int) -> Player:
+        seed_global_state(seed)
+        self._player = Player(self._found.text, self._found.make)
+        return self._player

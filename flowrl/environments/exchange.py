@@ -1,0 +1,55 @@
+"""The protocol's values as plain data, for the connection to an episode's process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from flowrl.environments.protocol import Action, MalformedValue, Observation, Step, ToolCall
+
+Value = TypeVar("Value")
+
+
+def plain(value: Observation | Action | Step) -> dict[str, Any]:
+    """Lists, mappings and scalars."""
+    return asdict(value)
+
+
+def action(found: Mapping[str, Any]) -> Action:
+    """The action that `plain` was made of."""
+    return Action(**{**found, "tool_calls": tuple(ToolCall(**call) for call in found["tool_calls"])})
+
+
+def observation(found: Any) -> Observation:
+    """The observation that `plain` was made of. Raises MalformedValue."""
+    return _made(Observation, found)
+
+
+def observations(found: Any) -> tuple[Observation, ...]:
+    """Those of all seats. Raises MalformedValue."""
+    if not isinstance(found, list) or not found:
+        raise MalformedValue("the process answered without observations")
+    return tuple(map(observation, found))
+
+
+def step(found: Any) -> Step:
+    """The step that `plain` was made of. Raises MalformedValue."""
+    if not isinstance(found, dict):
+        raise MalformedValue("the process answered without a step")
+    seen = found.get("observation")
+    return _made(Step, {**found, "observation": observations(seen) if isinstance(seen, list) else observation(seen)})
+
+
+def state(found: Any) -> bytes | None:
+    """A saved state. Raises MalformedValue."""
+    if found is not None and not isinstance(found, bytes):
+        raise MalformedValue("the process answered with a state that is not bytes")
+    return found
+
+
+def _made(kind: type[Value], fields: Any) -> Value:
+    try:
+        return kind(**fields)
+    except TypeError:
+        raise MalformedValue(f"the process answered with what is no {kind.__name__}") from None

@@ -1,0 +1,69 @@
+"""Why an episode's attempt is void, in one word each, and the boundary to an environment's code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import traceback
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+from flowrl.environments.protocol import MalformedValue
+from flowrl.errors import FlowrlError
+
+Cause = Literal["env_raised", "env_timed_out", "env_died", "env_out_of_memory", "env_malformed", "env_unreachable"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+TAIL = 2_000
+"""Characters of a traceback that are kept, from its end."""
+OWN_FRAMES = 2
+"""Frames of a traceback that belong to `boundary` and its caller."""
+UNREACHABLE = (ConnectionError, socket.gaierror)
+"""What an environment raises when the server behind it cannot be reached."""
+
+
+class EnvironmentFailed(FlowrlError):
+    """An environment failed, and nothing is known of the episode's reward. `cause` is a word for the ledger."""
+
+    def __init__(self, cause: Cause, text: str) -> None:
+        self.cause = cause
+        super().__init__(text)
+
+
+class ZygoteFailed(FlowrlError):
+    """The process that starts the processes of episodes died too often: no more episodes can be played."""
+
+
+@contextlib.contextmanager
+def boundary(doing: str) -> Iterator[None]:
+    """Turns what an environment's code raises into EnvironmentFailed. `doing` is as "FrozenLake.step".
+
+    A cancellation from outside passes; one that the environment raised by itself does not.
+    """
+    try:
+        yield
+    except EnvironmentFailed:
+        raise
+    except MalformedValue as problem:
+        raise EnvironmentFailed("env_malformed", f"{doing}: {problem}") from None
+    except MemoryError as problem:
+        raise EnvironmentFailed("env_out_of_memory", f"{doing} ran out of memory: {problem}".rstrip(": ")) from None
+    except UNREACHABLE as problem:
+        raise EnvironmentFailed("env_unreachable", f"{doing} lost its server: {_tail(problem)}") from None
+    except SystemExit as problem:
+        raise EnvironmentFailed("env_died", f"{doing} called sys.exit({problem.code!r})") from None
+    except asyncio.CancelledError as problem:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise EnvironmentFailed("env_raised", f"{doing} raised: {_tail(problem)}") from None
+    except Exception as problem:  # the boundary to the environment's code
+        raise EnvironmentFailed("env_raised", f"{doing} raised: {_tail(problem)}") from None
+
+
+def _tail(problem: BaseException) -> str:
+    """The end of a traceback, from the environment's own frames on."""
+    trace = problem.__traceback__
+    for _ in range(OWN_FRAMES):
+        trace = trace.tb_next if trace is not None and trace.tb_next is not None else trace
+    return "".join(traceback.format_exception(type(problem), problem, trace)).rstrip()[-TAIL:]

@@ -1,0 +1,272 @@
+"""What an environment is: `Env`, and the values that it and the policy exchange.
+
+The values are frozen and do not construct in an illegal state: they raise `MalformedValue`, which counts as the
+environment's fault (the cause `env_malformed`) wherever it is raised in an environment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flowrl.messages import scalar_problem
+
+ROLES = ("system", "user", "tool")
+"""Who may speak in an observation. What the assistant says comes from the policy alone."""
+FINISH_REASONS = ("stop", "length")
+
+
+class MalformedValue(ValueError):
+    """A value that the protocol does not allow."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the policy is shown: one text, or several messages."""
+
+    text: str = ""
+    """Shown as one message of the user, or as the result of the tool calls that the action made."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """Messages with `role` and `content`, in place of `text`."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Descriptions of functions as JSON Schema, in the form of OpenAI's API. Read from the first observation."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_text("an observation's text", self.text)
+        _set(self, "messages", tuple(_message(message) for message in _items("messages", self.messages)))
+        _set(self, "tools", tuple(_tool(tool) for tool in _items("tools", self.tools)))
+        _set(self, "metrics", _metrics(self.metrics))
+        if self.text and self.messages:
+            raise MalformedValue("an observation has both text and messages; put the text into the messages")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy made, as it was parsed."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    call_id: str = ""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One reply of the policy."""
+
+    text: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    """The sampled tokens; empty when somebody plays by hand."""
+    finish_reason: str = "stop"
+    """"stop", or "length": the reply was cut off at its limit of tokens."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise MalformedValue(f"an action's text is {_short(self.text)}; it needs text")
+        if self.finish_reason not in FINISH_REASONS:
+            raise MalformedValue(f"finish_reason is {self.finish_reason!r}; it has to be {' or '.join(FINISH_REASONS)}")
+        _set(self, "tool_calls", tuple(self.tool_calls))
+        _set(self, "token_ids", tuple(map(int, self.token_ids)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one action led to."""
+
+    observation: Observation | tuple[Observation, ...]
+    """One, or with several seats one for each; that of a seat with nothing new to see is empty."""
+    reward: float | tuple[float, ...] = 0.0
+    """One number, or with several seats one for each."""
+    terminated: bool = False
+    """The episode is over by its own rules."""
+    truncated: bool = False
+    """The episode is cut off; it could have gone on."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    max_tokens: int | None = None
+    """The next reply's limit of tokens; None leaves it to the sampling."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the next reply."""
+
+    def __post_init__(self) -> None:
+        seats = isinstance(self.observation, tuple | list)
+        _set(self, "observation", tuple(_observations(self.observation)) if seats else _observed(self.observation))
+        several = isinstance(self.reward, tuple | list)
+        rewards = tuple(_number("a reward", one) for one in self.rewards)
+        _set(self, "reward", rewards if several else rewards[0])
+        for name in ("terminated", "truncated"):
+            _set(self, name, _flag(name, getattr(self, name)))
+        _set(self, "metrics", _metrics(self.metrics))
+        _check_max_tokens(self.max_tokens)
+        _set(self, "stop", tuple(_stop(text) for text in _items("stop", self.stop)))
+
+    @property
+    def observations(self) -> tuple[Observation, ...]:
+        """One for each seat."""
+        return self.observation if isinstance(self.observation, tuple) else (self.observation,)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """One for each seat."""
+        return tuple(self.reward) if isinstance(self.reward, tuple | list) else (self.reward,)
+
+    @property
+    def over(self) -> bool:
+        """Whether this is the episode's last step."""
+        return self.terminated or self.truncated
+
+
+class Env:
+    """Base of environments. An object plays one episode: `reset` or `restore`, then steps, then `close`.
+
+    An environment's options are the keyword arguments of its class. By default an object has a process of its own,
+    whose modules `random`, `numpy.random` and `torch` are seeded before the object is made.
+    """
+
+    cooperative: ClassVar[bool] = False
+    """It awaits and never computes for long, and uses no global state: it may share a process with others."""
+    replays: ClassVar[bool] = True
+    """The same seed and actions give the same observations and rewards."""
+    seats: ClassVar[int] = 1
+    """Number of players. They act in order, from seat 0."""
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation | tuple[Observation, ...]:
+        """Begin the episode. `task` is the row: its name, options and seed. With several seats: one for each."""
+        raise NotImplementedError
+
+    async def step(self, action: Action) -> Step:
+        """Play one action. With several seats the method is `step(action, seat=0)`."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Release what the episode holds. Called once, unless the process had to be killed."""
+
+    def save(self) -> bytes | None:
+        """The state between two steps, for `restore`; None if it cannot be saved."""
+        return None
+
+    def restore(self, state: bytes) -> None:
+        """Continue from a saved state; called in place of `reset`, on a new object."""
+        raise NotImplementedError
+
+
+def checked_reset(env: Env, found: Any) -> tuple[Observation, ...]:
+    """What `reset` returned, one for each seat. Raises MalformedValue that names the environment's class."""
+    observations = tuple(found) if isinstance(found, tuple | list) else (found,)
+    for one in observations:
+        if not isinstance(one, Observation):
+            raise MalformedValue(f"{type(env).__name__}.reset returned {_short(one)}; it needs an Observation")
+    _check_seats(env, "reset", "observations", len(observations))
+    return observations
+
+
+def checked_step(env: Env, found: Any) -> Step:
+    """What `step` returned. Raises MalformedValue that names the environment's class."""
+    if not isinstance(found, Step):
+        raise MalformedValue(f"{type(env).__name__}.step returned {_short(found)}; it needs a Step")
+    _check_seats(env, "step", "observations", len(found.observations))
+    _check_seats(env, "step", "rewards", len(found.rewards))
+    return found
+
+
+def checked_state(env: Env, found: Any) -> bytes | None:
+    """What `save` returned. Raises MalformedValue that names the environment's class."""
+    if found is not None and not isinstance(found, bytes):
+        raise MalformedValue(f"{type(env).__name__}.save returned {_short(found)}; it needs bytes or None")
+    return found
+
+
+def _check_seats(env: Env, method: str, what: str, number: int) -> None:
+    if number != env.seats:
+        raise MalformedValue(
+            f"{type(env).__name__}.{method} returned {number} {what}; it has {env.seats} seat(s) and needs one for each"
+        )
+
+
+def _set(value: object, name: str, to: object) -> None:
+    object.__setattr__(value, name, to)
+
+
+def _observed(value: Any) -> Observation:
+    if not isinstance(value, Observation):
+        raise MalformedValue(f"a step's observation is {_short(value)}; it needs an Observation")
+    return value
+
+
+def _observations(values: Any) -> list[Observation]:
+    return [_observed(value) for value in values]
+
+
+def _items(what: str, values: Any) -> Sequence[Any]:
+    if not isinstance(values, tuple | list):
+        raise MalformedValue(f"{what} is {_short(values)}; it needs a tuple")
+    return values
+
+
+def _message(message: Any) -> Mapping[str, str]:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        raise MalformedValue(f"an observation's message is {_short(message)}; it needs role and content")
+    for key, text in message.items():
+        _check_text(f"{key!r} of an observation's message", text)
+    if message["role"] not in ROLES:
+        raise MalformedValue(f"a message's role is {message['role']!r}; it has to be one of {', '.join(ROLES)}")
+    return dict(message)
+
+
+def _tool(tool: Any) -> Mapping[str, Any]:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise MalformedValue(f"a tool is {_short(tool)}; it needs {{'type': 'function', 'function': {{'name': …}}}}")
+    try:
+        known: Mapping[str, Any] = json.loads(json.dumps(tool))
+    except (TypeError, ValueError) as problem:
+        raise MalformedValue(f"the tool {function['name']!r} holds what JSON cannot: {problem}") from None
+    return known
+
+
+def _metrics(values: Any) -> Mapping[str, float]:
+    if not isinstance(values, Mapping):
+        raise MalformedValue(f"metrics is {_short(values)}; it needs names with numbers")
+    return {str(name): _number(f"the metric {name!r}", value) for name, value in values.items()}
+
+
+def _number(what: str, value: Any) -> float:
+    if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
+        raise MalformedValue(f"{what} is {_short(value)}; it needs a finite number")
+    return float(value)
+
+
+def _flag(what: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise MalformedValue(f"{what} is {_short(value)}; it needs True or False")
+    return bool(value)
+
+
+def _check_max_tokens(value: Any) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise MalformedValue(f"max_tokens is {_short(value)}; it needs a whole number above 0, or None")
+
+
+def _stop(text: Any) -> str:
+    _check_text("a stop text", text)
+    if not text:
+        raise MalformedValue("a stop text is empty; it would end every reply at once")
+    return str(text)
+
+
+def _check_text(what: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise MalformedValue(f"{what} is {_short(value)}; it needs text")
+    if problem := scalar_problem(value):
+        raise MalformedValue(f"{what} holds {problem}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

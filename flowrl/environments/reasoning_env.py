@@ -1,0 +1,74 @@
+"""`reasoning_gym/NAME`: a problem of the package, with several tries and a word on each.
+
+The row's seed makes the problem. A try that is not right is told so, with how many are left. The episode ends with the
+first right try or the last one, and its reward is that try's score: 1 is right, values in between are partial credit.
+
+Options of the adapter are `tries` (3), `feedback` (`wrong`, the default, tells that a try is wrong; `score` also tells
+its score) and `extract`, as tasks have it. All other options are the package's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flowrl.environments.environment_row import EnvironmentName
+from flowrl.environments.protocol import Action, Env, Observation, Step
+from flowrl.errors import ConfigError
+from flowrl.tasks import reasoning
+from flowrl.tasks.task import Task
+
+OWN = ("tries", "feedback")
+OF_ROWS = ("seed", "size")
+FEEDBACKS = ("wrong", "score")
+
+
+class ReasoningEnv(Env):
+    """One problem."""
+
+    @classmethod
+    def maker(cls, name: EnvironmentName) -> Callable[[], ReasoningEnv]:
+        """Imports the package. Raises ConfigError if it, the problem or an option is not there."""
+        cls(name)
+        reasoning.check(_task(name))
+        return lambda: cls(name)
+
+    def __init__(self, name: EnvironmentName) -> None:
+        self._task = _task(name)
+        for key in OF_ROWS:
+            if key in name.options:
+                raise ConfigError(f"environment {name.text!r} has the option {key}, which its rows decide; remove it")
+        self._tries = name.options.get("tries", 3)
+        self._feedback = name.options.get("feedback", "wrong")
+        if not isinstance(self._tries, int) or self._tries < 1:
+            raise ConfigError(f"environment {name.text!r}: tries is {self._tries!r}; it has to be at least 1")
+        if self._feedback not in FEEDBACKS:
+            raise ConfigError(
+                f"environment {name.text!r}: feedback is {self._feedback!r}; it has to be {' or '.join(FEEDBACKS)}"
+            )
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self._problem = reasoning.problem(self._task, seed)
+        self._left = self._tries
+        return Observation(self._problem.question)
+
+    async def step(self, action: Action) -> Step:
+        self._left -= 1
+        score = self._problem.score(action.text)
+        over = score >= 1.0 or self._left == 0
+        return Step(
+            Observation("" if over else self._answer(score)),
+            reward=score if over else 0.0,
+            terminated=over,
+            metrics={"score": score, "tries": float(self._tries - self._left)},
+        )
+
+    def _answer(self, score: float) -> str:
+        told = f" Its score is {score:.2f} of 1." if self._feedback == "score" else ""
+        return f"That is not right.{told} Tries left: {self._left}."
+
+
+def _task(name: EnvironmentName) -> Task:
+    """The task with the package's own options."""
+    options = ",".join(f"{key}={value!r}" for key, value in name.options.items() if key not in OWN)
+    return Task(f"reasoning_gym/{name.place}:{options}" if options else f"reasoning_gym/{name.place}")
