@@ -27,6 +27,7 @@ from flowrl.environments import (
     zygote,
 )
 from flowrl.errors import ConfigError
+from tests.ticks import ticks
 
 ROOT = Path(__file__).parent.parent
 CASES = f"{ROOT}/tests/environment_cases.py"
@@ -301,7 +302,6 @@ def test_a_cancelled_close_leaves_nothing(run: Run, tmp_path: Path) -> None:
             assert await read_when_written(fifo) == pid_of(episode)
             await cancelled(close)
             assert not running([pid_of(episode)])
-from tests.ticks import ticks
 
     run(scenario())
 
