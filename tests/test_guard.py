@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.runtime.driver.guard import VARIABLE, Guard, marked
+from flowrl.runtime.driver.guard import VARIABLE, Guard, of_run
 
 ROOT = Path(__file__).parent.parent
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -39,7 +39,7 @@ def test_what_was_started_under_the_guard_ends_with_a_killed_driver() -> None:
     before, after = map(int, driver.stdout.readline().split())
     try:
         handle = os.pidfd_open(after)
-        assert after in marked("a mark") and before not in marked("a mark")
+        assert after in of_run("a mark") and before not in of_run("a mark")
         driver.kill()
         assert select.select([handle], [], [], ENDS_WITHIN_S)[0], "the process is still there"
         os.close(handle)
@@ -56,6 +56,23 @@ def test_a_dismissed_guard_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     child = subprocess.Popen(SLEEPER)
     guard.dismiss()
     assert VARIABLE not in os.environ
-    assert marked("another mark") == [child.pid] and child.poll() is None
+    assert of_run("another mark") == {child.pid} and child.poll() is None
     child.kill()
     child.wait()
+
+
+def test_a_process_that_hides_its_environment_is_found_by_its_parent() -> None:
+    """As Ray's agents do: their titles overwrite it."""
+    hides = (
+        f"import subprocess as s; child = s.Popen({SLEEPER!r}, env={{}}); print(child.pid, flush=True); child.wait()"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", hides], stdout=subprocess.PIPE, text=True, env={**os.environ, VARIABLE: "a third mark"}
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        assert of_run("a third mark") == {parent.pid, child}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.communicate()

@@ -2,7 +2,7 @@
 
 Ray's processes notice the end of a driver, and of each other, but not all of them soon: after SIGKILL of the driver
 two agents look for Ray's head for a minute, and a worker that is just starting looks for its raylet. All processes of
-the run inherit an environment variable, by which the guard finds them, whoever their parent is by now.
+the run inherit an environment variable, by which the guard finds them and what they have started.
 
 This file is run as a script, with the standard library alone, so that the guard is small and starts fast.
 """
@@ -55,26 +55,49 @@ def guard(driver: int, mark: str) -> None:
     if os.getppid() == driver:
         select.select([handle], [], [])
     ended_s = seen_s = time.monotonic()
+    found: dict[int, int] = {}
     while (now_s := time.monotonic()) - seen_s < QUIET_S and now_s - ended_s < GIVE_UP_S:
-        running = marked(mark)
+        for pid in of_run(mark) - found.keys():
+            with suppress(ProcessLookupError):
+                found[pid] = os.pidfd_open(pid)
+        running = [process for process in found.values() if not select.select([process], [], [], 0)[0]]
         if running:
             seen_s = time.monotonic()
         if now_s - ended_s > GRACE_S:
-            for pid in running:
+            for process in running:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
         time.sleep(LOOK_EVERY_S)
 
 
-def marked(mark: str) -> list[int]:
-    """The processes whose environment has the mark, this one excepted. One that has ended has no environment."""
-    found = []
+def of_run(mark: str) -> set[int]:
+    """The processes with the mark in their environment, and those that they have started; this one excepted.
+
+    A process that shows a title of its own (`setproctitle`) may have overwritten its environment, as Ray's agents do.
+    They are found by their parent, Ray's raylet, which is still there when the driver has just ended.
+    """
+    parents = _parents()
+    found = {pid for pid in parents if _has(mark, pid)}
+    while children := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= children
+    return found - {os.getpid()}
+
+
+def _parents() -> dict[int, int]:
+    """pid -> parent's pid, of every process."""
+    found = {}
     for directory in Path("/proc").iterdir():
-        if directory.name.isdigit() and int(directory.name) != os.getpid():
-            with suppress(OSError):  # it has ended, or belongs to somebody else
-                if f"{VARIABLE}={mark}".encode() in (directory / "environ").read_bytes().split(b"\0"):
-                    found.append(int(directory.name))
+        if directory.name.isdigit():
+            with suppress(OSError):  # it has ended
+                found[int(directory.name)] = int((directory / "stat").read_text().rpartition(") ")[2].split()[1])
     return found
+
+
+def _has(mark: str, pid: int) -> bool:
+    """Whether the environment of a process has the mark. One that has ended has no environment."""
+    with suppress(OSError):  # it has ended, or belongs to somebody else
+        return f"{VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 if __name__ == "__main__":
