@@ -16,13 +16,14 @@ CHECKED = (
 )
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
-BASE = {"errors", "messages", "packing"}
+BASE = {"errors", "messages", "episode", "packing"}
 LIBRARIES = {"training", "weights", "tasks", "environments", "models"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "packing": {"errors"},
     "messages": {"errors", "packing"},
+    "episode": {"messages"},
     "graph": BASE,
     "channel": BASE | {"graph"},
     "runtime": BASE | {"graph", "channel"},

@@ -1,0 +1,74 @@
+"""The messages of episodes: what environments ask of generators, and what they send on.
+
+Array axes: T tokens of an episode, N sampled tokens of a reply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowrl.messages import Float32, Int32, Message, Scored
+
+
+@dataclass(frozen=True)
+class Episode(Scored):
+    """A finished episode: a scored sample whose reply tokens alternate with what the environment said.
+
+    The reward is the sum of the turns' rewards, and `turn_rewards` has each of them.
+    """
+
+    turns: int = 0
+    """Number of replies."""
+    attempts: int = 1
+    """Number of times that the episode was begun; all but the last were void."""
+    environment: str = ""
+    """The environment's name, without options."""
+
+
+@dataclass(frozen=True)
+class Turn(Message):
+    """A request of an episode to a generator: continue `token_ids` with one reply."""
+
+    request_id: str
+    """Unique within the run."""
+    sample_id: str
+    group_id: str
+    turn: int
+    """From 0 within the attempt."""
+    attempt: int
+    """From 0."""
+    ticket: int
+    """Of the group; requests with a smaller one are served first. -1 for held-out episodes, which come last."""
+    seed: int
+    """Of the sampler: a hash of the sample's seed, the attempt and the turn."""
+    token_ids: Int32
+    """The whole context."""
+    max_tokens: int
+    """Most tokens of the reply."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the reply, besides those of the generator's sampling."""
+
+
+@dataclass(frozen=True)
+class Reply(Message):
+    """The answer to a `Turn`; N sampled tokens."""
+
+    request_id: str
+    token_ids: Int32
+    """[N], the end token included if it was sampled."""
+    behavior_logprobs: Float32
+    """[N]"""
+    versions: Int32
+    """[N]"""
+    finish_reason: str
+    """stop | length"""
+    text: str
+    """The reply, decoded without special tokens."""
+    cached_tokens: int
+    """Tokens of the context whose keys and values were in the prefix cache."""
+    queued_s: float
+    """Seconds from the request's arrival to its start in vLLM."""
+    generated_s: float
+    """Seconds from its start in vLLM to its end."""
+    generator: str
+    """Node replica that answered, as "generator/0"."""
