@@ -5,7 +5,9 @@ Array axes: T tokens of an episode, N sampled tokens of a reply.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flowrl.messages import Float32, Int32, Message, Scored
 
@@ -14,7 +16,7 @@ from flowrl.messages import Float32, Int32, Message, Scored
 class Episode(Scored):
     """A finished episode: a scored sample whose reply tokens alternate with what the environment said.
 
-    The reward is the sum of the turns' rewards, and `turn_rewards` has each of them.
+    The reward is the sum of what the environment gave in each turn; `turn_rewards` is empty.
     """
 
     turns: int = 0
@@ -23,6 +25,10 @@ class Episode(Scored):
     """Number of times that the episode was begun; all but the last were void."""
     environment: str = ""
     """The environment's name, without options."""
+    cut: str = ""
+    """What cut the episode off (a word); "" if it ended by its own rules."""
+    rewards_by_turn: tuple[tuple[int, float], ...] = ()
+    """(index of the turn's last policy token, reward) of each turn."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Turn(Message):
     """Most tokens of the reply."""
     stop: tuple[str, ...] = ()
     """Texts that end the reply, besides those of the generator's sampling."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools that the policy may call, in OpenAI's form: what a parser of calls has to know."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,10 @@ class Reply(Message):
     """[N]"""
     finish_reason: str
     """stop | length"""
-    text: str
-    """The reply, decoded without special tokens."""
+    message: Mapping[str, Any]
+    """The reply as a message of a conversation: role, content, and calls if it has some."""
+    malformed: str
+    """Why a call in the reply could not be parsed; "" if there is none, or all were."""
     cached_tokens: int
     """Tokens of the context whose keys and values were in the prefix cache."""
     queued_s: float
