@@ -27,6 +27,8 @@ class Episode(Scored):
     """The environment's name, without options."""
     cut: str = ""
     """What cut the episode off (a word); "" if it ended by its own rules."""
+    masked: bool = False
+    """Whether it stays out of the loss, and is only compared with its group."""
     rewards_by_turn: tuple[tuple[int, float], ...] = ()
     """(index of the turn's last policy token, reward) of each turn."""
 

@@ -181,5 +181,5 @@ def test_a_rows_part_depends_on_its_name_options_and_seed_alone() -> None:
     few = environment_rows("gymnasium/FrozenLake-v1", number=100)
     assert environment_rows("gymnasium/FrozenLake-v1", number=4000).held_out[: len(few.held_out)] == few.held_out
     others = (EnvironmentRow("a"), EnvironmentRow("a", {"b": 1}), EnvironmentRow("a", {"b": 2}), EnvironmentRow("b"))
-    assert len({row.row_id for row in (*others, EnvironmentRow("a", seed=1))}) == 5
-    assert EnvironmentRow("a", {"b": 1, "c": 2}).row_id == EnvironmentRow("a", {"c": 2, "b": 1}).row_id
+    assert len({row.prompt_id for row in (*others, EnvironmentRow("a", seed=1))}) == 5
+    assert EnvironmentRow("a", {"b": 1, "c": 2}).prompt_id == EnvironmentRow("a", {"c": 2, "b": 1}).prompt_id

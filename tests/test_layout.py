@@ -17,7 +17,7 @@ CHECKED = (
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
 BASE = {"errors", "messages", "episode", "packing"}
-LIBRARIES = {"training", "weights", "tasks", "environments", "models"}
+LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),

@@ -12,7 +12,7 @@ from flowrl.graph.node import Saved
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource
-from flowrl.nodes.source import epoch_order, sampling_seed
+from flowrl.nodes.row_source import epoch_order, sampling_seed
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import NodeRecord, run_node
 

@@ -78,14 +78,14 @@ class EnvironmentRow:
         return {"name": self.name, "options": dict(self.options), "seed": self.seed}
 
     @cached_property
-    def row_id(self) -> str:
+    def prompt_id(self) -> str:
         """16 hex digits over name, options and seed."""
         return digest(self.task)
 
     @property
     def held_out(self) -> bool:
         """Whether the row belongs to the held-out part: one row in eight, by its id."""
-        return is_held_out(self.row_id)
+        return is_held_out(self.prompt_id)
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,11 @@ class EnvironmentRows:
 
     train: tuple[EnvironmentRow, ...]
     held_out: tuple[EnvironmentRow, ...]
+
+    @property
+    def all(self) -> tuple[EnvironmentRow, ...]:
+        """Both parts."""
+        return (*self.train, *self.held_out)
 
 
 def environment_rows(text: str, *, number: int = DEFAULT_ROWS) -> EnvironmentRows:

@@ -74,6 +74,15 @@ def _check_weights(file: Path) -> None:
         raise ConfigError(f"{file} is cut off: {size} bytes of {needed}; download the model again")
 
 
+def context_length(path: str | Path) -> int:
+    """The most tokens that the model's context takes, by its config. Raises ConfigError if the config has no number."""
+    config = _json(Path(path) / "config.json")
+    found = config.get("text_config", config).get("max_position_embeddings")
+    if not isinstance(found, int):
+        raise ConfigError(f"{path}/config.json has no max_position_embeddings; say limits.tokens, or add it there")
+    return found
+
+
 def _json(file: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

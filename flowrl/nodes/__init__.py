@@ -5,9 +5,12 @@ from flowrl.nodes.batch import TokenBatch
 from flowrl.nodes.critic import Critic
 from flowrl.nodes.dataset import Demonstrations
 from flowrl.nodes.dynamic import DynamicSampling
+from flowrl.nodes.environment import Environment
+from flowrl.nodes.environment_source import EnvironmentSource
 from flowrl.nodes.evaluation import Evaluation
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.held_out import HeldOutPreferences
+from flowrl.nodes.limits import Limits
 from flowrl.nodes.pair_writer import PairWriter
 from flowrl.nodes.preference_reference import PreferenceReference
 from flowrl.nodes.preference_source import PreferenceDataset, Preferences, PreferenceSource
@@ -28,11 +31,14 @@ __all__ = [
     "Critic",
     "Demonstrations",
     "DynamicSampling",
+    "Environment",
+    "EnvironmentSource",
     "Evaluation",
     "Generator",
     "GroupAdvantage",
     "HeldOutPreferences",
     "JoinedAdvantage",
+    "Limits",
     "Overlong",
     "PairMaker",
     "PairWriter",

@@ -7,36 +7,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import comb
-from typing import Any
+from typing import Any, TypeVar
 
+from flowrl.environments import environment_rows
+from flowrl.episode import Episode
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
-from flowrl.nodes.source import sampling_seed
+from flowrl.nodes.held_out_rows import HeldOutEnvironment, HeldOutRows, HeldOutTask, held_out_prompt
+from flowrl.nodes.row_source import SourceRow
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
-from flowrl.tasks import Row, Task, conversation, load_rows, reward_parts
-from flowrl.tasks.judge import BadReward
-from flowrl.tasks.reward_client import RewardClient
+from flowrl.tasks import Task, load_rows, reward_parts
 from flowrl.tasks.rewards import check_reward, open_reward, uses_http
 from flowrl.tasks.rows import HELD_OUT_ONE_IN
 
+R = TypeVar("R", bound=SourceRow)
 CORRECT = 1.0 - 1e-6
 """A score of at least this is an exact match."""
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """One task as it is asked."""
-
-    task: Task
-    rows: tuple[Row, ...]
-    chat: Chat
-    client: RewardClient
 
 
 class Evaluation(Node):
@@ -46,10 +37,12 @@ class Evaluation(Node):
     version, while rollouts continue. The generator's `evaluation` option sets how answers are sampled. The
     task's verifier or `function` scores them. If there are several tasks, the metrics of the first keep their
     plain names, and the others' begin with the task's name. `also` names further tasks; they use the first
-    task's system prompt and their own verifiers.
+    task's system prompt and their own verifiers. `environments` are played by the node that `play` asks, one
+    episode for each held-out row and sample: the score is the episode's reward, and an episode that fails has none.
     """
 
     generate: Call[Prompt, Sample]
+    play: Call[Prompt, Episode]
 
     def __init__(
         self,
@@ -60,12 +53,14 @@ class Evaluation(Node):
         num_samples: int = 1,
         every: int = 0,
         also: Sequence[str] = (),
+        environments: Sequence[str] = (),
         function: str | Callable[..., Any] | None = None,
         concurrency: int = 64,
         timeout_s: float = 10.0,
     ) -> None:
         first = (task,) if isinstance(task, Task) else tuple(task)
-        self.tasks = (*first, *(Task(name, system_prompt=first[0].system_prompt) for name in also))
+        self.tasks = (*first, *(Task(name, system_prompt=first[0].system_prompt) for name in also if first))
+        self.environments = tuple(environments)
         self.policy = policy
         self.num_prompts = num_prompts
         self.num_samples = num_samples
@@ -74,10 +69,11 @@ class Evaluation(Node):
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self._finished = asyncio.Event()
-        self._held_out: list[HeldOut] = []
+        self._held_out: list[HeldOutRows] = []
 
     def facts(self) -> Facts:
-        return Facts(concurrency=self.concurrency)
+        unused = [port for port, asked in (("generate", self.tasks), ("play", self.environments)) if not asked]
+        return Facts(concurrency=self.concurrency, optional=tuple(unused))
 
     def check(self, facts: Any) -> list[str]:
         least = {"num_prompts": 1, "num_samples": 1, "every": 0, "concurrency": 1}
@@ -86,30 +82,41 @@ class Evaluation(Node):
             for name, low in least.items()
             if getattr(self, name) < low
         ]
-        if not self.tasks or len({task.name for task in self.tasks}) < len(self.tasks):
-            problems.append("it needs one task or more, each once")
+        names = [*(task.name for task in self.tasks), *self.environments]
+        if not names or len(set(names)) < len(names):
+            problems.append("it needs one task or environment or more, each once")
         return problems
 
     def preflight(self) -> None:
         check_model(self.policy)
         for task in self.tasks:
-            found = len(self._rows(task))
-            if found < self.num_prompts:
-                raise ConfigError(
-                    f"task {task.name!r} has {found or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held "
-                    f"out), but {self.num_prompts} are to be evaluated; ask for at most {found}, or add rows"
-                )
-            check_reward(self.parts[task.name], (row.columns for row in self._rows(task)))
+            rows = self._rows(task.name, load_rows(task).held_out)
+            check_reward(self.parts[task.name], (row.columns for row in rows))
+        for name in self.environments:
+            self._rows(name, environment_rows(name).held_out)
 
     async def setup(self) -> None:
-        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
-        tokenizer = await self.blocking(load_tokenizer, model_dir)
-        for task in self.tasks:
-            rows = await self.blocking(self._rows, task)
-            parts = self.parts[task.name]
-            await self.blocking(check_reward, parts, ())
-            client = open_reward(parts, timeout_s=self.timeout_s)
-            self._held_out.append(HeldOut(task, rows, Chat(tokenizer, task.system_prompt), client))
+        if self.tasks:
+            model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
+            tokenizer = await self.blocking(load_tokenizer, model_dir)
+            self._held_out += [await self._task(task, tokenizer) for task in self.tasks]
+        for name in self.environments:
+            rows = self._rows(name, environment_rows(name).held_out)
+            self._held_out.append(HeldOutEnvironment(name, rows, play=self.play, count=self.context.metric))
+
+    async def _task(self, task: Task, tokenizer: Any) -> HeldOutTask:
+        parts = self.parts[task.name]
+        rows = await self.blocking(load_rows, task)
+        await self.blocking(check_reward, parts, ())
+        return HeldOutTask(
+            task,
+            self._rows(task.name, rows.held_out),
+            Chat(tokenizer, task.system_prompt),
+            open_reward(parts, timeout_s=self.timeout_s),
+            generate=self.generate,
+            with_messages=uses_http(parts),
+            count=self.context.metric,
+        )
 
     async def run(self) -> None:
         with self.context.waiting("the end of training"):
@@ -121,7 +128,7 @@ class Evaluation(Node):
 
     async def close(self) -> None:
         for held_out in self._held_out:
-            await held_out.client.close()
+            await held_out.close()
 
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
         """Request, score and record answers. `phase` is before, during or after; weights must not change meanwhile."""
@@ -131,71 +138,58 @@ class Evaluation(Node):
             rows = await self._answers(held_out, phase, step, slots)
             _require_one_version(self.name, phase, rows)
             self.context.ledger.evaluation(rows)
-            prefix = f"{held_out.task.name}/" if index else ""
+            prefix = f"{held_out.name}/" if index else ""
             figures |= {f"{prefix}{name}": value for name, value in summary(rows, self.num_samples).items()}
         return figures
 
-    async def _answers(self, held_out: HeldOut, phase: str, step: int, slots: asyncio.Semaphore) -> list[EvaluationRow]:
+    async def _answers(
+        self, held_out: HeldOutRows, phase: str, step: int, slots: asyncio.Semaphore
+    ) -> list[EvaluationRow]:
         async with asyncio.TaskGroup() as tasks:
             asked = [
                 tasks.create_task(self._answer(held_out, row, member, phase, step, slots))
                 for row in held_out.rows
                 for member in range(self.num_samples)
             ]
-        return [task.result() for task in asked]
+        rows = [row for task in asked if (row := task.result()) is not None]
+        if not rows:
+            raise FlowrlError(
+                f"{self.name}: all {len(asked)} held-out episodes of {held_out.name!r} failed {phase} training; the "
+                "counters evaluation_* in metrics.jsonl say why"
+            )
+        return rows
 
     async def _answer(
-        self, held_out: HeldOut, row: Row, member: int, phase: str, step: int, slots: asyncio.Semaphore
-    ) -> EvaluationRow:
+        self, held_out: HeldOutRows, row: SourceRow, member: int, phase: str, step: int, slots: asyncio.Semaphore
+    ) -> EvaluationRow | None:
         async with slots:
-            sample = await self.generate(self._prompt(held_out, row, member, phase, step))
-        score = await self._score(held_out, row, sample)
-        versions = sample.versions[sample.policy_mask]
+            where = (self.name, phase, step)
+            prompt = held_out_prompt(held_out, row, member=member, num_samples=self.num_samples, where=where)
+            marked = await held_out.judge(prompt, row)
+        if marked is None:
+            return None
+        versions = marked.sample.versions[marked.sample.policy_mask]
         return EvaluationRow(
             phase=phase,
             step=step,
             prompt_id=row.prompt_id,
             member=member,
-            score=score,
-            correct=score >= CORRECT,
-            response_tokens=sample.response_tokens,
+            score=marked.score,
+            correct=marked.score >= CORRECT,
+            response_tokens=marked.sample.response_tokens,
             oldest_version=int(versions.min()) if versions.size else None,
             newest_version=int(versions.max()) if versions.size else None,
-            task=held_out.task.name,
+            task=held_out.name,
         )
 
-    async def _score(self, held_out: HeldOut, row: Row, sample: Sample) -> float:
-        """The score of one answer; 0 if the function returns none."""
-        columns = dict(row.columns)
-        if uses_http(self.parts[held_out.task.name]):
-            columns["messages"] = conversation(held_out.task, row)
-        try:
-            verdicts = await held_out.client.ask([sample.prompt_text], [sample.response_text], [columns])
-        except BadReward as bad:
-            self.context.metric(f"evaluation_{bad.reason}", 1)
-            return 0.0
-        return verdicts.scores[0]
-
-    def _prompt(self, held_out: HeldOut, row: Row, member: int, phase: str, step: int) -> Prompt:
-        text, token_ids = held_out.chat.prompt(row.turns)
-        group_id = f"{self.name}:{held_out.task.name}:{phase}:{step}:{row.prompt_id}"
-        return Prompt(
-            sample_id=f"{group_id}:{member}",
-            group_id=group_id,
-            prompt_id=row.prompt_id,
-            epoch=0,
-            member=member,
-            group_size=self.num_samples,
-            seed=sampling_seed(0, row.prompt_id, 0, member),
-            text=text,
-            token_ids=token_ids,
-            columns=row.columns,
-        )
-
-    def _rows(self, task: Task) -> tuple[Row, ...]:
-        """The prompts to use; they do not depend on the order of the task's rows."""
-        rows = sorted(load_rows(task).held_out, key=lambda row: row.prompt_id)
-        return tuple(rows[: self.num_prompts])
+    def _rows(self, name: str, held_out: Sequence[R]) -> tuple[R, ...]:
+        """The rows to use; they do not depend on the order of the data. Raises ConfigError if there are too few."""
+        if len(held_out) < self.num_prompts:
+            raise ConfigError(
+                f"{name!r} has {len(held_out) or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held out), but "
+                f"{self.num_prompts} are to be evaluated; ask for at most {len(held_out)}, or add rows"
+            )
+        return tuple(sorted(held_out, key=lambda row: row.prompt_id)[: self.num_prompts])
 
 
 def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
@@ -205,9 +199,9 @@ def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
 
 def summary(rows: Sequence[EvaluationRow], num_samples: int) -> dict[str, float]:
     """An evaluation's metrics; with several answers per prompt also mean@k and, for each power of two, pass@k."""
-    correct: dict[str, int] = {}
+    answers: dict[str, list[bool]] = {}
     for row in rows:
-        correct[row.prompt_id] = correct.get(row.prompt_id, 0) + row.correct
+        answers.setdefault(row.prompt_id, []).append(row.correct)
     figures = {
         "exact_match": sum(row.correct for row in rows) / len(rows),
         "score": sum(row.score for row in rows) / len(rows),
@@ -219,8 +213,9 @@ def summary(rows: Sequence[EvaluationRow], num_samples: int) -> dict[str, float]
     if num_samples > 1:
         figures[f"mean_at_{num_samples}"] = figures["exact_match"]
     for k in draws(num_samples):
-        passed = sum(pass_at_k(num_samples, count, k) for count in correct.values())
-        figures[f"pass_at_{k}"] = passed / len(correct)
+        passed = [pass_at_k(len(given), sum(given), k) for given in answers.values() if len(given) >= k]
+        if passed:
+            figures[f"pass_at_{k}"] = sum(passed) / len(passed)
     return figures
 
 

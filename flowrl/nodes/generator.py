@@ -18,30 +18,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from flowrl.agents.call_parser import ReplyParser, reply_parser
+from flowrl.episode import Reply, Turn
 from flowrl.errors import FlowrlError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
-from flowrl.messages import Float32, Int32, Prompt, Sample, Weights
+from flowrl.messages import Message, Prompt, Sample, Weights
 from flowrl.models import Policy, resolve
-from flowrl.nodes.sampling import NOTHING, Completion, Response, Sampling
+from flowrl.nodes.responses import Prefix, Responses, TokenRequest
+from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
-from flowrl.nodes.vllm_sampler import EVALUATION, TRAINING, VllmSampler
+from flowrl.nodes.vllm_sampler import EVALUATION, VllmSampler, priority_of
 from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
 from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
 from flowrl.training.settings import LoRA
 from flowrl.weights.backends import receiver
 from flowrl.weights.fetched import Receiver
 
-Prefix = tuple[Int32, Float32, Int32]
-"""token_ids, logprobs, versions of an unfinished response"""
+Req = TypeVar("Req", bound=Message)
+Rep = TypeVar("Rep", bound=Message)
 
 
 class Generator(Node):
@@ -53,6 +56,10 @@ class Generator(Node):
     GPU what vLLM finds free; on CPU space for a prompt and a response in every slot, at most 1 GiB. `lora` is the
     trainer's: if the trainer sends adapters, a request keeps the adapter it started with, and new requests use
     the newest. `engine` passes further options to vLLM's AsyncEngineArgs.
+
+    `turns` answers episodes with the `sampling` of training, or with `evaluation` if an episode is held out; the
+    oldest ticket comes first. Calls of tools are parsed by vLLM's `tool_parser` and `reasoning_parser` of these
+    names, or by the tokenizer's response template.
     """
 
     cpus = 1
@@ -61,10 +68,13 @@ class Generator(Node):
     rollouts: Out[Sample]
     weights: In[Weights]
     requests: Serve[Prompt, Sample]
+    turns: Serve[Turn, Reply]
 
     _receiver: Receiver
     _sampler: VllmSampler
     _updates: WeightUpdates
+    _responses: Responses
+    _parser: ReplyParser
 
     def __init__(
         self,
@@ -78,6 +88,8 @@ class Generator(Node):
         kv_cache_bytes: int | None = None,
         lora: LoRA | None = None,
         engine: Mapping[str, Any] | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         self.policy = policy
         self.sampling = sampling or Sampling()
@@ -88,14 +100,9 @@ class Generator(Node):
         self.kv_cache_bytes = kv_cache_bytes
         self.adapter_rank = lora.synced_rank if lora is not None else 0
         self.engine = dict(engine or {})
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
         self._gate = UpdateGate()
-        self._open: dict[str, Response] = {}
-        """sample_id: responses for training that are started and not finished."""
-        self._running: dict[str, tuple[Response, asyncio.Task[Completion]]] = {}
-        """request_id: requests that run in vLLM."""
-        self._checkpoint = asyncio.Event()
-        """Set while a checkpoint is taken."""
-        self._num_requests = 0
         self._asleep = False
 
     # Declarations for the graph
@@ -105,7 +112,7 @@ class Generator(Node):
             longest_response=self.sampling.max_tokens,
             concurrency=self.concurrency,
             adapter_rank=self.adapter_rank,
-            optional=("requests",),
+            optional=("requests", "turns"),
         )
 
     def check(self, facts: Any) -> list[str]:
@@ -151,20 +158,26 @@ class Generator(Node):
             engine=self.engine,
         )
         await self._sampler.listen()
+        if self.turns.live is not None:
+            self._parser = reply_parser(
+                self._sampler.tokenizer, tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser
+            )
         self._updates = WeightUpdates(
             self._sampler,
             self._receiver,
             self._gate,
             self.context,
             self.replica_name,
-            running=lambda: bool(self._running),
+            running=lambda: bool(self._responses.running),
         )
+        self._responses = Responses(self._sampler, self._updates, self._gate, self.context)
         self.context.progress("vLLM is ready")
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_weights())
-            tasks.create_task(self._serve())
+            tasks.create_task(self._serve(self.requests, self._answer))
+            tasks.create_task(self._serve(self.turns, self._reply))
             await self.prompts.each(self._generate, concurrency=self.concurrency)
             self.rollouts.close()  # `run` continues: evaluation may go on, and the last step's weights still arrive
 
@@ -173,9 +186,9 @@ class Generator(Node):
             await self.blocking(self._sampler.close)
             self._receiver.close()
 
-    async def _serve(self) -> None:
-        if self.requests.live is not None:
-            await self.requests.each(self._answer, concurrency=self.concurrency)
+    async def _serve(self, port: Serve[Req, Rep], body: Callable[[Req], Awaitable[Rep]]) -> None:
+        if port.live is not None:
+            await port.each(body, concurrency=self.concurrency)
 
     async def _follow_weights(self) -> None:
         if not self.weights.connected:
@@ -195,25 +208,13 @@ class Generator(Node):
     async def snapshot(self) -> dict[str, Prefix]:
         """The tokens of unfinished responses so far, by sample id. Their invocations wait until `resume`.
 
-        Responses for evaluation are not included: they are requested again.
+        Responses for evaluation are not included: they are requested again. Nor are an episode's, which begins again.
         """
-        self._gate.close("checkpoint")
-        while ended := self._ended_in_vllm():
-            await asyncio.wait(ended)  # their invocations continue to their sends, which the checkpoint keeps
-        self._checkpoint.set()
-        parts = {id(response): self._sampler.so_far(key) for key, (response, _) in self._running.items()}
-        prefixes = {key: Response([*r.parts, parts.get(id(r)) or NOTHING]) for key, r in self._open.items()}
-        return {key: (r.token_ids, r.logprobs, r.versions) for key, r in prefixes.items() if len(r)}
-
-    def _ended_in_vllm(self) -> list[asyncio.Task[Completion]]:
-        """The requests that vLLM has ended, but whose result has not arrived here yet."""
-        running = [(work, self._sampler.so_far(key)) for key, (_, work) in self._running.items() if not work.done()]
-        return [work for work, so_far in running if so_far is None]
+        return await self._responses.snapshot()
 
     async def resume(self) -> None:
         """Let the invocations continue after a checkpoint."""
-        self._checkpoint.clear()
-        self._gate.open("checkpoint")
+        self._responses.resume()
 
     # Shared devices
 
@@ -233,7 +234,7 @@ class Generator(Node):
     async def _generate(self, prompt: Prompt) -> None:
         if self.rollouts.was_sent():
             return
-        sample = await self._sample(prompt, self.sampling, TRAINING)
+        sample = await self._sample(prompt, self.sampling, priority_of(self.prompts.ticket(prompt)))
         self.context.metric("tokens_generated", sample.response_tokens - len(prompt.prefix_token_ids))
         self.context.ledger.generated(sample)
         await self.rollouts.send(sample)
@@ -245,53 +246,54 @@ class Generator(Node):
 
     async def _sample(self, prompt: Prompt, sampling: Sampling, priority: int) -> Sample:
         """Generate one sample, with more than one request if checkpoints interrupt it."""
-        response = Response([_prefix(prompt)])
-        if priority == TRAINING:
-            self._open[prompt.sample_id] = response
-        try:
-            while response.finish_reason in ("", "abort") and len(response) < sampling.max_tokens:
-                await self._at_gate()
-                with self.context.busy("generate"):
-                    response.parts.append(await self._request(prompt, response, sampling, priority))
-        finally:
-            self._open.pop(prompt.sample_id, None)
-        return self._finished(prompt, response)
-
-    async def _at_gate(self) -> None:
-        while not self._gate.is_open:
-            with self.context.waiting("new weights, or the end of a checkpoint"):
-                await self._gate.passed()
-
-    async def _request(self, prompt: Prompt, response: Response, sampling: Sampling, priority: int) -> Completion:
-        self._num_requests += 1
-        request_id = f"{prompt.sample_id}#{self._num_requests}"
-        work = asyncio.create_task(
-            self._sampler.complete(
-                request_id,
-                [*prompt.token_ids.tolist(), *response.token_ids.tolist()],
-                sampling,
-                generated=len(response),
-                seed=prompt.seed,
-                salt=str(self._updates.version),
-                priority=priority,
-            )
+        asked = TokenRequest(
+            prompt.sample_id,
+            prompt.token_ids,
+            sampling,
+            prompt.seed,
+            priority,
+            prefix=_prefix(prompt),
+            kept=priority != EVALUATION,
         )
-        self._running[request_id] = response, work
-        try:
-            return await self._outcome(work)
-        finally:
-            work.cancel()  # if this coroutine was cancelled, this ends the request in vLLM
-            del self._running[request_id]
+        return self._finished(prompt, await self._responses.respond(asked))
 
-    async def _outcome(self, work: asyncio.Task[Completion]) -> Completion:
-        """The result of `work`. If a checkpoint found it unfinished, it is returned only after that checkpoint."""
-        while not work.done():
-            checkpoint = asyncio.ensure_future(self._checkpoint.wait())
-            await asyncio.wait((work, checkpoint), return_when=asyncio.FIRST_COMPLETED)
-            checkpoint.cancel()
-            if not work.done():
-                await self._at_gate()
-        return work.result()
+    # Turns of episodes
+
+    async def _reply(self, turn: Turn) -> Reply:
+        arrived_s, held_out = time.monotonic(), turn.ticket < 0
+        sampling = (self.evaluation if held_out else self.sampling).limited(turn.max_tokens, turn.stop)
+        priority = EVALUATION if held_out else priority_of(turn.ticket)
+        response = await self._responses.respond(
+            TokenRequest(turn.request_id, turn.token_ids, sampling, turn.seed, priority)
+        )
+        reply = self._replied(turn, response, arrived_s)
+        self.context.metric("tokens_evaluated" if held_out else "tokens_generated", reply.token_ids.size)
+        if not held_out:
+            self.context.ledger.request(turn, reply)
+        return reply
+
+    def _replied(self, turn: Turn, response: Response, arrived_s: float) -> Reply:
+        message, malformed = self._message(turn, response)
+        return Reply(
+            request_id=turn.request_id,
+            token_ids=response.token_ids,
+            behavior_logprobs=response.logprobs,
+            versions=response.versions,
+            finish_reason=response.finish_reason,
+            message=message,
+            malformed=malformed,
+            cached_tokens=response.cached_tokens,
+            queued_s=response.started_s - arrived_s,
+            generated_s=time.monotonic() - response.started_s,
+            generator=self.replica_name,
+        )
+
+    def _message(self, turn: Turn, response: Response) -> tuple[Mapping[str, Any], str]:
+        """The reply as a message, and why its calls cannot be read; without tools nothing in it is a call."""
+        if not turn.tools:
+            return {"role": "assistant", "content": self._sampler.text(response.token_ids)}, ""
+        parsed = self._parser.parse(response.token_ids, turn.token_ids, turn.tools)
+        return parsed.message, parsed.malformed
 
     def _finished(self, prompt: Prompt, response: Response) -> Sample:
         num_prompt, num_response = len(prompt.token_ids), len(response)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,11 @@ class Sampling:
             )
         return found
 
+    def limited(self, max_tokens: int, stop: Sequence[str]) -> Sampling:
+        """These options for one reply of at most `max_tokens`, which `stop` ends too."""
+        most = min(self.max_tokens, max_tokens)
+        return replace(self, max_tokens=most, min_tokens=min(self.min_tokens, most), stop=(*self.stop, *stop))
+
     def arguments(self, *, generated: int = 0, seed: int | None = None) -> dict[str, Any]:
         """Keyword arguments for vLLM's SamplingParams, if `generated` tokens of the response exist already."""
         return {
@@ -92,15 +97,25 @@ class Completion:
     versions: Int32
     finish_reason: str
     """stop | length | abort; "" of a part that is not the end."""
+    cached_tokens: int = 0
+    """Tokens of the context that vLLM's prefix cache had."""
 
     @classmethod
     def of(
-        cls, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] | Int32, finish_reason: str
+        cls,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int] | Int32,
+        finish_reason: str,
+        cached_tokens: int = 0,
     ) -> Completion:
         """Create a completion from sequences of any type, which are copied."""
-        return cls(
-            np.array(token_ids, np.int32), np.array(logprobs, np.float32), np.array(versions, np.int32), finish_reason
+        ids, values, labels = (
+            np.array(token_ids, np.int32),
+            np.array(logprobs, np.float32),
+            np.array(versions, np.int32),
         )
+        return cls(ids, values, labels, finish_reason, cached_tokens)
 
 
 NOTHING = Completion.of([], [], [], "")
@@ -111,6 +126,8 @@ class Response:
     """A response as it grows over one or several requests. `parts` are in order."""
 
     parts: list[Completion] = field(default_factory=lambda: [NOTHING])
+    started_s: float = 0.0
+    """When its first request went to vLLM, on the monotonic clock."""
 
     def __len__(self) -> int:
         return sum(len(part.token_ids) for part in self.parts)
@@ -130,6 +147,11 @@ class Response:
     @property
     def finish_reason(self) -> str:
         return self.parts[-1].finish_reason
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the context that vLLM's prefix cache had when the response began."""
+        return next((part.cached_tokens for part in self.parts if part.finish_reason), 0)
 
 
 def spread_versions(spans: Spans, num_tokens: int) -> Int32:

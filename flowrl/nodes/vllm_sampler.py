@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from flowrl.errors import FlowrlError, SampleFailed
@@ -20,8 +21,8 @@ from flowrl.runtime.activity.hostloop import apart
 from flowrl.weights.engine_process import begun_by_us
 from flowrl.weights.fetched import SEGMENT_ENGINE, TransferEngine
 
-TRAINING, EVALUATION = 0, 1
-"""Priorities: vLLM schedules the smaller value first."""
+TRAINING, EVALUATION = 0, 1 << 30
+"""Priorities: vLLM schedules the smaller value first. Tickets are between the two."""
 CLOSE_S = 5.0
 
 
@@ -32,7 +33,7 @@ class VllmSampler:
         self._engine = engine
         self._adapters = Adapters(engine, slots) if slots is not None else None
         self._version = -1
-        self._tokenizer = engine.get_tokenizer()
+        self.tokenizer = engine.get_tokenizer()
         self._num_requests = 0
         self._begun: dict[str, tuple[str, int]] = {}
         """Request -> its id inside vLLM, and the version it started with."""
@@ -118,9 +119,11 @@ class VllmSampler:
         )
         prompt = tokens_input(list(token_ids), cache_salt=salt or None)
         version = self._version
-        output = (await self._last(prompt, params, request_id, priority)).outputs[0]
+        last = await self._last(prompt, params, request_id, priority)
+        output = last.outputs[0]
         spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
-        return self._completion(output.token_ids, output.logprobs, spans, version, output.finish_reason)
+        completion = self._completion(output.token_ids, output.logprobs, spans, version, output.finish_reason)
+        return replace(completion, cached_tokens=last.num_cached_tokens or 0)
 
     def so_far(self, request_id: str) -> Completion | None:
         """The tokens that a running `complete` has sampled so far, finish reason ""; None if vLLM has ended it already.
@@ -242,7 +245,7 @@ class VllmSampler:
         await self._engine.wake_up()
 
     def text(self, token_ids: Int32) -> str:
-        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def close(self) -> None:
         """End the child process: request its shutdown, and kill it after `CLOSE_S`."""
@@ -251,6 +254,11 @@ class VllmSampler:
         if outputs is not None:  # otherwise it would log the end of the child as a failure
             outputs.get_loop().call_soon_threadsafe(outputs.cancel)
         engine.shutdown(timeout=CLOSE_S)
+
+
+def priority_of(ticket: int) -> int:
+    """The priority of requests under that ticket: the oldest ticket comes first. -1 is no ticket."""
+    return min(max(ticket, TRAINING), EVALUATION - 1)
 
 
 def _adapter(adapter_id: int | None) -> Any:

@@ -17,8 +17,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from flowrl.episode import Episode
 from flowrl.errors import ConfigError
-from flowrl.messages import Float32, Scored, Trainable
+from flowrl.messages import Bool, Float32, Scored, Trainable
 from flowrl.training.advantage.advantages import (
     DISCOUNTED_ESTIMATORS,
     ESTIMATORS,
@@ -183,4 +184,12 @@ def trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = Non
     made = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Scored)}
     length = len(sample.token_ids)
     returns = None if returns_T is None else returns_T[:length].astype(np.float32)
-    return Trainable(**made, advantages=advantages_T[:length].astype(np.float32), returns=returns)
+    advantages = advantages_T[:length].astype(np.float32)
+    return Trainable(**made, advantages=advantages, returns=returns, loss_mask=_loss_mask(sample))
+
+
+def _loss_mask(sample: Scored) -> Bool | None:
+    """The mask that the sample has already, or that of an episode which stays out of the loss."""
+    if isinstance(sample, Episode) and sample.masked:
+        return np.zeros(len(sample.token_ids), np.bool_)
+    return sample.loss_mask if isinstance(sample, Trainable) else None

@@ -1,0 +1,214 @@
+"""One attempt at an episode: observations and replies by turns, until the environment or a limit ends it.
+
+Waits: for replies of the generator, and for the environment, whose every call has a limit in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.agents import ChatTemplate, Conversation, TokenSequence
+from flowrl.agents.call_parser import action_of
+from flowrl.environments import Action, Observation, OpenEpisode, Step
+from flowrl.episode import Reply
+from flowrl.messages import Int32
+from flowrl.nodes.limits import Limits, shortened
+
+MALFORMED_IN_A_ROW = 3
+
+
+@dataclass(frozen=True)
+class Question:
+    """What an attempt asks the generator."""
+
+    turn: int
+    token_ids: Int32
+    max_tokens: int
+    stop: tuple[str, ...]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+Ask = Callable[[Question], Awaitable[Reply]]
+
+
+@dataclass
+class Played:
+    """What an attempt has come to."""
+
+    cut: str = ""
+    """turns, tokens, seconds, malformed_calls or environment; "" if the episode ended by its own rules."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(index of the turn's last policy token, reward)"""
+    turns: int = 0
+    finish_reason: str = ""
+    """Of the last reply."""
+    env_s: float = 0.0
+    generate_s: float = 0.0
+    cached_tokens: int = 0
+    context_tokens: int = 0
+    malformed: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the environment counted, added up over the steps."""
+    sequence: TokenSequence | None = None
+    """None if nothing was sampled."""
+    text: str = ""
+    """The first context, decoded."""
+    generator: str = ""
+
+    @property
+    def reward(self) -> float:
+        """The sum over turns."""
+        return sum(reward for _, reward in self.rewards)
+
+
+class Templates:
+    """The chat templates of one tokenizer, one for each set of tools."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, ChatTemplate] = {}
+
+    def decode(self, token_ids: Int32) -> str:
+        """The text of ids, special tokens included."""
+        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+        """Raises ConfigError if the template's boundaries cannot be found."""
+        key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
+        if key not in self._known:
+            self._known[key] = ChatTemplate(self._tokenizer, tuple(tools))
+        return self._known[key]
+
+
+class Attempt:
+    """Plays one episode. `tokens` is the most that its whole sequence may have."""
+
+    def __init__(
+        self,
+        templates: Templates,
+        limits: Limits,
+        tokens: int,
+        *,
+        ask: Ask,
+        outside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._templates = templates
+        self._limits = limits
+        self._tokens = tokens
+        self._ask = ask
+        self._outside = outside
+        self._played = Played()
+        self._malformed_in_a_row = 0
+        self._began_s = time.monotonic()
+
+    def begin(self, observation: Observation) -> int:
+        """Feed the first observation; returns the number of its tokens. Raises ConfigError if it cannot be rendered."""
+        self._tools = observation.tools
+        self._conversation = Conversation(self._templates.of(self._tools))
+        self._conversation.feed(messages_of(observation, (), self._limits.observation_bytes))
+        self._count(observation.metrics)
+        return int(self._conversation.context().size)
+
+    async def play(self, episode: OpenEpisode) -> Played:
+        """From the first observation to the end. Raises EnvironmentFailed, and what `ask` raises."""
+        self.begin(episode.observation)
+        step = Step(Observation())
+        while not (cut := self._limit_reached()):
+            action, reply = await self._turn(step)
+            step = self._complaint(reply, action) or await self._step(episode, action)
+            self._reward(step)
+            if step.over:
+                cut = "environment" if step.truncated and not step.terminated else ""
+                break
+            if self._malformed_in_a_row == MALFORMED_IN_A_ROW:
+                cut = "malformed_calls"
+                break
+            self._conversation.feed(messages_of(step.observations[0], action.tool_calls, self._limits.observation_bytes))
+        return self._finished(cut)
+
+    def _limit_reached(self) -> str:
+        if self._played.turns == self._limits.turns:
+            return "turns"
+        if self._conversation.context().size >= self._tokens:
+            return "tokens"
+        return "seconds" if time.monotonic() - self._began_s >= self._limits.episode_s else ""
+
+    async def _turn(self, step: Step) -> tuple[Action, Reply]:
+        """Ask for the next reply; `step` is the one before it."""
+        context = self._conversation.context()
+        limits = (self._tokens - context.size, self._limits.turn_tokens, step.max_tokens)
+        most = min(limit for limit in limits if limit is not None)
+        played, began_s = self._played, time.monotonic()
+        if not played.turns:
+            played.text = self._conversation.template.decode(context)
+        reply = await self._ask(Question(played.turns, context, most, step.stop, self._tools))
+        message = None if reply.finish_reason == "length" else reply.message
+        self._conversation.sampled(reply.token_ids, reply.behavior_logprobs, reply.versions, message)
+        played.generate_s += time.monotonic() - began_s
+        played.turns += 1
+        played.context_tokens += context.size
+        played.cached_tokens += reply.cached_tokens
+        played.finish_reason, played.generator = reply.finish_reason, reply.generator
+        self._last_token = context.size + reply.token_ids.size - 1
+        return action_of(reply), reply
+
+    def _complaint(self, reply: Reply, action: Action) -> Step | None:
+        """What the policy is told in place of a step if it called what cannot be called; None if it did not."""
+        known = [str(tool["function"]["name"]) for tool in self._tools]
+        strange = [call.name for call in action.tool_calls if call.name not in known]
+        if not reply.malformed and not strange:
+            self._malformed_in_a_row = 0
+            return None
+        self._malformed_in_a_row += 1
+        self._played.malformed += 1
+        if reply.malformed:
+            return Step(Observation(f"The call could not be read: {reply.malformed}. Nothing was called."))
+        text = f"There is no tool {', '.join(strange)}; the tools are {', '.join(known)}. Nothing was called."
+        return Step(Observation(text))
+
+    async def _step(self, episode: OpenEpisode, action: Action) -> Step:
+        began_s = time.monotonic()
+        with self._outside("an environment's step"):
+            step = await episode.step(action)
+        self._played.env_s += time.monotonic() - began_s
+        self._count(step.metrics)
+        for observation in step.observations:
+            self._count(observation.metrics)
+        return step
+
+    def _reward(self, step: Step) -> None:
+        (reward,) = step.rewards
+        self._played.rewards.append((self._last_token, reward))
+
+    def _count(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._played.metrics[name] = self._played.metrics.get(name, 0.0) + value
+
+    def _finished(self, cut: str) -> Played:
+        self._played.cut = cut
+        sequences = self._conversation.sequences()
+        if sequences:
+            (self._played.sequence,) = sequences
+        return self._played
+
+
+def messages_of(observation: Observation, calls: Sequence[Any], most_bytes: int) -> list[Mapping[str, Any]]:
+    """An observation as messages, each at most `most_bytes` long.
+
+    A text is one message of the user. After `calls` it is the answer to the first of them, and the others have an
+    empty one.
+    """
+    if observation.messages:
+        return [{**message, "content": shortened(message["content"], most_bytes)} for message in observation.messages]
+    text = shortened(observation.text, most_bytes)
+    if not calls:
+        return [{"role": "user", "content": text}]
+    return [
+        {"role": "tool", "content": "" if index else text, "name": call.name, "tool_call_id": call.call_id}
+        for index, call in enumerate(calls)
+    ]

@@ -1,0 +1,132 @@
+"""What an evaluation asks: the held-out rows of a task, answered and scored, or of an environment, played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flowrl.environments import EnvironmentRow
+from flowrl.episode import Episode
+from flowrl.errors import SampleFailed
+from flowrl.graph.ports import Call
+from flowrl.messages import Prompt, Sample
+from flowrl.models import Chat
+from flowrl.nodes.environment_source import prompt_fields
+from flowrl.nodes.row_source import SourceRow, sampling_seed
+from flowrl.tasks import Row, Task, conversation
+from flowrl.tasks.judge import BadReward
+from flowrl.tasks.reward_client import RewardClient
+
+
+@dataclass(frozen=True)
+class Marked:
+    """One answer, or one episode, with its score."""
+
+    sample: Sample
+    score: float
+
+
+class HeldOutRows(Protocol):
+    """The rows of one task or environment."""
+
+    name: str
+
+    @property
+    def rows(self) -> Sequence[SourceRow]: ...
+
+    def fields(self, row: Any) -> Mapping[str, Any]:
+        """The fields of the row's prompt that depend on the row's kind."""
+        ...
+
+    async def judge(self, prompt: Prompt, row: Any) -> Marked | None:
+        """Ask and score; None if there is no score, and the row does not count."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class HeldOutTask:
+    """A task: a generator answers, and the task's reward scores."""
+
+    def __init__(
+        self,
+        task: Task,
+        rows: Sequence[Row],
+        chat: Chat,
+        client: RewardClient,
+        *,
+        generate: Call[Prompt, Sample],
+        with_messages: bool,
+        count: Callable[[str, float], None],
+    ) -> None:
+        """`with_messages`: the reward is a server, which gets the conversation too."""
+        self.name, self.rows, self.client = task.name, rows, client
+        self._task, self._chat = task, chat
+        self._generate, self._with_messages, self._count = generate, with_messages, count
+
+    def fields(self, row: Row) -> Mapping[str, Any]:
+        text, token_ids = self._chat.prompt(row.turns)
+        return {"text": text, "token_ids": token_ids, "columns": row.columns}
+
+    async def judge(self, prompt: Prompt, row: Row) -> Marked:
+        """The score is 0 if the reward function returns none."""
+        sample = await self._generate(prompt)
+        columns = dict(row.columns)
+        if self._with_messages:
+            columns["messages"] = conversation(self._task, row)
+        try:
+            verdicts = await self.client.ask([sample.prompt_text], [sample.response_text], [columns])
+        except BadReward as bad:
+            self._count(f"evaluation_{bad.reason}", 1)
+            return Marked(sample, 0.0)
+        return Marked(sample, verdicts.scores[0])
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+class HeldOutEnvironment:
+    """An environment: its node plays, and the reward is the score. An episode that fails has none."""
+
+    def __init__(
+        self,
+        name: str,
+        rows: Sequence[EnvironmentRow],
+        *,
+        play: Call[Prompt, Episode],
+        count: Callable[[str, float], None],
+    ) -> None:
+        self.name, self.rows = name, rows
+        self._play, self._count = play, count
+
+    def fields(self, row: EnvironmentRow) -> Mapping[str, Any]:
+        return prompt_fields(row)
+
+    async def judge(self, prompt: Prompt, row: EnvironmentRow) -> Marked | None:
+        try:
+            episode = await self._play(prompt)
+        except SampleFailed as failure:
+            self._count(f"evaluation_{failure}", 1)
+            return None
+        return Marked(episode, episode.raw_reward)
+
+    async def close(self) -> None: ...
+
+
+def held_out_prompt(
+    asked: HeldOutRows, row: SourceRow, *, member: int, num_samples: int, where: tuple[str, str, int]
+) -> Prompt:
+    """The prompt of one member; `where` is the evaluation's name, phase and step."""
+    name, phase, step = where
+    group_id = f"{name}:{asked.name}:{phase}:{step}:{row.prompt_id}"
+    return Prompt(
+        sample_id=f"{group_id}:{member}",
+        group_id=group_id,
+        prompt_id=row.prompt_id,
+        epoch=0,
+        member=member,
+        group_size=num_samples,
+        seed=sampling_seed(0, row.prompt_id, 0, member),
+        **asked.fields(row),
+    )

@@ -1,0 +1,63 @@
+"""What bounds an episode, and what an episode that was cut off is worth. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+OnTruncated = Literal["train", "mask", "drop"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one episode, of the attempts at it, and of how many there are at a time."""
+
+    turns: int = 32
+    """Most replies."""
+    tokens: int | None = None
+    """Most tokens of the whole episode; None: as many as the model's context takes."""
+    turn_tokens: int | None = None
+    """Most tokens of one reply; None: as many as the generator's sampling allows."""
+    reset_s: float = 120.0
+    """Seconds for the environment's reset."""
+    step_s: float = 60.0
+    """Seconds for one of its steps."""
+    episode_s: float = 1800.0
+    """Seconds of an attempt; it is looked at between turns."""
+    observation_bytes: int = 65536
+    """Longest text of one message of the environment, in UTF-8; the middle of a longer one is cut out and marked."""
+    episodes: int = 1024
+    """Most episodes at a time."""
+    retries: int = 2
+    """Attempts after the first, where the environment failed."""
+    on_truncated: OnTruncated = "train"
+    """An episode that turns, tokens, seconds or malformed calls cut off is trained with the reward it has, or kept
+    out of the loss but compared with its group, or dropped."""
+
+    def problems(self) -> Iterator[str]:
+        """Sentences that say what is wrong with a value."""
+        for name, least in (("turns", 1), ("tokens", 2), ("turn_tokens", 1), ("episodes", 1), ("retries", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                yield f"limits.{name} is {value}; it has to be {least} or more"
+        if self.observation_bytes < len(CUT_MARK.encode()) + 2:
+            yield f"limits.observation_bytes is {self.observation_bytes}; it has to be 64 or more"
+        for name in ("reset_s", "step_s", "episode_s"):
+            if not getattr(self, name) > 0:
+                yield f"limits.{name} is {getattr(self, name)}; it has to be above 0"
+        if self.on_truncated not in get_args(OnTruncated):
+            yield f"limits.on_truncated is {self.on_truncated!r}; choose one of {', '.join(get_args(OnTruncated))}"
+
+
+CUT_MARK = " […cut…] "
+
+
+def shortened(text: str, most_bytes: int) -> str:
+    """`text` within `most_bytes` of UTF-8: the middle of a longer one gives way to a mark."""
+    data = text.encode()
+    if len(data) <= most_bytes:
+        return text
+    room = most_bytes - len(CUT_MARK.encode())
+    head, tail = data[: room - room // 2], data[len(data) - room // 2 :]
+    return head.decode(errors="ignore") + CUT_MARK + tail.decode(errors="ignore")
