@@ -447,6 +447,30 @@ def test_capacity_is_at_least_one() -> None:
     has(parts.problem(), "generator.rollouts -> reward.rollouts has capacity=0; it needs at least 1")
 
 
+@pytest.mark.parametrize("margin", [-1, True, 1.5])
+def test_a_margin_of_sessions_is_a_whole_number_of_at_least_0(margin: Any) -> None:
+    parts = grpo()
+    evaluation = parts.graph.add("evaluation", Evaluation())
+    parts.graph.call(evaluation.generate, parts.generator.requests, affinity_margin=margin)
+    edge = "evaluation.generate -> generator.requests"
+    has(parts.problem(), f"{edge} has affinity_margin={margin}; it needs a whole number of at least 0", "move freely")
+
+
+@pytest.mark.parametrize("margin", [0, 2, 1000, None])
+def test_other_margins_are_fine(margin: int | None) -> None:
+    parts = grpo()
+    evaluation = parts.graph.add("evaluation", Evaluation())
+    parts.graph.call(evaluation.generate, parts.generator.requests, affinity_margin=margin)
+    assert parts.problems == ()
+
+
+def test_capacity_of_a_call_is_at_least_one() -> None:
+    parts = grpo()
+    evaluation = parts.graph.add("evaluation", Evaluation())
+    parts.graph.call(evaluation.generate, parts.generator.requests, capacity=0)
+    has(parts.problem(), "evaluation.generate -> generator.requests has capacity=0; it needs at least 1")
+
+
 # 9. resources
 
 

@@ -118,13 +118,13 @@ def test_a_gang_publishes_with_one_voice() -> None:
 def test_calls_join_askers_and_servers() -> None:
     parts = grpo(num_generators=2)
     evaluation = parts.graph.add("evaluation", Evaluation())
-    parts.graph.call(evaluation.generate, parts.generator.requests, session_affinity=True, capacity=3)
+    parts.graph.call(evaluation.generate, parts.generator.requests, affinity_margin=2, capacity=3)
     calls = make_plan(parts.graph, MACHINE).calls
     assert [(call.caller, call.server) for call in calls] == [
         ("evaluation/0", "generator/0"),
         ("evaluation/0", "generator/1"),
     ]
-    assert (calls[0].capacity, calls[0].session_affinity, calls[0].types) == (3, True, ("Prompt", "Sample"))
+    assert (calls[0].capacity, calls[0].affinity_margin, calls[0].types) == (3, 2, ("Prompt", "Sample"))
 
 
 def test_other_machines_are_reached_by_tcp() -> None:

@@ -208,7 +208,7 @@ BROAD_EXCEPTS = {
     "runtime/ports/inbound.py: Inbound.each",
     "runtime/ports/items.py: OpenItems.noting_failure",
     "runtime/ports/outbound.py: Outbound._send_on",
-    "runtime/ports/requests.py: LiveServe._answer",
+    "runtime/ports/requests.py: LiveServe._reply",
     "tasks/judge.py: Judge._checked",
     "tasks/judge.py: Judge.ask",
     "tasks/user_module.py: _file_module",

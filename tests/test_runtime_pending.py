@@ -15,6 +15,7 @@ import pytest
 from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.activity.hostloop import HostLoop, apart
 from flowrl.runtime.activity.pending import reasons
+from flowrl.runtime.activity.slots import PrioritySlots
 from tests.ticks import ticks
 
 Body = Callable[[Activity], Coroutine[Any, Any, None]]
@@ -88,6 +89,19 @@ async def locked(activity: Activity) -> None:
         tasks.create_task(slots.acquire())
 
 
+async def queued_for_a_slot(activity: Activity) -> None:
+    slots = PrioritySlots(1)
+
+    async def hold(wait: Callable[[Activity], Awaitable[None]]) -> None:
+        async with slots.held(0):
+            await wait(activity)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(hold(item))
+        await ticks()
+        tasks.create_task(hold(evented))
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -95,12 +109,13 @@ async def locked(activity: Activity) -> None:
         grouped,
         iterated,
         locked,
+        queued_for_a_slot,
         beside(lambda task: task),
         beside(lambda task: asyncio.gather(task)),
         beside(lambda task: asyncio.wait([task])),
         beside(lambda task: asyncio.wait_for(task, None)),
     ],
-    ids=["item", "group", "async for", "lock", "task", "gather", "wait", "wait_for"],
+    ids=["item", "group", "async for", "lock", "slot", "task", "gather", "wait", "wait_for"],
 )
 def test_a_node_that_stands_in_the_engines_waits_is_moved_by_another_alone(body: Body) -> None:
     assert reasons_of(item, body) == []

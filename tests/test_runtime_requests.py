@@ -20,7 +20,11 @@ from flowrl.runtime.ports.requests import LiveCall, LiveServe
 from tests.channel_rig import Thing, pair, play
 
 EDGE = "asker.judge -> judge.requests"
-WAY = CallPlan(EDGE, EDGE, "asker/0", "judge/0", "A", "B", 4, False, ("Thing", "Thing"), "ipc")
+WAY = CallPlan(EDGE, EDGE, "asker/0", "judge/0", "A", "B", 4, None, ("Thing", "Thing"), "ipc")
+
+
+def unread(name: str, value: float) -> None:
+    """A metric that these tests have no use for."""
 
 
 class Sides:
@@ -30,11 +34,11 @@ class Sides:
         self.activity = Activity("judge/0")
         b.on("sync", lambda host, body: None)
         self.sync = lambda: a.request("B", "sync")
-        self._call = LiveCall("asker.judge", [WAY], "asker/0", a, Activity("asker/0"))
-        self.serving = LiveServe("judge.requests", [WAY], b, self.activity, lease)
+        self._call = LiveCall("asker.judge", [WAY], a, Activity("asker/0"), unread)
+        self.serving = LiveServe("judge.requests", [WAY], b, self.activity, lease, unread)
 
     def ask(self, index: int) -> asyncio.Task[Any]:
-        return asyncio.ensure_future(self._call.call(Thing(index), session="", priority=0, timeout_s=None))
+        return asyncio.ensure_future(self._call.call(Thing(index), session="", group="", priority=0, timeout_s=None))
 
     def serve(self, body: Callable[[Any], Awaitable[Any]]) -> asyncio.Task[None]:
         return asyncio.ensure_future(self.serving.serve(body, 4))

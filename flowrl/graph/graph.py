@@ -61,7 +61,8 @@ class Edge:
     """Messages that one lane holds; None: derived."""
     dispatch: str = SHARE.name
     """As declared. `rule` is its meaning."""
-    session_affinity: bool = False
+    affinity_margin: int | None = None
+    """Of a call edge, see `Graph.call`."""
 
     @property
     def name(self) -> str:
@@ -141,14 +142,16 @@ class Graph:
         serve: Serve[Req, Rep],
         *,
         capacity: int | None = None,
-        session_affinity: bool = False,
+        affinity_margin: int | None = None,
     ) -> None:
         """Connect a requesting port to a serving port. Replies return to the requesting replica.
 
-        `capacity` bounds the open requests between two replicas. With `session_affinity` all
-        requests of one session go to one replica of the server.
+        `capacity` bounds the open requests between two replicas. A request goes to the replica of the server with the
+        fewest open requests. With `affinity_margin`, a session of a caller stays on its replica while that has at most
+        so many open requests more than the replica with the fewest; 0 and more, a large number for sessions that never
+        move. New sessions of one group go together under the same condition.
         """
-        self._join(Edge("call", call, serve, capacity, session_affinity=session_affinity), Call, Serve)
+        self._join(Edge("call", call, serve, capacity, affinity_margin=affinity_margin), Call, Serve)
 
     def admit(
         self,

@@ -225,14 +225,28 @@ class Call(Port, Generic[Req, Rep]):
     """The requesting end of a request/reply edge."""
 
     async def __call__(
-        self, request: Req, *, session: str = "", priority: int = 0, timeout_s: float | None = None
+        self,
+        request: Req,
+        *,
+        session: str = "",
+        group: str = "",
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> Rep:
         """Send a request and wait for the reply. Cancelling this cancels the work at the other end.
 
-        `session` keeps the requests of one session on one replica if the edge is declared so. Raises
-        SampleFailed with the remote reason, or TimeoutError.
+        With an `affinity_margin` on the edge, the requests of a `session` go to one replica, and so do the sessions of
+        a `group`, while the margin allows it; call `forget` when a session ends. Among requests that wait, those with
+        the smallest `priority` are answered first, then in order of arrival. Raises SampleFailed with the remote
+        reason, or TimeoutError.
         """
-        return await self.live.call(request, session=session, priority=priority, timeout_s=timeout_s)  # type: ignore[no-any-return]
+        return await self.live.call(  # type: ignore[no-any-return]
+            request, session=session, group=group, priority=priority, timeout_s=timeout_s
+        )
+
+    def forget(self, session: str) -> None:
+        """The session has ended: the next request under this name begins a new one."""
+        self.live.forget(session)
 
 
 class Serve(Port, Generic[Req, Rep]):

@@ -128,7 +128,7 @@ def graph(cfg: Everything) -> Graph:
     g.connect(source.prompts, generator.prompts)
     g.connect(generator.samples, kept.samples)
     g.connect(kept.kept, reward.samples)
-    g.call(reward.judge, judge.questions, session_affinity=True)
+    g.call(reward.judge, judge.questions, affinity_margin=100)
     g.connect(reward.scored, collect.samples, dispatch="key")
     g.connect(collect.groups, batcher.groups)
     g.connect(collect.groups, tap.groups, dispatch="broadcast")

@@ -3,7 +3,7 @@
 Each finding is complete on its own: what was found, what was needed, with node and port, and the
 change that fixes it. torch is loaded only if a node tries a loss function of the user's.
 
-1 types, 2 unconnected ports, 8 dispatch, adapters: edge_rules. 3 cycles, 4 feedback, 6 lineage: flow_rules.
+1 types, 2 unconnected ports, 8 dispatch, calls, adapters: edge_rules. 3 cycles, 4 feedback, 6 lineage: flow_rules.
 5 tickets, 6 groups, 7 tokens and ranks, 9 resources, 10 warnings: size_rules.
 """
 
@@ -66,6 +66,7 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
         yield from flow_rules.branch_problems(graph)
     yield from size_rules.batch_problems(graph, numbers)
     yield from edge_rules.dispatch_problems(graph)
+    yield from edge_rules.call_problems(graph)
     yield from edge_rules.adapter_problems(graph)
     yield from size_rules.resource_problems(graph, plan, cluster)
     for name, node in graph.nodes.items():

@@ -1,4 +1,4 @@
-"""Checks 1, 2 and 8: message types, unconnected ports, dispatch rules. Each finding names the fix."""
+"""Checks 1, 2 and 8: message types, unconnected ports, dispatch rules, numbers of calls. Each finding names the fix."""
 
 from __future__ import annotations
 
@@ -128,6 +128,21 @@ def dispatch_problems(graph: Graph) -> Iterator[str]:
             yield f'{edge.name} has dispatch="key" but {kind.__name__} has no field group_id; add it or use "share".'
         if edge.capacity is not None and edge.capacity < 1:
             yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1; without capacity= it is derived."
+
+
+def call_problems(graph: Graph) -> Iterator[str]:
+    """The numbers of call edges are in their ranges."""
+    for edge in graph.edges:
+        if edge.kind != "call":
+            continue
+        if edge.capacity is not None and edge.capacity < 1:
+            yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1; without capacity= it is derived."
+        margin = edge.affinity_margin
+        if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int) or margin < 0):
+            yield (
+                f"{edge.name} has affinity_margin={margin!r}; it needs a whole number of at least 0 (the open requests "
+                "that a session's replica may have more than another); without affinity_margin= sessions move freely."
+            )
 
 
 def adapter_problems(graph: Graph) -> Iterator[str]:

@@ -51,7 +51,8 @@ class CallPlan:
     server_host: str
     capacity: int
     """Open requests at most."""
-    session_affinity: bool
+    affinity_margin: int | None
+    """Open requests that a session's replica may have more than the one with the fewest; None: sessions move freely."""
     types: tuple[str, ...]
     """Names of request and reply type."""
     transport: str
@@ -211,7 +212,7 @@ def _calls(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan
                 caller_host=hosts[caller].name,
                 server_host=hosts[server].name,
                 capacity=capacity(graph, edge, numbers),
-                session_affinity=edge.session_affinity,
+                affinity_margin=edge.affinity_margin,
                 types=_type_names(edge),
                 transport=_transport(hosts[caller], hosts[server]),
             )

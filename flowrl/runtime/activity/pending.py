@@ -4,7 +4,7 @@ Each task of a node is judged separately. Every task counts as alive except thes
 - a task in one of the engine's waits: only another node, or the driver, ends that;
 - a task that waits for tasks of its own node (`await task`, gather, wait, wait_for, a TaskGroup): those are judged
   themselves;
-- a task that waits for an asyncio Lock or Semaphore: another task releases it.
+- a task that waits for an asyncio Lock or Semaphore, or for PrioritySlots: another task releases it.
 A timer, a call in a thread, a server and a watched descriptor also keep their node alive. Anything unknown counts as
 alive: at worst a deadlock is reported as a standstill, and never a standstill as a deadlock.
 """
@@ -19,8 +19,9 @@ from typing import Any
 
 from flowrl.runtime.activity.activity import OUTSIDE, Activity
 from flowrl.runtime.activity.hostloop import Pending
+from flowrl.runtime.activity.slots import PrioritySlots
 
-LOCKS = (asyncio.Lock.acquire.__code__, asyncio.Semaphore.acquire.__code__)
+LOCKS = (asyncio.Lock.acquire.__code__, asyncio.Semaphore.acquire.__code__, PrioritySlots.take.__code__)
 GROUP = asyncio.TaskGroup.__aexit__.__code__
 WAIT = asyncio.tasks._wait.__code__  # type: ignore[attr-defined]
 WAIT_FOR = asyncio.wait_for.__code__

@@ -95,14 +95,17 @@ def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveC
     ways = [w for w in plan.calls if w.caller == replica.place.replica_id and w.edge.startswith(f"{label} -> ")]
     if not ways:
         return None
-    live = LiveCall(label, ways, replica.place.replica_id, endpoint, replica.activity)
+    live = LiveCall(label, ways, endpoint, replica.activity, replica.context.metric)
     replica.calls.append(live)
     return live
 
 
 def _serve(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveServe | None:
     ways = [w for w in plan.calls if w.server == replica.place.replica_id and w.edge.endswith(f" -> {label}")]
-    return LiveServe(label, ways, _Doors(endpoint, replica), replica.activity, replica.lease) if ways else None  # type: ignore[arg-type]
+    if not ways:
+        return None
+    doors: Any = _Doors(endpoint, replica)
+    return LiveServe(label, ways, doors, replica.activity, replica.lease, replica.context.gauge)
 
 
 class _Doors:

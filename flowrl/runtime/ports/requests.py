@@ -3,13 +3,17 @@
 The caller's item stays unfinished until the reply, because its invocation waits here. When the caller cancels a
 request, the server cancels its body; when the server dies, the request fails. A body that ends in any other way than
 by returning or by raising SampleFailed fails the server.
-Waits: a call waits for a free slot of the edge and for its reply; a server waits until every caller has closed.
+
+Requests wait by priority, the smallest first, then in order of arrival: at the caller for a place on the edge, at the
+server for one of its `concurrency` places. Every reply tells the caller how many requests the other callers have open
+at the server, waiting or running; `sessions` chooses the server of a request by this.
+Waits: a call waits for a place on the edge and for its reply; a server waits until every caller has closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -20,95 +24,136 @@ from flowrl.graph.analysis.plan import CallPlan
 from flowrl.messages import Message
 from flowrl.runtime.activity.activity import Activity, in_invocation
 from flowrl.runtime.activity.lease import Lease
+from flowrl.runtime.activity.slots import PrioritySlots
+from flowrl.runtime.ports.sessions import SessionRouter
+
+Body = Callable[[Any], Awaitable[Message]]
+Meter = Callable[[str, float], None]
 
 
 class LiveCall:
-    """One Call port of one replica; `ways` lead to the replicas that serve it."""
+    """One Call port of one replica; `ways`, at least one, lead to the replicas that serve it.
+
+    `count` adds to the counter `requests_moved`: requests whose session was on another replica before.
+    """
 
     def __init__(
-        self, port: str, ways: Sequence[CallPlan], caller: str, endpoint: Endpoint, activity: Activity
+        self, port: str, ways: Sequence[CallPlan], endpoint: Endpoint, activity: Activity, count: Meter
     ) -> None:
         self.port = port
         self._ways = tuple(ways)
-        self._caller = caller
         self._endpoint = endpoint
         self._activity = activity
-        self._slots = [asyncio.Semaphore(way.capacity) for way in ways]
-        self._outstanding = [0] * len(ways)
+        self._count = count
+        self._slots = [PrioritySlots(way.capacity) for way in ways]
+        self._router = SessionRouter(len(ways), margin=ways[0].affinity_margin, caller=ways[0].caller)
 
-    async def call(self, request: Message, *, session: str, priority: int, timeout_s: float | None) -> Any:
-        index = self._choose(session)
-        way = self._ways[index]
-        self._outstanding[index] += 1
+    async def call(self, request: Message, *, session: str, group: str, priority: int, timeout_s: float | None) -> Any:
+        choice = self._router.begin(session, group)
+        others = None
         try:
+            if choice.moved:
+                self._count("requests_moved", 1)
             with self._activity.waiting("reply", self.port, inside=in_invocation.get()):
-                async with asyncio.timeout(timeout_s), self._slots[index]:
-                    reply = await self._endpoint.request(
-                        way.server_host, f"call:{way.server}:{way.edge}", {"request": request, "priority": priority}
-                    )
+                async with asyncio.timeout(timeout_s), self._slots[choice.replica].held(priority):
+                    reply = await self._ask(self._ways[choice.replica], request, priority)
+            others = reply["others"]
         finally:
-            self._outstanding[index] -= 1
+            self._router.end(choice.replica, others)
         if "failed" in reply:
             raise SampleFailed(reply["failed"])
         return reply["reply"]
 
-    def _choose(self, session: str) -> int:
-        if session and self._ways[0].session_affinity:
-            return zlib.crc32(session.encode()) % len(self._ways)
-        return min(range(len(self._ways)), key=self._outstanding.__getitem__)
+    async def _ask(self, way: CallPlan, request: Message, priority: int) -> Any:
+        body = {"request": request, "priority": priority, "way": way.name}
+        return await self._endpoint.request(way.server_host, f"call:{way.server}:{way.edge}", body)
+
+    def forget(self, session: str) -> None:
+        self._router.forget(session)
 
     def close(self) -> None:
         for way in self._ways:
-            self._endpoint.notify(way.server_host, f"callers:{way.server}:{way.edge}", {"closed": self._caller})
+            self._endpoint.notify(way.server_host, f"callers:{way.server}:{way.edge}", {"closed": way.caller})
 
 
 class LiveServe:
-    """One Serve port of one replica; `ways` come from the replicas that may call it."""
+    """One Serve port of one replica; `ways` come from the replicas that may call it.
+
+    `gauge` gets the number of open requests, by the name "open_" and the port's, with each that arrives.
+    """
 
     def __init__(
-        self, port: str, ways: Sequence[CallPlan], endpoint: Endpoint, activity: Activity, lease: Lease
+        self,
+        port: str,
+        ways: Sequence[CallPlan],
+        endpoint: Endpoint,
+        activity: Activity,
+        lease: Lease,
+        gauge: Meter,
     ) -> None:
-        self._body: asyncio.Future[Callable[[Any], Awaitable[Message]]] = asyncio.get_running_loop().create_future()
-        self._slots = asyncio.Semaphore(1)
+        self._body: Body | None = None
+        self._slots = PrioritySlots(0)
+        """Requests that come before `serve` wait for its first slots."""
+        self._open: Counter[str] = Counter()
+        """Name of a way -> its requests that wait or run."""
+        self.num_open = 0
+        """Those of all ways together."""
         self._callers = {way.caller for way in ways}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._port = port
         self._activity = activity
         self._lease = lease
+        self._gauge = gauge
         for way in ways:
             endpoint.on(f"call:{way.server}:{way.edge}", self._answer)
             endpoint.on(f"callers:{way.server}:{way.edge}", self._closed)
         if not ways:
             self._ended.set_result(None)
 
-    async def serve(self, body: Callable[[Any], Awaitable[Message]], concurrency: int) -> None:
-        self._slots = asyncio.Semaphore(concurrency)
-        self._body.set_result(body)
+    async def serve(self, body: Body, concurrency: int) -> None:
+        if self._body is not None:
+            raise RuntimeError(f"{self._port} is served already; call `each` once, with one body for all requests")
+        self._body = body
+        self._slots.add(concurrency)
         with self._activity.waiting("item", self._port, inside=None):
             await self._ended
 
     async def _answer(self, host: str, message: dict[str, Any]) -> dict[str, Any]:
-        body = await asyncio.shield(self._body)  # shared by all requests: cancelling one of them must not cancel it
-        async with self._slots:
-            try:
-                return await self._work(body, message["request"])
-            except SampleFailed as failure:
-                return {"failed": str(failure)}
-            except GeneratorExit:  # the event loop is closed
-                raise
-            except BaseException as error:  # a node boundary: the server fails, and so does the run
-                if is_cancel(error):
-                    raise
-                if not self._ended.done():
-                    self._ended.set_exception(as_exception(f"a request to {self._port}", error))
-                raise LaneFailed(f"{self._port} failed") from error
+        way = message["way"]
+        self._opened(way, +1)
+        self._gauge(f"open_{self._port.rpartition('.')[2]}", self.num_open)
+        try:
+            async with self._slots.held(message["priority"]):
+                reply = await self._reply(message["request"])
+        finally:
+            self._opened(way, -1)
+        return reply | {"others": self.num_open - self._open[way]}
 
-    async def _work(self, body: Callable[[Any], Awaitable[Message]], request: Any) -> dict[str, Any]:
+    def _opened(self, way: str, change: int) -> None:
+        self._open[way] += change
+        self.num_open += change
+
+    async def _reply(self, request: Any) -> dict[str, Any]:
+        try:
+            return await self._work(request)
+        except SampleFailed as failure:
+            return {"failed": str(failure)}
+        except GeneratorExit:  # the event loop is closed
+            raise
+        except BaseException as error:  # a node boundary: the server fails, and so does the run
+            if is_cancel(error):
+                raise
+            if not self._ended.done():
+                self._ended.set_exception(as_exception(f"a request to {self._port}", error))
+            raise LaneFailed(f"{self._port} failed") from error
+
+    async def _work(self, request: Any) -> dict[str, Any]:
+        assert self._body is not None, "slots are there from `serve` on"
         await self._lease.begin()
         invocation = self._activity.begin()
         in_invocation.set(invocation)
         try:
-            return {"reply": await body(request)}
+            return {"reply": await self._body(request)}
         finally:
             invocation.end()
             await self._lease.end()

@@ -1,0 +1,150 @@
+"""Which replica of a server gets a request: the one that has served its session, unless that has much more to do.
+
+The load of a replica is what this caller has open there, plus what the other callers had open there when the replica
+last replied to this one. A replica that has not replied yet counts as the one where the others have least: if it
+counted as idle, all callers would go to the slowest one, which replies last.
+
+Invariants
+- A request goes to a replica whose load exceeds the smallest load by the margin at most; without a margin, to one
+  with the smallest load.
+- A session stays on its replica for as long as that rule allows. A new session goes where the first session of its
+  group went, for as long as the rule allows; otherwise, and without a group, to a replica with the smallest load.
+- Among equals the choice goes round. It begins at another replica for each replica of the calling node, so that
+  callers which have heard nothing yet do not all choose the same one.
+- A replica where this caller has nothing open sends no reply, so its last report would stay for ever. With each reply
+  of another replica, that report counts one request less.
+- A group is known while one of its sessions is. At most `most_sessions` sessions are known: a new one takes the place
+  of the one that was used least recently, which begins anew if it asks again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+MOST_SESSIONS = 1 << 16
+"""Sessions that one Call port of a replica remembers; each takes about 300 bytes, its names included."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where a request goes."""
+
+    replica: int
+    moved: bool
+    """Whether its session was on another replica before."""
+
+
+@dataclass(slots=True)
+class GroupHome:
+    """Where the first session of a group went, and how many of its sessions are known."""
+
+    replica: int
+    num_sessions: int = 0
+
+
+@dataclass(slots=True)
+class SessionHome:
+    """Where a session is, and its group; "" for none."""
+
+    replica: int
+    group: str
+
+
+class SessionRouter:
+    """See the module. `caller` is the replica that asks, as "environment/0".
+
+    Without a `margin` sessions and groups are not kept, and each request goes to a replica with the smallest load.
+    """
+
+    def __init__(
+        self, num_replicas: int, *, margin: int | None, caller: str, most_sessions: int = MOST_SESSIONS
+    ) -> None:
+        self._margin = margin
+        self._most_sessions = most_sessions
+        self._own = [0] * num_replicas
+        """Open requests of this caller, by replica."""
+        self._others: list[int | None] = [None] * num_replicas
+        """Open requests of all other callers, by replica, as last reported; None before the first report."""
+        self._sessions: OrderedDict[str, SessionHome] = OrderedDict()
+        """The least recently used first."""
+        self._groups: dict[str, GroupHome] = {}
+        node, _, index = caller.partition("/")
+        self._next = (zlib.crc32(node.encode()) + int(index or 0)) % num_replicas
+        """The first of equals."""
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """The load of each replica."""
+        unknown = min((others for others in self._others if others is not None), default=0)
+        pairs = zip(self._own, self._others, strict=True)
+        return tuple(own + (unknown if others is None else others) for own, others in pairs)
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    def begin(self, session: str = "", group: str = "") -> Choice:
+        """Choose the replica for a request, and count the request as open there until `end`."""
+        choice = self._choose(session, group)
+        self._own[choice.replica] += 1
+        return choice
+
+    def end(self, replica: int, others: int | None = None) -> None:
+        """A request has ended; its reply, if there was one, reported what `others` have open at `replica`."""
+        self._own[replica] -= 1
+        if others is None:
+            return
+        self._others = [
+            before - 1 if before and not own else before for own, before in zip(self._own, self._others, strict=True)
+        ]
+        self._others[replica] = others
+
+    def forget(self, session: str) -> None:
+        """The session has ended. Does nothing for one that is not known."""
+        home = self._sessions.pop(session, None)
+        if home is not None and home.group:
+            group = self._groups[home.group]
+            group.num_sessions -= 1
+            if not group.num_sessions:
+                del self._groups[home.group]
+
+    def _choose(self, session: str, group: str) -> Choice:
+        if not session or self._margin is None:
+            return Choice(self._least_loaded(), moved=False)
+        home = self._sessions.get(session)
+        if home is None:
+            return Choice(self._add(session, group), moved=False)
+        self._sessions.move_to_end(session)
+        if self._is_near(home.replica):
+            return Choice(home.replica, moved=False)
+        home.replica = self._least_loaded()
+        return Choice(home.replica, moved=True)
+
+    def _add(self, session: str, group: str) -> int:
+        """Remember a new session. Returns its replica."""
+        if len(self._sessions) == self._most_sessions:
+            self.forget(next(iter(self._sessions)))
+        known = self._groups.get(group)
+        replica = known.replica if known is not None and self._is_near(known.replica) else self._least_loaded()
+        if group:
+            self._groups.setdefault(group, GroupHome(replica)).num_sessions += 1
+        self._sessions[session] = SessionHome(replica, group)
+        return replica
+
+    def _is_near(self, replica: int) -> bool:
+        """Whether the margin allows a request to go to `replica`."""
+        loads = self.loads
+        return self._margin is not None and loads[replica] <= min(loads) + self._margin
+
+    def _least_loaded(self) -> int:
+        loads = self.loads
+        order = range(self._next, self._next + len(loads))
+        chosen = min((replica % len(loads) for replica in order), key=loads.__getitem__)
+        self._next = (chosen + 1) % len(loads)
+        return chosen
