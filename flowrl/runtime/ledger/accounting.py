@@ -230,7 +230,15 @@ class Accounting:
         self._commit_later()
 
     def _generated(
-        self, sample_id: str, generator: str, tokens: int, oldest: int | None, newest: int | None, at_s: float
+        self,
+        sample_id: str,
+        generator: str,
+        tokens: int,
+        oldest: int | None,
+        newest: int | None,
+        at_s: float,
+        finish_reason: str,
+        requests: Sequence[Row],
     ) -> None:
         if sample_id in self._generated_before:
             self.ledger.add("redone", tokens, sample_id)
@@ -264,7 +272,7 @@ class Accounting:
         step = int(record["step"])
         require_next(trainer, step, self.tickets.versions)
         self.ledger.add("step", trainer, step, time.time())
-        for sample_id, _, tokens, stale_tokens, masked_tokens, oldest in uses:
+        for sample_id, tokens, stale_tokens, masked_tokens, oldest, _ in uses:
             self._use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
         self.tickets.made(trainer, step)
         self.commit()
