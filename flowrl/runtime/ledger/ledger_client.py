@@ -141,7 +141,7 @@ class LedgerClient:
         spans = policy_spans(episode)
         prompt_tokens = spans[0].start if spans else len(episode.token_ids)
         row = (episode.environment, episode.attempts, episode.turns, truncated, seconds, time.time())
-        self._add("episode", prompt_tokens, row, *_rollout(episode))
+        self._add("episode", *_rollout(episode), prompt_tokens, row)
 
     def episode_failed(
         self, sample_id: str, environment: str, attempts: int, turns: int, cause: str, seconds: float
