@@ -237,7 +237,7 @@ def test_a_run_that_still_goes_on_can_be_audited(run_dir: Path) -> None:
         assert audit(run_dir).ok
 
 
-OLD = "is a ledger of format 0, and this flowrl reads format 2; audit and resume that run with the flowrl that wrote it"
+OLD = "is a ledger of format 0, and this flowrl reads format 3; audit and resume that run with the flowrl that wrote it"
 
 
 def make_old(path: Path) -> None:
@@ -279,7 +279,7 @@ def only_graph(path: Path) -> None:
         ),
         (
             lambda path: path.write_bytes(b""),
-            "is no ledger of flowrl: it has no table commits, ",
+            "is no ledger of flowrl: it has no table attempts, ",
         ),
         (cut, "ledger.sqlite is damaged (database disk image is malformed), so nothing can be proven; "),
         (drop_table, "is no ledger of flowrl: it has no table evaluations"),

@@ -2,7 +2,8 @@
 
 From `ledger.sqlite` alone it proves: every admitted sample is in exactly one state, which matches its columns and its
 use by the trainers; policy tokens generated = trained + stale + masked + filtered + failed + dropped + in flight; no
-trainer trains a token twice; no trained token was older than the bound in force at its step, or sampled by weights
+trainer trains a token twice; every trained token is a sampled one, in the context and with the logprob and version
+with which it was sampled; no trained token was older than the bound in force at its step, or sampled by weights
 older than those held when its group was admitted; there were never more groups in flight than tickets; and every row
 is as the run's commits left it. `metrics.jsonl` and the checkpoints must agree with the ledger.
 
@@ -25,6 +26,8 @@ from flowrl.runtime.audit.audit_chain import check_chain, check_checkpoints, kep
 from flowrl.runtime.audit.audit_check import AT_TICKET
 from flowrl.runtime.audit.audit_groups import RUN_CHECKS
 from flowrl.runtime.audit.audit_lines import check_lines
+from flowrl.runtime.audit.audit_requests import FIGURES as REQUEST_FIGURES
+from flowrl.runtime.audit.audit_requests import REQUEST_CHECKS
 from flowrl.runtime.audit.audit_samples import SAMPLE_CHECKS
 from flowrl.runtime.audit.violation import Violation
 from flowrl.runtime.ledger.ledger_file import LEDGER, open_to_read, read_terms, unreadable
@@ -60,7 +63,7 @@ class AuditReport:
         return "\n".join([*lines, f"audit: {len(self.violations)} violations"])
 
 
-CHECKS = (*SAMPLE_CHECKS, *RUN_CHECKS)
+CHECKS = (*SAMPLE_CHECKS, *REQUEST_CHECKS, *RUN_CHECKS)
 
 # One row for each ticket, in order: the ticket, the oldest version that a generator held when it was taken, the number
 # of tickets in force then, and the step that trained its group (NULL if none has).
@@ -85,6 +88,7 @@ FIGURES = {
     "  dropped": LOST.format("dropped"),
     "  in flight": LOST.format("in_flight"),
     "tokens redone": "SELECT TOTAL(redone_tokens) FROM samples",
+    **REQUEST_FIGURES,
     "max staleness": "SELECT MAX(version - oldest_version) FROM uses",
 }
 

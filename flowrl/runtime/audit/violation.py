@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Violation:
     """One violation of a rule.
 
-    `kind` is state, tokens, uses, losses, versions, bound, groups, tickets, steps, evaluations, metrics, checkpoints
-    or chain.
+    `kind` is state, tokens, uses, losses, versions, bound, spans, requests, episodes, groups, tickets, steps,
+    evaluations, metrics, checkpoints or chain.
     """
 
     kind: str

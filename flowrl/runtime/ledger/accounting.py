@@ -2,7 +2,7 @@
 
 Invariants
 - A group is committed in the ledger before `admit` answers, and so before its first prompt is sent.
-- No group and no sample is admitted twice: `_admitting`, `_fates` and the ledger together know all of them.
+- No group and no sample is admitted twice (`admitted_ids`).
 - A sample is in flight until its fate at every trainer that it can reach is known (`fates`). The ticket of its group
   is out until the state of the group's last sample is known. A loss on a branch that leads to no trainer changes
   nothing here.
@@ -20,24 +20,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
 from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError
+from flowrl.runtime.ledger.admitted_ids import AdmittedIds, Row
 from flowrl.runtime.ledger.fates import LEFT_AT_END, Fates, require_fresh, require_next, used_after_all
 from flowrl.runtime.ledger.ledger import Fate, Ledger, LedgerSnapshot
 from flowrl.runtime.ledger.ledger_client import LedgerClient, Use
 from flowrl.runtime.ledger.ledger_file import LEDGER
+from flowrl.runtime.ledger.request_book import RequestBook
 from flowrl.runtime.ledger.terms import Terms
 
 __all__ = ["LEDGER", "Accounting", "LedgerClient", "Use"]
 
 COMMIT_WITHIN_S = 0.5
-
-Row = Sequence[Any]
 
 
 class Handlers(Protocol):
@@ -73,10 +72,8 @@ class Accounting:
         self._on_step = on_step
         self._other_records: dict[str, Any] = {}
         self._fates = Fates(tickets.trainers)
-        self._admitting: dict[str, str] = {}
-        """Sample whose `admit` has not returned yet -> its group."""
-        self._taken_up: dict[str, int] = {}
-        """Group that the resume found in flight -> its ticket, until its source admits it again."""
+        self._ids = AdmittedIds(self.ledger, self._fates.groups)
+        self._requests = RequestBook(self.ledger)
         self._generated_before: set[str] = set()
         self._scored_before: set[str] = set()
         self._waiters: list[asyncio.Future[None]] = []
@@ -84,6 +81,11 @@ class Accounting:
         self._timer: asyncio.TimerHandle | None = None
         self._book: dict[str, Callable[..., None]] = {
             "generated": self._generated,
+            "request": self._requests.request,
+            "abandoned": self._requests.abandoned,
+            "void": self._requests.void,
+            "episode": self._episode,
+            "episode failed": self._requests.episode_failed,
             "scored": self._scored,
             "lost": self._lost,
             "step": self._step,
@@ -123,16 +125,9 @@ class Accounting:
         by default. A group that a resume found in flight, because its source was sending it when the checkpoint was
         written, gets its old ticket, once. Raises FlowrlError if it was admitted before, or is being admitted.
         """
-        sample_ids = [row[0] for row in rows]
-        if group_id in self._taken_up:
-            return self._take_again(node, group_id, sample_ids)
-        if repeated := self._repeated(group_id, sample_ids, [row[3] for row in rows]):
-            raise FlowrlError(
-                f"node {node!r} admitted {repeated}; a source has to give every group of every epoch its own "
-                "group_id, and every member of a group its own sample_id and number"
-            )
-        self._admitting |= dict.fromkeys(sample_ids, group_id)  # reserve the ids during the waits
-        try:
+        if (old := self._ids.take_again(node, group_id, rows)) is not None:
+            return old
+        with self._ids.reserved(node, group_id, rows):
             while (ticket := self.tickets.try_admit(trainers)) is None:
                 if self.tickets.closed:
                     return None
@@ -140,31 +135,6 @@ class Accounting:
             self._open(ticket, group_id, rows, self.tickets.trainers if trainers is None else trainers)
             await self._commit_this_turn()
             return ticket
-        finally:
-            for sample_id in sample_ids:
-                del self._admitting[sample_id]
-
-    def _take_again(self, node: str, group_id: str, sample_ids: Sequence[str]) -> int:
-        if strange := set(sample_ids) - self.ledger.samples_of(group_id):
-            raise FlowrlError(
-                f"node {node!r} admitted group {group_id!r} again after --resume, with samples that it did not have "
-                f"before ({', '.join(sorted(strange))}); resume with the options that the run was started with"
-            )
-        return self._taken_up.pop(group_id)
-
-    def _repeated(self, group_id: str, sample_ids: Sequence[str], members: Sequence[int]) -> str:
-        """A text that names what of the group was admitted before; "" if nothing was."""
-        known = group_id in self._fates.groups or group_id in self._admitting.values()
-        if known or self.ledger.samples_of(group_id):
-            return f"group {group_id!r} a second time"
-        if (number := Counter(members).most_common(1)[0])[1] > 1:
-            return f"group {group_id!r} with {number[1]} members that have the number {number[0]}"
-        for sample_id, times in Counter(sample_ids).items():
-            if times > 1:
-                return f"group {group_id!r} with {times} samples of the same id, {sample_id!r}"
-            if (other := self._admitting.get(sample_id) or self.ledger.group_of(sample_id)) is not None:
-                return f"sample {sample_id!r} a second time, in group {group_id!r} after group {other!r}"
-        return ""
 
     def _open(self, ticket: int, group_id: str, rows: Sequence[Row], trainers: Sequence[str]) -> None:
         floors, now = self.tickets.floors(), time.time()
@@ -218,6 +188,7 @@ class Accounting:
         An invocation that the snapshot found in its last send makes them again, and the copy is not sent.
         """
         self._generated_before |= generated
+        self._requests.kept(generated)
         self._scored_before |= scored
 
     # Events
@@ -229,12 +200,25 @@ class Accounting:
         self._changed()
         self._commit_later()
 
-    def _generated(
-        self, sample_id: str, generator: str, tokens: int, oldest: int | None, newest: int | None, at_s: float
-    ) -> None:
+    def _generated(self, *event: Any) -> None:
+        *rollout, finish_reason, spans = event
+        sample_id, generator, tokens, _, _, at_s = rollout
         if sample_id in self._generated_before:
             self.ledger.add("redone", tokens, sample_id)
             return
+        self._rollout(rollout)
+        self._requests.generated(sample_id, generator, at_s, finish_reason, spans)
+
+    def _episode(self, *event: Any) -> None:
+        *rollout, prompt_tokens, row = event
+        sample_id = rollout[0]
+        if sample_id not in self._generated_before:  # else its requests are redone
+            self.ledger.add("prompt", prompt_tokens, sample_id)
+            self._rollout(rollout)
+            self._requests.episode(sample_id, row)
+
+    def _rollout(self, rollout: Row) -> None:
+        sample_id, generator, tokens, oldest, newest, at_s = rollout
         self.ledger.add("generated", generator, tokens, oldest, newest, at_s, sample_id)
 
     def _scored(self, sample_id: str, reward: float, at_s: float) -> None:
@@ -264,8 +248,10 @@ class Accounting:
         step = int(record["step"])
         require_next(trainer, step, self.tickets.versions)
         self.ledger.add("step", trainer, step, time.time())
-        for sample_id, _, tokens, stale_tokens, masked_tokens, oldest in uses:
+        for sample_id, tokens, stale_tokens, masked_tokens, oldest, spans in uses:
             self._use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
+            for start, length, digest in spans:
+                self.ledger.add("span", sample_id, trainer, step, start, length, digest)
         self.tickets.made(trainer, step)
         self.commit()
         main = trainer == self._main
@@ -313,6 +299,7 @@ class Accounting:
 
     def _close(self, sample_id: str, fate: Fate) -> None:
         """Book the final state of a sample."""
+        self._requests.close(sample_id)
         if not fate.trained:
             row = (fate.state, fate.reason, fate.stale_tokens, fate.masked_tokens)
             self.ledger.add("unused", *row, sample_id)
@@ -370,9 +357,10 @@ class Accounting:
             self._timer = asyncio.get_running_loop().call_later(COMMIT_WITHIN_S, self.commit)
 
     def _take_up(self) -> None:
-        """Load the groups in flight from the ledger, with their known fates."""
+        """Load the groups in flight from the ledger, with their known fates, and their requests."""
+        self._requests.take_up()
         self._fates.take_up(self.ledger.in_flight(), self.ledger.fates())
-        self._taken_up = self.in_flight()
+        self._ids.taken_up = self.in_flight()
         groups = self._fates.groups.values()
         self.tickets.restore({g.ticket: (tuple(g.held), g.known()) for g in groups}, self.ledger.next_ticket())
 

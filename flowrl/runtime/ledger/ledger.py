@@ -46,10 +46,13 @@ class Fate:
 # - `partial` and `generated` both write response_tokens, but the tokens of a finished rollout win in either order:
 #   `generated` replaces the value from `partial`, and `partial` does not change a generated row;
 # - `generated` and `redone` both write redone_tokens, but only add to them;
+# - `redone` comes from copies of a sample and from abandoned requests, each counted once;
 # - `trained` and `unused` write state and tokens, but `Accounting` adds at most one of the two.
+# A request is abandoned once, in the transaction that inserts it or in a later one.
 # The first `settled` of a ticket is final. No other two statements write the same column of a row.
 # When a sample is generated twice (after a crash), one generation counts as redone: the first if the second replaces
 # it, the second ("redone") if a checkpoint holds the first.
+INCARNATION = "(SELECT MAX(number) FROM incarnations)"
 STATEMENTS = {
     "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL, ?)",
     "admitted": "INSERT INTO samples VALUES (?, ?, ?, ?, ?, 'in_flight', NULL, ?, 0, 0, 0, 0, NULL, ?,"
@@ -59,16 +62,25 @@ STATEMENTS = {
     " redone_tokens = redone_tokens + (CASE WHEN generated_s IS NULL THEN 0 ELSE response_tokens END),"
     " generator = ?, response_tokens = ?, oldest_version = ?, newest_version = ?, generated_s = ?"
     " WHERE sample_id = ?",
+    "prompt": "UPDATE samples SET prompt_tokens = ? WHERE sample_id = ?",
     "redone": "UPDATE samples SET redone_tokens = redone_tokens + ? WHERE sample_id = ?",
     "scored": "UPDATE samples SET reward = ?, scored_s = ? WHERE sample_id = ?",
     "trained": "UPDATE samples SET state = 'trained', trained_tokens = ?, stale_tokens = ?, masked_tokens = ?,"
     " oldest_trained_version = ?, trained_version = ?, step = ?, trained_s = ? WHERE sample_id = ?",
     "unused": "UPDATE samples SET state = ?, reason = ?, stale_tokens = ?, masked_tokens = ? WHERE sample_id = ?",
     "used": "INSERT INTO uses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+    "request": f"INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, {INCARNATION}, ?)",
+    "abandon": "UPDATE requests SET abandoned = ? WHERE number = ?",
+    "void": f"INSERT INTO attempts VALUES (?, ?, ?, {INCARNATION})",
+    "episode": f"INSERT INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, {INCARNATION})"
+    " ON CONFLICT (sample_id) DO UPDATE SET attempts = excluded.attempts, turns = excluded.turns,"
+    " truncated = excluded.truncated, cause = excluded.cause, seconds = excluded.seconds,"
+    " ended_s = excluded.ended_s, incarnation = excluded.incarnation",
+    "span": "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)",
     "left_out": "INSERT INTO losses VALUES (?, ?, ?, ?)",
-    "step": "INSERT INTO steps VALUES (?, ?, (SELECT MAX(number) FROM incarnations), ?, NULL)",
+    "step": f"INSERT INTO steps VALUES (?, ?, {INCARNATION}, ?, NULL)",
     "line": "UPDATE steps SET line = ? WHERE trainer = ? AND step = ?",
-    "ended in order": "UPDATE incarnations SET ended_s = ? WHERE number = (SELECT MAX(number) FROM incarnations)",
+    "ended in order": f"UPDATE incarnations SET ended_s = ? WHERE number = {INCARNATION}",
     "settled": "UPDATE tickets SET state = ?, step = ? WHERE ticket = ? AND state = 'open'",
     "evaluated": "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
 }
@@ -172,6 +184,19 @@ class Ledger:
         )
         found = [(group, sample, trainer, Fate(step, *rest)) for group, sample, trainer, step, *rest in used]
         return found + [(group, sample, t, Fate(state=state, reason=why)) for group, sample, t, state, why in lost]
+
+    def live_requests(self) -> list[tuple[Any, ...]]:
+        """Sample in flight, whether it is generated, and number, id, attempt, turn and tokens of each request of it
+        that is not abandoned."""
+        return self._db.execute(
+            "SELECT sample_id, generated_s IS NOT NULL, number, request_id, attempt, turn, tokens"
+            " FROM requests JOIN samples USING (sample_id)"
+            " WHERE state = 'in_flight' AND abandoned IS NULL ORDER BY number"
+        ).fetchall()
+
+    def next_request(self) -> int:
+        """The number after the last request booked."""
+        return int(self._db.execute("SELECT COALESCE(MAX(number) + 1, 0) FROM requests").fetchone()[0])
 
     def next_ticket(self) -> int:
         """The number after the last ticket taken."""

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flowrl.messages import Bool, Prompt, Sample, Scored, Tombstone
+from flowrl.episode import Episode, Reply, Turn
+from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
+from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest
 
 SEND_WITHIN_S = 0.05
 DRIVER = "driver"
@@ -43,6 +45,13 @@ class Use:
     """Oldest version of the tokens that entered the loss; None if none did, or if no policy sampled them."""
     masked_tokens: int = 0
     """Policy tokens that a node's `loss_mask` kept out of the loss."""
+    spans: tuple[PolicySpan, ...] = ()
+    """All policy spans of the row that the batch had, also those outside of the loss."""
+
+    def row(self) -> tuple[Any, ...]:
+        """The use as a step reports it: plain values, in the order of the fields, without the group."""
+        counts = (self.tokens, self.stale_tokens, self.masked_tokens, self.oldest_version)
+        return (self.sample_id, *counts, [tuple(span) for span in self.spans])
 
     @classmethod
     def of(cls, sample: Sample, loss_mask: Bool | None = None) -> Use:
@@ -56,7 +65,8 @@ class Use:
         tokens, num_allowed = int(mask.sum()), int(allowed.sum())
         oldest = _known(int(sample.versions[mask].min())) if tokens else None
         stale, masked = num_allowed - tokens, sample.response_tokens - num_allowed
-        return cls(sample.sample_id, sample.group_id, tokens, stale, oldest, masked)
+        spans = tuple(policy_spans(sample))
+        return cls(sample.sample_id, sample.group_id, tokens, stale, oldest, masked, spans)
 
 
 @dataclass(frozen=True)
@@ -97,11 +107,47 @@ class LedgerClient:
         return ticket
 
     def generated(self, sample: Sample) -> None:
-        """Report a finished rollout, with the versions of its policy tokens (-1 for a dataset's: reported as None)."""
-        versions = sample.versions[sample.policy_mask]
-        oldest, newest = (int(versions.min()), int(versions.max())) if len(versions) else (-1, -1)
-        at_s = sample.generated_s or time.time()
-        self._add("generated", sample.sample_id, sample.generator, len(versions), _known(oldest), _known(newest), at_s)
+        """Report a finished rollout, with the versions of its policy tokens (-1 for a dataset's: reported as None).
+
+        Each of its policy spans is booked as a request. For episodes call `request` and `episode` instead.
+        """
+        reason = "length" if sample.truncated else "stop"
+        requests = [(*span, *_ages(sample.versions[span.start :][: span.tokens])) for span in policy_spans(sample)]
+        self._add("generated", *_rollout(sample), reason, requests)
+
+    # Episodes
+
+    def request(self, turn: Turn, reply: Reply) -> None:
+        """Report that the request of a turn has ended; the generator does, before it answers. Not for held-out ones."""
+        if turn.ticket < 0:
+            return
+        arrays = (reply.token_ids, reply.behavior_logprobs, reply.versions)
+        digest, context = request_digest(turn.token_ids, *arrays), len(turn.token_ids)
+        place = (turn.request_id, turn.sample_id, turn.attempt, turn.turn)
+        sizes = (len(reply.token_ids), context, reply.cached_tokens)
+        end = (reply.generator, reply.finish_reason, time.time())
+        self._add("request", *place, digest, *sizes, *_ages(reply.versions), *end)
+
+    def abandoned(self, request_id: str, reason: str) -> None:
+        """Report that nobody used the reply of a request that had ended, as of a call that was cancelled."""
+        self._add("abandoned", request_id, reason)
+
+    def attempt_void(self, sample_id: str, attempt: int, cause: str) -> None:
+        """Report that an attempt of an episode, counted from 0, is given up; its tokens count as redone."""
+        self._add("void", sample_id, attempt, cause)
+
+    def episode(self, episode: Episode, *, truncated: str | None, seconds: float) -> None:
+        """Report a finished episode, instead of `generated`. `truncated`: what cut it off, None if it ended itself."""
+        spans = policy_spans(episode)
+        prompt_tokens = spans[0].start if spans else len(episode.token_ids)
+        row = (episode.environment, episode.attempts, episode.turns, truncated, seconds, time.time())
+        self._add("episode", *_rollout(episode), prompt_tokens, row)
+
+    def episode_failed(
+        self, sample_id: str, environment: str, attempts: int, turns: int, cause: str, seconds: float
+    ) -> None:
+        """Report an episode whose last attempt failed too, with the `turns` of that attempt; it makes this one void."""
+        self._add("episode failed", sample_id, (environment, attempts, turns, cause, seconds, time.time()))
 
     def scored(self, sample: Scored) -> None:
         """Report that a sample has its reward."""
@@ -126,8 +172,7 @@ class LedgerClient:
         `record["step"]` is the version that the batch made. Call it once per batch, with the uses of
         all ranks. `policy` is the name under which the weights are published: the trainer node's.
         """
-        rows = [(u.sample_id, u.group_id, u.tokens, u.stale_tokens, u.masked_tokens, u.oldest_version) for u in uses]
-        self._add("step", policy, {name: _plain(value) for name, value in record.items()}, rows)
+        self._add("step", policy, {name: _plain(value) for name, value in record.items()}, [use.row() for use in uses])
         self.flush()
 
     def finished(self, trainer: str, sample_ids: Sequence[str]) -> None:
@@ -159,6 +204,18 @@ class LedgerClient:
         self._events.append(event)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SEND_WITHIN_S, self.flush)
+
+
+def _rollout(sample: Sample) -> tuple[Any, ...]:
+    """Sample, generator, policy tokens, oldest and newest version of those, and when they were complete."""
+    versions = sample.versions[sample.policy_mask]
+    made_s = sample.generated_s or time.time()
+    return (sample.sample_id, sample.generator, len(versions), *_ages(versions), made_s)
+
+
+def _ages(versions: Int32) -> tuple[int | None, int | None]:
+    """The oldest and the newest version; None for those of a dataset, and without tokens."""
+    return (_known(int(versions.min())), _known(int(versions.max()))) if len(versions) else (None, None)
 
 
 def _known(version: int) -> int | None:

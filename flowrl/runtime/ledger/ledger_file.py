@@ -22,7 +22,7 @@ from flowrl.runtime.ledger.chain import Chain
 from flowrl.runtime.ledger.terms import COLUMNS, Terms
 
 LEDGER = "ledger.sqlite"
-FORMAT = 2
+FORMAT = 3
 """The file's `user_version`; files with 0 have no chain."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS incarnations (
@@ -87,6 +87,52 @@ CREATE TABLE IF NOT EXISTS uses (
     oldest_version INTEGER              -- what its age is counted from, in versions of the trainer
 );
 CREATE INDEX IF NOT EXISTS uses_by_sample ON uses (sample_id);
+CREATE TABLE IF NOT EXISTS requests (
+    number INTEGER PRIMARY KEY,         -- from 0, in the order of their reports
+    request_id TEXT NOT NULL,           -- of its turn; the sample's id where nobody asked turn by turn
+    sample_id TEXT NOT NULL,
+    attempt INTEGER NOT NULL,           -- from 0, in each incarnation
+    turn INTEGER NOT NULL,              -- from 0, in each attempt
+    digest TEXT NOT NULL,               -- of context, sampled ids, logprobs and versions (token_digest)
+    tokens INTEGER NOT NULL,            -- sampled
+    context_tokens INTEGER NOT NULL,    -- before them
+    cached_tokens INTEGER,              -- of the context, found in the prefix cache; NULL: unknown
+    oldest_version INTEGER,             -- of the sampled tokens
+    newest_version INTEGER,
+    generator TEXT NOT NULL,
+    finish_reason TEXT NOT NULL,        -- stop, length
+    abandoned TEXT,                     -- why nobody uses it; its tokens are redone
+    incarnation INTEGER NOT NULL,
+    finished_s REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS requests_by_sample ON requests (sample_id);
+CREATE TABLE IF NOT EXISTS spans (      -- runs of policy tokens in the rows that trainers were fed
+    sample_id TEXT NOT NULL,
+    trainer TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    start INTEGER NOT NULL,             -- number of tokens before it
+    tokens INTEGER NOT NULL,            -- in the loss or not
+    digest TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS spans_by_sample ON spans (sample_id);
+CREATE TABLE IF NOT EXISTS attempts (   -- those of episodes that are void
+    sample_id TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    cause TEXT NOT NULL,
+    incarnation INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS attempts_by_sample ON attempts (sample_id);
+CREATE TABLE IF NOT EXISTS episodes (
+    sample_id TEXT PRIMARY KEY,
+    environment TEXT NOT NULL,
+    attempts INTEGER NOT NULL,          -- in its incarnation
+    turns INTEGER NOT NULL,             -- of the last attempt
+    truncated TEXT,                     -- what cut it off
+    cause TEXT,                         -- why it failed
+    seconds REAL NOT NULL,
+    ended_s REAL NOT NULL,
+    incarnation INTEGER NOT NULL
+);
 CREATE TABLE IF NOT EXISTS losses (     -- of graphs with several trainers: who will not use it
     sample_id TEXT NOT NULL,
     trainer TEXT NOT NULL,
@@ -116,7 +162,10 @@ CREATE TABLE IF NOT EXISTS evaluations (
 );
 """
 
-TABLES = ("incarnations", "steps", "samples", "uses", "losses", "tickets", "evaluations")
+TABLES = (
+    *("incarnations", "steps", "samples", "uses", "requests", "spans", "attempts", "episodes", "losses"),
+    *("tickets", "evaluations"),
+)
 BEGIN_INCARNATION = (
     "INSERT INTO incarnations VALUES ((SELECT COUNT(*) FROM incarnations), ?, NULL,"
     " (SELECT COALESCE(MAX(number) + 1, 0) FROM commits), (SELECT COALESCE(MAX(ticket) + 1, 0) FROM tickets),"
