@@ -1,15 +1,29 @@
-"""Environments of gymnasium and reasoning_gym, each in real processes."""
+"""Environments of gymnasium and reasoning_gym, and tasks with tools, each in real processes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flowrl.environments import Action, EnvironmentName, EnvironmentRow, Episodes, OpenEpisode, Step, environment_rows
+from flowrl.environments import (
+    Action,
+    EnvironmentName,
+    EnvironmentRow,
+    Episodes,
+    OpenEpisode,
+    Step,
+    ToolCall,
+    environment_rows,
+)
+from flowrl.environments.find import find_environment
+from flowrl.environments.tool_env import ToolEnv
 from flowrl.errors import ConfigError
-from flowrl.tasks import reasoning
+from flowrl.tasks import Row, load_rows, reasoning
 from flowrl.tasks.task import Task
 
 LAKE = "gymnasium/FrozenLake-v1:is_slippery=False,actions=left/down/right/up"
@@ -104,6 +118,14 @@ def test_a_problem_is_tried_until_it_is_right() -> None:
         ("reasoning_gym/chain_sum:tries=0", "tries is 0; it has to be at least 1"),
         ("reasoning_gym/chain_sum:feedback=loud", "feedback is 'loud'; it has to be wrong or score"),
         ("reasoning_gym/chain_sum:seed=3", "has the option seed, which its rows decide"),
+        ("tools/arithmetic", "names no tools; write :tools=calculator"),
+        ("tools/arithmetic:tools=calculatr", "there is no tool 'calculatr'; did you mean calculator"),
+        ("tools/arithmetic:tools=calculator,calls=0", "calls is 0; it has to be a whole number of at least 1"),
+        ("tools/arithmetic:tools=calculator,reply_s=-1", "reply_s is -1; it has to be a number above 0"),
+        ("tools/arithmetic:tools=calculator,max=3", "task 'arithmetic:max=3' has no option 'max'"),
+        ("tools/arithmetik:tools=calculator", "there is no task 'arithmetik'.*Did you mean arithmetic"),
+        ("tools/0.5*arithmetic + 0.5*b.jsonl:tools=calculator", "mixes several tasks; name one"),
+        ("tools/:tools=calculator", "names no source"),
     ],
 )
 def test_a_users_mistake_gets_one_message_before_anything_starts(name: str, says: str) -> None:
@@ -113,3 +135,157 @@ def test_a_users_mistake_gets_one_message_before_anything_starts(name: str, says
     assert EnvironmentName(name).adapter
     with pytest.raises(ConfigError, match=says):
         played(name, nothing)
+
+
+# Tools
+
+CASES = Path(__file__).parent / "tool_cases.py"
+CALCULATOR = "tools/arithmetic:tools=calculator,calls=2,max_value=9"
+
+
+def asked(name: str, **arguments: Any) -> ToolCall:
+    return ToolCall(name, arguments, "id1")
+
+
+def test_a_question_is_answered_with_a_tool() -> None:
+    async def scenario(pool: Episodes) -> None:
+        episode = await pool.reset(environment_rows(CALCULATOR).train[0])
+        question = episode.observation.text
+        assert [tool["function"]["name"] for tool in episode.observation.tools] == ["calculator"]
+        call = asked("calculator", expression=question.rstrip("="))
+        used = await episode.step(Action("", (call,)))
+        assert (used.reward, used.over) == (0.0, False)
+        answer = str(sum(map(int, question.rstrip("=").split("+"))))
+        message = {"role": "tool", "content": answer, "name": "calculator", "tool_call_id": "id1"}
+        assert used.observations[0].messages == (message,)
+        (right,) = await steps(episode, f" {answer}\n")
+        assert (right.reward, right.terminated) == (1.0, True)
+        assert right.metrics == {"tool_calls": 1.0, "tool_errors": 0.0, "malformed": 0.0}
+        (wrong,) = await steps(await pool.reset(environment_rows(CALCULATOR).train[0]), "fish")
+        assert (wrong.reward, wrong.terminated) == (0.0, True)
+
+    played(CALCULATOR, scenario)
+
+
+def test_calls_that_fail_are_answered_in_their_order_and_at_most_two_are_made() -> None:
+    async def scenario(pool: Episodes) -> None:
+        episode = await pool.reset(environment_rows(CALCULATOR).train[0])
+        bad = ToolCall("calc\ud800", {"n": 10**40, "text": "\ud800"})
+        step = await episode.step(Action("", (bad, asked("calculator", expression="1/0"), asked("calculator"))))
+        assert [(m["name"], m["content"], m.get("tool_call_id")) for m in step.observations[0].messages] == [
+            ("calc?", "There is no tool 'calc\\ud800'; the tools are: calculator.", None),
+            ("calculator", "Division by zero.", "id1"),
+            ("calculator", "No tool call is left of the 2 that are allowed. Answer without one.", "id1"),
+        ]
+        assert step.metrics == {"tool_calls": 3.0, "tool_errors": 3.0, "malformed": 0.0} and not step.over
+        await episode.close()
+
+    played(CALCULATOR, scenario)
+
+
+def test_the_third_unread_call_in_a_row_truncates() -> None:
+    async def scenario(pool: Episodes) -> None:
+        episode = await pool.reset(environment_rows(CALCULATOR).train[0])
+        unread = Action("<tool_call>{", malformed="no JSON")
+        actions = (unread, unread, Action("", (asked("calculator", expression="1"),)), unread, unread, unread)
+        found = [await episode.step(action) for action in actions]
+        assert [step.truncated for step in found] == [False] * 5 + [True]
+        assert found[0].observations[0].text == "Your tool call could not be read: no JSON"
+        assert found[-1].metrics == {"tool_calls": 1.0, "tool_errors": 0.0, "malformed": 5.0}
+        await episode.close()
+
+    played(CALCULATOR, scenario)
+
+
+def test_tools_of_a_file_that_hang_share_the_time_of_one_reply() -> None:
+    async def scenario(pool: Episodes) -> None:
+        episode = await pool.reset(EnvironmentRow("own"))
+        calls = [asked("misbehaves", how=how) for how in ("loop", "loop", "well")]
+        contents = [m["content"] for m in (await episode.step(Action("", tuple(calls)))).observations[0].messages]
+        assert contents[0] == "misbehaves was stopped: it took more than 0.2 s."
+        assert contents[1].startswith("misbehaves was ")
+        assert contents[2] == "misbehaves was not called: no time is left."
+        later = await episode.step(Action("", (asked("misbehaves", how="well"), asked("calculator", expression="2*3"))))
+        assert [m["content"] for m in later.observations[0].messages] == ["well", "6"]
+        await episode.close()
+
+    played(f"tools/arithmetic:tools=calculator+{CASES}:COLLECTION,reply_s=0.4", scenario)
+
+
+def test_held_out_rows_ask_what_training_never_sees() -> None:
+    name = EnvironmentName("tools/arithmetic:tools=calculator,max_value=30")
+    maker = ToolEnv.maker(name)
+
+    async def questions(rows: Sequence[EnvironmentRow]) -> set[str]:
+        return {(await maker().reset(row.task, row.seed)).text for row in rows}
+
+    rows, known = environment_rows(name.text), load_rows(Task("arithmetic:max_value=30"))
+    train, held_out = asyncio.run(questions(rows.train)), asyncio.run(questions(rows.held_out))
+    assert train <= {row.prompt for row in known.train} and len(train) > 0.95 * len(known.train)
+    assert held_out <= {row.prompt for row in known.held_out} and len(held_out) > 0.95 * len(known.held_out)
+
+
+def test_all_members_of_a_group_get_one_question_and_rows_may_come_from_parquet(tmp_path: Path) -> None:
+    """Reading Parquet starts threads, and a process with threads forks no episodes."""
+    import pyarrow
+    import pyarrow.parquet
+
+    talk = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{n}?"}] for n in range(80)]
+    table = pyarrow.table({"question": talk, "answer": [f"so #### {n}" for n in range(80)]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    name = f"tools/{tmp_path}/rows.parquet:tools=calculator,prompt=question,check=math"
+
+    async def scenario(pool: Episodes) -> None:
+        row = environment_rows(name).train[3]
+        members = await asyncio.gather(*(pool.reset(row) for _ in range(3)))
+        first, *others = [member.observation.messages for member in members]
+        assert first == others[0] == others[1] and first[0] == {"role": "system", "content": "Be brief."}
+        (step,) = await steps(members[0], f"It is {first[1]['content'].rstrip('?')}.0")
+        assert (step.reward, step.terminated) == (1.0, True)
+
+    played(name, scenario)
+
+
+def test_a_task_of_reasoning_gym_is_scored_by_its_own_verifier() -> None:
+    name = "tools/reasoning_gym/chain_sum:tools=calculator,extract=number,size=40,max_digits=1"
+
+    async def scenario(pool: Episodes) -> None:
+        episode = await pool.reset(environment_rows(name).train[1])
+        expression = episode.observation.text.partition(":")[2].rstrip(" =?")
+        used = await episode.step(Action("", (asked("calculator", expression=expression),)))
+        (step,) = await steps(episode, f"I found {used.observations[0].messages[0]['content']}")
+        assert step.reward == 1.0
+
+    played(name, scenario)
+
+
+def test_a_folder_called_tools_is_no_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "own.py").write_text("from tests.environment_cases import Counter\n")
+    monkeypatch.chdir(tmp_path)
+    assert find_environment("tools/own.py:Counter").kind.__name__ == "Counter"
+
+
+ROWS = {
+    "no answer": '{"prompt": "PROMPT"}',
+    "an answer of the assistant": (
+        '{"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "PROMPT"}], "answer": "1"}'
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [("no answer", "a row of the task has no answer"), ("an answer of the assistant", "has an earlier answer of the")],
+)
+def test_rows_that_cannot_be_played_are_refused(tmp_path: Path, row: str, says: str) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(ROWS[row].replace("PROMPT", f"{n}?") for n in range(40)))
+    with pytest.raises(ConfigError, match=says):
+        find_environment(f"tools/{tmp_path}/rows.jsonl:tools=calculator")
+
+
+def test_a_task_without_held_out_rows_is_refused(tmp_path: Path) -> None:
+    row = next(r for r in map(Row.ask, map(str, range(100))) if not r.held_out)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": row.prompt, "answer": "1"}))
+    with pytest.raises(ConfigError, match="has 1 rows, none of them held out"):
+        find_environment(f"tools/{tmp_path}/rows.jsonl:tools=calculator")

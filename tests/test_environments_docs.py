@@ -17,18 +17,29 @@ PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.timeout(30)
 
 
-def test_the_environment_of_the_page_is_played(tmp_path: Path) -> None:
+def printed(script: str, folder: Path) -> list[str]:
+    """The lines that a script of the page prints, with all files of the page beside it."""
     for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        (tmp_path / code.splitlines()[0].removeprefix("# ")).write_text(code)
+        (folder / code.splitlines()[0].removeprefix("# ")).write_text(code)
     done = subprocess.run(
-        [sys.executable, "play.py"],
-        cwd=tmp_path,
+        [sys.executable, script],
+        cwd=folder,
         capture_output=True,
         text=True,
         check=True,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
     )
-    first, *guesses, last = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def test_a_question_of_the_page_is_answered_with_tools(tmp_path: Path) -> None:
+    first, last = printed("ask.py", tmp_path)
+    a, b, total = re.fullmatch(r"(\d+)\+(\d+)= (\d+) 'cow' is in no dictionary\.", first).groups()  # type: ignore[union-attr]
+    assert int(a) + int(b) == int(total) and last == "1.0"
+
+
+def test_the_environment_of_the_page_is_played(tmp_path: Path) -> None:
+    first, *guesses, last = printed("play.py", tmp_path)
     assert first == "I think of a number below 8. Guess it."
     assert 1 <= len(guesses) <= 4 and float(last) == 1 / len(guesses)
 

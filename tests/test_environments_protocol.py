@@ -92,9 +92,10 @@ steps = st.builds(
     st.none() | st.integers(1, 99),
     st.lists(text.filter(bool)).map(tuple),
 )
-calls = st.builds(ToolCall, text, st.dictionaries(text, st.integers(-9, 9) | text), text)
+halves = st.text(st.characters())
+calls = st.builds(ToolCall, halves, st.dictionaries(halves, st.integers() | st.just(1 << 99) | halves), halves)
 actions = st.builds(
-    Action, text, st.lists(calls).map(tuple), st.lists(st.integers(0, 1 << 31)).map(tuple), st.just("length")
+    Action, text, st.lists(calls).map(tuple), st.lists(st.integers(0, 1 << 31)).map(tuple), st.just("length"), text
 )
 
 
@@ -114,6 +115,15 @@ def test_an_answer_that_is_no_step_is_malformed(found: Any) -> None:
         exchange.step(found)
 
 
+def test_a_parsed_message_is_an_action() -> None:
+    asked = {"name": "add", "arguments": '{"a": 123456789012345678901, "b": [null]}'}
+    calls = [{"id": "c1", "type": "function", "function": asked}, {"function": {"name": "now", "arguments": {}}}]
+    found = Action.of_message({"role": "assistant", "content": "hm", "tool_calls": calls}, token_ids=(1, 2))
+    expected = (ToolCall("add", {"a": 123456789012345678901, "b": [None]}, "c1"), ToolCall("now"))
+    assert found == Action("hm", expected, (1, 2), "stop", "")
+    assert Action.of_message({"role": "assistant", "content": None}, malformed="x") == Action("", malformed="x")
+
+
 # Names
 
 
@@ -127,6 +137,8 @@ def test_an_answer_that_is_no_step_is_malformed(found: Any) -> None:
         ("own.py:Class:size=4", "", "own.py:Class", {"size": 4}),
         ("package.module:Class:size=4", "", "package.module:Class", {"size": 4}),
         ("gymnasium.py:Class", "", "gymnasium.py:Class", {}),
+        ("tools/own.py:Class", "", "tools/own.py:Class", {}),
+        ("tools/data/q.jsonl:tools=own.py:f", "tools", "data/q.jsonl", {"tools": "own.py:f"}),
     ],
 )
 def test_a_name_has_a_place_and_options(name: str, adapter: str, place: str, options: dict[str, Any]) -> None:

@@ -189,6 +189,7 @@ BROAD_EXCEPTS = {
     "environments/failure.py: boundary",
     "environments/find.py: FoundEnvironment.made",
     "environments/process_episode.py: ProcessEpisode._ask",
+    "environments/tools/collection.py: _run",
     "environments/zygote.py: ZygoteClient.start",
     "graph/load.py: user_code",
     "models/__init__.py: check_prompts",

@@ -18,7 +18,7 @@ DEFAULT_ROWS = 5120
 
 @dataclass(frozen=True)
 class EnvironmentName:
-    """`gymnasium/FrozenLake-v1:is_slippery=False`, `reasoning_gym/chain_sum:tries=3`, `file.py:Class:size=4`.
+    """`gymnasium/FrozenLake-v1:is_slippery=False`, `tools/arithmetic:tools=calculator`, `file.py:Class:size=4`.
 
     A class of a package is `package.module:Class:size=4`. Raises ConfigError if the text names nothing.
     """
@@ -28,8 +28,8 @@ class EnvironmentName:
     def __post_init__(self) -> None:
         if not self.adapter and not (self.place.partition(":")[0] and self.place.partition(":")[2].isidentifier()):
             raise ConfigError(
-                f"environment {self.text!r} names no class; write gymnasium/NAME, reasoning_gym/NAME, file.py:Class or "
-                "package.module:Class, then options as :key=value,key=value"
+                f"environment {self.text!r} names no class; write gymnasium/NAME, reasoning_gym/NAME, tools/TASK, "
+                "file.py:Class or package.module:Class, then options as :key=value,key=value"
             )
         try:
             json.dumps(self.options)
@@ -40,9 +40,10 @@ class EnvironmentName:
 
     @property
     def adapter(self) -> str:
-        """ "gymnasium" for `gymnasium/FrozenLake-v1`; "" for a class of the user's own."""
-        package, slash, _ = split_name(self.text)[0].partition("/")
-        return package if slash and package in ADAPTERS else ""
+        """ "gymnasium" for `gymnasium/FrozenLake-v1`; "" for a class of the user's own, as of `tools/file.py:Class`."""
+        source = split_name(self.text)[0]
+        package, slash, _ = source.partition("/")
+        return package if slash and package in ADAPTERS and not source.endswith(".py") else ""
 
     @property
     def place(self) -> str:
@@ -59,8 +60,8 @@ class EnvironmentName:
         return parse_options(f"environment {self.text!r}", rest if self.adapter else split_name(rest)[1])
 
 
-ADAPTERS = ("gymnasium", "reasoning_gym")
-"""Packages whose environments are played through an adapter, as `PACKAGE/NAME`."""
+ADAPTERS = ("gymnasium", "reasoning_gym", "tools")
+"""Packages whose environments are played through an adapter, as `PACKAGE/NAME`; and tasks with tools, `tools/TASK`."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -12,13 +13,18 @@ Value = TypeVar("Value")
 
 
 def plain(value: Observation | Action | Step) -> dict[str, Any]:
-    """Lists, mappings and scalars."""
-    return asdict(value)
+    """Lists, mappings and scalars.
+
+    Tool calls become JSON text: the policy wrote them, and may have written whole numbers beyond 64 bits and halves of
+    surrogate pairs, which the connection cannot carry.
+    """
+    fields = asdict(value)
+    return {**fields, "tool_calls": json.dumps(fields["tool_calls"])} if isinstance(value, Action) else fields
 
 
 def action(found: Mapping[str, Any]) -> Action:
     """The action that `plain` was made of."""
-    return Action(**{**found, "tool_calls": tuple(ToolCall(**call) for call in found["tool_calls"])})
+    return Action(**{**found, "tool_calls": tuple(ToolCall(**call) for call in json.loads(found["tool_calls"]))})
 
 
 def observation(found: Any) -> Observation:

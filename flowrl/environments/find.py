@@ -44,6 +44,10 @@ def find_environment(text: str) -> FoundEnvironment:
         from flowrl.environments.reasoning_env import ReasoningEnv
 
         return FoundEnvironment(text, ReasoningEnv, ReasoningEnv.maker(name))
+    if name.adapter == "tools":
+        from flowrl.environments.tool_env import ToolEnv
+
+        return FoundEnvironment(text, ToolEnv, ToolEnv.maker(name))
     kind = _own_class(name)
     _check_options(name, kind)
     return FoundEnvironment(text, kind, lambda: kind(**name.options))

@@ -66,6 +66,24 @@ class Action:
     """The sampled tokens; empty when somebody plays by hand."""
     finish_reason: str = "stop"
     """"stop", or "length": the reply was cut off at its limit of tokens."""
+    malformed: str = ""
+    """Why a tool call in the reply could not be read, which an environment with tools answers; else ""."""
+
+    @classmethod
+    def of_message(
+        cls,
+        message: Mapping[str, Any],
+        *,
+        malformed: str = "",
+        token_ids: Sequence[int] = (),
+        finish_reason: str = "stop",
+    ) -> Action:
+        """The action that a parsed reply is: an assistant's message with tool calls in the form of OpenAI's API.
+
+        The arguments of a call are JSON text or a mapping.
+        """
+        calls = tuple(_tool_call(call) for call in message.get("tool_calls") or ())
+        return cls(str(message.get("content") or ""), calls, tuple(token_ids), finish_reason, malformed)
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
@@ -187,6 +205,13 @@ def _check_seats(env: Env, method: str, what: str, number: int) -> None:
         raise MalformedValue(
             f"{type(env).__name__}.{method} returned {number} {what}; it has {env.seats} seat(s) and needs one for each"
         )
+
+
+def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+    function = call.get("function", call)
+    arguments = function.get("arguments") or {}
+    known = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return ToolCall(function["name"], known, str(call.get("id") or ""))
 
 
 def _set(value: object, name: str, to: object) -> None:

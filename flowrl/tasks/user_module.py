@@ -1,4 +1,4 @@
-"""Imports modules that hold a user's reward function or environment, by path or by name."""
+"""Imports modules that hold a user's reward function, environment or tools, by path or by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowrl.errors import ConfigError
 
 
 def user_module(where: str, *, owner: str) -> ModuleType:
-    """The module at `file.py` or `package.module`. `owner` is "reward" or "environment". Raises ConfigError."""
+    """The module at `file.py` or `package.module`. `owner` is "reward", "environment" or "tool". Raises ConfigError."""
     return _file_module(where, owner) if where.endswith(".py") else _package_module(where, owner)
 
 

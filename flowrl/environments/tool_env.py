@@ -1,0 +1,166 @@
+"""`tools/TASK`: a question of a task, which the policy answers with the help of tools.
+
+A reply with tool calls gets a message of role "tool" for each, in their order. A reply without one is the answer: the
+task's own verifier scores it, and the episode ends. A call that could not be read is said to be so; the third reply in
+a row with such a call truncates.
+
+The row's seed picks the question: a held-out row's among the task's held-out ones, another row's among those for
+training. Options of the adapter are `tools` (names joined by `+`, see `named_tools`), `calls` (8: the most calls of an
+episode) and `reply_s` (40: seconds for the calls of one reply together, below the `step_s` of the episodes). All other
+options are the task's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
+from flowrl.environments.middle import without_middle
+from flowrl.environments.protocol import Action, Env, Observation, Step, ToolCall
+from flowrl.environments.rows_apart import load_rows_apart
+from flowrl.environments.tools import ToolResult, Tools, named_tools
+from flowrl.errors import ConfigError
+from flowrl.tasks import Row, Rows, Task
+from flowrl.tasks.judge import BadReward, Judge, load_judge
+
+DEFAULTS: Mapping[str, Any] = {"tools": "", "calls": 8, "reply_s": 40.0}
+MOST_MALFORMED = 3
+"""Replies in a row with a call that could not be read; this many truncate the episode."""
+NAME_BYTES = 256
+"""Of a tool's name and a call's id as the policy wrote them."""
+
+
+@dataclass(frozen=True)
+class ToolTask:
+    """What the episodes of one environment share."""
+
+    rows: Rows
+    judge: Judge
+    tools: Tools
+    calls: int
+    reply_s: float
+
+    def row(self, environment_row: EnvironmentRow) -> Row:
+        """The question of an environment's row. Members of a group have one row, and so one question."""
+        rows = self.rows.held_out if environment_row.held_out else self.rows.train
+        return rows[environment_row.seed % len(rows)]
+
+    def score(self, row: Row, answer: str) -> float:
+        """The verifier's reward. Raises BadReward."""
+        return self.judge([row.prompt], [answer], [row.columns]).rewards[0]
+
+
+class ToolEnv(Env):
+    """One question."""
+
+    @classmethod
+    def maker(cls, name: EnvironmentName) -> Callable[[], ToolEnv]:
+        """Reads the task and loads the tools. Raises ConfigError for what is wrong with them."""
+        shared = _tool_task(name)
+        return lambda: cls(shared)
+
+    def __init__(self, shared: ToolTask) -> None:
+        self._shared = shared
+        self._calls = self._errors = self._malformed = self._malformed_in_a_row = 0
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self._row = self._shared.row(EnvironmentRow(task["name"], task["options"], seed))
+        tools = self._shared.tools.descriptions
+        if len(self._row.turns) == 1 and self._row.turns[0]["role"] == "user":
+            return Observation(self._row.prompt, tools=tools)
+        return Observation(messages=self._row.turns, tools=tools)
+
+    async def step(self, action: Action) -> Step:
+        if action.malformed:
+            return self._unread(action.malformed)
+        self._malformed_in_a_row = 0
+        if action.tool_calls:
+            return Step(Observation(messages=await self._answers(action.tool_calls)), metrics=self._metrics)
+        reward = self._shared.score(self._row, action.text)
+        return Step(Observation(), reward, terminated=True, metrics=self._metrics)
+
+    @property
+    def _metrics(self) -> dict[str, float]:
+        """Of the episode so far."""
+        return {"tool_calls": self._calls, "tool_errors": self._errors, "malformed": self._malformed}
+
+    def _unread(self, why: str) -> Step:
+        self._malformed += 1
+        self._malformed_in_a_row += 1
+        text = f"Your tool call could not be read: {without_middle(why, 1000)}"
+        over = self._malformed_in_a_row == MOST_MALFORMED
+        return Step(Observation(text), truncated=over, metrics=self._metrics)
+
+    async def _answers(self, calls: Sequence[ToolCall]) -> tuple[Mapping[str, str], ...]:
+        until = time.monotonic() + self._shared.reply_s
+        return tuple([_message(call, await self._executed(call, until)) for call in calls])
+
+    async def _executed(self, call: ToolCall, until: float) -> ToolResult:
+        self._calls += 1
+        if self._calls > self._shared.calls:
+            text = f"No tool call is left of the {self._shared.calls} that are allowed. Answer without one."
+            result = ToolResult(text, failed=True)
+        else:
+            result = await self._shared.tools.execute(call, limit_s=until - time.monotonic())
+        self._errors += result.failed
+        return result
+
+
+def _message(call: ToolCall, result: ToolResult) -> Mapping[str, str]:
+    message = {"role": "tool", "content": result.text, "name": without_middle(call.name, NAME_BYTES)}
+    return {**message, "tool_call_id": without_middle(call.call_id, NAME_BYTES)} if call.call_id else message
+
+
+def _tool_task(name: EnvironmentName) -> ToolTask:
+    options = {**DEFAULTS, **{key: value for key, value in name.options.items() if key in DEFAULTS}}
+    _check_options(name, options)
+    task = _task(name)
+    rows = load_rows_apart(task)
+    judge = load_judge(task.own_verifier)
+    _check_rows(name, rows, judge)
+    return ToolTask(rows, judge, named_tools(options["tools"]), options["calls"], float(options["reply_s"]))
+
+
+def _check_options(name: EnvironmentName, options: Mapping[str, Any]) -> None:
+    tools, calls, reply_s = options["tools"], options["calls"], options["reply_s"]
+    if not tools or not isinstance(tools, str):
+        raise ConfigError(f"environment {name.text!r} names no tools; write :tools=calculator, or tools=FILE.py:NAME")
+    if not isinstance(calls, int) or calls < 1:
+        raise ConfigError(f"environment {name.text!r}: calls is {calls!r}; it has to be a whole number of at least 1")
+    if not isinstance(reply_s, int | float) or not reply_s > 0:
+        raise ConfigError(f"environment {name.text!r}: reply_s is {reply_s!r}; it has to be a number above 0")
+
+
+def _task(name: EnvironmentName) -> Task:
+    """The task with the options that are not the adapter's own."""
+    options = ",".join(f"{key}={value!r}" for key, value in name.options.items() if key not in DEFAULTS)
+    task = Task(f"{name.place}:{options}" if options else name.place)
+    if len(task.sources) > 1:
+        raise ConfigError(f"environment {name.text!r} mixes several tasks; name one")
+    return task
+
+
+def _check_rows(name: EnvironmentName, rows: Rows, judge: Judge) -> None:
+    """Every row has what the verifier compares with, and the verifier works in this process."""
+    if not rows.held_out:
+        raise ConfigError(
+            f"the task of environment {name.text!r} has {len(rows.train)} rows, none of them held out, so held-out "
+            "episodes would have nothing to ask; add rows"
+        )
+    for row in (*rows.train, *rows.held_out):
+        judge.check_columns(row.columns)
+        if any(turn["role"] == "assistant" for turn in row.turns):
+            raise ConfigError(
+                f"a row of the task of environment {name.text!r} has an earlier answer of the assistant, and an "
+                "environment cannot speak for it; use rows that ask in messages of the system and the user"
+            )
+    first = rows.train[0]
+    try:
+        judge([first.prompt], [str(first.answer)], [first.columns])  # imports once what every episode would import
+    except BadReward as problem:
+        raise ConfigError(
+            f"the verifier of environment {name.text!r} cannot score the task's own answer: {problem}"
+        ) from None

@@ -1,0 +1,95 @@
+"""The tool `calculator`: arithmetic in bounded time and memory.
+
+An expression is parsed with `ast` and never executed as code. Whole numbers are exact, and a quotient of two is whole
+where it can be. Before each operation its result is bounded by the sizes of the operands.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+
+from flowrl.environments.tools.collection import ToolError
+
+MOST_CHARACTERS = 1000
+MOST_BITS = 10_000
+"""Of a whole number: some 3,000 digits, which Python still prints."""
+DIGITS = 15
+"""Significant digits of a number that is not whole."""
+
+Number = int | float
+
+
+def calculator(expression: str) -> str:
+    """Calculates the value of an arithmetic expression. Whole numbers are exact.
+
+    Args:
+        expression: Numbers, the operators + - * / // % **, and parentheses, as in (3 + 4) * 12.
+    """
+    if len(expression) > MOST_CHARACTERS:
+        raise ToolError(f"The expression has {len(expression)} characters; at most {MOST_CHARACTERS} are allowed.")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError):
+        raise ToolError(f"This is no arithmetic expression: {expression[:80]!r}. {KNOWN}") from None
+    except (RecursionError, MemoryError):
+        raise ToolError("The expression is nested too deep.") from None
+    except ZeroDivisionError:
+        raise ToolError("Division by zero.") from None
+    except OverflowError:
+        raise ToolError(TOO_LARGE) from None
+    return str(value) if isinstance(value, int) else f"{value:.{DIGITS}g}"
+
+
+TOO_LARGE = "The result is too large."
+KNOWN = "Use numbers, + - * / // % ** and parentheses."
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _bounded(number)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+            return _bounded(OPERATIONS[type(op)](_value(left), _value(right)))
+    raise ToolError(f"{ast.unparse(node)[:80]!r} is not allowed here. {KNOWN}")
+
+
+def _bounded(number: Number) -> Number:
+    fits = number.bit_length() <= MOST_BITS if isinstance(number, int) else math.isfinite(number)
+    if not fits:
+        raise ToolError(TOO_LARGE)
+    return number
+
+
+def _divided(a: Number, b: Number) -> Number:
+    whole = isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0
+    return a // b if whole else a / b
+
+
+def _power(a: Number, b: Number) -> Number:
+    if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and a.bit_length() * b > 2 * MOST_BITS:
+        raise ToolError(
+            TOO_LARGE
+        )  # a number of n bits to the power of b has more than (n - 1) * b, half of n * b or more
+    power = a**b
+    if isinstance(power, complex):
+        raise ToolError(f"{a} ** {b} is no real number.")
+    return power
+
+
+OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _divided,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+"""Operands are bounded, so all but a power are quick, and have twice their bits at most."""

@@ -1,0 +1,178 @@
+"""`Tools`: functions that a policy may call, described and executed.
+
+What the policy does wrong comes back to it as text: an unknown name, arguments that do not fit, a function that raises
+or takes too long. None of it is a failure of the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from flowrl.environments.middle import LEAST_BYTES, without_middle
+from flowrl.environments.protocol import ToolCall
+from flowrl.environments.tools.alarm import OutOfTime, within
+from flowrl.environments.tools.tool_description import ToolDescription, describe
+from flowrl.errors import ConfigError
+from flowrl.tasks.user_module import one_line
+
+CALL_S = 10.0
+OBSERVATION_BYTES = 65536
+SHOWN = 60
+"""Characters of a name or value of the policy's that are repeated to it."""
+
+
+class ToolError(Exception):
+    """Raised by a tool to answer with this text alone, as for a question that has no answer."""
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What the policy is told about its call."""
+
+    text: str
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One function with its limits."""
+
+    function: Callable[..., Any]
+    description: ToolDescription
+    call_s: float
+    observation_bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.description.name
+
+
+class Tools:
+    """`Tools([search, calculator], call_s=5.0)`; of several collections, `Tools([*some, *others])`.
+
+    Functions are synchronous or `async def`; see `alarm` for how a synchronous one is ended. A result that is no text
+    becomes JSON. Raises ConfigError for a function that its hints and docstring do not describe.
+    """
+
+    def __init__(
+        self,
+        functions: Iterable[Callable[..., Any] | Tool],
+        *,
+        call_s: float = CALL_S,
+        observation_bytes: int = OBSERVATION_BYTES,
+    ) -> None:
+        """`call_s` limits a call's time, `observation_bytes` its text, whose middle is then cut."""
+        if not call_s > 0:
+            raise ConfigError(f"call_s of tools is {call_s}; it has to be above 0")
+        if observation_bytes < LEAST_BYTES:
+            raise ConfigError(f"observation_bytes of tools is {observation_bytes}; it has to be at least {LEAST_BYTES}")
+        self._tools: dict[str, Tool] = {}
+        self._observation_bytes = observation_bytes
+        for one in functions:
+            tool = one if isinstance(one, Tool) else Tool(one, describe(one), call_s, observation_bytes)
+            if tool.name in self._tools:
+                raise ConfigError(f"two tools have the name {tool.name}; rename one of the functions")
+            self._tools[tool.name] = tool
+
+    def __iter__(self) -> Iterator[Tool]:
+        return iter(self._tools.values())
+
+    @property
+    def descriptions(self) -> tuple[Mapping[str, Any], ...]:
+        """One for each tool, in the form of OpenAI's API, as `Observation.tools` takes them."""
+        return tuple(tool.description.as_json for tool in self)
+
+    async def execute(self, call: ToolCall, *, limit_s: float | None = None) -> ToolResult:
+        """Make the call, within the tool's own limit and `limit_s`. Raises nothing that the call can lead to."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._tools) or "none"
+            return self._failed(f"There is no tool {_shown(call.name)}; the tools are: {known}.")
+        try:
+            arguments = _arguments(tool.description, call.arguments)
+        except ToolError as misfit:
+            return self._failed(str(misfit))
+        most_s = tool.call_s if limit_s is None else min(tool.call_s, limit_s)
+        if most_s <= 0:
+            return self._failed(f"{tool.name} was not called: no time is left.")
+        return await _run(tool, arguments, most_s)
+
+    def _failed(self, text: str) -> ToolResult:
+        return ToolResult(without_middle(text, self._observation_bytes), failed=True)
+
+
+async def _run(tool: Tool, arguments: dict[str, Any], most_s: float) -> ToolResult:
+    failed = True
+    try:
+        text = await _text(tool, arguments, most_s)
+        failed = False
+    except ToolError as answer:
+        text = str(answer)
+    except OutOfTime:
+        text = f"{tool.name} was stopped: it took more than {most_s:.3g} s."
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        text = f"{tool.name} cancelled itself."
+    except SystemExit as end:
+        text = f"{tool.name} called sys.exit({end.code!r})."
+    except Exception as problem:  # the boundary to the tool's code
+        text = f"{tool.name} raised {one_line(problem)}"
+    return ToolResult(without_middle(text, tool.observation_bytes), failed)
+
+
+async def _text(tool: Tool, arguments: dict[str, Any], most_s: float) -> str:
+    """The function's result as text."""
+    if not inspect.iscoroutinefunction(tool.function):
+        return str(within(most_s, lambda: _as_text(tool.function(**arguments))))
+    limit = asyncio.timeout(most_s)
+    try:
+        async with limit:
+            return _as_text(await tool.function(**arguments))
+    except TimeoutError:
+        if limit.expired():
+            raise OutOfTime from None
+        raise
+
+
+def _as_text(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def _arguments(description: ToolDescription, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The function's keyword arguments; those with a default may be missing. Raises ToolError that says what is wrong.
+
+    They are checked as JSON, where there are lists and no tuples.
+    """
+    try:
+        model = description.model.model_validate_json(json.dumps(given))
+    except ValidationError as problem:
+        raise ToolError(" ".join(_misfit(description, error) for error in problem.errors())) from None
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise ToolError(f"The arguments of {description.name} are no JSON: {one_line(problem)}.") from None
+    fields = type(model).model_fields
+    return {str(fields[key].alias): getattr(model, key) for key in model.model_fields_set}
+
+
+def _misfit(description: ToolDescription, error: Mapping[str, Any]) -> str:
+    where, known = ".".join(map(str, error["loc"])), ", ".join(description.parameters["properties"]) or "none"
+    if error["type"] == "missing":
+        return f"{description.name} needs the argument {where}."
+    if error["type"] == "extra_forbidden":
+        return f"{description.name} has no argument {_shown(where)}; its arguments are: {known}."
+    if not where:
+        return f"The arguments of {description.name} are no JSON object: {error['msg']}."
+    return f"The argument {where} of {description.name} is {_shown(error['input'])}: {error['msg']}."
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

@@ -1,0 +1,155 @@
+"""Describes a Python function as a tool: JSON Schema from its type hints, text from its docstring.
+
+The docstring's text is the tool's description; a section `Args:` with lines `name: text` describes the arguments.
+pydantic makes the schema, and checks the arguments of a call against it as strictly as JSON allows: a number in quotes
+is text. An optional argument is marked `nullable`, as transformers does, whose form chat templates are written for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, PydanticJsonSchemaWarning
+
+from flowrl.errors import ConfigError
+
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+ARGS = re.compile(r"^(?:Args|Arguments|Parameters):[ \t]*$", re.MULTILINE)
+NEXT_SECTION = re.compile(r"^\w+:[ \t]*$", re.MULTILINE)
+ARGUMENT = re.compile(r"^\*{0,2}(\w+)(?:[ \t]*\([^)]*\))?:[ \t]*(.*)$")
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class ToolDescription:
+    """A function's name, its schema, and the model that checks a call's arguments."""
+
+    name: str
+    text: str
+    parameters: Mapping[str, Any]
+    """JSON Schema of an object."""
+    model: type[BaseModel]
+
+    @property
+    def as_json(self) -> Mapping[str, Any]:
+        """In the form of OpenAI's API."""
+        function = {"name": self.name, "description": self.text, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+def describe(function: Callable[..., Any]) -> ToolDescription:
+    """Raises ConfigError that names the function, if its name, docstring or hints do not describe it."""
+    name = getattr(function, "__name__", repr(function))
+    if not (inspect.isfunction(function) or inspect.ismethod(function)) or not NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name} is no function with a name that a policy can call; define the tool with def, its name in ASCII"
+        )
+    text, arguments = _docstring(name, function)
+    parameters = _parameters(name, function)
+    if unknown := sorted(arguments.keys() - parameters.keys()):
+        raise ConfigError(f"the docstring of tool {name} describes {', '.join(unknown)}, which it does not take")
+    fields: dict[str, Any] = {
+        f"p{index}": (hint, Field(default, alias=key, description=arguments.get(key)))
+        for index, (key, (hint, default)) in enumerate(parameters.items())
+    }
+    model, schema = _schema(name, fields)
+    return ToolDescription(name, text, schema, model)
+
+
+def _parameters(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+    """Parameter -> its hint, and its default or `...`."""
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError, SyntaxError, AttributeError) as problem:
+        raise ConfigError(
+            f"the type hints of tool {name} cannot be read ({problem}); use names that its file has"
+        ) from None
+    found = {}
+    for key, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(
+                f"tool {name} has the parameter {parameter.name}, which a call cannot give by name; "
+                "write one parameter for each argument"
+            )
+        if key not in hints:
+            raise ConfigError(f"the parameter {key} of tool {name} has no type hint; write {key}: str, or another type")
+        found[key] = (hints[key], ... if parameter.default is parameter.empty else parameter.default)
+    return found
+
+
+def _schema(name: str, fields: dict[str, Any]) -> tuple[type[BaseModel], dict[str, Any]]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PydanticJsonSchemaWarning)
+            model = create_model(name, __config__=STRICT, **fields)
+            schema = model.model_json_schema(schema_generator=_Form)
+    except (PydanticUserError, PydanticJsonSchemaWarning) as problem:
+        raise _undescribed(name, str(problem).splitlines()[0]) from None
+    for key, described in schema["properties"].items():
+        if not described.keys() - {"description", "default"}:
+            raise _undescribed(name, f"the hint of {key} says nothing")
+    for key in ("title", "additionalProperties"):
+        schema.pop(key, None)
+    return model, schema
+
+
+def _undescribed(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"the type hints of tool {name} cannot be described as JSON Schema ({why}); use str, int, float, bool, "
+        "Literal, list[...], dict[...] and Optional of these"
+    )
+
+
+class _Form(GenerateJsonSchema):
+    """Without titles, and with `nullable` in place of a choice between a type and null."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def nullable_schema(self, schema: Any) -> JsonSchemaValue:
+        inner = self.generate_inner(schema["schema"])
+        return {**inner, "nullable": True} if "type" in inner else super().nullable_schema(schema)
+
+    def default_schema(self, schema: Any) -> JsonSchemaValue:
+        described = super().default_schema(schema)
+        if described.get("default", ...) is None:
+            del described["default"]
+        return described
+
+
+def _docstring(name: str, function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """The description, and those of the arguments."""
+    whole = inspect.getdoc(function) or ""
+    section = ARGS.search(whole)
+    text = whole[: section.start()].strip() if section else whole.strip()
+    if not text:
+        raise ConfigError(f"tool {name} has no docstring; say in it what the tool does, since the policy reads it")
+    if section is None:
+        return text, {}
+    rest = whole[section.end() :]
+    following = NEXT_SECTION.search(rest)
+    return text, _arguments(rest[: following.start()] if following else rest)
+
+
+def _arguments(section: str) -> dict[str, str]:
+    """The lines `name: text`; a line that is indented further belongs to the one before."""
+    found: dict[str, str] = {}
+    lines = [line for line in section.splitlines() if line.strip()]
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    name = ""
+    for line, indent in zip(lines, indents, strict=True):
+        match = ARGUMENT.match(line.strip()) if indent == indents[0] else None
+        if match:
+            name = match[1]
+            found[name] = match[2].strip()
+        elif name:
+            found[name] = f"{found[name]} {line.strip()}".strip()
+    return found
