@@ -26,7 +26,18 @@ from typing import Any, Literal
 from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph, OnLimit
 from flowrl.models import Policy
-from flowrl.nodes import Evaluation, Generator, Preferences, PromptSource, Sampling, TokenBatch, Trainer
+from flowrl.nodes import (
+    Environment,
+    Evaluation,
+    Generator,
+    Limits,
+    Preferences,
+    PromptSource,
+    Sampling,
+    Shaping,
+    TokenBatch,
+    Trainer,
+)
 from flowrl.tasks import Task
 from flowrl.training.loss.objective import Objective
 from flowrl.training.schedule import Schedule
@@ -192,6 +203,34 @@ class OnlineOptions(EvaluationOptions, SamplingOptions):
 
 
 @dataclass(frozen=True)
+class EpisodeOptions(OnlineOptions):
+    """Options of graphs that train the policy on episodes with an environment."""
+
+    limits: Limits = Limits(tokens=2048)
+    """What bounds an episode, as in --limits.turns 8."""
+    processes: int = 256
+    """Processes of environments at a time."""
+    affinity_margin: int = 2
+    """A session stays on its generator while that has at most so many more open requests than the least loaded."""
+    max_tokens: int = 256
+    """Most tokens of one reply."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, processes=1, affinity_margin=0)
+
+    def episodes(self, environment: str) -> Environment:
+        """The node that plays the environment of that name."""
+        return Environment(
+            environment,
+            self.model,
+            limits=self.limits,
+            processes=self.processes,
+            shaping=Shaping(negate=self.negate_rewards),
+        )
+
+
+@dataclass(frozen=True)
 class DatasetOptions(TrainerOptions):
     """Options of graphs that train the policy on a dataset."""
 
@@ -240,6 +279,27 @@ def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator) -> None:
     )
     evaluation = g.add("evaluation", held_out)
     g.call(evaluation.generate, generator.requests)
+
+
+def evaluate_episodes(g: Graph, cfg: EvaluationOptions, environment: Environment, generator: Generator) -> None:
+    """Let `generator` serve episodes alone, and add the evaluation node, whose held-out rows `environment` plays.
+
+    There is no evaluation if `cfg.evaluate` is 0.
+    """
+    g.ignore(generator.prompts)
+    g.ignore(generator.rollouts)
+    if not cfg.evaluate:
+        return
+    held_out = Evaluation(
+        (),
+        cfg.model,
+        num_prompts=cfg.evaluate,
+        num_samples=cfg.evaluate_samples,
+        every=cfg.evaluate_every,
+        environments=(environment.environment,),
+    )
+    evaluation = g.add("evaluation", held_out)
+    g.call(evaluation.play, environment.requests)
 
 
 def evaluate_offline(

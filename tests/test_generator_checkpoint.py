@@ -11,6 +11,7 @@ import pytest
 from flowrl.messages import Sample
 from flowrl.models import Policy
 from flowrl.nodes.generator import Generator
+from flowrl.nodes.responses import Responses
 from flowrl.nodes.sampling import Completion, Sampling
 from flowrl.nodes.vllm_sampler import EVALUATION, TRAINING
 from tests.generator_rig import RecordingContext, make_prompt
@@ -48,6 +49,7 @@ async def begun(count: int) -> tuple[Generator, Table, list[asyncio.Task[Sample]
     internals: Any = generator
     internals.name, internals._sampler, internals._updates = "generator", table, Updates()
     internals.context = RecordingContext()
+    internals._responses = Responses(internals._sampler, internals._updates, generator._gate, internals.context)
     generator._gate.open("weights")
     prompts = [*(make_prompt(number) for number in range(count)), make_prompt(99)]
     kinds = [TRAINING] * count + [EVALUATION]

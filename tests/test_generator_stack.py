@@ -184,7 +184,7 @@ def test_nothing_is_sampled_before_the_first_version(live: Live) -> None:
     first = make_prompt(0)
     live.loop.call_soon_threadsafe(live.rig.feed, "prompts", first)
     live.do(ticks())
-    assert live.sent == [] and not live.generator._running
+    assert live.sent == [] and not live.generator._responses.running
     live.train()
     (sample,) = live.do(live.arrived(1))
     assert set(sample.versions[12:]) == {0}
@@ -301,7 +301,7 @@ def test_a_checkpoint_takes_unfinished_responses_and_they_go_on_undisturbed(live
         await live.arrived(before + 1)
         prefixes = await live.generator.snapshot()
         count = len(live.sent)
-        ends = [work for _, work in live.generator._running.values()]
+        ends = [work for _, work in live.generator._responses.running.values()]
         await asyncio.wait(ends)  # vLLM samples on, but nobody looks at it before the checkpoint is over
         assert ends and len(live.sent) == count
         await live.generator.resume()

@@ -119,8 +119,12 @@ def test_further_tasks_are_asked_in_the_same_way_and_judged_by_their_own_verifie
 
 
 def test_tasks_have_to_be_different_ones() -> None:
-    assert Evaluation(TASK, Policy("tiny"), also=[TASK.name]).check(None) == ["it needs one task or more, each once"]
-    assert Evaluation((TASK, TASK), Policy("tiny")).check(None) == ["it needs one task or more, each once"]
+    assert Evaluation(TASK, Policy("tiny"), also=[TASK.name]).check(None) == [
+        "it needs one or more tasks or environments, each once"
+    ]
+    assert Evaluation((TASK, TASK), Policy("tiny")).check(None) == [
+        "it needs one or more tasks or environments, each once"
+    ]
     assert len(Evaluation((), Policy("tiny")).check(None)) == 1
 
 

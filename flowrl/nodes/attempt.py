@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.agents import ChatTemplate, Conversation, TokenSequence
-from flowrl.agents.call_parser import action_of
 from flowrl.environments import Action, Observation, OpenEpisode, Step
 from flowrl.episode import Reply
 from flowrl.messages import Int32
 from flowrl.nodes.limits import Limits, shortened
 
 MALFORMED_IN_A_ROW = 3
+NAME_BYTES = 256
+"""Of a tool's name as the policy wrote it."""
 
 
 @dataclass(frozen=True)
-class Question:
+class AskedTurn:
     """What an attempt asks the generator."""
 
     turn: int
@@ -33,7 +34,7 @@ class Question:
     tools: tuple[Mapping[str, Any], ...]
 
 
-Ask = Callable[[Question], Awaitable[Reply]]
+Ask = Callable[[AskedTurn], Awaitable[Reply]]
 
 
 @dataclass
@@ -119,8 +120,8 @@ class Attempt:
         self.begin(episode.observation)
         step = Step(Observation())
         while not (cut := self._limit_reached()):
-            action, reply = await self._turn(step)
-            step = self._complaint(reply, action) or await self._step(episode, action)
+            action, unread = await self._turn(step)
+            step = self._complaint(action, unread) or await self._step(episode, action)
             self._reward(step)
             if step.over:
                 cut = "environment" if step.truncated and not step.terminated else ""
@@ -128,7 +129,9 @@ class Attempt:
             if self._malformed_in_a_row == MALFORMED_IN_A_ROW:
                 cut = "malformed_calls"
                 break
-            self._conversation.feed(messages_of(step.observations[0], action.tool_calls, self._limits.observation_bytes))
+            self._conversation.feed(
+                messages_of(step.observations[0], action.tool_calls, self._limits.observation_bytes)
+            )
         return self._finished(cut)
 
     def _limit_reached(self) -> str:
@@ -138,16 +141,17 @@ class Attempt:
             return "tokens"
         return "seconds" if time.monotonic() - self._began_s >= self._limits.episode_s else ""
 
-    async def _turn(self, step: Step) -> tuple[Action, Reply]:
-        """Ask for the next reply; `step` is the one before it."""
+    async def _turn(self, step: Step) -> tuple[Action, str]:
+        """The next reply, and why its calls cannot be made ("" if they can); `step` is the one before it."""
         context = self._conversation.context()
         limits = (self._tokens - context.size, self._limits.turn_tokens, step.max_tokens)
         most = min(limit for limit in limits if limit is not None)
         played, began_s = self._played, time.monotonic()
         if not played.turns:
             played.text = self._conversation.template.decode(context)
-        reply = await self._ask(Question(played.turns, context, most, step.stop, self._tools))
-        message = None if reply.finish_reason == "length" else reply.message
+        reply = await self._ask(AskedTurn(played.turns, context, most, step.stop, self._tools))
+        action, unread = read_action(reply)
+        message = {"role": "assistant", "content": action.text} if unread else reply.message
         self._conversation.sampled(reply.token_ids, reply.behavior_logprobs, reply.versions, message)
         played.generate_s += time.monotonic() - began_s
         played.turns += 1
@@ -155,21 +159,21 @@ class Attempt:
         played.cached_tokens += reply.cached_tokens
         played.finish_reason, played.generator = reply.finish_reason, reply.generator
         self._last_token = context.size + reply.token_ids.size - 1
-        return action_of(reply), reply
+        return action, unread
 
-    def _complaint(self, reply: Reply, action: Action) -> Step | None:
+    def _complaint(self, action: Action, unread: str) -> Step | None:
         """What the policy is told in place of a step if it called what cannot be called; None if it did not."""
         known = [str(tool["function"]["name"]) for tool in self._tools]
         strange = [call.name for call in action.tool_calls if call.name not in known]
-        if not reply.malformed and not strange:
+        if not unread and not strange:
             self._malformed_in_a_row = 0
             return None
         self._malformed_in_a_row += 1
         self._played.malformed += 1
-        if reply.malformed:
-            return Step(Observation(f"The call could not be read: {reply.malformed}. Nothing was called."))
-        text = f"There is no tool {', '.join(strange)}; the tools are {', '.join(known)}. Nothing was called."
-        return Step(Observation(text))
+        if unread:
+            return Step(Observation(f"The call could not be read: {unread}. Nothing was called."))
+        names = ", ".join(shortened(name, NAME_BYTES) for name in strange)
+        return Step(Observation(f"There is no tool {names}; the tools are {', '.join(known)}. Nothing was called."))
 
     async def _step(self, episode: OpenEpisode, action: Action) -> Step:
         began_s = time.monotonic()
@@ -195,6 +199,19 @@ class Attempt:
         if sequences:
             (self._played.sequence,) = sequences
         return self._played
+
+
+def read_action(reply: Reply) -> tuple[Action, str]:
+    """The reply as an action, and why its calls cannot be made; "" if they can, or if there is none.
+
+    A reply that its limit of tokens cut off makes no call: what was to follow is not known.
+    """
+    ids, reason = tuple(reply.token_ids.tolist()), reply.finish_reason
+    unread = reply.malformed
+    if reply.message.get("tool_calls") and reason == "length":
+        unread = "the reply was cut off at its limit of tokens"
+    message = {"content": reply.message.get("content") or ""} if unread else reply.message
+    return Action.of_message(message, token_ids=ids, finish_reason=reason), unread
 
 
 def messages_of(observation: Observation, calls: Sequence[Any], most_bytes: int) -> list[Mapping[str, Any]]:

@@ -30,7 +30,7 @@ from flowrl.graph.ports import Call, In, Out, Serve
 from flowrl.messages import Prompt
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.directory import context_length
-from flowrl.nodes.attempt import Ask, Attempt, Played, Question, Templates
+from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played, Templates
 from flowrl.nodes.environment_source import row_of
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.shaping import Shaping
@@ -218,7 +218,7 @@ class Environment(Node):
         raise SampleFailed(cause)
 
     async def _attempt(self, prompt: Prompt, number: int, ticket: int) -> Played:
-        async def ask(question: Question) -> Reply:
+        async def ask(question: AskedTurn) -> Reply:
             turn = self._turn(prompt, question, number, ticket)
             priority = ticket if ticket >= 0 else EVALUATION
             return await self.generate(turn, session=prompt.sample_id, group=prompt.group_id, priority=priority)
@@ -232,7 +232,7 @@ class Environment(Node):
             with self.context.outside("an environment's end"):
                 await episode.close_quietly()
 
-    def _turn(self, prompt: Prompt, question: Question, attempt: int, ticket: int) -> Turn:
+    def _turn(self, prompt: Prompt, question: AskedTurn, attempt: int, ticket: int) -> Turn:
         return Turn(
             request_id=f"{prompt.sample_id}/{attempt}.{question.turn}",
             sample_id=prompt.sample_id,
@@ -323,7 +323,7 @@ class Environment(Node):
             )
 
 
-async def _ask_nobody(question: Question) -> Reply:
+async def _ask_nobody(question: AskedTurn) -> Reply:
     raise AssertionError("a trial asks for no reply")
 
 

@@ -84,16 +84,16 @@ class Evaluation(Node):
         ]
         names = [*(task.name for task in self.tasks), *self.environments]
         if not names or len(set(names)) < len(names):
-            problems.append("it needs one task or environment or more, each once")
+            problems.append("it needs one or more tasks or environments, each once")
         return problems
 
     def preflight(self) -> None:
         check_model(self.policy)
         for task in self.tasks:
-            rows = self._rows(task.name, load_rows(task).held_out)
+            rows = self._enough(task.name, self._rows(load_rows(task).held_out))
             check_reward(self.parts[task.name], (row.columns for row in rows))
         for name in self.environments:
-            self._rows(name, environment_rows(name).held_out)
+            self._enough(name, self._rows(environment_rows(name).held_out))
 
     async def setup(self) -> None:
         if self.tasks:
@@ -101,7 +101,7 @@ class Evaluation(Node):
             tokenizer = await self.blocking(load_tokenizer, model_dir)
             self._held_out += [await self._task(task, tokenizer) for task in self.tasks]
         for name in self.environments:
-            rows = self._rows(name, environment_rows(name).held_out)
+            rows = self._rows(environment_rows(name).held_out)
             self._held_out.append(HeldOutEnvironment(name, rows, play=self.play, count=self.context.metric))
 
     async def _task(self, task: Task, tokenizer: Any) -> HeldOutTask:
@@ -110,7 +110,7 @@ class Evaluation(Node):
         await self.blocking(check_reward, parts, ())
         return HeldOutTask(
             task,
-            self._rows(task.name, rows.held_out),
+            self._rows(rows.held_out),
             Chat(tokenizer, task.system_prompt),
             open_reward(parts, timeout_s=self.timeout_s),
             generate=self.generate,
@@ -182,14 +182,18 @@ class Evaluation(Node):
             task=held_out.name,
         )
 
-    def _rows(self, name: str, held_out: Sequence[R]) -> tuple[R, ...]:
-        """The rows to use; they do not depend on the order of the data. Raises ConfigError if there are too few."""
-        if len(held_out) < self.num_prompts:
-            raise ConfigError(
-                f"{name!r} has {len(held_out) or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held out), but "
-                f"{self.num_prompts} are to be evaluated; ask for at most {len(held_out)}, or add rows"
-            )
+    def _rows(self, held_out: Sequence[R]) -> tuple[R, ...]:
+        """The rows to use; they do not depend on the order of the data."""
         return tuple(sorted(held_out, key=lambda row: row.prompt_id)[: self.num_prompts])
+
+    def _enough(self, name: str, rows: Sequence[R]) -> Sequence[R]:
+        """`rows` if they are as many as wanted. Raises ConfigError."""
+        if len(rows) < self.num_prompts:
+            raise ConfigError(
+                f"{name!r} has {len(rows) or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held out), but "
+                f"{self.num_prompts} are to be evaluated; ask for at most {len(rows)}, or add rows"
+            )
+        return rows
 
 
 def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:

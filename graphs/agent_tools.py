@@ -1,0 +1,68 @@
+"""GRPO on episodes: the policy answers questions of a task and may call tools before.
+
+A group is one question played `group_size` times; the reward of an episode is that of its last message, by the
+task's verifier. Calls and the tools' answers stay in the episode by token id, and only what the policy sampled is
+trained.
+
+    flowrl run graphs/agent_tools.py --steps 40
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowrl import Graph
+from flowrl.blocks import EpisodeOptions, evaluate_episodes
+from flowrl.nodes import EnvironmentSource, GroupAdvantage
+from flowrl.tasks import Task
+from flowrl.training.loss.policy_objective import PolicyObjective
+
+
+@dataclass(frozen=True)
+class AgentTools(EpisodeOptions):
+    policy: str = "tiny_agent"
+    task: Task = Task("arithmetic")
+    """What is asked: a task with answers and a verifier."""
+    tools: str = "calculator"
+    """calculator, or FILE.py:NAME for tools of your own."""
+    staleness: int = 2
+    look_ahead: int = 16
+    max_tokens: int = 40
+    lr: float = 1e-3
+    advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"] = "group_norm"
+    """What an episode is compared with: the mean of its group, with or without division by the group's standard
+    deviation, or the other episodes."""
+    objective: PolicyObjective = PolicyObjective()
+    """The loss."""
+
+    @property
+    def environment(self) -> str:
+        """The environment's name."""
+        return f"tools/{self.task.name}:tools={self.tools}"
+
+
+def graph(cfg: AgentTools) -> Graph:
+    g = Graph("agent_tools")
+    prompts = g.add("prompts", EnvironmentSource(cfg.environment, repeat=cfg.group_size))
+    environment = g.add("environment", cfg.episodes(cfg.environment))
+    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
+    advantage = g.add("advantage", GroupAdvantage(cfg.advantage, size=cfg.group_size))
+    batcher = g.add("batcher", cfg.batcher())
+    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
+
+    g.connect(prompts.prompts, environment.prompts)
+    g.call(environment.generate, generator.turns, affinity_margin=cfg.affinity_margin)
+    g.connect(environment.episodes, advantage.scored)
+    g.connect(advantage.groups, batcher.groups)
+    g.connect(batcher.batches, trainer.batches, dispatch="gang")
+    g.latest(trainer.weights, generator.weights)
+    g.admit(
+        prompts.prompts,
+        until=generator.weights,
+        staleness=cfg.staleness,
+        on_limit=cfg.on_limit,
+        look_ahead=cfg.look_ahead,
+    )
+    evaluate_episodes(g, cfg, environment, generator)
+    return g
