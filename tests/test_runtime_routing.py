@@ -108,7 +108,7 @@ def test_a_session_that_is_forgotten_begins_anew() -> None:
         assert first == [first[0]] * 3 and second == [1 - first[0]] * 3, "it is the other's turn"
         kept = [(await asker(0, "t")).index for _ in range(3)]
         asker.port.forget("unknown")
-        assert kept + [(await asker(0, "t")).index] == [first[0]] * 4
+        assert [*kept, (await asker(0, "t")).index] == [first[0]] * 4
         await net.close()
         assert not asker.metrics.counters
 
