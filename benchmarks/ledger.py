@@ -1,4 +1,4 @@
-"""What the ledger costs: processor time a sample, with the hash chain and without, and the seconds of an audit.
+"""What the ledger costs: processor time a sample, with the hash chain and without, of digests, and of an audit.
 
 Events come as in the demo, four a sample and eight samples a group: a commit for each group that is admitted, one for
 what was generated meanwhile, one a step. `--samples 1000000` takes some minutes.
@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import tyro
 
+from flowrl.messages import Sample
 from flowrl.runtime.audit.audit import audit
 from flowrl.runtime.ledger import ledger_file
 from flowrl.runtime.ledger.ledger import Ledger
 from flowrl.runtime.ledger.terms import Terms
+from flowrl.runtime.ledger.token_digest import policy_spans
 from flowrl.runtime.telemetry.metrics import line_hash
 
 MEMBERS, GROUPS = 8, 4
@@ -58,6 +61,11 @@ def tokens(member: int) -> int:
     return 100 + member
 
 
+def digest(sample: str) -> str:
+    """Stands for the digest of its policy span."""
+    return f"{hash(sample) % (1 << 64):032x}"
+
+
 def admit(book: Ledger, group: int, version: int) -> None:
     book.add("ticket", group, f"group{group:08d}", json.dumps({"trainer": version}))
     for member in range(MEMBERS):
@@ -70,6 +78,9 @@ def generate(book: Ledger, group: int, version: int) -> None:
     for member in range(MEMBERS):
         sample = f"group{group:08d}/{member}"
         book.add("generated", "generator/0", tokens(member), version, version, time.time(), sample)
+        place, ages = (sample, sample, 0, 0, digest(sample)), (version, version)
+        number = group * MEMBERS + member
+        book.add("request", number, *place, tokens(member), 60, None, *ages, "generator/0", "stop", time.time())
         book.add("scored", 0.5, time.time(), sample)
     book.commit()
 
@@ -79,14 +90,48 @@ def train(book: Ledger, step: int, version: int) -> None:
         for member in range(MEMBERS):
             sample = f"group{group:08d}/{member}"
             book.add("used", sample, "trainer", step - 1, step, tokens(member), 0, 0, version)
+            book.add("span", sample, "trainer", step, 60, tokens(member), digest(sample))
             book.add("trained", tokens(member), 0, 0, version, step - 1, step, time.time(), sample)
         book.add("settled", "trained", step, group)
     book.add("step", "trainer", step, time.time())
     book.commit()
 
 
+def sequence(turns: int, said: int, replied: int) -> Sample:
+    """A sample of `turns` replies, each after what the environment said."""
+    mask = np.tile(np.arange(said + replied) >= said, turns)
+    rng = np.random.default_rng(0)
+    return Sample(
+        *("g/0", "g", "p", 0, 0, 1, "", ""),
+        token_ids=rng.integers(0, 1 << 17, mask.size, dtype=np.int32),
+        policy_mask=mask,
+        behavior_logprobs=rng.normal(size=mask.size).astype(np.float32),
+        versions=np.where(mask, 7, -1).astype(np.int32),
+        prompt_tokens=said,
+        truncated=False,
+        generator="generator/0",
+    )
+
+
+def digest_micros(sample: Sample, times: int = 500) -> float:
+    """Microseconds of processor time for all digests of a sample."""
+    began_s = time.process_time()
+    for _ in range(times):
+        policy_spans(sample)
+    return (time.process_time() - began_s) / times * 1e6
+
+
+SEQUENCES = {
+    "1,000 tokens, one reply": (1, 100, 900),
+    "32 replies, 10,240 tokens": (32, 120, 200),
+}
+
+
 def main() -> int:
     options = tyro.cli(Options)
+    for name, shape in SEQUENCES.items():
+        micros = sorted(digest_micros(sequence(*shape)) for _ in range(options.repeats))
+        print(f"digests of {name}: {statistics.median(micros):.0f} µs ({micros[0]:.0f} to {micros[-1]:.0f})")
     spent: dict[str, list[float]] = {"with the chain": [], "without": []}
     for _ in range(options.repeats):
         for name, tables in (("with the chain", ledger_file.TABLES), ("without", ())):

@@ -18,6 +18,7 @@ from flowrl.runtime.ledger.accounting import Accounting, LedgerClient, Use
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.runtime.telemetry.metrics import Metrics
 from flowrl.runtime.telemetry.statistics import Statistics
+from tests.made_episodes import play
 
 POLICY = "trainer"
 MEMBERS = 3
@@ -207,22 +208,29 @@ class TwoTrainers:
     def on_step(self, record: dict[str, Any]) -> None:
         self.metrics.line(record | {"ledger_head": self.accounting.ledger.head})
 
+    def sample(self, prompt: Prompt, version: int) -> Scored:
+        """A rollout with its reports; the third member is an episode, which begins twice in every second group."""
+        if prompt.member == 2:
+            void = ("env_raised",) if prompt.group_id[-1] in "13579" else ()
+            return play(self.client, prompt, [[version] * 2] * 2, void=void)
+        made = sample(prompt, [version] * 4)
+        self.client.generated(made)
+        self.client.scored(made)
+        return made
+
     async def step(self, version: int) -> None:
         """Admit two groups and train them: the first member of each fails, the critic does without the second."""
         groups = [version * 2, version * 2 + 1]
         for group in groups:
             await self.client.admit("prompts/0", prompts(group))
-        samples = [sample(prompt, [version] * 4) for group in groups for prompt in prompts(group)]
+        samples = [self.sample(prompt, version) for group in groups for prompt in prompts(group)]
         for one in samples:
-            self.client.generated(one)
-            self.client.scored(one)
             if one.member == 0:
                 self.client.lost(lost(one, "failed", "timeout"))
             if one.member == 1:
                 self.client.lost(lost(one, "filtered", "for_the_critic"), ["critic"])
-        half = np.arange(len(samples[0].policy_mask)) % 2 == 0
         for trainer, least in (("critic", 2), ("actor", 1)):
-            uses = [Use.of(one, half if one.member == 2 else None) for one in samples if one.member >= least]
+            uses = [Use.of(one, half(one) if one.member == 2 else None) for one in samples if one.member >= least]
             record = {"step": version + 1, "tokens_trained": sum(use.tokens for use in uses), "staleness_max": 0}
             self.client.step(record, uses, policy=trainer)
             self.client.holds("generator/0" if trainer == "actor" else "critic/0", trainer, version + 1)
@@ -231,6 +239,11 @@ class TwoTrainers:
         self.client.flush()
         self.accounting.close(orderly=True)
         self.metrics.close()
+
+
+def half(of: Sample) -> np.ndarray:
+    """Every second token."""
+    return np.arange(len(of.policy_mask)) % 2 == 0
 
 
 async def two_trainers(directory: Path, steps: int = 3) -> None:

@@ -17,7 +17,10 @@ from flowrl.errors import ConfigError
 from flowrl.runtime.audit.audit import CHECKS, audit
 from flowrl.runtime.telemetry.metrics import read
 from tests.audit_damages import DAMAGES, DAMAGES_OF_TWO
+from tests.request_damages import REQUEST_DAMAGES
 from tests.small_run import two_trainers, whole_run
+
+OF_TWO = DAMAGES_OF_TWO | REQUEST_DAMAGES
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,7 @@ def test_sound_books_pass(run_dir: Path) -> None:
     assert figures["tokens generated"] == sum(figures[f"  {part}"] or 0 for part in parts)
     assert figures["steps"] == 6
     assert figures["  filtered"] and figures["  failed"]
+    assert figures["policy spans"] and figures["policy spans proven"] == figures["policy spans"]
     assert figures["max staleness"] is not None and figures["max staleness"] <= 1 == figures["bound"]
 
 
@@ -73,9 +77,9 @@ def test_each_damage_is_named(run_dir: Path, name: str) -> None:
     assert any(k == kind and text in t for k, t in found(run_dir)), found(run_dir)
 
 
-@pytest.mark.parametrize("name", DAMAGES_OF_TWO)
+@pytest.mark.parametrize("name", OF_TWO)
 def test_each_damage_with_two_trainers_is_named(two: Path, tmp_path: Path, name: str) -> None:
-    statements, kind, text = DAMAGES_OF_TWO[name]
+    statements, kind, text = OF_TWO[name]
     copy = Path(shutil.copytree(two, tmp_path / "run"))
     assert audit(copy).ok, str(audit(copy))
     damage(copy, *statements)
@@ -85,7 +89,7 @@ def test_each_damage_with_two_trainers_is_named(two: Path, tmp_path: Path, name:
 def test_every_check_is_set_off_by_some_damage(sound: Path, two: Path, tmp_path: Path) -> None:
     """One that nothing sets off would be one that cannot fail."""
     texts = set()
-    for base, damages in ((sound, DAMAGES), (two, DAMAGES_OF_TWO)):
+    for base, damages in ((sound, DAMAGES), (two, OF_TWO)):
         for name, (statements, _, _) in damages.items():
             copy = Path(shutil.copytree(base, tmp_path / f"{base.name} {name}"))
             damage(copy, *statements)
