@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from flowrl.environments import Action, Env, Observation, Step
@@ -34,17 +35,17 @@ class Echo(Env):
 
 
 class Failing(Env):
-    """Fails at its first step as often as `times` says, by seed; counts in the class, as it runs in the node."""
+    """Raises, or hangs, in the first step of the first `times` episodes; `begun` is a file with a line for each."""
 
     cooperative = True
-    begun = 0
 
-    def __init__(self, times: int = 1, hang: int = 0) -> None:
-        self.times, self.hang = times, hang
+    def __init__(self, begun: str, times: int = 1, hang: int = 0) -> None:
+        self.begun, self.times, self.hang = Path(begun), times, hang
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        type(self).begun += 1
-        self.number = type(self).begun
+        with self.begun.open("a") as file:
+            file.write("begun\n")
+        self.number = len(self.begun.read_text().splitlines())
         return Observation("start")
 
     async def step(self, action: Action) -> Step:

@@ -88,6 +88,11 @@ def play(
     return asyncio.run(life())
 
 
+def failing(tmp_path: Path, *, times: int, hang: int = 0) -> str:
+    """The trial episode of the preflight is the first that fails."""
+    return f"Failing:begun={tmp_path / 'begun'},times={times},hang={hang}"
+
+
 def only_episode(record: NodeRecord) -> Episode:
     (episode,) = record.sent("episodes")
     assert isinstance(episode, Episode)
@@ -159,10 +164,9 @@ def test_what_was_cut_off_is_trained_masked_or_dropped(wanted: Any) -> None:
     assert row[3] == "turns", "the ledger says what cut it off"
 
 
-def test_an_attempt_that_the_environment_fails_is_void_and_the_next_begins_anew() -> None:
-    play_envs.Failing.begun = -1  # the preflight begins one too
+def test_an_attempt_that_the_environment_fails_is_void_and_the_next_begins_anew(tmp_path: Path) -> None:
     script = Script("go")
-    record = play(script, "Failing:times=2", limits=Limits(tokens=400, retries=2))
+    record = play(script, failing(tmp_path, times=3), limits=Limits(tokens=400, retries=2))
     episode = only_episode(record)
     assert (episode.attempts, episode.turns, episode.reward) == (3, 1, 1.0)
     assert record.events("void") == [("g:0", 0, "env_raised"), ("g:0", 1, "env_raised")]
@@ -171,20 +175,20 @@ def test_an_attempt_that_the_environment_fails_is_void_and_the_next_begins_anew(
 
 
 @pytest.mark.parametrize(("hang", "cause"), [(0, "env_raised"), (1, "env_timed_out")])
-def test_after_the_last_attempt_the_sample_fails_by_its_cause_and_has_no_reward(hang: int, cause: str) -> None:
-    play_envs.Failing.begun = -1  # the preflight begins one too
+def test_after_the_last_attempt_the_sample_fails_by_its_cause_and_has_no_reward(
+    hang: int, cause: str, tmp_path: Path
+) -> None:
     limits = Limits(tokens=400, retries=1, step_s=0.05)
-    record = play(Script("go"), f"Failing:times=9,hang={hang}", limits=limits)
+    record = play(Script("go"), failing(tmp_path, times=9, hang=hang), limits=limits)
     assert record.reasons() == [("failed", cause)] and not record.sent("episodes")
     assert not record.events("scored") and not record.events("episode")
     ((sample_id, row),) = record.events("episode failed")
     assert sample_id == "g:0" and row[1] == 2 and row[3] == cause
 
 
-def test_a_run_of_failures_ends_with_the_commonest_cause() -> None:
-    play_envs.Failing.begun = -1  # the preflight begins one too
+def test_a_run_of_failures_ends_with_the_commonest_cause(tmp_path: Path) -> None:
     with pytest.raises(FlowrlError, match=r"16 of the last 16 attempts .* mostly by env_raised(.|\n)*no such move"):
-        play(Script("go"), "Failing:times=999", prompts=8, limits=Limits(tokens=400, retries=3))
+        play(Script("go"), failing(tmp_path, times=999), prompts=8, limits=Limits(tokens=400, retries=3))
 
 
 def test_calls_reach_the_environment_and_its_text_is_the_tools_answer() -> None:
