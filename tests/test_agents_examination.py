@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flowrl.agents import ChatTemplate, Conversation, examine
+from flowrl.agents import ChatTemplate, Conversation, ReplyParser, examine
+from flowrl.agents.reply_parts import ReplyParts, SampledText
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, load_tokenizer, resolve
 from flowrl.models.characters import character_tokenizer
@@ -99,10 +99,13 @@ def test_a_rendered_tool_call_is_parsed_back(name: str) -> None:
 
 
 def test_a_parser_that_raises_is_quoted() -> None:
-    def parse(reply: str, before: str) -> Mapping[str, Any]:
+    def extract(sampled: SampledText) -> ReplyParts:
         raise ValueError("no call here")
 
-    assert "ValueError (no call here)" in str(examine(tokenizer_of("qwen3"), [ADD], parse))
+    tokenizer = tokenizer_of("qwen3")
+    assert "could not be read (ValueError: no call here)" in str(
+        examine(tokenizer, [ADD], ReplyParser(tokenizer, extract))
+    )
     assert "no response_template" in examine(tokenizer_of("qwen3"), [ADD]).no_parsing
 
 
