@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flowrl.agents import ChatTemplate, Conversation, examine
+from flowrl.agents import ChatTemplate, Conversation, ReplyParser, examine
+from flowrl.agents.reply_parts import ReplyParts, SampledText
+from flowrl.environments.tools import Tools
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, load_tokenizer, resolve
 from flowrl.models.characters import character_tokenizer
 from tests.chat_templates import ADD, characters, merging, response_templates, templates, with_template
+from tests.tool_cases import add, every
 
 NO_CALLS = "shows neither tools nor tool calls"
 BASES = {
@@ -79,6 +81,19 @@ def test_preflight_says_what_a_template_does(name: str) -> None:
             ChatTemplate(tokenizer_of(name), [ADD]).boundary("tool", calls=True)
 
 
+WITHOUT_DESCRIPTIONS = {"deepseekv3"}
+"""Templates that take calls and answers, and leave it to the system prompt to say which tools there are."""
+
+
+@pytest.mark.parametrize("name", sorted(name for name in templates() if base(name) not in BASES))
+def test_tools_of_functions_are_shown(name: str) -> None:
+    """With every type that a function's hints can have: templates read `type`, `nullable`, `enum` and `default`."""
+    known = tokenizer_of(name)
+    text = ChatTemplate(known, Tools([every, add]).descriptions).text([{"role": "user", "content": "a"}])
+    shown = [part in text for part in ("every", "numbers", "Takes every type", "The second one")]
+    assert set(shown) == {base(name) not in WITHOUT_DESCRIPTIONS}
+
+
 PARSERS = {
     "qwen2_5": "qwen3_template",
     "qwen3": "qwen3_template",
@@ -99,10 +114,13 @@ def test_a_rendered_tool_call_is_parsed_back(name: str) -> None:
 
 
 def test_a_parser_that_raises_is_quoted() -> None:
-    def parse(reply: str, before: str) -> Mapping[str, Any]:
+    def extract(sampled: SampledText) -> ReplyParts:
         raise ValueError("no call here")
 
-    assert "ValueError (no call here)" in str(examine(tokenizer_of("qwen3"), [ADD], parse))
+    tokenizer = tokenizer_of("qwen3")
+    assert "could not be read (ValueError: no call here)" in str(
+        examine(tokenizer, [ADD], ReplyParser(tokenizer, extract))
+    )
     assert "no response_template" in examine(tokenizer_of("qwen3"), [ADD]).no_parsing
 
 

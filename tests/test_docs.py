@@ -46,5 +46,5 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 def test_the_code_of_conversations_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "conversations.md").read_text(encoding="utf-8"), re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     exec("\n".join(blocks), {})

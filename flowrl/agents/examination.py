@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from flowrl.agents.call_parser import ReplyParser, reply_parser
 from flowrl.agents.chat_template import ASKED, MARK, NEXT, ChatTemplate
 from flowrl.agents.conversation import Conversation, History
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
 from flowrl.models.chat import Messages
 
-Parse = Callable[[str, str], Mapping[str, Any]]
-"""(reply, the context before it) -> the reply as a message."""
 PROBED_REPLIES = 3
+ANY_TOOL = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}
+"""Stands for tools that are not known yet: without tools nothing is parsed as a call."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,17 @@ class Examination:
         )
 
 
-def examine(tokenizer: Any, tools: Messages = (), parse: Parse | None = None) -> Examination:
+def examine(tokenizer: Any, tools: Messages = (), parser: ReplyParser | None = None) -> Examination:
     """Probe the chat template. Raises ConfigError if the boundary after a reply cannot be found.
 
-    `parse` defaults to the tokenizer's `response_template`. Reasoning is probed if the template names `</think>`.
+    `parser` defaults to `reply_parser(tokenizer)`. Reasoning is probed if the template names `</think>`.
     """
     template = ChatTemplate(tokenizer, tools)
     no_tools = _no_tools(template)
     found = {kind: _sizes(template, kind) for kind in _kinds(template, no_tools)}
     rewrites = tuple(kind for kind, (_, sequences) in found.items() if len(sequences) > 1)
     appended, sequences = max(found.values(), key=lambda sizes: sum(sizes[1]) / sizes[0])
-    no_parsing = "" if no_tools else _no_parsing(template, parse or _own_parser(template))
+    no_parsing = "" if no_tools else _no_parsing(template, parser)
     return Examination(rewrites, len(sequences), sum(sequences) / appended, no_tools, no_parsing)
 
 
@@ -140,25 +142,17 @@ def _said(text: str) -> Mapping[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def _own_parser(template: ChatTemplate) -> Parse | None:
-    if getattr(template.tokenizer, "response_template", None) is None:
-        return None
-    tools = [dict(tool) for tool in template.tools]
-    parse = template.tokenizer.parse_response
-    return lambda reply, before: dict(parse(reply, prefix=before, tools=tools or None))
-
-
-def _no_parsing(template: ChatTemplate, parse: Parse | None) -> str:
-    """Why a tool call that the template renders does not come back from `parse`."""
-    if parse is None:
+def _no_parsing(template: ChatTemplate, parser: ReplyParser | None) -> str:
+    """Why a tool call that the template renders does not come back from the parser."""
+    if parser is None and getattr(template.tokenizer, "response_template", None) is None:
         return "the tokenizer has no response_template, and no parser was given"
     call = template.probe_call(MARK)
     ids, before = shown_reply(template, call)
+    parsed = (parser or reply_parser(template.tokenizer)).parse(ids, before, template.tools or (ANY_TOOL,))
     reply = template.decode(ids)
-    try:
-        calls = parse(reply, before).get("tool_calls") or []
-    except Exception as problem:  # the boundary to the parser, which is foreign code
-        return f"the parser raised {type(problem).__name__} ({problem}) on {reply!r}"
+    if parsed.malformed:
+        return f"{reply!r} could not be read ({parsed.malformed})"
     expected = call["tool_calls"][0]["function"]
-    found = [dict(found.get("function", found)) for found in calls]
+    calls = [one["function"] for one in parsed.message.get("tool_calls", ())]
+    found = [{**one, "arguments": json.loads(one["arguments"])} for one in calls]
     return "" if found == [expected] else f"{reply!r} was parsed into {found} instead of {expected}"
