@@ -9,7 +9,7 @@ from flowrl.errors import ConfigError
 from flowrl.models.cache import Progress, cache_dir
 from flowrl.models.chat import Chat, Turns, load_tokenizer
 from flowrl.models.directory import check_directory
-from flowrl.models.policy import CHARACTER_MODELS, Policy
+from flowrl.models.policy import CHARACTER_MODELS, TOOL_MODEL, Policy
 
 __all__ = ["Chat", "Policy", "cache_dir", "check_model", "check_prompts", "load_tokenizer", "resolve"]
 
@@ -37,11 +37,18 @@ def resolve(policy: Policy, *, progress: Progress = silent) -> str:
 
 
 def check_model(policy: Policy) -> None:
-    """Raise ConfigError unless `policy` names a built-in model or a directory that looks like a model."""
+    """Raise ConfigError unless `policy` names a built-in model or a directory that looks like a model.
+
+    `tiny_agent` is refused with a task for which it cannot be warm-started.
+    """
     if policy.model == "smollm2":
         from flowrl.models.smollm2 import find_gguf
 
         find_gguf()
+    elif policy.model == TOOL_MODEL and policy.task is not None:
+        from flowrl.models.tool_traces import check_tool_task
+
+        check_tool_task(policy.task)
     elif not policy.built_in:
         check_directory(Path(policy.model).expanduser())
 

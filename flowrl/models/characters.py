@@ -7,6 +7,7 @@ tokenizer would silently lose blanks and newlines.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -16,29 +17,29 @@ CHAT_TEMPLATE = (
 )
 
 
-def character_vocabulary() -> dict[str, int]:
-    """Every token with its id."""
+def character_vocabulary(further: Sequence[str] = ()) -> dict[str, int]:
+    """Every token with its id; `further` special tokens have the last ids."""
     from tokenizers import pre_tokenizers
 
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return {token: index for index, token in enumerate((*SPECIAL, *pieces))}
+    return {token: index for index, token in enumerate((*SPECIAL, *pieces, *further))}
 
 
-def character_tokenizer() -> Any:
+def character_tokenizer(further: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE) -> Any:
     """A fast tokenizer, ready for `save_pretrained`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import Qwen2Tokenizer
 
-    core = Tokenizer(models.BPE(character_vocabulary(), []))
+    core = Tokenizer(models.BPE(character_vocabulary(further), []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *further)])
     return Qwen2Tokenizer(
         tokenizer_object=core,
         pad_token="<|pad|>",
         eos_token="<|end|>",
         unk_token="<|pad|>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=2048,
     )

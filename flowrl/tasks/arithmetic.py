@@ -17,26 +17,36 @@ from flowrl.tasks.rows import Row
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Options of `arithmetic`: every problem `a+b=` with 0 <= a, b <= `max_value`, in an order set by `seed`."""
+    """Options of `arithmetic`: every problem `a+b=` with `min_value` <= a, b <= `max_value`.
+
+    `seed` sets their order.
+    """
 
     max_value: int = 99
     operators: str = "+"
     """Any of `+` and `-`; differences are never negative."""
     seed: int = 0
+    min_value: int = 0
 
     def __post_init__(self) -> None:
         if self.max_value < 1:
             raise ConfigError(f"arithmetic: max_value is {self.max_value} and needs at least 1")
+        if not 0 <= self.min_value < self.max_value:
+            raise ConfigError(
+                f"arithmetic: min_value is {self.min_value} and needs at least 0 and less than max_value, "
+                f"which is {self.max_value}"
+            )
         if not self.operators or set(self.operators) - set("+-"):
             raise ConfigError(f"arithmetic: operators is {self.operators!r}; it may hold + and -")
 
     def rows(self) -> Iterator[Row]:
         """All problems, shuffled."""
+        numbers = range(self.min_value, self.max_value + 1)
         problems = [
             (f"{a}{op}{b}=", str(a + b if op == "+" else a - b))
             for op in self.operators
-            for a in range(self.max_value + 1)
-            for b in range(self.max_value + 1)
+            for a in numbers
+            for b in numbers
             if op == "+" or a >= b
         ]
         random.Random(self.seed).shuffle(problems)
