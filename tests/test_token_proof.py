@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.episode import Episode
+from flowrl.errors import FlowrlError
 from flowrl.messages import Sample
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.runtime.ledger.token_digest import policy_spans, request_digest
@@ -97,7 +98,7 @@ def test_the_type_and_layout_of_an_array_do_not_matter(runs: list[tuple[int, int
 
 def test_an_id_beyond_32_bits_is_refused() -> None:
     sample = sequence([(1, 2)], 0)
-    with pytest.raises(ValueError, match="integers of 32 bits"):
+    with pytest.raises(FlowrlError, match="integers of 32 bits, but an array of int64 has a value that is not"):
         policy_spans(replace(sample, token_ids=sample.token_ids.astype(np.int64) + 2**32))
 
 

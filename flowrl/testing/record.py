@@ -81,7 +81,11 @@ class NodeRecord:
         return [(one.state, one.reason) for one in self.lost]
 
     def events(self, kind: str) -> list[tuple[Any, ...]]:
-        """The `ledger` events of one kind, without it: generated, scored, lost, step, finished, holds, evaluation."""
+        """The `ledger` events of one kind, without it.
+
+        Kinds are generated, scored, lost, step, finished, holds, evaluation, and of episodes request, abandoned, void,
+        episode, episode failed.
+        """
         return [event[1:] for event in self.ledger if event[0] == kind]
 
     def _of(self, port: Port | str) -> list[Sent]:

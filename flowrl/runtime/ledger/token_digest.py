@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flowrl.errors import FlowrlError
 from flowrl.messages import Sample
 
 DIGEST_BYTES = 16
@@ -73,10 +74,13 @@ def _runs(mask: Array) -> tuple[list[int], list[int]]:
 
 
 def _integers(array: Array) -> npt.NDArray[np.int32]:
-    """The array as contiguous int32. Raises ValueError if a value does not fit."""
+    """The array as contiguous int32. Raises FlowrlError if a value does not fit."""
     if array.dtype != INT32:
         cast = array.astype(INT32)
         if not np.array_equal(cast, array):
-            raise ValueError("token ids and versions have to be integers of 32 bits; one of these is not")
+            raise FlowrlError(
+                f"token ids and versions have to be integers of 32 bits, but an array of {array.dtype} has a value "
+                "that is not; make them with dtype=np.int32"
+            )
         array = cast
     return np.ascontiguousarray(array)
