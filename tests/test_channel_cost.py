@@ -234,6 +234,15 @@ def test_small_messages_that_join_a_record_are_counted_too(num_between: int) -> 
     assert len(envelopes) / MAX_FRAMES < len(multiparts) < len(envelopes) / 200
 
 
+def test_a_costly_message_can_share_a_multipart_with_earlier_arrays() -> None:
+    costly = Parcel(inner=({"a": 1},) * 4000)
+    assert len(encoded((DATA, 1, 0, 0, [Envelope(bytes(16), body=costly), Envelope(bytes(16), body=costly)]))) == 2
+    bodies = [Parcel(values=np.zeros(1 << 18, np.int32)), costly]
+    (parts,) = encoded((DATA, 1, 0, 0, [Envelope(source_id("s", str(n)), body=b) for n, b in enumerate(bodies)]))
+    frames = MessageDecoder().decode(parts)
+    assert [equal(e.body, b) for f in frames for e, b in zip(f[4], bodies, strict=True)] == [True, True]  # type: ignore[index]
+
+
 def test_a_multipart_has_so_many_frames_and_parts() -> None:
     credit: Frame = (CREDIT, 1, 0, 5, None)
     assert [len(MessageDecoder().decode(parts)) for parts in encoded(*[credit] * (MAX_FRAMES + 1))] == [MAX_FRAMES, 1]

@@ -228,92 +228,117 @@ class Decoder:
     def __init__(self, attach: Callable[[bytes, int], Any] | None = None) -> None:
         self._frames: Sequence[Any] = ()
         self._attach = attach
-        self._allowance = allowance = Allowance()
+        self._allowance = Allowance()
         self._num_bytes = 0
         self._attached: dict[bytes, Any] = {}
         """Arrays of the current body by address, kept until the body is decoded: if the last reference to one goes,
         its block is released to the owner."""
         self._depth = 0
-        self._plain = partial(msgpack.unpackb, ext_hook=self._ext, use_list=False, strict_map_key=False)
-        self._short = partial(self._plain, max_array_len=SHORT, max_map_len=SHORT)
-        """As `_plain`, but refuses containers longer than SHORT."""
-        self._counted = partial(self._short, list_hook=allowance.array, object_hook=allowance.mapping)
+        self.counting = False
+        """Whether decoding the current multipart is paid for. Tiny multiparts and stored data need no counting."""
         self._weighing = False
-        self._read = self._plain
+        self._read = self._read_any
         """The function that unpacks bodies of the current multipart."""
+
+    # Methods, because a `functools.partial` with these keywords takes half as long again as `unpackb` itself.
+
+    def _read_any(self, data: bytes | memoryview) -> Any:
+        """The value in `data`, whatever it costs."""
+        return msgpack.unpackb(data, ext_hook=self._ext, use_list=False, strict_map_key=False)
+
+    def _read_short(self, data: bytes | memoryview) -> Any:
+        """As `_read_any`, but refuses containers longer than SHORT."""
+        return msgpack.unpackb(
+            data,
+            ext_hook=self._ext,
+            use_list=False,
+            strict_map_key=False,
+            max_array_len=SHORT,
+            max_map_len=SHORT,
+        )
+
+    def _read_counted(self, data: bytes | memoryview) -> Any:
+        """As `_read_short`, and pays for every container."""
+        return msgpack.unpackb(
+            data,
+            ext_hook=self._ext,
+            use_list=False,
+            strict_map_key=False,
+            max_array_len=SHORT,
+            max_map_len=SHORT,
+            list_hook=self._allowance.array,
+            object_hook=self._allowance.mapping,
+        )
 
     def begin(self, num_bytes: int, frames: Sequence[Any]) -> None:
         """Begin a multipart of `num_bytes` bytes with the raw frames `frames`."""
         self._frames, self._num_bytes = frames, num_bytes
-        if num_bytes <= TINY_BYTES:
-            self._read = self._short
-            self._allowance.careful = False
+        if num_bytes > TINY_BYTES:
+            self._begin_counting()
         else:
-            self._read = self._counted
-            self._allowance.begin(num_bytes)
+            self.counting, self._read = False, self._read_short
+
+    def _begin_counting(self) -> None:
+        self.counting, self._read = True, self._read_counted
+        self._allowance.begin(self._num_bytes)
 
     def pay(self, num_bytes: int) -> None:
-        """Count memory that is used outside of bodies. Raises Costly."""
-        if self._read is self._counted:
-            self._allowance.pay(num_bytes)
+        """Count memory that is used outside of bodies. Only while `counting`. Raises Costly."""
+        self._allowance.pay(num_bytes)
 
     def unpack(self, data: bytes | memoryview) -> Any:
         """The value in `data`; arrays in it are read-only views. Raises WireError."""
         try:
-            return self._parsed(data)
+            return self._read_or_weigh(data) if self.counting else self._read(data)
         except UNPARSABLE as error:
+            if isinstance(error, ValueError) and self._read == self._read_short:
+                # Perhaps a container is longer than SHORT. It may be, but such a body has to be weighed first.
+                self._begin_counting()
+                self._allowance.careful = True
+                return self.unpack(data)
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
+        finally:
+            if self._attached:
+                self._attached.clear()
 
     def bodies(self, schema: Schema, heads: Sequence[Head], data: bytes | memoryview) -> list[Envelope]:
         """The messages in their envelopes. `data` is an array of what `Schema.take_apart` made of each.
 
         Raises WireError.
         """
+        bodies = self.unpack(data)
         try:
-            bodies = self._parsed(data)
             if len(bodies) != len(heads):
                 raise WireError(f"{len(bodies)} bodies where there are heads of {len(heads)} messages")
             return schema.put_together(heads, bodies)
         except UNPARSABLE as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
 
-    def _parsed(self, data: bytes | memoryview) -> Any:
-        """The value in `data`. Counts while it unpacks; a body that costs too much, or is long, is weighed first."""
-        if self._read is self._plain:
-            return self._plain(data)
-        try:
-            return self._allowed(data, self._allowance)
-        except Costly:
-            raise too_costly() from None
-        finally:
-            if self._attached:
-                self._attached.clear()
-
-    def _allowed(self, data: bytes | memoryview, allowance: Allowance) -> Any:
-        before = allowance.left
+    def _read_or_weigh(self, data: bytes | memoryview) -> Any:
+        """Counts while it unpacks. A body that costs too much, or is long, is weighed first."""
+        allowance = self._allowance
         if len(data) <= SMALL_BYTES and not allowance.careful:
+            before = allowance.left
             try:
                 return self._read(data)
             except (Costly, ValueError):  # too costly, or a container too long to be counted before it is built
-                pass
-            if self._read is self._short:
-                self._read = self._counted
-                allowance.begin(self._num_bytes)
-            else:
                 allowance.left = before
-            allowance.careful = True
-        return self._weighed(data, allowance)
+                allowance.careful = True
+        try:
+            return self._weighed(data, allowance)
+        except Costly:
+            raise too_costly() from None
 
     def _weighed(self, data: bytes | memoryview, allowance: Allowance) -> Any:
         self._weighing, outer = True, self._weighing
         try:
             allowance.weigh(data)
-            return self._plain(data)
+            return self._read_any(data)
         finally:
             self._weighing = outer
 
     def _ext(self, code: int, data: bytes) -> Any:
-        if self._read is self._counted and not self._weighing:
+        if self.counting and not self._weighing:
             self._allowance.pay(EXTENSION)
         if code in WITHIN:
             return self._body(code, memoryview(data)[WITHIN[code] :], data)

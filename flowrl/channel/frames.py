@@ -21,8 +21,10 @@ MAX_PARTS = 16384
 
 PREAMBLE = Struct("<4sHHIH")
 FOLLOWED = 6  # offset of the field "whether parts follow"
+NAME_LENGTH, NAME_LENGTH_AT = Struct("<H"), 12  # the preamble's last field
 HEADER = Struct("<BIIQIII")
 HEAD = Struct("<16sqi")
+PREAMBLE_BYTES, HEADER_BYTES, HEAD_BYTES = PREAMBLE.size, HEADER.size, HEAD.size
 ARRAY = Struct(">BI")
 ARRAY_32 = 0xDD  # msgpack's mark of an array with 32 bits of length
 

@@ -121,11 +121,11 @@ class SocketLink:
         self._socket.connect(target.url)
 
     def flush(self) -> None:
-        if self._encoder.pending:
-            for *parts, last in self._encoder.multiparts():
-                for part in parts:
-                    self._send(part, NOBLOCK | SNDMORE)
-                self._send(last, NOBLOCK)
+        for parts in self._encoder.multiparts():
+            last = parts.pop()
+            for part in parts:
+                self._send(part, NOBLOCK | SNDMORE)
+            self._send(last, NOBLOCK)
 
     def _send(self, part: Buffer, flags: int) -> None:
         self._socket.send(part, flags, copy=len(part) < COPY_BELOW_BYTES, track=False)

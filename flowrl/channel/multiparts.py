@@ -45,19 +45,7 @@ Frames that together cost less than FLOOR_BYTES are within the allowance and wit
 class _Record:
     """Messages that are collected for one record."""
 
-    __slots__ = (
-        "bodies",
-        "counted",
-        "counted_bytes",
-        "first",
-        "heads",
-        "lane",
-        "next",
-        "num_bytes",
-        "schema",
-        "session",
-        "until",
-    )
+    __slots__ = ("bodies", "first", "heads", "lane", "next", "num_bytes", "schema", "session")
 
     def __init__(self, lane: int, session: int, schema: Schema, seq: int) -> None:
         self.lane = lane
@@ -67,11 +55,6 @@ class _Record:
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
         self.num_bytes = 0
-        self.until = seq
-        """Messages up to this seq can join without a look at the multipart's cost."""
-        self.counted = seq
-        """Messages from this seq on, and bytes above `counted_bytes`, are not in the multipart's totals yet."""
-        self.counted_bytes = 0
 
 
 class MessageEncoder:
@@ -90,6 +73,8 @@ class MessageEncoder:
         self._before = 0
         """Number of frames in the full multiparts."""
         self._full: list[list[Buffer]] = []
+        self._until = 0
+        """Messages below this seq can join the open record without a look at the multipart's cost."""
         self._begin_multipart()
 
     def _begin_multipart(self) -> None:
@@ -97,7 +82,10 @@ class MessageEncoder:
         self._encoder.frames = []
         self._open: _Record | None = None
         """The last record of the current multipart, if the next messages of its lane can still join it."""
-        self._frames = self._num_bytes = self._cost = 0
+        self._frames = 0
+        self._num_bytes = self._beside_bytes = self._cost = 0
+        """Of the current multipart: bytes of its bodies and of the arrays beside them, and what it costs. The messages
+        of the open record are added when it is closed."""
 
     @property
     def pending(self) -> int:
@@ -133,13 +121,13 @@ class MessageEncoder:
         if (
             record is None
             or seq != record.next
-            or seq >= record.until
+            or seq >= self._until
             or schema is not record.schema
             or lane != record.lane
             or session != record.session
             or record.num_bytes + num_bytes > RECORD_BYTES
             or encoder.cost
-        ):  # seldom: nearly all messages join the open record, and are counted with it
+        ):  # seldom on a busy lane: there nearly all messages join the open record, and are counted with it
             record = self._record_for(lane, session, seq, schema, body)
             if record is None:
                 self._cut()
@@ -152,81 +140,71 @@ class MessageEncoder:
         self._frames += 1
 
     def _record_for(self, lane: int, session: int, seq: int, schema: Schema, body: bytes) -> _Record | None:
-        """The record that the message goes into, counted without it. None if the multipart is too full for it.
-
-        The message itself is in the multipart's totals when this returns.
-        """
-        self._count()
-        num_bytes, each = len(body), schema.cost + _FRAME_COST
-        cost = self._cost + each + self._encoder.cost
+        """The record that the message goes into. None if the multipart is too full for it."""
+        encoder, record, num_bytes = self._encoder, self._open, len(body)
+        if record is not None and (
+            (seq, lane, session, schema) != (record.next, record.lane, record.session, record.schema)
+            or record.num_bytes + num_bytes > RECORD_BYTES
+        ):
+            self._close(record)
+            record = None
+        each, num_more = schema.cost + _FRAME_COST, 0
+        cost = self._cost + encoder.cost + (each if record is None else each * (record.next - record.first + 1))
         if cost <= FLOOR_BYTES and num_bytes <= RECORD_BYTES:  # no exact check is needed
-            self._cost = cost
-            self._num_bytes += num_bytes
+            num_more = (FLOOR_BYTES - cost) // each
         elif not self._takes(cost, num_bytes):
             if self._frames:
                 return None
             self._check_alone(body, _FRAME_COST)
-        record = self._open
-        if (
-            record is None
-            or (seq, lane, session, schema) != (record.next, record.lane, record.session, record.schema)
-            or record.num_bytes + num_bytes > RECORD_BYTES
-        ):
-            record = self._begin(_Record(lane, session, schema, seq))
-        record.counted = seq + 1
-        record.counted_bytes = record.num_bytes + num_bytes
-        record.until = record.counted + max(0, FLOOR_BYTES - self._cost) // each
-        self._encoder.keep()
+            self._cost = MOST_BYTES  # the multipart takes nothing more
+        if record is None:
+            self._open = record = _Record(lane, session, schema, seq)
+        self._until = seq + 1 + num_more
+        if encoder.cost:
+            self._cost += encoder.cost
+            self._beside_bytes += encoder.beside_bytes
+            encoder.keep()
         return record
-
-    def _count(self) -> None:
-        """Add the messages that have joined the open record to the multipart's totals."""
-        record = self._open
-        if record is not None and record.counted != record.next:
-            self._cost += (record.next - record.counted) * (record.schema.cost + _FRAME_COST)
-            self._num_bytes += record.num_bytes - record.counted_bytes
-            record.counted, record.counted_bytes = record.next, record.num_bytes
 
     def _frame(self, kind: int, lane: int, session: int, seq: int, payload: Any) -> None:
         encoder = self._encoder
         body = b"" if payload is None else encoder.pack(payload)
         num_bytes = len(body)
-        self._count()
+        if self._open is not None:
+            self._close(self._open)
         cost = self._cost + _FRAME_COST + WORST * num_bytes
-        if cost <= FLOOR_BYTES and num_bytes <= FEW_BYTES:
-            self._cost = cost
-            self._num_bytes += num_bytes
-        elif num_bytes > FEW_BYTES or not self._takes(cost, num_bytes):
+        if num_bytes > FEW_BYTES or (cost > FLOOR_BYTES and not self._takes(cost, num_bytes)):
             if self._frames:
                 self._cut()
                 self._frame(kind, lane, session, seq, payload)
                 return
             self._check_alone(body, _FRAME_COST)
-        if self._open is not None:
-            self._close()
-        self._records += (HEADER.pack(kind, lane, session, seq, 0, 0, len(body)), body)
+        self._cost = cost
+        self._num_bytes += num_bytes
+        self._records += (HEADER.pack(kind, lane, session, seq, 0, 0, num_bytes), body)
         self._frames += 1
         if encoder.cost:
+            self._beside_bytes += encoder.beside_bytes
             encoder.keep()
         if num_bytes > FEW_BYTES:
             self._cut()
 
     def _takes(self, cost: int, num_bytes: int) -> bool:
         """Whether the current multipart, which would cost `cost` in total, can take a body of `num_bytes` bytes."""
-        beside_bytes = self._num_bytes + self._encoder.beside_bytes
-        if (
-            cost > MOST_BYTES
-            or cost > FLOOR_BYTES + PER_BYTE * (num_bytes + beside_bytes)
-            or self._num_bytes + num_bytes > MAX_BODY_BYTES
-            or self._frames == MAX_FRAMES
-            or len(self._encoder.frames) > MAX_PARTS
-        ):
-            return False
-        self._cost, self._num_bytes = cost, num_bytes + beside_bytes
-        return True
+        body_bytes = self._num_bytes + num_bytes
+        if self._open is not None:
+            body_bytes += self._open.num_bytes
+        beside_bytes = self._beside_bytes + self._encoder.beside_bytes
+        return (
+            cost <= MOST_BYTES
+            and cost <= FLOOR_BYTES + PER_BYTE * (body_bytes + beside_bytes)
+            and body_bytes <= MAX_BODY_BYTES
+            and self._frames < MAX_FRAMES
+            and len(self._encoder.frames) <= MAX_PARTS
+        )
 
     def _check_alone(self, body: bytes, cost: int) -> None:
-        """Raises WireError if `body` does not fit even into a multipart of its own. That multipart is then full."""
+        """Raises WireError if `body` does not fit even into a multipart of its own."""
         if len(body) > MAX_BODY_BYTES:
             raise WireError(
                 f"a body of {len(body)} bytes; at most {MAX_BODY_BYTES} can be. "
@@ -240,25 +218,23 @@ class MessageEncoder:
             allowance.weigh(body, deep=True)
         except Costly:
             raise too_costly() from None
-        self._cost = MOST_BYTES
 
-    def _begin(self, record: _Record) -> _Record:
-        self._close()
-        self._open = record
-        return record
+    def _close(self, record: _Record) -> None:
+        """Finish the open record, and add it to the multipart's totals: it takes no more messages."""
+        self._cost += (record.next - record.first) * (record.schema.cost + _FRAME_COST)
+        self._num_bytes += record.num_bytes
+        self._write(record)
+        self._open = None
 
-    def _close(self) -> None:
-        """Finish the open record: it takes no more messages."""
-        self._count()
-        record, self._open = self._open, None
-        if record is not None:
-            lane, session, schema = record.lane, record.session, record.schema
-            kind = TOMBSTONE if schema.cls is Tombstone else DATA
-            count, length = len(record.bodies), ARRAY.size + record.num_bytes
-            self._records.append(HEADER.pack(kind, lane, session, record.first, schema.hash, count, length))
-            self._records += record.heads
-            self._records.append(ARRAY.pack(ARRAY_32, count))
-            self._records += record.bodies
+    def _write(self, record: _Record) -> None:
+        """Add the record, as bytes, to the current multipart."""
+        schema = record.schema
+        kind = TOMBSTONE if schema.cls is Tombstone else DATA
+        count, length = len(record.bodies), ARRAY.size + record.num_bytes
+        self._records.append(HEADER.pack(kind, record.lane, record.session, record.first, schema.hash, count, length))
+        self._records += record.heads
+        self._records.append(ARRAY.pack(ARRAY_32, count))
+        self._records += record.bodies
 
     def _cut(self) -> None:
         """Finish the current multipart, which is full. The current value, if any, is encoded again for the next one."""
@@ -269,7 +245,7 @@ class MessageEncoder:
     def _finished(self) -> list[Buffer]:
         """Return the current multipart, and begin the next one."""
         if self._open is not None:
-            self._close()
+            self._write(self._open)
         records, arrays = self._records, self._encoder.frames
         records[0] = self._starts[1 if arrays else 0]
         self._begin_multipart()
