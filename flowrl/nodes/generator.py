@@ -273,27 +273,20 @@ class Generator(Node):
         return reply
 
     def _replied(self, turn: Turn, response: Response, arrived_s: float) -> Reply:
-        message, malformed = self._message(turn, response)
+        parsed = self._parser.parse(response.token_ids, turn.token_ids, turn.tools)
         return Reply(
             request_id=turn.request_id,
             token_ids=response.token_ids,
             behavior_logprobs=response.logprobs,
             versions=response.versions,
             finish_reason=response.finish_reason,
-            message=message,
-            malformed=malformed,
+            message=parsed.message,
+            malformed=parsed.malformed,
             cached_tokens=response.cached_tokens,
             queued_s=response.started_s - arrived_s,
             generated_s=time.monotonic() - response.started_s,
             generator=self.replica_name,
         )
-
-    def _message(self, turn: Turn, response: Response) -> tuple[Mapping[str, Any], str]:
-        """The reply as a message, and why its calls cannot be read; without tools nothing in it is a call."""
-        if not turn.tools:
-            return {"role": "assistant", "content": self._sampler.text(response.token_ids)}, ""
-        parsed = self._parser.parse(response.token_ids, turn.token_ids, turn.tools)
-        return parsed.message, parsed.malformed
 
     def _finished(self, prompt: Prompt, response: Response) -> Sample:
         num_prompt, num_response = len(prompt.token_ids), len(response)
