@@ -27,9 +27,13 @@ class AgentTools(EpisodeOptions):
     tools: str = "calculator"
     """calculator, or FILE.py:NAME for tools of your own."""
     staleness: int = 2
-    look_ahead: int = 16
+    groups_per_step: int = 8
+    look_ahead: int = 8
     max_tokens: int = 40
-    lr: float = 1e-3
+    lr: float = 3e-4
+    evaluate: int = 128
+    evaluate_samples: int = 4
+    """Episodes of each held-out question: one is greedy, several are sampled."""
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"] = "group_norm"
     """What an episode is compared with: the mean of its group, with or without division by the group's standard
     deviation, or the other episodes."""
