@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from flowrl.environments import (
     Action,
+    EnvironmentFailed,
     EnvironmentName,
     EnvironmentRow,
     Episodes,
@@ -19,6 +21,7 @@ from flowrl.environments import (
     Step,
     ToolCall,
     environment_rows,
+    rows_apart,
 )
 from flowrl.environments.find import find_environment
 from flowrl.environments.tool_env import ToolEnv
@@ -210,6 +213,27 @@ def test_tools_of_a_file_that_hang_share_the_time_of_one_reply() -> None:
         await episode.close()
 
     played(f"tools/arithmetic:tools=calculator+{CASES}:COLLECTION,reply_s=0.4", scenario)
+
+
+def test_a_tool_that_cannot_be_stopped_ends_with_its_process() -> None:
+    async def scenario() -> None:
+        async with Episodes(f"tools/arithmetic:tools={CASES}:COLLECTION", step_s=1.5) as pool:
+            episode = await pool.reset(EnvironmentRow("own"))
+            with pytest.raises(EnvironmentFailed) as failed:
+                await episode.step(Action("", (asked("misbehaves", how="stubborn"),)))
+            assert failed.value.cause == "env_timed_out"
+            await episode.close()
+
+    asyncio.run(scenario())
+
+
+def test_rows_whose_reading_ends_its_process_are_a_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    monkeypatch.setattr(rows_apart, "load_rows", lambda task: os._exit(3))
+    with pytest.raises(ConfigError, match=r"reading task .*rows.jsonl' ended its process"):
+        find_environment(f"tools/{tmp_path}/rows.jsonl:tools=calculator")
 
 
 def test_held_out_rows_ask_what_training_never_sees() -> None:

@@ -73,6 +73,8 @@ def misbehaves(how: str) -> Any:
             time.sleep(1000)  # what is cut short
         case ["swallow"]:
             return swallowing()
+        case ["stubborn"]:
+            return stubborn()
         case ["long"]:
             return "ab" * 100_000
         case ["half"]:
@@ -93,6 +95,15 @@ def swallowing() -> str:
             continue
     time.sleep(1000)  # what is cut short
     return ""
+
+
+def stubborn() -> str:
+    """Catches every alarm."""
+    while True:
+        try:
+            time.sleep(1000)  # what is cut short
+        except BaseException:
+            continue
 
 
 async def waits(seconds: float) -> str:
