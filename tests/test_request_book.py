@@ -1,11 +1,9 @@
-"""What the ledger says of requests and episodes: every event, in any order between hosts, and after a resume."""
+"""What the ledger says of requests and episodes: every event, in any order between hosts."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sqlite3
-from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,52 +15,12 @@ import pytest
 
 from flowrl.messages import Prompt, Scored
 from flowrl.runtime.audit.audit import audit
-from flowrl.runtime.ledger import ledger_file, request_book
+from flowrl.runtime.ledger import request_book
 from flowrl.runtime.ledger.accounting import LedgerClient, Use
 from flowrl.runtime.ledger.token_digest import policy_spans
 from tests.made_episodes import ask, asked, episode, play
+from tests.request_rows import ATTEMPTS, EPISODES, REQUESTS, TOKENS, commit, rows, run, trained
 from tests.small_run import POLICY, SmallRun, lost, prompts, sample
-
-REQUESTS = "SELECT request_id, attempt, turn, tokens, abandoned FROM requests ORDER BY number"
-TOKENS = "SELECT prompt_tokens, response_tokens, redone_tokens FROM samples WHERE sample_id = 'g0/0'"
-EPISODES = "SELECT sample_id, environment, attempts, turns, truncated, cause, seconds, incarnation FROM episodes"
-ATTEMPTS = "SELECT sample_id, attempt, cause, incarnation FROM attempts"
-
-
-def rows(directory: Path, query: str) -> list[tuple[Any, ...]]:
-    with closing(sqlite3.connect(directory / "ledger.sqlite")) as db:
-        return db.execute(query).fetchall()
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(coroutine)
-
-
-def commit(small: SmallRun) -> None:
-    small.client.flush()
-    small.accounting.commit()
-
-
-def checkpoint(small: SmallRun, directory: Path) -> None:
-    """Write one, and end the run as a kill does."""
-    commit(small)
-    small.accounting.as_of_now().copy(directory / "checkpoint.sqlite")
-    small.close(orderly=False)
-
-
-def resumed(directory: Path) -> SmallRun:
-    ledger_file.restore(directory / "checkpoint.sqlite", directory / "ledger.sqlite")
-    return SmallRun(directory, resume=True)
-
-
-def trained(small: SmallRun, members: Sequence[Scored]) -> None:
-    """Train the members, close the books, and find them right."""
-    small.step(members)
-    small.close()
-    report = audit(small.directory)
-    assert report.ok, str(report)
-    assert report.figures["policy spans proven"] == report.figures["policy spans"]
-
 
 # Samples that nobody asked turn by turn
 
@@ -139,27 +97,6 @@ def test_a_copy_of_what_a_checkpoint_kept_books_no_request(tmp_path: Path) -> No
         trained(small, made)
 
     run(body())
-
-
-def test_what_is_generated_again_after_a_resume_abandons_the_request_before_it(tmp_path: Path) -> None:
-    async def before() -> None:
-        small = SmallRun(tmp_path)
-        await small.admit(0)
-        for prompt in prompts(0):
-            small.client.generated(sample(prompt, [0] * 4))
-        checkpoint(small, tmp_path)
-
-    async def after() -> None:
-        small = resumed(tmp_path)
-        made = [sample(p, [0] * 2) for p in prompts(0)]
-        small.client.generated(made[0])
-        commit(small)
-        assert rows(tmp_path, REQUESTS)[0::3] == [("g0/0", 0, 0, 4, "generated again"), ("g0/0", 0, 0, 2, None)]
-        assert rows(tmp_path, TOKENS) == [(5, 2, 4)]
-        trained(small, [made[0], *(sample(p, [0] * 4) for p in prompts(0)[1:])])
-
-    run(before())
-    run(after())
 
 
 def test_what_the_trainer_is_fed_is_booked_though_all_of_it_is_too_old(tmp_path: Path) -> None:
@@ -335,85 +272,6 @@ def test_a_failed_run_may_lack_requests_of_episodes_but_none_may_differ(
     texts = [violation.text for violation in audit(tmp_path).violations if violation.kind == "spans"]
     not_sampled = "trainer was fed 3 tokens of sample g0/0 after its first 9 at step 1, and no request sampled exactly"
     assert [text[: len(not_sampled)] for text in texts] == [not_sampled] * (orderly or what != "missing")
-
-
-# Resume
-
-
-def test_an_unfinished_episode_begins_again_with_the_same_request_ids(tmp_path: Path) -> None:
-    async def before() -> None:
-        small = SmallRun(tmp_path)
-        await small.admit(0)
-        ask(small.client, episode(prompts(0)[0], [[0] * 2]), 0)
-        small.client.attempt_void("g0/0", 0, "env_raised")
-        ask(small.client, episode(prompts(0)[0], [[0] * 4]), 1)
-        checkpoint(small, tmp_path)
-
-    async def after() -> None:
-        small = resumed(tmp_path)
-        made = [play(small.client, p, [[0] * 2, [0]], void=["env_died"] * (p.member == 0)) for p in prompts(0)]
-        commit(small)
-        assert rows(tmp_path, REQUESTS)[:5] == [
-            ("g0/0:0:0", 0, 0, 2, "env_raised"),
-            ("g0/0:1:0", 1, 0, 4, "resumed"),
-            ("g0/0:0:0", 0, 0, 2, "env_died"),
-            ("g0/0:1:0", 1, 0, 2, None),
-            ("g0/0:1:1", 1, 1, 1, None),
-        ]
-        assert rows(tmp_path, "SELECT incarnation FROM requests ORDER BY number LIMIT 3") == [(0,), (0,), (1,)]
-        assert rows(tmp_path, ATTEMPTS) == [("g0/0", 0, "env_raised", 0), ("g0/0", 0, "env_died", 1)]
-        assert rows(tmp_path, TOKENS) == [(5, 3, 8)]
-        trained(small, made)
-
-    run(before())
-    run(after())
-
-
-def test_a_copy_of_an_episode_that_a_checkpoint_kept_is_redone_work(tmp_path: Path) -> None:
-    async def before() -> None:
-        small = SmallRun(tmp_path)
-        await small.admit(0)
-        for prompt in prompts(0):
-            play(small.client, prompt, [[0] * 2, [0] * 3])
-        checkpoint(small, tmp_path)
-
-    async def after() -> None:
-        small = resumed(tmp_path)
-        small.accounting.kept({"g0/0", "g0/1"}, set())
-        play(small.client, prompts(0)[0], [[0] * 4], void=["env_raised"])
-        ask(small.client, episode(prompts(0)[1], [[0]]))
-        small.client.episode_failed("g0/1", "counting", 1, 1, "env_raised", 1.0)
-        commit(small)
-        assert [row[4] for row in rows(tmp_path, REQUESTS)] == [None] * 6 + ["redone"] * 3
-        assert rows(tmp_path, TOKENS) == [(5, 5, 8)]
-        assert rows(tmp_path, ATTEMPTS) == []
-        assert [row[2:6] for row in rows(tmp_path, EPISODES)] == [(1, 2, None, None)] * 3
-        trained(small, [episode(p, [[0] * 2, [0] * 3]) for p in prompts(0)])
-
-    run(before())
-    run(after())
-
-
-def test_an_episode_whose_result_is_gone_is_played_and_booked_again(tmp_path: Path) -> None:
-    async def before() -> None:
-        small = SmallRun(tmp_path)
-        await small.admit(0)
-        for prompt in prompts(0):
-            play(small.client, prompt, [[0] * 2, [0] * 3])
-        checkpoint(small, tmp_path)
-
-    async def after() -> None:
-        small = resumed(tmp_path)
-        made = [play(small.client, p, [[0] * 4], void=["env_raised"]) for p in prompts(0)]
-        commit(small)
-        reasons = [row[4] for row in rows(tmp_path, REQUESTS)]
-        assert reasons == ["generated again"] * 6 + ["env_raised", None] * 3
-        assert rows(tmp_path, TOKENS) == [(5, 4, 5 + 4)]
-        assert rows(tmp_path, EPISODES)[0] == ("g0/0", "counting", 2, 1, None, None, 1.5, 1)
-        trained(small, made)
-
-    run(before())
-    run(after())
 
 
 # Order

@@ -59,7 +59,7 @@ def policy_spans(sample: Sample) -> list[PolicySpan]:
 
 def _digest(ids: hashlib.blake2b, logprobs: Array, versions: Array, num_context: int) -> str:
     """The digest from the state after all ids; changes that state."""
-    ids.update(np.ascontiguousarray(logprobs, FLOAT32))
+    ids.update(np.ascontiguousarray(logprobs, FLOAT32).data)
     ids.update(_integers(versions))
     ids.update(SIZES.pack(num_context, len(logprobs)))
     return ids.hexdigest()
@@ -73,8 +73,8 @@ def _runs(mask: Array) -> tuple[list[int], list[int]]:
     return edges[::2], edges[1::2]
 
 
-def _integers(array: Array) -> npt.NDArray[np.int32]:
-    """The array as contiguous int32. Raises FlowrlError if a value does not fit."""
+def _integers(array: Array) -> memoryview:
+    """The bytes of the array as int32. Raises FlowrlError if a value does not fit."""
     if array.dtype != INT32:
         cast = array.astype(INT32)
         if not np.array_equal(cast, array):
@@ -83,4 +83,4 @@ def _integers(array: Array) -> npt.NDArray[np.int32]:
                 "that is not; make them with dtype=np.int32"
             )
         array = cast
-    return np.ascontiguousarray(array)
+    return np.ascontiguousarray(array).data
