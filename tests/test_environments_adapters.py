@@ -68,7 +68,7 @@ def test_a_reply_without_an_action_changes_nothing_and_the_third_truncates() -> 
     async def scenario(pool: Episodes) -> None:
         replies = ("banana", "7", "down", "", "-1", "upwards")
         found = await steps(await pool.reset(EnvironmentRow(LAKE)), *replies)
-        assert [step.metrics["malformed"] for step in found] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+        assert [step.metrics["malformed"] for step in found] == [1.0, 2.0, 2.0, 3.0, 4.0, 5.0]
         assert [step.truncated for step in found] == [False] * 5 + [True]
         assert "There is no action in this reply" in found[0].observations[0].text
 
@@ -163,7 +163,7 @@ def test_a_question_is_answered_with_a_tool() -> None:
         assert used.observations[0].messages == (message,)
         (right,) = await steps(episode, f" {answer}\n")
         assert (right.reward, right.terminated) == (1.0, True)
-        assert right.metrics == {"tool_calls": 1.0, "tool_errors": 0.0, "malformed": 0.0}
+        assert right.metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
         (wrong,) = await steps(await pool.reset(environment_rows(CALCULATOR).train[0]), "fish")
         assert (wrong.reward, wrong.terminated) == (0.0, True)
 
@@ -180,7 +180,7 @@ def test_calls_that_fail_are_answered_in_their_order_and_at_most_two_are_made() 
             ("calculator", "Division by zero.", "id1"),
             ("calculator", "No tool call is left of the 2 that are allowed. Answer without one.", "id1"),
         ]
-        assert step.metrics == {"tool_calls": 3.0, "tool_errors": 3.0, "malformed": 0.0} and not step.over
+        assert step.metrics == {"tool_calls": 3.0, "tool_errors": 3.0} and not step.over
         await episode.close()
 
     played(CALCULATOR, scenario)

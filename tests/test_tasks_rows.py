@@ -33,6 +33,8 @@ def test_a_malformed_name_is_refused(name: str) -> None:
         ("arithmetic:max=3", "no option 'max'; it has max_value, operators, seed"),
         ("arithmetic:max_value=x", "max_value is 'x' and needs int"),
         ("arithmetic:operators=*", "it may hold"),
+        ("arithmetic:min_value=-1", "min_value is -1 and needs at least 0"),
+        ("arithmetic:max_value=9,min_value=9", "less than max_value, which is 9"),
         ("reasoning_gym/chain_sums", "try chain_sum"),
         ("reasoning_gym/chain_sum:max_term=3", "refuses these options"),
         ("reasoning_gym/chain_sum:extract=numbers", "it has to be one of number, tag"),
@@ -56,6 +58,13 @@ def test_differences_are_never_negative() -> None:
     rows = load_rows(Task("arithmetic:operators=-,max_value=9"))
     assert all(int(row.answer or "") >= 0 for row in rows.train)
     assert len(rows.train) + len(rows.held_out) == 55
+
+
+def test_small_numbers_can_be_left_out() -> None:
+    rows = load_rows(Task("arithmetic:min_value=7,max_value=9,operators=+-"))
+    found = {row.prompt for row in (*rows.train, *rows.held_out)}
+    sums = {f"{a}+{b}=" for a in (7, 8, 9) for b in (7, 8, 9)}
+    assert found == sums | {"7-7=", "8-7=", "8-8=", "9-7=", "9-8=", "9-9="}
 
 
 @pytest.mark.parametrize(

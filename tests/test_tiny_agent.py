@@ -64,10 +64,10 @@ def replies(tokenizer: Any, messages: Sequence[Any]) -> str:
 
 def test_tiny_has_the_ids_that_it_always_had() -> None:
     text = "<|system|>Az<|end|><|user|>7+5=\n \u00e9<|end|><|assistant|>12<|end|><|pad|>"
-    expected = [2, 37, 94, 1, 3, 27, 15, 25, 33, 203, 225, 133, 112, 1, 4, 21, 22, 1, 0]
+    expected = [2, 37, 94, 1, 3, 27, 15, 25, 33, 203, 225, 132, 107, 1, 4, 21, 22, 1, 0]
     assert character_tokenizer()(text, add_special_tokens=False)["input_ids"] == expected
     described = json.dumps(character_vocabulary(), sort_keys=True)
-    assert hashlib.blake2b(described.encode(), digest_size=8).hexdigest() == "VOCABULARY"
+    assert hashlib.blake2b(described.encode(), digest_size=8).hexdigest() == "cc587c3f6b1ba717"
 
 
 def test_tiny_and_its_teacher_are_found_in_a_cache_that_was_made_before(made: list[str]) -> None:
@@ -125,12 +125,10 @@ def test_a_reply_is_parsed_into_the_message_that_it_was(tokenizer: Any, content:
     assert tokenizer.parse_response(ids.tolist(), prefix=template.ids(context).tolist()) == message
 
 
-@pytest.mark.parametrize(
-    "reply", ['<|call|>calculator{"expression":', "<|call|><|end|>", "<|call|>calculator[1]<|end|>"]
-)
+@pytest.mark.parametrize("reply", ['calculator{"expression":', "<|end|>", "calculator[1]<|end|>", 'a{"b":1} 2<|end|>'])
 def test_a_malformed_call_is_no_message(tokenizer: Any, reply: str) -> None:
     with pytest.raises(ValueError, match="could not parse"):
-        tokenizer.parse_response(reply, prefix="", tools=[CALCULATOR])
+        tokenizer.parse_response(f"<|call|>{reply}", prefix="", tools=[CALCULATOR])
 
 
 @pytest.mark.parametrize("calls", [True, False])

@@ -55,7 +55,7 @@ class GymnasiumEnv(Env):
                 f"{self._number} actions; write one for each, as actions=left/right"
             )
         _check_observations(name, self._env.observation_space)
-        self._malformed = 0
+        self._malformed = self._malformed_in_a_row = 0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         found, _ = self._env.reset(seed=seed)
@@ -65,15 +65,19 @@ class GymnasiumEnv(Env):
         chosen = self._chosen(action.text)
         if chosen is None:
             self._malformed += 1
+            self._malformed_in_a_row += 1
             return Step(
                 Observation(f"There is no action in this reply. {self._actions}"),
-                truncated=self._malformed == MOST_MALFORMED,
-                metrics={"malformed": 1.0},
+                truncated=self._malformed_in_a_row == MOST_MALFORMED,
+                metrics=self._metrics,
             )
-        self._malformed = 0
+        self._malformed_in_a_row = 0
         found, reward, terminated, truncated, _ = self._env.step(chosen)
-        metrics = {"malformed": 0.0}
-        return Step(Observation(self._text(found)), float(reward), terminated, truncated, metrics)
+        return Step(Observation(self._text(found)), float(reward), terminated, truncated, self._metrics)
+
+    @property
+    def _metrics(self) -> dict[str, float]:
+        return {"malformed": self._malformed}
 
     async def close(self) -> None:
         self._env.close()

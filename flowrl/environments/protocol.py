@@ -66,15 +66,12 @@ class Action:
     """The sampled tokens; empty when somebody plays by hand."""
     finish_reason: str = "stop"
     """"stop", or "length": the reply was cut off at its limit of tokens."""
-    malformed: str = ""
-    """Why a tool call in the reply could not be read, which an environment with tools answers; else ""."""
 
     @classmethod
     def of_message(
         cls,
         message: Mapping[str, Any],
         *,
-        malformed: str = "",
         token_ids: Sequence[int] = (),
         finish_reason: str = "stop",
     ) -> Action:
@@ -83,7 +80,7 @@ class Action:
         The arguments of a call are JSON text or a mapping.
         """
         calls = tuple(_tool_call(call) for call in message.get("tool_calls") or ())
-        return cls(str(message.get("content") or ""), calls, tuple(token_ids), finish_reason, malformed)
+        return cls(str(message.get("content") or ""), calls, tuple(token_ids), finish_reason)
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
@@ -107,6 +104,7 @@ class Step:
     truncated: bool = False
     """The episode is cut off; it could have gone on."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the episode so far: of each name, the last value counts."""
     max_tokens: int | None = None
     """The next reply's limit of tokens; None leaves it to the sampling."""
     stop: tuple[str, ...] = ()

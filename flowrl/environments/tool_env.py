@@ -1,8 +1,7 @@
 """`tools/TASK`: a question of a task, which the policy answers with the help of tools.
 
 A reply with tool calls gets a message of role "tool" for each, in their order. A reply without one is the answer: the
-task's own verifier scores it, and the episode ends. A call that could not be read is said to be so; the third reply in
-a row with such a call truncates.
+task's own verifier scores it, and the episode ends.
 
 The row's seed picks the question: a held-out row's among the task's held-out ones, another row's among those for
 training. Options of the adapter are `tools` (names joined by `+`, see `named_tools`), `calls` (8: the most calls of an
@@ -27,8 +26,6 @@ from flowrl.tasks import Row, Rows, Task
 from flowrl.tasks.judge import BadReward, Judge, load_judge
 
 DEFAULTS: Mapping[str, Any] = {"tools": "", "calls": 8, "reply_s": 40.0}
-MOST_MALFORMED = 3
-"""Replies in a row with a call that could not be read; this many truncate the episode."""
 NAME_BYTES = 256
 """Of a tool's name and a call's id as the policy wrote them."""
 
@@ -64,7 +61,7 @@ class ToolEnv(Env):
 
     def __init__(self, shared: ToolTask) -> None:
         self._shared = shared
-        self._calls = self._errors = self._malformed = self._malformed_in_a_row = 0
+        self._calls = self._errors = 0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         self._row = self._shared.row(EnvironmentRow(task["name"], task["options"], seed))
@@ -74,9 +71,6 @@ class ToolEnv(Env):
         return Observation(messages=self._row.turns, tools=tools)
 
     async def step(self, action: Action) -> Step:
-        if action.malformed:
-            return self._unread(action.malformed)
-        self._malformed_in_a_row = 0
         if action.tool_calls:
             return Step(Observation(messages=await self._answers(action.tool_calls)), metrics=self._metrics)
         reward = self._shared.score(self._row, action.text)
@@ -85,14 +79,7 @@ class ToolEnv(Env):
     @property
     def _metrics(self) -> dict[str, float]:
         """Of the episode so far."""
-        return {"tool_calls": self._calls, "tool_errors": self._errors, "malformed": self._malformed}
-
-    def _unread(self, why: str) -> Step:
-        self._malformed += 1
-        self._malformed_in_a_row += 1
-        text = f"Your tool call could not be read: {without_middle(why, 1000)}"
-        over = self._malformed_in_a_row == MOST_MALFORMED
-        return Step(Observation(text), truncated=over, metrics=self._metrics)
+        return {"tool_calls": self._calls, "tool_errors": self._errors}
 
     async def _answers(self, calls: Sequence[ToolCall]) -> tuple[Mapping[str, str], ...]:
         until = time.monotonic() + self._shared.reply_s

@@ -62,7 +62,7 @@ class Answers:
         most = max(len(row.answer or "") for row in rows) + 1
         pad = self._tokenizer.pad_token_id
         replies_BT = continued(model, [self._prompt(row) for row in rows], most, pad=pad, greedy=greedy)
-        answers = self._tokenizer.batch_decode(replies_BT, skip_special_tokens=True)
+        answers: list[str] = self._tokenizer.batch_decode(replies_BT, skip_special_tokens=True)
         return sum(a == row.answer for a, row in zip(answers, rows, strict=True)) / len(rows)
 
     def _prompt(self, row: Row) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.errors import ConfigError
+from flowrl.messages import Bool
 from flowrl.models.chat import Chat
 from flowrl.models.lessons import IGNORED, Lesson, Lessons, continued
 from flowrl.models.tool_characters import tool_tokenizer
@@ -107,18 +108,19 @@ class ToolTraces:
 
     def score(self, model: Any, rows: Sequence[Row], *, greedy: bool) -> float:
         """The share of rows whose call and answer are right after a first token that begins a call."""
-        right = np.ones(len(rows), np.bool_)
         traces = [self.trace(row, calls=True) for row in rows]
-        spans = [_replies(labels) for _, labels in traces]
-        for reply, given in ((0, 1), (1, 0)):
-            starts = [span[reply][0] + given for span in spans]
-            ends = [span[reply][1] for span in spans]
-            contexts = [ids[:start] for (ids, _), start in zip(traces, starts, strict=True)]
-            most = max(end - start for start, end in zip(starts, ends, strict=True))
-            found = continued(model, contexts, most, pad=self._pad, greedy=greedy).tolist()
-            wanted = [ids[start:end] for (ids, _), start, end in zip(traces, starts, ends, strict=True)]
-            right &= [one[: len(other)] == other for one, other in zip(found, wanted, strict=True)]
-        return float(right.mean())
+        calls = self._imitated(model, traces, 0, given=1, greedy=greedy)
+        return float((calls & self._imitated(model, traces, 1, given=0, greedy=greedy)).mean())
+
+    def _imitated(self, model: Any, traces: Sequence[Lesson], reply: int, *, given: int, greedy: bool) -> Bool:
+        """Of which traces the model, after all before a reply and the first `given` ids of it, goes on as they do."""
+        contexts, rests = [], []
+        for ids, labels in traces:
+            start, end = _replies(labels)[reply]
+            contexts.append(ids[: start + given])
+            rests.append(ids[start + given : end])
+        found = continued(model, contexts, max(map(len, rests)), pad=self._pad, greedy=greedy).tolist()
+        return np.array([one[: len(rest)] == rest for one, rest in zip(found, rests, strict=True)])
 
 
 def _episode(row: Row, calls: bool) -> tuple[list[Mapping[str, Any]], str]:

@@ -14,9 +14,10 @@ from typing import Any
 
 from flowrl.agents import ChatTemplate, Conversation, TokenSequence
 from flowrl.environments import Action, Observation, OpenEpisode, Step
+from flowrl.environments.middle import without_middle
 from flowrl.episode import Reply
 from flowrl.messages import Int32
-from flowrl.nodes.limits import Limits, shortened
+from flowrl.nodes.limits import Limits
 
 MALFORMED_IN_A_ROW = 3
 NAME_BYTES = 256
@@ -54,7 +55,7 @@ class Played:
     context_tokens: int = 0
     malformed: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the environment counted, added up over the steps."""
+    """What the environment counted: of each name, its last value."""
     sequence: TokenSequence | None = None
     """None if nothing was sampled."""
     text: str = ""
@@ -172,7 +173,7 @@ class Attempt:
         self._played.malformed += 1
         if unread:
             return Step(Observation(f"The call could not be read: {unread}. Nothing was called."))
-        names = ", ".join(shortened(name, NAME_BYTES) for name in strange)
+        names = ", ".join(without_middle(name, NAME_BYTES) for name in strange)
         return Step(Observation(f"There is no tool {names}; the tools are {', '.join(known)}. Nothing was called."))
 
     async def _step(self, episode: OpenEpisode, action: Action) -> Step:
@@ -190,8 +191,7 @@ class Attempt:
         self._played.rewards.append((self._last_token, reward))
 
     def _count(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._played.metrics[name] = self._played.metrics.get(name, 0.0) + value
+        self._played.metrics.update(metrics)
 
     def _finished(self, cut: str) -> Played:
         self._played.cut = cut
@@ -221,8 +221,10 @@ def messages_of(observation: Observation, calls: Sequence[Any], most_bytes: int)
     empty one.
     """
     if observation.messages:
-        return [{**message, "content": shortened(message["content"], most_bytes)} for message in observation.messages]
-    text = shortened(observation.text, most_bytes)
+        return [
+            {**message, "content": without_middle(message["content"], most_bytes)} for message in observation.messages
+        ]
+    text = without_middle(observation.text, most_bytes)
     if not calls:
         return [{"role": "user", "content": text}]
     return [

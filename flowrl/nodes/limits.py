@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from flowrl.environments.middle import LEAST_BYTES
+
 OnTruncated = Literal["train", "mask", "drop"]
 
 
@@ -37,27 +39,19 @@ class Limits:
 
     def problems(self) -> Iterator[str]:
         """Sentences that say what is wrong with a value."""
-        for name, least in (("turns", 1), ("tokens", 2), ("turn_tokens", 1), ("episodes", 1), ("retries", 0)):
+        for name, least in (
+            ("turns", 1),
+            ("tokens", 2),
+            ("turn_tokens", 1),
+            ("episodes", 1),
+            ("retries", 0),
+            ("observation_bytes", LEAST_BYTES),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 yield f"limits.{name} is {value}; it has to be {least} or more"
-        if self.observation_bytes < len(CUT_MARK.encode()) + 2:
-            yield f"limits.observation_bytes is {self.observation_bytes}; it has to be 64 or more"
         for name in ("reset_s", "step_s", "episode_s"):
             if not getattr(self, name) > 0:
                 yield f"limits.{name} is {getattr(self, name)}; it has to be above 0"
         if self.on_truncated not in get_args(OnTruncated):
             yield f"limits.on_truncated is {self.on_truncated!r}; choose one of {', '.join(get_args(OnTruncated))}"
-
-
-CUT_MARK = " […cut…] "
-
-
-def shortened(text: str, most_bytes: int) -> str:
-    """`text` within `most_bytes` of UTF-8: the middle of a longer one gives way to a mark."""
-    data = text.encode()
-    if len(data) <= most_bytes:
-        return text
-    room = most_bytes - len(CUT_MARK.encode())
-    head, tail = data[: room - room // 2], data[len(data) - room // 2 :]
-    return head.decode(errors="ignore") + CUT_MARK + tail.decode(errors="ignore")
