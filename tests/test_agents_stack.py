@@ -1,4 +1,4 @@
-"""Episodes on the real stack: tiny_agent calls a calculator, vLLM answers turns, ZeRO trains, and the tokens are proven.
+"""Episodes on the real stack: tiny_agent calls a calculator, vLLM answers, ZeRO trains, the tokens are proven.
 
 One run of graphs/agent_tools.py and its resumption serve all tests here.
 """

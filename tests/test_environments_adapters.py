@@ -186,20 +186,6 @@ def test_calls_that_fail_are_answered_in_their_order_and_at_most_two_are_made() 
     played(CALCULATOR, scenario)
 
 
-def test_the_third_unread_call_in_a_row_truncates() -> None:
-    async def scenario(pool: Episodes) -> None:
-        episode = await pool.reset(environment_rows(CALCULATOR).train[0])
-        unread = Action("<tool_call>{", malformed="no JSON")
-        actions = (unread, unread, Action("", (asked("calculator", expression="1"),)), unread, unread, unread)
-        found = [await episode.step(action) for action in actions]
-        assert [step.truncated for step in found] == [False] * 5 + [True]
-        assert found[0].observations[0].text == "Your tool call could not be read: no JSON"
-        assert found[-1].metrics == {"tool_calls": 1.0, "tool_errors": 0.0, "malformed": 5.0}
-        await episode.close()
-
-    played(CALCULATOR, scenario)
-
-
 def test_tools_of_a_file_that_hang_share_the_time_of_one_reply() -> None:
     async def scenario(pool: Episodes) -> None:
         episode = await pool.reset(EnvironmentRow("own"))

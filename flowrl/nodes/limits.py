@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from flowrl.environments.middle import LEAST_BYTES
 
 OnTruncated = Literal["train", "mask", "drop"]
+LEAST = {"turns": 1, "tokens": 2, "turn_tokens": 1, "episodes": 1, "retries": 0, "observation_bytes": LEAST_BYTES}
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,7 @@ class Limits:
 
     def problems(self) -> Iterator[str]:
         """Sentences that say what is wrong with a value."""
-        for name, least in (
-            ("turns", 1),
-            ("tokens", 2),
-            ("turn_tokens", 1),
-            ("episodes", 1),
-            ("retries", 0),
-            ("observation_bytes", LEAST_BYTES),
-        ):
+        for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 yield f"limits.{name} is {value}; it has to be {least} or more"
