@@ -318,7 +318,8 @@ class Router:
 
     def _touched(self, lane: ReceiveLane) -> None:
         """Wake the consumer, and flush credits or acks if any are due."""
-        self._tell(lane)
+        if lane.changed is not None:
+            lane.changed(lane)
         if lane.machine.out or lane.machine.has_unflushed:
             self.owed(lane)
 
