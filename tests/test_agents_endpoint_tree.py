@@ -147,7 +147,7 @@ def as_returned(message: Message, move: Move) -> Message:
     returned = {**message, "content": message["content"].strip()}
     if message.get("tool_calls"):
         (call,) = message["tool_calls"]
-        arguments = '{ "a":  "%s"}' % call["function"]["arguments"]["a"]
+        arguments = f'{{ "a":  "{call["function"]["arguments"]["a"]}"}}'
         returned["tool_calls"] = [{**call, "function": {**call["function"], "arguments": arguments}}]
         returned["content"] = None if move.ended else returned["content"]
     return returned

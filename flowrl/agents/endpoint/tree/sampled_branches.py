@@ -7,6 +7,7 @@ begins with what was asked first and ends with the last token that was sampled f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -20,7 +21,7 @@ class Asked:
 
     spans: tuple[Span, ...]
 
-    @property
+    @cached_property
     def token_ids(self) -> Int32:
         return np.concatenate([span.token_ids for span in self.spans], dtype=np.int32)
 
