@@ -64,19 +64,23 @@ class RecordedBackend:
     answers: list[Any] = field(default_factory=lambda: ["yes"])
     gate: asyncio.Event | None = None
     requests: list[Asked] = field(default_factory=list)
-    cancelled: int = 0
+    arrived: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """To be acquired once for each request."""
+    cancelled: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """To be acquired once for each request that was cancelled."""
 
     async def reply(
         self, session: str, context_ids: Int32, *, max_tokens: int, stop: tuple[str, ...], tools: Messages
     ) -> SampledAnswer:
         context = self.tokenizer.decode(context_ids.tolist())
         self.requests.append(Asked(session, context, context_ids, max_tokens, stop, tools))
+        self.arrived.release()
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         try:
             if self.gate is not None:
                 await self.gate.wait()
         except asyncio.CancelledError:
-            self.cancelled += 1
+            self.cancelled.release()
             raise
         if isinstance(answer, Exception):
             raise answer
@@ -111,6 +115,7 @@ class RecordedSessions:
 
     left: int = 3
     done: list[FinishedSession] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     given: int = 0
 
     async def next_task(self) -> SessionTask:
@@ -121,6 +126,7 @@ class RecordedSessions:
 
     def finished(self, session: FinishedSession) -> None:
         self.done.append(session)
+        self.ended.set()
 
 
 @dataclass

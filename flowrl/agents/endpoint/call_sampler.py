@@ -42,8 +42,8 @@ class CallSampler:
         elif not call.messages:
             raise invalid("messages", "there are no messages; give at least one")
         elif call.messages[-1]["role"] == "assistant":
-            message = "the last message is the assistant's, and a reply that is begun cannot be continued; end with"
-            raise invalid("messages", f"{message} a message of the user or of a tool")
+            message = "messages ends with one of the assistant, and a reply that is begun cannot be continued"
+            raise invalid("messages", f"{message}; end with a message of the user or of a tool")
 
     async def sample(self, session: AgentSession, call: ApiCall) -> SampledCall:
         """The replies, `n` to each context. Raises ApiProblem; cancelling aborts all of them."""
