@@ -16,6 +16,7 @@ from typing import Any
 
 from flowrl.agents.chat_template import ChatTemplate
 from flowrl.agents.endpoint.agent_session import AgentSession, SampledCall
+from flowrl.agents.endpoint.apis import CallAnswer
 from flowrl.agents.endpoint.backend import FinishedSession, Sessions, SessionTask
 from flowrl.agents.endpoint.call_runs import CallRuns
 from flowrl.agents.endpoint.endpoint_settings import EndpointSettings
@@ -54,7 +55,7 @@ class SessionTable:
         name = task.session_id
         if not SESSION_ID.fullmatch(name) or name in self._open or name in self._ended:
             raise ConfigError(f"the session id {name!r} is taken, or has more than letters, digits, - and _")
-        runs = CallRuns(
+        runs: CallRuns[SampledCall, CallAnswer] = CallRuns(
             self._begun,
             leave_s=self._settings.leave_s,
             most_open=self._settings.session_calls,

@@ -19,7 +19,7 @@ def output_items(call: ApiCall, answer: CallAnswer) -> list[Item]:
         content = [{"type": "reasoning_text", "text": choice.reasoning}]
         items.append({"id": f"rs_{answer.ident}", "type": "reasoning", "summary": [], "content": content})
     if choice.text or not choice.calls:
-        text = {"type": "output_text", "text": choice.text, "annotations": []}
+        text: dict[str, Any] = {"type": "output_text", "text": choice.text, "annotations": []}
         text["logprobs"] = token_logprobs(choice) if call.logprobs else []
         said = {"id": f"msg_{answer.ident}", "type": "message", "role": "assistant", "status": status}
         items.append({**said, "content": [text]})
