@@ -122,7 +122,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config="),
     ({"extra_body": {"min_p": 0.1}}, "min_p is not known here"),
     ({"messages": [*ASK, {"role": "assistant", "content": "12"}]}, "a reply that is begun cannot be continued"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "is of type 'image'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, r"content\[0\].type is 'image'"),
 ]
 
 

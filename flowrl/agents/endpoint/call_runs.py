@@ -29,6 +29,8 @@ class CallRun(Generic[Sampled, Delivered]):
         self.waiting = 0
         self.received = False
         """Whether a client has the whole answer."""
+        self.given_up = False
+        """The session has ended; what was sampled since is not part of it."""
         self.leaving: asyncio.TimerHandle | None = None
         self._deliver = deliver
         self._delivered: Delivered | None = None
@@ -40,7 +42,7 @@ class CallRun(Generic[Sampled, Delivered]):
     async def delivered(self) -> Delivered:
         """Raises ApiProblem if the run failed, or if it was cancelled because its session ended."""
         await asyncio.wait({self.task})
-        if self.task.cancelled():
+        if self.task.cancelled() or self.given_up:
             raise ApiProblem(409, "the session ended while this call was open, so its answer was given up")
         sampled = self.task.result()
         if self._delivered is None:
@@ -111,6 +113,7 @@ class CallRuns(Generic[Sampled, Delivered]):
         for run in runs:
             if run.leaving is not None:
                 run.leaving.cancel()
+            run.given_up = True
             run.task.cancel()
 
     def _begun(

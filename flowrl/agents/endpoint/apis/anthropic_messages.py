@@ -115,9 +115,7 @@ def _system(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _messages(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for n, message in enumerate(fields.items("messages", body.get("messages"))):
         name = f"messages[{n}]"
-        role = fields.mapping(name, message).get("role")
-        if role not in BLOCKS:
-            raise invalid(f"{name}.role", f"{name}.role is {role!r}; it has to be user or assistant")
+        role = fields.one_of(f"{name}.role", fields.mapping(name, message).get("role"), BLOCKS)
         fields.check_fields(message, {"role", "content"}, {}, f"{name}.")
         blocks = _read_blocks(f"{name}.content", role, message.get("content"))
         yield from [_assistant(blocks)] if role == "assistant" else _said(role, blocks)
@@ -128,11 +126,8 @@ def _read_blocks(name: str, role: str, content: Any) -> list[Mapping[str, Any]]:
         return [{"type": "text", "text": content, "where": name}]
     blocks = fields.items(name, content)
     for n, block in enumerate(blocks):
-        kind = fields.mapping(f"{name}[{n}]", block).get("type")
-        if kind not in BLOCKS[role]:
-            raise invalid(
-                f"{name}[{n}]", f"{name}[{n}] is of type {kind!r}, which a message of {role} cannot have here"
-            )
+        where = f"{name}[{n}]"
+        kind = fields.one_of(f"{where}.type", fields.mapping(where, block).get("type"), BLOCKS[role])
         fields.check_fields(block, BLOCK[kind], EMPTY, f"{name}[{n}].")
     return [{**block, "where": f"{name}[{n}]"} for n, block in enumerate(blocks)]
 

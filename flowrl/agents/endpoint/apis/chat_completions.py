@@ -143,9 +143,7 @@ def _tool(name: str, tool: Any) -> Mapping[str, Any]:
 
 
 def _message(name: str, message: Any) -> Mapping[str, Any]:
-    role = ROLES.get(fields.mapping(name, message).get("role", ""))
-    if role is None:
-        raise invalid(f"{name}.role", f"{name}.role is {message.get('role')!r}; it has to be one of {', '.join(ROLES)}")
+    role = ROLES[fields.one_of(f"{name}.role", fields.mapping(name, message).get("role"), ROLES)]
     fields.check_fields(message, MESSAGE[role], EMPTY, f"{name}.")
     read = {"role": role, "content": fields.content_text(f"{name}.content", message.get("content"))}
     for key in ("name", "tool_call_id", "reasoning_content"):

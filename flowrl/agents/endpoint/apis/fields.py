@@ -54,6 +54,12 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise invalid(name, f"{name} is {short(value)}; it has to be one of {', '.join(sorted(allowed))}")
+    return value
+
+
 def flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
@@ -100,8 +106,8 @@ def content_text(name: str, content: Any, kinds: Collection[str] = ("text",)) ->
 
 def _part_text(name: str, part: Any, kinds: Collection[str]) -> str:
     kind = mapping(name, part).get("type")
-    if kind not in kinds:
-        raise invalid(name, f"{name} is of type {kind!r}; the policy reads text alone")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise invalid(name, f"{name} is of type {short(kind)}; the policy reads text alone")
     return text(f"{name}.text", part.get("text"))
 
 

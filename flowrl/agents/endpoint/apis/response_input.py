@@ -7,7 +7,6 @@ from typing import Any
 
 from flowrl.agents.endpoint.apis import fields
 from flowrl.agents.endpoint.apis.chat_completions import ROLES
-from flowrl.agents.endpoint.problems import invalid
 
 TEXTS = ("input_text", "output_text", "text")
 ITEM = {
@@ -51,18 +50,14 @@ def _joined(message: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, An
 
 
 def _kind(name: str, item: Any) -> str:
-    kind = fields.mapping(name, item).get("type", "message")
-    if kind not in ITEM:
-        raise invalid(f"{name}.type", f"{name} is of type {kind!r}; it has to be one of {', '.join(ITEM)}")
+    kind = fields.one_of(f"{name}.type", fields.mapping(name, item).get("type", "message"), ITEM)
     fields.check_fields(item, ITEM[kind], EMPTY, f"{name}.")
-    return str(kind)
+    return kind
 
 
 def _message(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    role = ROLES.get(item.get("role", ""))
-    if role is None or role == "tool":
-        raise invalid(f"{name}.role", f"{name}.role is {item.get('role')!r}; it has to be user, assistant or system")
-    return {"role": role, "content": fields.content_text(f"{name}.content", item.get("content"), TEXTS)}
+    role = fields.one_of(f"{name}.role", item.get("role"), ROLES.keys() - {"tool"})
+    return {"role": ROLES[role], "content": fields.content_text(f"{name}.content", item.get("content"), TEXTS)}
 
 
 def _reasoning(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
