@@ -95,7 +95,7 @@ steps = st.builds(
 halves = st.text(st.characters())
 calls = st.builds(ToolCall, halves, st.dictionaries(halves, st.integers() | st.just(1 << 99) | halves), halves)
 actions = st.builds(
-    Action, text, st.lists(calls).map(tuple), st.lists(st.integers(0, 1 << 31)).map(tuple), st.just("length"), text
+    Action, text, st.lists(calls).map(tuple), st.lists(st.integers(0, 1 << 31)).map(tuple), st.just("length")
 )
 
 
@@ -120,7 +120,7 @@ def test_a_parsed_message_is_an_action() -> None:
     calls = [{"id": "c1", "type": "function", "function": asked}, {"function": {"name": "now", "arguments": {}}}]
     found = Action.of_message({"role": "assistant", "content": "hm", "tool_calls": calls}, token_ids=(1, 2))
     expected = (ToolCall("add", {"a": 123456789012345678901, "b": [None]}, "c1"), ToolCall("now"))
-    assert found == Action("hm", expected, (1, 2), "stop", "")
+    assert found == Action("hm", expected, (1, 2), "stop")
     assert Action.of_message({"role": "assistant", "content": None}) == Action("")
 
 

@@ -180,6 +180,7 @@ BROAD_EXCEPTS = {
     "channel/control.py: Control._run_note",
     "agents/chat_template.py: ChatTemplate.text",
     "agents/call_parser.py: ReplyParser._parts",
+    "agents/endpoint/call_sampler.py: CallSampler._reply",
     "channel/control.py: Control._work",
     "channel/link.py: Listener._drain",
     "environments/episode_child.py: play",

@@ -85,9 +85,13 @@ class ChatTemplate:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def following(self, history: Messages, sampled: Int32, new: Messages) -> Int32:
-        """What the template writes after the reply that ends `history` up to the next one, less what was sampled."""
+        """What the template writes after the reply that ends `history` up to the next one, less what was sampled.
+
+        Without new messages the next reply follows at once.
+        """
         reply = history[-1]
-        boundary = self.boundary(str(new[0]["role"]), calls=bool(reply.get("tool_calls")))
+        role = str(new[0]["role"]) if new else "assistant"
+        boundary = self.boundary(role, calls=bool(reply.get("tool_calls")))
         mark = self._unused_mark([*history, *new])
         ids = self.ids_after_reply(self._after_mark([*history[:-1], _marked(reply, mark), *new], mark))
         start = self._closing(boundary, sampled)

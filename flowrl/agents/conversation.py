@@ -111,7 +111,7 @@ class Conversation:
 
     def sequences(self) -> tuple[TokenSequence, ...]:
         """One for each branch, in the order of their beginnings; with `history="append"` at most one."""
-        return tuple(_sequence(branch) for branch in self._branches)
+        return tuple(token_sequence(branch) for branch in self._branches)
 
     def _commit(self, context: tuple[Span, ...], span: Span, message: Mapping[str, Any]) -> None:
         current = self._branches[-1] if self._branches else ()
@@ -177,7 +177,8 @@ class Conversation:
         return Span(self.template.ids(text), text) if first else self._after_reply(text)
 
 
-def _sequence(spans: Sequence[Span]) -> TokenSequence:
+def token_sequence(spans: Sequence[Span]) -> TokenSequence:
+    """The spans, one after the other; those with logprobs are in the loss."""
     sizes = [span.token_ids.size for span in spans]
     masks = [np.full(n, span.logprobs is not None) for n, span in zip(sizes, spans, strict=True)]
     logprobs = [np.zeros(s.token_ids.size) if s.logprobs is None else s.logprobs for s in spans]

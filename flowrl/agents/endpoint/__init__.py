@@ -1,0 +1,27 @@
+"""An HTTP endpoint for agent code, in front of whatever samples. A library; no graph uses it yet."""
+
+from flowrl.agents.endpoint.agent_endpoint import AgentEndpoint
+from flowrl.agents.endpoint.backend import (
+    Backend,
+    Busy,
+    FinishedSession,
+    SampledAnswer,
+    Sessions,
+    SessionTask,
+    Unavailable,
+)
+from flowrl.agents.endpoint.endpoint_settings import EndpointSettings
+from flowrl.agents.endpoint.sessions_over_http import SessionAccess
+
+__all__ = [
+    "AgentEndpoint",
+    "Backend",
+    "Busy",
+    "EndpointSettings",
+    "FinishedSession",
+    "SampledAnswer",
+    "SessionAccess",
+    "SessionTask",
+    "Sessions",
+    "Unavailable",
+]

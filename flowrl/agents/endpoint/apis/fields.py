@@ -1,0 +1,135 @@
+"""Reading the fields of a body. What is not understood is refused, and the error names the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from flowrl.agents.endpoint.problems import ApiProblem, invalid
+
+MOST_REPLIES = 128
+
+
+def check_fields(
+    body: Mapping[str, Any], read: Collection[str], neutral: Mapping[str, tuple[Any, ...]], where: str = ""
+) -> None:
+    """Raises ApiProblem for a field that is neither read nor has one of the values that ask for nothing.
+
+    `neutral` has the fields that change what is sampled or shown in a way that this endpoint does not offer.
+    """
+    for name, value in body.items():
+        if value is None or name in read:
+            continue
+        if name not in neutral:
+            raise invalid(where + name, f"{where}{name} is not known here; leave it out")
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral[name]):
+            raise untrainable(where + name, value)
+
+
+def untrainable(name: str, value: Any) -> ApiProblem:
+    """A field that changes how tokens are sampled."""
+    return invalid(
+        name,
+        f"{name}={short(value)} is not possible here: the policy is trained on what it samples with the run's own "
+        f"settings, and nothing else; leave {name} out",
+    )
+
+
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise invalid(name, f"{name} is {short(value)}; it needs an object")
+    return value
+
+
+def items(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise invalid(name, f"{name} is {short(value)}; it needs a list")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise invalid(name, f"{name} is {short(value)}; it needs text")
+    return value
+
+
+def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise invalid(name, f"{name} is {short(value)}; it has to be one of {', '.join(sorted(allowed))}")
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise invalid(name, f"{name} is {short(value)}; it needs true or false")
+    return bool(value)
+
+
+def count(body: Mapping[str, Any], name: str, most: int | None = None) -> int | None:
+    """A whole number from 1 on; None if there is none."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+        limit = "above 0" if most is None else f"from 1 to {most}"
+        raise invalid(name, f"{name} is {short(value)}; it needs a whole number {limit}")
+    return value
+
+
+def stop_texts(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
+    value = body.get(name)
+    texts = [value] if isinstance(value, str) else items(name, value or [])
+    for one in texts:
+        if not text(name, one):
+            raise invalid(name, f"{name} has an empty text, which would end every reply at once")
+    return tuple(texts)
+
+
+def check_numbers(body: Mapping[str, Any], *names: str) -> None:
+    """Of sampling parameters that take the graph's values: they have to be numbers all the same."""
+    for name in names:
+        value = body.get(name)
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise invalid(name, f"{name} is {short(value)}; it needs a number")
+
+
+def content_text(name: str, content: Any, kinds: Collection[str] = ("text",)) -> str:
+    """The text of a message's content: text, or parts of text, one after the other."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(_part_text(f"{name}[{n}]", part, kinds) for n, part in enumerate(items(name, content)))
+
+
+def _part_text(name: str, part: Any, kinds: Collection[str]) -> str:
+    kind = mapping(name, part).get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise invalid(name, f"{name} is of type {short(kind)}; the policy reads text alone")
+    return text(f"{name}.text", part.get("text"))
+
+
+def parsed_arguments(name: str, arguments: Any) -> Mapping[str, Any]:
+    """The arguments of a tool call that a client sends, given as JSON text."""
+    try:
+        found = json.loads(text(name, arguments) or "{}")
+    except ValueError:
+        raise invalid(name, f"{name} is not valid JSON: {short(arguments)}") from None
+    return mapping(name, found)
+
+
+def function_tool(name: str, function: Any, parameters: str = "parameters") -> Mapping[str, Any]:
+    """A tool as chat templates know it, from its name, description and schema."""
+    described = mapping(name, function)
+    tool = {"name": text(f"{name}.name", described.get("name"))}
+    if described.get("description") is not None:
+        tool["description"] = text(f"{name}.description", described["description"])
+    schema = mapping(f"{name}.{parameters}", described.get(parameters) or {"type": "object", "properties": {}})
+    return {"type": "function", "function": {**tool, "parameters": schema}}
+
+
+def short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,0 +1,113 @@
+"""What stands behind the endpoint: who samples, and who has tasks.
+
+Array axes: N sampled tokens of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flowrl.agents.conversation import TokenSequence
+from flowrl.messages import Float32, Int32
+from flowrl.models.chat import Messages
+
+FINISHED_BY = ("stop", "length")
+
+
+@dataclass(frozen=True)
+class SampledAnswer:
+    """One reply of the policy. Raises ValueError if it has no tokens, or arrays of several lengths."""
+
+    token_ids: Int32
+    """[N], the end token included if it was sampled, and the tokens of a stop text."""
+    logprobs: Float32
+    """[N]"""
+    versions: Int32
+    """[N]"""
+    finish_reason: str
+    """stop | length"""
+    text: str
+    """Decoded without special tokens, and without the stop text that ended it."""
+    message: Mapping[str, Any] | None = None
+    """The reply as parsed: `content`, `reasoning_content`, `tool_calls` whose arguments are mappings. None is a
+    message of the text alone. The ids of calls may be missing."""
+    stop_text: str = ""
+    """The one of the call's stop texts that ended the reply, if one did."""
+    cached_tokens: int = 0
+    """Tokens of the context that were in the prefix cache."""
+    request_id: str = ""
+    """The backend's own; `FinishedSession.request_ids` says which were used."""
+
+    def __post_init__(self) -> None:
+        sizes = {self.token_ids.size, self.logprobs.size, self.versions.size}
+        if len(sizes) > 1 or 0 in sizes:
+            raise ValueError(f"an answer has arrays of {sorted(sizes)} tokens; it needs one length above 0")
+        if self.finish_reason not in FINISHED_BY:
+            raise ValueError(f"finish_reason is {self.finish_reason!r}; it has to be {' or '.join(FINISHED_BY)}")
+
+
+class Backend(Protocol):
+    """Samples replies with the graph's temperature and top_p."""
+
+    async def reply(
+        self, session: str, context_ids: Int32, *, max_tokens: int, stop: tuple[str, ...], tools: Messages
+    ) -> SampledAnswer:
+        """One reply to a context. Cancelling aborts the sampling. Several may be asked for at the same time.
+
+        `tools` are those that the reply may call, to parse it with. Raises Unavailable or Busy, which the client sees
+        as 503 and 429; any other exception is a 500.
+        """
+        ...
+
+
+class SessionRefused(Exception):
+    """The text tells the client why; it may ask again after `retry_after_s`."""
+
+    def __init__(self, reason: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(SessionRefused):
+    """Nothing behind the endpoint can answer now: no generator, no further task."""
+
+
+class Busy(SessionRefused):
+    """Everything behind the endpoint is taken."""
+
+
+@dataclass(frozen=True)
+class SessionTask:
+    """What an agent is to do, under the session's name."""
+
+    session_id: str
+    """Letters, digits, - and _; unique within the run."""
+    task: Mapping[str, Any] = field(default_factory=dict)
+    """The row, as JSON."""
+
+
+@dataclass(frozen=True)
+class FinishedSession:
+    """An ended session with all that it sampled."""
+
+    session_id: str
+    sequences: tuple[TokenSequence, ...]
+    request_ids: tuple[str, ...]
+    """Of the answers in the sequences, in the order in which clients received them. Others were abandoned."""
+    reward: float | None
+    cause: str
+    """"" if the session has a reward and was ended by its client; else session_idle | no_reward."""
+
+
+class Sessions(Protocol):
+    """Hands out tasks, and takes sessions back."""
+
+    async def next_task(self) -> SessionTask:
+        """The next one, which a session begins with. Cancelling takes none. Raises Unavailable or Busy."""
+        ...
+
+    def finished(self, session: FinishedSession) -> None:
+        """A session has ended; called once for each."""
+        ...

@@ -1,0 +1,123 @@
+"""From a call that was read to its replies: contexts, limits, the backend, and the session's tree."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flowrl.agents.conversation import Span
+from flowrl.agents.endpoint.agent_session import AgentSession, SampledCall
+from flowrl.agents.endpoint.apis import ApiCall, CallAnswer, Choice
+from flowrl.agents.endpoint.backend import Backend, Busy, SampledAnswer, Unavailable
+from flowrl.agents.endpoint.endpoint_settings import EndpointSettings
+from flowrl.agents.endpoint.problems import ApiProblem, invalid
+from flowrl.agents.endpoint.tree import Asked
+from flowrl.agents.endpoint.tree.message_tree import AskedMessages
+from flowrl.agents.endpoint.tree.raw_prompts import AskedPrompt
+from flowrl.errors import ConfigError
+from flowrl.messages import Int32
+
+log = logging.getLogger(__name__)
+
+
+class CallSampler:
+    """Samples replies to calls, and delivers them: what is delivered enters the session's tree."""
+
+    def __init__(self, backend: Backend, tokenizer: Any, settings: EndpointSettings) -> None:
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._settings = settings
+
+    def check(self, call: ApiCall) -> None:
+        """Raises ApiProblem for a model that is not served, or messages that no reply can follow."""
+        if call.model not in self._settings.models:
+            message = f"the model {call.model!r} is not served here; use {' or '.join(self._settings.models)}"
+            raise ApiProblem(404, message, param="model", code="model_not_found")
+        if call.prompts:
+            self._check_vocabulary(call)
+        elif not call.messages:
+            raise invalid("messages", "there are no messages; give at least one")
+        elif call.messages[-1]["role"] == "assistant":
+            message = "messages ends with one of the assistant, and a reply that is begun cannot be continued"
+            raise invalid("messages", f"{message}; end with a message of the user or of a tool")
+
+    async def sample(self, session: AgentSession, call: ApiCall) -> SampledCall:
+        """The replies, `n` to each context. Raises ApiProblem; cancelling aborts all of them."""
+        asked = [one for one in self._asked(session, call) for _ in range(call.n)]
+        contexts = [one.token_ids for one in asked]
+        limits = [self.max_tokens(call, context.size) for context in contexts]
+        if len(asked) == 1:
+            return [(asked[0], await self._reply(session, call, contexts[0], limits[0]))]
+        try:
+            async with asyncio.TaskGroup() as group:
+                pairs = zip(contexts, limits, strict=True)
+                tasks = [group.create_task(self._reply(session, call, *pair)) for pair in pairs]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [(one, task.result()) for one, task in zip(asked, tasks, strict=True)]
+
+    def deliver(self, session: AgentSession, call: ApiCall, sampled: SampledCall) -> CallAnswer:
+        """What the client sees; from now on the replies are part of the session."""
+        session.request_ids += [answer.request_id for _, answer in sampled]
+        choices = tuple(self._delivered(session, call, asked, answer) for asked, answer in sampled)
+        sizes = [asked.token_ids.size for asked, _ in sampled[:: call.n]]
+        answer = CallAnswer(choices, sum(sizes), self.max_tokens(call, max(sizes)))
+        if call.kept is not None:
+            session.keep_response(answer.ident, [*call.kept, choices[0].message])
+        return answer
+
+    def max_tokens(self, call: ApiCall, context_tokens: int) -> int:
+        """The limit of a reply. Raises ApiProblem if the context leaves no place for one."""
+        room = self._settings.context_tokens - context_tokens
+        if room < 1:
+            limit = f"and the model's length of {self._settings.context_tokens} leaves no place for a reply"
+            message = f"the context has {context_tokens} tokens, {limit}; shorten the messages"
+            raise ApiProblem(400, message, param="messages", code="context_length_exceeded")
+        return min(call.max_tokens or room, self._settings.turn_tokens, room)
+
+    def _asked(self, session: AgentSession, call: ApiCall) -> Sequence[Asked]:
+        if call.prompts:
+            return [session.prompts.asked(prompt) for prompt in call.prompts]
+        try:
+            return [session.tree.asked(call.messages, call.tools)]
+        except ConfigError as problem:
+            raise invalid("messages", str(problem)) from None
+
+    async def _reply(self, session: AgentSession, call: ApiCall, context: Int32, max_tokens: int) -> SampledAnswer:
+        try:
+            return await self._backend.reply(
+                session.session_id, context, max_tokens=max_tokens, stop=call.stop, tools=call.tools
+            )
+        except Unavailable as problem:
+            raise ApiProblem(503, str(problem), retry_after_s=problem.retry_after_s) from None
+        except Busy as problem:
+            raise ApiProblem(429, str(problem), retry_after_s=problem.retry_after_s) from None
+        except Exception as problem:  # the boundary to whatever samples
+            log.exception("sampling for the session %s failed", session.session_id)
+            raise ApiProblem(500, f"sampling failed: {type(problem).__name__}: {problem}") from None
+
+    def _delivered(self, session: AgentSession, call: ApiCall, asked: Asked, answer: SampledAnswer) -> Choice:
+        ids = answer.token_ids.astype(np.int32)
+        span = Span(ids, "", answer.logprobs.astype(np.float32), answer.versions.astype(np.int32))
+        message = answer.message or {"content": answer.text}
+        if isinstance(asked, AskedMessages):
+            message = session.tree.add(asked, span, message)
+        else:
+            assert isinstance(asked, AskedPrompt)
+            session.prompts.add(asked, span, answer.text)
+            message = {"content": answer.text}
+        return Choice(answer, message, self._tokens(ids) if call.logprobs else ())
+
+    def _tokens(self, ids: Int32) -> tuple[str, ...]:
+        """The text of each token alone, special tokens included."""
+        return tuple(self._tokenizer.decode([token], skip_special_tokens=False) for token in ids.tolist())
+
+    def _check_vocabulary(self, call: ApiCall) -> None:
+        size = len(self._tokenizer)
+        for prompt in call.prompts:
+            if not isinstance(prompt, str) and max(prompt) >= size:
+                raise invalid("prompt", f"prompt has the token {max(prompt)}, and the policy has {size} tokens")

@@ -1,0 +1,72 @@
+"""When two messages are the same one: how a message of the policy is known again when a client sends it back.
+
+Clients send a reply back as their library holds it: with arguments written anew, with blanks trimmed, without the
+text beside a call, or without the ids of calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+Found = TypeVar("Found")
+
+
+def canonical(value: Any) -> str:
+    """JSON text that is equal for equal values."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def said(message: Mapping[str, Any]) -> str:
+    """What an assistant message says: its text without blanks at the ends, and its calls without their ids."""
+    return canonical([_text(message), _calls(message)])
+
+
+def call_ids(message: Mapping[str, Any]) -> list[str]:
+    """The ids of a message's tool calls that have one."""
+    return [str(call["id"]) for call in message.get("tool_calls") or () if call.get("id")]
+
+
+class KnownReplies(Generic[Found]):
+    """Replies of the policy, found by what a client sends back. Of several that say the same the first is found."""
+
+    def __init__(self) -> None:
+        self._by_call_id: dict[str, tuple[Mapping[str, Any], Found]] = {}
+        self._by_said: dict[str, Found] = {}
+
+    def add(self, message: Mapping[str, Any], reply: Found) -> None:
+        for call_id in call_ids(message):
+            self._by_call_id.setdefault(call_id, (message, reply))
+        self._by_said.setdefault(said(message), reply)
+
+    def find(self, message: Mapping[str, Any]) -> Found | None:
+        """The reply that `message` repeats: by the id of a call, unless the calls or the text were edited; else by
+        what it says. None if it repeats none."""
+        for call_id in call_ids(message):
+            known = self._by_call_id.get(call_id)
+            if known is not None and _repeats(message, known[0]):
+                return known[1]
+        return self._by_said.get(said(message))
+
+
+def _repeats(message: Mapping[str, Any], reply: Mapping[str, Any]) -> bool:
+    return _calls(message) == _calls(reply) and _text(message) in ("", _text(reply))
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    return str(message.get("content") or "").strip()
+
+
+def _calls(message: Mapping[str, Any]) -> list[list[Any]]:
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    return [[function["name"], _arguments(function["arguments"])] for function in functions]
+
+
+def _arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

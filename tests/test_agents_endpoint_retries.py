@@ -1,0 +1,173 @@
+"""Clients that leave, and clients that ask again: nothing is sampled twice, and nothing is sampled for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+
+from flowrl.agents.endpoint import Unavailable
+from tests.endpoint_rig import EndpointRig, an_endpoint
+
+pytestmark = pytest.mark.timeout(30)
+ASK: list[Any] = [{"role": "user", "content": "7+5="}]
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+class Caller:
+    """Sends the same call as often as it is told to, as an SDK's attempt of that number."""
+
+    def __init__(self, rig: EndpointRig, http: aiohttp.ClientSession) -> None:
+        self._rig = rig
+        self._http = http
+
+    def begin(self, attempt: int, **more: Any) -> asyncio.Task[tuple[int, Any]]:
+        return asyncio.create_task(self._call(attempt, {"model": "policy", "messages": ASK, **more}))
+
+    async def _call(self, attempt: int, body: dict[str, Any]) -> tuple[int, Any]:
+        headers = {"x-api-key": self._rig.access.api_key, "x-stainless-retry-count": str(attempt)}
+        url = f"{self._rig.endpoint.url}/v1/chat/completions"
+        async with self._http.post(url, json=body, headers=headers) as response:
+            return response.status, await response.json()
+
+
+@asynccontextmanager
+async def a_caller(*answers: Any, **settings: Any) -> AsyncIterator[tuple[EndpointRig, Caller]]:
+    """A backend whose gate is closed, and a caller of an endpoint before it."""
+    async with an_endpoint(*answers, **settings) as rig, aiohttp.ClientSession() as http:
+        rig.backend.gate = asyncio.Event()
+        yield rig, Caller(rig, http)
+
+
+async def gone(task: asyncio.Task[Any]) -> None:
+    """The client leaves."""
+    task.cancel()
+    await asyncio.wait({task})
+
+
+@pytest.mark.parametrize("sdk", ["openai", "anthropic"])
+def test_an_sdk_that_times_out_and_asks_again_gets_the_first_answer(sdk: str) -> None:
+    async def work() -> None:
+        async with an_endpoint("first", "second") as rig:
+            rig.backend.gate = asyncio.Event()
+            access = rig.access
+            if sdk == "openai":
+                openai = AsyncOpenAI(
+                    base_url=access.openai_base_url, api_key=access.api_key, max_retries=5, timeout=0.1
+                )
+                call: Any = openai.chat.completions.with_raw_response.create(model="policy", messages=ASK)
+            else:
+                anthropic = AsyncAnthropic(
+                    base_url=access.anthropic_base_url, api_key=access.api_key, max_retries=5, timeout=0.1
+                )
+                call = anthropic.messages.with_raw_response.create(model="policy", messages=ASK, max_tokens=9)
+            asyncio.get_running_loop().call_later(0.3, rig.backend.gate.set)
+            raw = await call
+            assert raw.retries_taken >= 1 and "first" in (await _text(raw))
+            assert len(rig.backend.requests) == 1 and len(rig.end().sequences) == 1
+
+    run(work())
+
+
+async def _text(raw: Any) -> str:
+    return str(raw.text if isinstance(raw.text, str) else await raw.text())
+
+
+def test_a_retry_joins_a_call_whose_client_is_still_there() -> None:
+    async def work() -> None:
+        async with a_caller("first", "second") as (rig, caller):
+            one = caller.begin(0)
+            await rig.backend.arrived.acquire()
+            other = caller.begin(1)
+            rig.backend.gate.set()
+            assert await one == await other and (await one)[0] == 200
+            assert len(rig.backend.requests) == 1 and len(rig.end().sequences) == 1
+
+    run(work())
+
+
+def test_a_retry_repeats_an_answer_that_nobody_was_there_to_receive() -> None:
+    async def work() -> None:
+        async with a_caller("first", "second") as (rig, caller):
+            one = caller.begin(0)
+            await rig.backend.arrived.acquire()
+            await gone(one)
+            rig.backend.gate.set()
+            status, body = await caller.begin(2)
+            assert status == 200 and body["choices"][0]["message"]["content"] == "first"
+            assert (await caller.begin(1))[1] == body
+            assert len(rig.backend.requests) == 1 and len(rig.end().sequences) == 1
+
+    run(work())
+
+
+def test_a_client_that_leaves_aborts_the_sampling() -> None:
+    async def work() -> None:
+        async with a_caller(leave_s=0.0) as (rig, caller):
+            one = caller.begin(0, n=3)
+            for _ in range(3):
+                await rig.backend.arrived.acquire()
+            await gone(one)
+            for _ in range(3):
+                await rig.backend.cancelled.acquire()
+            assert rig.end().sequences == ()
+
+    run(work())
+
+
+def test_an_answer_that_no_client_received_is_not_part_of_the_session() -> None:
+    async def work() -> None:
+        async with a_caller("first", "second", leave_s=0.05) as (rig, caller):
+            one = caller.begin(0)
+            await rig.backend.arrived.acquire()
+            await gone(one)
+            await asyncio.sleep(0.02)  # until the endpoint has seen it, within the time that it waits for a retry
+            rig.backend.gate.set()
+            await asyncio.sleep(0.1)  # twice that time
+            status, body = await caller.begin(1)
+            assert status == 200 and body["choices"][0]["message"]["content"] == "second"
+            finished = rig.end()
+            assert finished.request_ids == ("request-2",) and len(finished.sequences) == 1
+
+    run(work())
+
+
+def test_what_is_no_retry_is_sampled_anew() -> None:
+    """The same call once more, another call as a retry, and a retry of a call that failed."""
+
+    async def work() -> None:
+        async with a_caller("a", "b", "c", Unavailable("no generator"), "d") as (rig, caller):
+            rig.backend.gate.set()
+            assert [(await caller.begin(0))[1]["choices"][0]["message"]["content"] for _ in range(2)] == ["a", "b"]
+            assert (await caller.begin(1, stop="x"))[1]["choices"][0]["message"]["content"] == "c"
+            assert (await caller.begin(0, stop="y"))[0] == 503
+            assert (await caller.begin(1, stop="y"))[1]["choices"][0]["message"]["content"] == "d"
+            assert len(rig.end().sequences) == 4
+
+    run(work())
+
+
+def test_of_equal_calls_a_retry_joins_that_one_whose_client_is_gone() -> None:
+    async def work() -> None:
+        async with a_caller("a", "b", "c") as (rig, caller):
+            calls = []
+            for _ in range(3):
+                calls.append(caller.begin(0))
+                await rig.backend.arrived.acquire()
+            await gone(calls[1])
+            await asyncio.sleep(0.02)  # until the endpoint has seen it
+            retry = caller.begin(1)
+            rig.backend.gate.set()
+            said = [(await call)[1]["choices"][0]["message"]["content"] for call in (calls[0], retry, calls[2])]
+            assert sorted(said) == ["a", "b", "c"] and len(rig.backend.requests) == 3
+
+    run(work())
