@@ -287,7 +287,9 @@ def check_renderings(played: Played, *, by_id: bool) -> None:
             assert np.array_equal(context, template.ids(text))
         for request in played.requests[:n]:
             shown = template.decode(request.sampled)
-            if request.kind == "plain" and shown in text and template.ends(request.sampled):
+            # A template may strip a reply and write white space of its own before it: then it has not kept the reply.
+            kept = shown in text and shown == shown.lstrip()
+            if request.kind == "plain" and kept and template.ends(request.sampled):
                 assert contains(context, request.sampled)
 
 
