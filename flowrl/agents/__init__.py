@@ -1,4 +1,4 @@
-"""Agents: conversations of many turns as token ids, and what replies say. A library; no graph uses it yet."""
+"""Agents: conversations of many turns as token ids, and what replies say."""
 
 from flowrl.agents.call_parser import ParsedReply, ReplyParser, reply_parser
 from flowrl.agents.chat_template import ChatTemplate
