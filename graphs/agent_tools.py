@@ -22,7 +22,7 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 @dataclass(frozen=True)
 class AgentTools(EpisodeOptions):
     policy: str = "tiny_agent"
-    task: Task = Task("arithmetic")
+    task: Task = Task("arithmetic:min_value=30")
     """What is asked: a task with answers and a verifier."""
     tools: str = "calculator"
     """calculator, or FILE.py:NAME for tools of your own."""
@@ -31,9 +31,6 @@ class AgentTools(EpisodeOptions):
     look_ahead: int = 8
     max_tokens: int = 40
     lr: float = 3e-4
-    evaluate: int = 128
-    evaluate_samples: int = 4
-    """Episodes of each held-out question: one is greedy, several are sampled."""
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"] = "group_norm"
     """What an episode is compared with: the mean of its group, with or without division by the group's standard
     deviation, or the other episodes."""
@@ -43,7 +40,8 @@ class AgentTools(EpisodeOptions):
     @property
     def environment(self) -> str:
         """The environment's name."""
-        return f"tools/{self.task.name}:tools={self.tools}"
+        name, _, options = self.task.name.partition(":")
+        return f"tools/{name}:" + ",".join(filter(None, (f"tools={self.tools}", options)))
 
 
 def graph(cfg: AgentTools) -> Graph:
