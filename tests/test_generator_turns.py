@@ -19,6 +19,7 @@ from flowrl.nodes.responses import Responses
 from flowrl.nodes.sampling import Completion, Sampling
 from flowrl.nodes.vllm_sampler import EVALUATION, priority_of
 from tests.generator_rig import RecordingContext, make_prompt
+from tests.ticks import ticks
 
 TOKENIZER = tool_tokenizer()
 CONTEXT = np.array(TOKENIZER("<|user|>5+7=<|end|><|assistant|>")["input_ids"], np.int32)
@@ -126,7 +127,7 @@ def test_a_turn_is_continued_after_a_checkpoint_and_its_tokens_are_not_in_it() -
         assert await made.snapshot() == {}
         waiting = asyncio.create_task(made._reply(turn()))
         sample = asyncio.create_task(made._sample(make_prompt(1), made.sampling, 0))
-        await asyncio.sleep(0)
+        await ticks(3)
         assert not waiting.done()
         await made.resume()
         assert (await waiting).finish_reason == "stop" and (await sample).response_tokens == 3
