@@ -20,16 +20,12 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class AgentTools(EpisodeOptions):
-    policy: str = "tiny_agent"
-    task: Task = Task("arithmetic:min_value=30")
-    """What is asked: a task with answers and a verifier."""
-    tools: str = "calculator"
-    """calculator, or FILE.py:NAME for tools of your own."""
+class GroupedEpisodes(EpisodeOptions):
+    """Options of graphs that compare the episodes of a group."""
+
     staleness: int = 2
     groups_per_step: int = 8
     look_ahead: int = 8
-    max_tokens: int = 40
     lr: float = 3e-4
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"] = "group_norm"
     """What an episode is compared with: the mean of its group, with or without division by the group's standard
@@ -37,17 +33,12 @@ class AgentTools(EpisodeOptions):
     objective: PolicyObjective = PolicyObjective()
     """The loss."""
 
-    @property
-    def environment(self) -> str:
-        """The environment's name."""
-        name, _, options = self.task.name.partition(":")
-        return f"tools/{name}:" + ",".join(filter(None, (f"tools={self.tools}", options)))
 
-
-def graph(cfg: AgentTools) -> Graph:
-    g = Graph("agent_tools")
-    prompts = g.add("prompts", EnvironmentSource(cfg.environment, repeat=cfg.group_size))
-    environment = g.add("environment", cfg.episodes(cfg.environment))
+def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Graph:
+    """The graph that trains the policy on episodes of the environment of that name."""
+    g = Graph(name)
+    prompts = g.add("prompts", EnvironmentSource(environment_name, repeat=cfg.group_size))
+    environment = g.add("environment", cfg.episodes(environment_name))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     advantage = g.add("advantage", GroupAdvantage(cfg.advantage, size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
@@ -68,3 +59,23 @@ def graph(cfg: AgentTools) -> Graph:
     )
     evaluate_episodes(g, cfg, environment, generator)
     return g
+
+
+@dataclass(frozen=True)
+class AgentTools(GroupedEpisodes):
+    policy: str = "tiny_agent"
+    task: Task = Task("arithmetic:min_value=30")
+    """What is asked: a task with answers and a verifier."""
+    tools: str = "calculator"
+    """calculator, or FILE.py:NAME for tools of your own."""
+    max_tokens: int = 40
+
+    @property
+    def environment(self) -> str:
+        """The environment's name."""
+        name, _, options = self.task.name.partition(":")
+        return f"tools/{name}:" + ",".join(filter(None, (f"tools={self.tools}", options)))
+
+
+def graph(cfg: AgentTools) -> Graph:
+    return episode_graph("agent_tools", cfg, cfg.environment)
