@@ -51,7 +51,7 @@ def graph(cfg: AgentTools) -> Graph:
     prompts = g.add("prompts", EnvironmentSource(cfg.environment, repeat=cfg.group_size))
     environment = g.add("environment", cfg.episodes(cfg.environment))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    advantage = g.add("advantage", GroupAdvantage(cfg.advantage, size=cfg.group_size))
+    advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
 
