@@ -334,10 +334,9 @@ class Batch(Message):
         names = [f"pair {s.pair!r}" if s.pair else f"sample {s.sample_id!r}" for s in self.samples for _ in s.sequences]
         packing.require_budget(units, self.token_budget, names)
         parts = packing.split(units, n, optimizer_steps=self.optimizer_steps, token_budget=self.token_budget)
-        dealt = [(*part.by_sample(owners), part.step_ends) for part in parts]
         return tuple(
             replace(self, samples=tuple(self.samples[i] for i in mine), micro_batches=found, step_ends=ends)
-            for mine, found, ends in dealt
+            for mine, found, ends in (part.by_sample(owners) for part in parts)
         )
 
 

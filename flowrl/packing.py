@@ -86,8 +86,8 @@ class RankPart:
     step_ends: tuple[int, ...]
     """Number of micro-batches after which each optimizer step ends; the same for all ranks."""
 
-    def by_sample(self, owners: Sequence[int]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
-        """The rank's samples, and its micro-batches with sequences counted through these samples.
+    def by_sample(self, owners: Sequence[int]) -> tuple[list[int], tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """The rank's samples, its micro-batches with sequences counted through these samples, and `step_ends`.
 
         `owners` says of each of the whole batch's sequences which sample it belongs to.
         """
@@ -95,7 +95,8 @@ class RankPart:
         order = {sample: number for number, sample in enumerate(samples)}
         counted = sorted(self.sequences, key=lambda sequence: (order[owners[sequence]], sequence))
         places = {sequence: place for place, sequence in enumerate(counted)}
-        return samples, tuple(tuple(places[self.sequences[i]] for i in one) for one in self.micro_batches)
+        found = tuple(tuple(places[self.sequences[i]] for i in one) for one in self.micro_batches)
+        return samples, found, self.step_ends
 
 
 def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, token_budget: int) -> list[RankPart]:
