@@ -30,7 +30,8 @@ class Episode(Scored):
     masked: bool = False
     """Whether it stays out of the loss, and is only compared with its group."""
     rewards_by_turn: tuple[tuple[int, float], ...] = ()
-    """(index of the turn's last policy token, reward) of each turn."""
+    """(index of the turn's last policy token, reward) of each turn, in order. The index counts through all sequences;
+    the rewards are those after shaping, so their sum is `reward`."""
 
 
 @dataclass(frozen=True)

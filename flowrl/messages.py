@@ -159,11 +159,24 @@ class Prompt(Message):
 
 
 @dataclass(frozen=True)
+class Branch(Message):
+    """A further sequence of an episode whose context was rewritten; arrays as those of `Sample`.
+
+    `policy_mask` marks the tokens that were sampled and are in no earlier sequence of the sample.
+    """
+
+    token_ids: Int32
+    policy_mask: Bool
+    behavior_logprobs: Float32
+    versions: Int32
+
+
+@dataclass(frozen=True)
 class Sample(Message):
     """A finished rollout: one class for single-turn, multi-turn, tools and images.
 
     `policy_mask` marks the tokens that the policy sampled; `behavior_logprobs` and `versions` are
-    meaningful only there (0 and -1 elsewhere).
+    meaningful only there (0 and -1 elsewhere). An episode may have several sequences: its own and `branches`.
     """
 
     sample_id: str
@@ -199,11 +212,33 @@ class Sample(Message):
     """Version of the critic that gave `values`."""
     admitted_s: float = 0.0
     generated_s: float = 0.0
+    branches: tuple[Branch, ...] = ()
+    """The sequences after the first, in the order of their beginnings."""
+
+    @property
+    def sequences(self) -> tuple[Sample | Branch, ...]:
+        """What has a sequence's arrays: the sample, and its branches."""
+        return (self, *self.branches)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(sequence.token_ids.size for sequence in self.sequences)
+
+    @property
+    def whole_mask(self) -> Bool:
+        """`policy_mask` of all sequences, one after the other."""
+        return np.concatenate([one.policy_mask for one in self.sequences]) if self.branches else self.policy_mask
+
+    @property
+    def whole_versions(self) -> Int32:
+        """`versions` of all sequences, one after the other."""
+        return np.concatenate([one.versions for one in self.sequences]) if self.branches else self.versions
 
     @property
     def response_tokens(self) -> int:
-        """Number of policy tokens."""
-        return int(self.policy_mask.sum())
+        """Number of policy tokens of all sequences."""
+        return int(self.whole_mask.sum())
 
 
 @dataclass(frozen=True)
@@ -229,11 +264,14 @@ class Mismatched(Message):
 
 @dataclass(frozen=True)
 class Trainable(Scored):
-    """A scored sample with its advantage at every policy token (0 elsewhere)."""
+    """A scored sample with its advantage at every policy token (0 elsewhere).
+
+    `advantages`, `loss_mask` and `returns` cover all sequences, one after the other.
+    """
 
     advantages: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
     loss_mask: Bool | None = None
-    """Tokens that enter the loss; None means `policy_mask`. Narrowed by staleness masking."""
+    """Tokens that enter the loss; None means `whole_mask`. Narrowed by staleness masking."""
     returns: Float32 | None = None
     """What the critic learns to predict at each policy token; 0 elsewhere."""
     label: int = 0
@@ -245,8 +283,8 @@ class Trainable(Scored):
 
     @property
     def pass_tokens(self) -> int:
-        """The number of tokens that a pass over the sample needs space for."""
-        longest = self.token_ids.size
+        """The number of tokens that a pass over the sample's longest sequence needs space for."""
+        longest = max(sequence.token_ids.size for sequence in self.sequences)
         return int(longest if self.mismatched is None else max(longest, self.mismatched.token_ids.size))
 
 
@@ -265,9 +303,10 @@ class Group(Message):
 class Batch(Message):
     """One optimizer batch, or one rank's part of it. A batch makes one version.
 
-    `num_sequences` and `num_tokens` are those of the whole batch, so that every rank has the global
-    denominators. `micro_batches` holds indices into `samples`; all ranks have the same number of them. An empty
-    one runs on padding, because ZeRO-3's collectives need every rank.
+    `num_sequences` and `num_tokens` are those of the whole batch, so that every rank has the global denominators; a
+    sample counts as one sequence. `micro_batches` holds numbers of sequences, counted through all `samples`: indices
+    into `samples` if none has branches. All ranks have the same number of them. An empty one runs on padding,
+    because ZeRO-3's collectives need every rank.
     """
 
     samples: tuple[Trainable, ...]
@@ -288,26 +327,24 @@ class Batch(Message):
     def split(self, n: int) -> tuple[Batch, ...]:
         """The parts for `n` ranks: balanced by tokens, equal micro-batch counts (gang dispatch).
 
-        Raises ConfigError if one sample alone, or one pair, exceeds the token budget.
+        Raises ConfigError if one sequence alone, or one pair, exceeds the token budget.
         """
         units = packed(self.samples)
-        names = [f"pair {s.pair!r}" if s.pair else f"sample {s.sample_id!r}" for s in self.samples]
+        owners = [number for number, sample in enumerate(self.samples) for _ in sample.sequences]
+        names = [f"pair {s.pair!r}" if s.pair else f"sample {s.sample_id!r}" for s in self.samples for _ in s.sequences]
         packing.require_budget(units, self.token_budget, names)
         parts = packing.split(units, n, optimizer_steps=self.optimizer_steps, token_budget=self.token_budget)
         return tuple(
-            replace(
-                self,
-                samples=tuple(self.samples[i] for i in part.samples),
-                micro_batches=part.micro_batches,
-                step_ends=part.step_ends,
-            )
-            for part in parts
+            replace(self, samples=tuple(self.samples[i] for i in mine), micro_batches=found, step_ends=ends)
+            for mine, found, ends in (part.by_sample(owners) for part in parts)
         )
 
 
 def packed(samples: Sequence[Trainable]) -> list[packing.PackedUnit]:
-    """The units that stay together: pairs, and single samples."""
-    return packing.units_of([sample.pass_tokens for sample in samples], [sample.pair for sample in samples])
+    """The units that one rank trains in one optimizer step, as numbers of sequences: pairs, and single samples."""
+    units = packing.units_of([s.pass_tokens for s in samples], [s.pair for s in samples])
+    lengths = [[one.token_ids.size for one in s.sequences] if s.branches else [s.pass_tokens] for s in samples]
+    return packing.by_sequence(units, lengths) if any(s.branches for s in samples) else units
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
     prompts = g.add("prompts", EnvironmentSource(environment_name, repeat=cfg.group_size))
     environment = g.add("environment", cfg.episodes(environment_name))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    advantage = g.add("advantage", GroupAdvantage(cfg.advantage, size=cfg.group_size))
+    advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
 

@@ -100,3 +100,31 @@ def test_two_generators_share_the_turns(tmp_path: Path) -> None:
 def test_a_run_in_which_everything_fails_ends_with_the_cause(tmp_path: Path) -> None:
     ran = play(tmp_path / "run", fails=1.0)
     assert isinstance(ran.error, FlowrlError) and "mostly by env_" in str(ran.error)
+
+
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+def test_rewritten_contexts_are_branches_whose_tokens_are_proven(tmp_path: Path, credit: str) -> None:
+    """Up to 8 turns; three replies in four are rewritten in the next context."""
+    ran = play(tmp_path / "run", history="template", most=8, credit=credit, evaluate=8).raise_for_error()
+    report = ran.audit()
+    assert report.ok, str(report)
+    assert ran.states() == {"trained": STEPS * 6}
+    assert ran.rows("SELECT MAX(turns) FROM episodes") == [(8,)]
+    turns = ran.rows("SELECT SUM(turns) FROM episodes")[0][0]
+    assert (
+        report.figures["requests"] == report.figures["policy spans proven"] == report.figures["policy spans"] == turns
+    )
+    assert ran.rows("SELECT COUNT(*) FROM uses") == ran.rows("SELECT COUNT(*) FROM samples") == [(STEPS * 6,)]
+    used = ran.rows("SELECT SUM(tokens) FROM uses")[0][0]
+    assert (
+        used
+        == ran.rows("SELECT SUM(tokens) FROM requests")[0][0]
+        == ran.rows("SELECT SUM(response_tokens) FROM samples")[0][0]
+    )
+    starts = ran.rows("SELECT COUNT(*), COUNT(DISTINCT sample_id || ':' || start) FROM spans")[0]
+    assert starts[1] > STEPS * 6
+
+
+def test_one_id_changed_in_a_branch_fails_the_audit(tmp_path: Path) -> None:
+    report = play(tmp_path / "run", history="template", most=8, meddle=True).raise_for_error().audit()
+    assert not report.ok and report.figures["policy spans"] - report.figures["policy spans proven"] == STEPS * 6

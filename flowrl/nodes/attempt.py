@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.agents import ChatTemplate, Conversation, TokenSequence
+from flowrl.agents import ChatTemplate, Conversation, History, TokenSequence
 from flowrl.environments import Action, Observation, OpenEpisode, Step
 from flowrl.environments.middle import without_middle
 from flowrl.episode import Reply
@@ -45,7 +45,7 @@ class Played:
     cut: str = ""
     """turns, tokens, seconds, malformed_calls or environment; "" if the episode ended by its own rules."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(index of the turn's last policy token, reward)"""
+    """(index of the turn's last policy token, through all sequences, reward)"""
     turns: int = 0
     finish_reason: str = ""
     """Of the last reply."""
@@ -56,8 +56,8 @@ class Played:
     malformed: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """What the environment counted: of each name, its last value."""
-    sequence: TokenSequence | None = None
-    """None if nothing was sampled."""
+    sequences: tuple[TokenSequence, ...] = ()
+    """() if nothing was sampled."""
     text: str = ""
     """The first context, decoded."""
     generator: str = ""
@@ -88,7 +88,7 @@ class Templates:
 
 
 class Attempt:
-    """Plays one episode. `tokens` is the most that its whole sequence may have."""
+    """Plays one episode. `tokens` is the most that a sequence of it may have."""
 
     def __init__(
         self,
@@ -97,12 +97,14 @@ class Attempt:
         tokens: int,
         *,
         ask: Ask,
+        history: History = "append",
         outside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._templates = templates
         self._limits = limits
         self._tokens = tokens
         self._ask = ask
+        self._history: History = history
         self._outside = outside
         self._played = Played()
         self._malformed_in_a_row = 0
@@ -111,7 +113,7 @@ class Attempt:
     def begin(self, observation: Observation) -> int:
         """Feed the first observation; returns the number of its tokens. Raises ConfigError if it cannot be rendered."""
         self._tools = observation.tools
-        self._conversation = Conversation(self._templates.of(self._tools))
+        self._conversation = Conversation(self._templates.of(self._tools), history=self._history)
         self._conversation.feed(messages_of(observation, (), self._limits.observation_bytes))
         self._count(observation.metrics)
         return int(self._conversation.context().size)
@@ -159,7 +161,7 @@ class Attempt:
         played.context_tokens += context.size
         played.cached_tokens += reply.cached_tokens
         played.finish_reason, played.generator = reply.finish_reason, reply.generator
-        self._last_token = context.size + reply.token_ids.size - 1
+        self._last_token = self._conversation.num_tokens - 1
         return action, unread
 
     def _complaint(self, action: Action, unread: str) -> Step | None:
@@ -195,9 +197,7 @@ class Attempt:
 
     def _finished(self, cut: str) -> Played:
         self._played.cut = cut
-        sequences = self._conversation.sequences()
-        if sequences:
-            (self._played.sequence,) = sequences
+        self._played.sequences = self._conversation.sequences()
         return self._played
 
 

@@ -17,17 +17,18 @@ import hashlib
 import time
 from collections import Counter, deque
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from flowrl.agents import History
 from flowrl.environments import EnvironmentFailed, EnvironmentName, Episodes, environment_rows
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Serve
-from flowrl.messages import Prompt
+from flowrl.messages import Branch, Prompt
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.directory import context_length
 from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played, Templates
@@ -49,7 +50,9 @@ class Environment(Node):
 
     `environment` is a name as in docs/environments.md, `limits` bounds episodes and attempts. `processes` is the
     number of environments' processes at a time, `memory_bytes` what each may take. `requests` plays held-out
-    episodes, without tickets. `shaping` applies to the reward of a whole episode.
+    episodes, without tickets. `shaping` applies to the reward of a whole episode. `history` is what a context is made
+    of: with "append" of what was sampled and fed; with "template" of what the template makes of all messages, so that
+    an episode has a further sequence (`branches`) for each context that the template rewrote.
     """
 
     prompts: In[Prompt]
@@ -70,6 +73,7 @@ class Environment(Node):
         processes: int = 256,
         memory_bytes: int = 1 << 30,
         shaping: Shaping | None = None,
+        history: History = "append",
     ) -> None:
         self.environment = environment
         self.policy = policy
@@ -77,6 +81,7 @@ class Environment(Node):
         self.processes = processes
         self.memory_bytes = memory_bytes
         self.shaping = shaping or Shaping()
+        self.history: History = history
         self._outcomes: deque[str] = deque(maxlen=LOOKED_BACK)
         """The cause of each of the last attempts that failed; "" for one that did not."""
         self._succeeded = False
@@ -96,6 +101,8 @@ class Environment(Node):
         for name in ("processes", "memory_bytes"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        if self.history not in get_args(History):
+            problems.append(f"history is {self.history!r}; it has to be one of {', '.join(get_args(History))}")
         try:
             EnvironmentName(self.environment)
         except ConfigError as problem:
@@ -137,7 +144,7 @@ class Environment(Node):
 
     def _new_attempt(self, ask: Ask) -> Attempt:
         outside = self.context.outside if hasattr(self, "context") else nullcontext
-        return Attempt(self._templates, self.limits, self._tokens, ask=ask, outside=outside)
+        return Attempt(self._templates, self.limits, self._tokens, ask=ask, history=self.history, outside=outside)
 
     def _episodes(self) -> Episodes:
         return Episodes(
@@ -183,7 +190,7 @@ class Environment(Node):
                 self._count_failure(failure.cause, str(failure))
                 cause = failure.cause
                 continue
-            if played.sequence is None:
+            if not played.sequences:
                 cause = NO_ROOM
                 self._count_failure(cause, f"the first observation leaves no room in {self._tokens} tokens")
                 break
@@ -212,7 +219,7 @@ class Environment(Node):
             except EnvironmentFailed as failure:
                 cause = failure.cause
                 continue
-            if played.sequence is not None:
+            if played.sequences:
                 return self.episode(prompt, played, number)
             raise SampleFailed(NO_ROOM)
         raise SampleFailed(cause)
@@ -249,12 +256,11 @@ class Environment(Node):
 
     def episode(self, prompt: Prompt, played: Played, attempt: int) -> Episode:
         """The message of an episode that was played at this attempt, counted from 0."""
-        sequence = played.sequence
-        assert sequence is not None
+        sequence, *further = played.sequences
         first = int(np.argmax(sequence.policy_mask))
-        reward = self.shaping.shaped(
-            played.reward, {}, num_tokens=int(sequence.policy_mask.sum()), truncated=bool(played.cut)
-        )
+        num_tokens = sum(int(one.policy_mask.sum()) for one in played.sequences)
+        reward = self.shaping.shaped(played.reward, {}, num_tokens=num_tokens, truncated=bool(played.cut))
+        by_turn = self.shaping.by_turn([reward for _, reward in played.rewards], reward)
         now = time.time()
         return Episode(
             sample_id=prompt.sample_id,
@@ -264,7 +270,7 @@ class Environment(Node):
             member=prompt.member,
             group_size=prompt.group_size,
             prompt_text=played.text,
-            response_text=self._templates.decode(sequence.token_ids[first:]),
+            response_text=self._response_text(played),
             token_ids=sequence.token_ids,
             policy_mask=sequence.policy_mask,
             behavior_logprobs=sequence.behavior_logprobs,
@@ -275,6 +281,7 @@ class Environment(Node):
             columns=prompt.columns,
             metrics={**played.metrics, "turns": float(played.turns)},
             generated_s=now,
+            branches=tuple(Branch(o.token_ids, o.policy_mask, o.behavior_logprobs, o.versions) for o in further),
             reward=reward,
             raw_reward=played.reward,
             scored_s=now,
@@ -283,8 +290,12 @@ class Environment(Node):
             environment=self._row_name(prompt),
             cut=played.cut,
             masked=bool(played.cut) and self.limits.on_truncated == "mask",
-            rewards_by_turn=tuple(played.rewards),
+            rewards_by_turn=tuple((place, r) for (place, _), r in zip(played.rewards, by_turn, strict=True)),
         )
+
+    def _response_text(self, played: Played) -> str:
+        """What follows the first context, and of each further sequence what follows the context of its first reply."""
+        return "".join(self._templates.decode(s.token_ids[int(np.argmax(s.policy_mask)) :]) for s in played.sequences)
 
     @staticmethod
     def _row_name(prompt: Prompt) -> str:

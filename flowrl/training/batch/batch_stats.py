@@ -38,9 +38,9 @@ class BatchStats:
             for name, value in sample.reward_parts.items():
                 stats.reward_parts[name] = stats.reward_parts.get(name, 0.0) + value
             stats.response_tokens += sample.response_tokens
-            stats.stale_tokens += int((trained_mask(sample) & sample.policy_mask & ~mask).sum())
+            stats.stale_tokens += int((trained_mask(sample) & sample.whole_mask & ~mask).sum())
             stats.truncated += sample.truncated
-            ages = version - sample.versions[mask]
+            ages = version - sample.whole_versions[mask]
             if ages.size:
                 stats.trained_tokens += ages.size
                 stats.age += int(ages.sum())
