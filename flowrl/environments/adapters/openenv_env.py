@@ -72,7 +72,7 @@ class OpenenvEnv(Env):
         try:
             found = await self._answer("step", self._action(action.text))
         except _NoAction as misfit:
-            return self._told(str(misfit))
+            return self._no_action_step(str(misfit))
         self._malformed_in_a_row = 0
         reward, done = found.get("reward"), bool(found.get("done"))
         self._rewarded |= reward is not None
@@ -115,7 +115,7 @@ class OpenenvEnv(Env):
             raise _NoAction("This reply is no JSON object. Answer with one that has the schema of an action.")
         return found
 
-    def _told(self, misfit: str) -> Step:
+    def _no_action_step(self, misfit: str) -> Step:
         self._malformed += 1
         self._malformed_in_a_row += 1
         over = self._malformed_in_a_row == MOST_MALFORMED

@@ -105,9 +105,9 @@ def _is_agent(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, AgentInstanceBase) and value is not AgentInstanceBase
 
 
-async def _made(kind: type) -> Any:
+async def _made(kind: Any) -> Any:
     """An object of the class, whose `__init__` may be async: Ray, by which the package makes it, allows that."""
-    if not inspect.iscoroutinefunction(kind.__init__):  # type: ignore[misc]
+    if not inspect.iscoroutinefunction(kind.__init__):
         return kind()
     agent = kind.__new__(kind)
     await agent.__init__()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from types import ModuleType
+from typing import Any
 
 from flowrl.environments.environment_row import EnvironmentName
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_module import one_line
 
 
-def imported(name: EnvironmentName, module: str, *, distribution: str) -> ModuleType:
-    """The module; `distribution` is what pip calls its package. Raises ConfigError if it does not import."""
+def imported(name: EnvironmentName, module: str, *, distribution: str) -> Any:
+    """The module, untyped; `distribution` is what pip calls its package. Raises ConfigError if it does not import."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as problem:
@@ -26,7 +27,5 @@ def imported(name: EnvironmentName, module: str, *, distribution: str) -> Module
 
 def close_names(wanted: str, known: list[str]) -> str:
     """The end of a sentence that says that `wanted` is not among the package's names."""
-    import difflib
-
     close = difflib.get_close_matches(wanted, known, 3)
     return f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known[:8])}, and others"
