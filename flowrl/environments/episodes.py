@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
-from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
+from flowrl.environments.environment_row import COOPERATIVE, EnvironmentName, EnvironmentRow
 from flowrl.environments.failure import ZygoteFailed
 from flowrl.environments.find import FoundEnvironment, find_environment
 from flowrl.environments.open_episode import LoopEpisode, OpenEpisode
@@ -58,7 +58,9 @@ class Episodes:
         return None if self._zygote is None else self._zygote.pid
 
     async def __aenter__(self) -> Episodes:
-        found = None if self._name.adapter else find_environment(self._name.text)
+        # An adapter that is not cooperative imports its package, and only the zygote may do that.
+        known = not self._name.adapter or self._name.adapter in COOPERATIVE
+        found = find_environment(self._name.text) if known else None
         if found is not None and found.kind.cooperative:
             self._in_loop, self.seats, self.replays = found, found.kind.seats, found.kind.replays
             await found.made().close()
