@@ -133,6 +133,32 @@ def _digits(value: int) -> str:
     return str(value) if value.bit_length() < 128 else f"of {value.bit_length()} bits"
 
 
+def no_ids() -> Int32:
+    """Ids, or versions, of no tokens."""
+    return np.zeros(0, np.int32)
+
+
+def no_logprobs() -> Float32:
+    """Logprobs of no tokens."""
+    return np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True)
+class Record(Message):
+    """What a node has done for an item so far, for a checkpoint (`In.keep`). Subclasses add what the node needs.
+
+    The checkpoint fills in the `prefix_*` arrays (equal lengths): the tokens of the request `asked` so far.
+    """
+
+    request_ids: tuple[str, ...] = ()
+    """Booked requests whose replies it holds: they stay valid in a resumed run."""
+    asked: str = ""
+    """Id of the request that is open, "" if none is."""
+    prefix_token_ids: Int32 = field(default_factory=no_ids)
+    prefix_logprobs: Float32 = field(default_factory=no_logprobs)
+    prefix_versions: Int32 = field(default_factory=no_ids)
+
+
 @dataclass(frozen=True)
 class Prompt(Message):
     """One sample that is not generated yet: member `member` of group `group_id`.
@@ -153,9 +179,11 @@ class Prompt(Message):
     token_ids: Int32
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns (answer, metadata): handed to rewards by name."""
-    prefix_token_ids: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
-    prefix_logprobs: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
-    prefix_versions: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    prefix_token_ids: Int32 = field(default_factory=no_ids)
+    prefix_logprobs: Float32 = field(default_factory=no_logprobs)
+    prefix_versions: Int32 = field(default_factory=no_ids)
+    record: Record | None = None
+    """What a node had done for it when the checkpoint was taken (`In.keep`); None for a fresh prompt."""
 
 
 @dataclass(frozen=True)

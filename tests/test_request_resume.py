@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from flowrl.runtime.ledger import ledger_file
@@ -17,9 +18,12 @@ def checkpoint(small: SmallRun, directory: Path) -> None:
     small.close(orderly=False)
 
 
-def resumed(directory: Path) -> SmallRun:
+def resumed(directory: Path, *, generated: Collection[str] = (), requests: Collection[str] = ()) -> SmallRun:
+    """Go on from a checkpoint that holds these samples, and records with the replies of these requests."""
     ledger_file.restore(directory / "checkpoint.sqlite", directory / "ledger.sqlite")
-    return SmallRun(directory, resume=True)
+    small = SmallRun(directory, resume=True)
+    small.accounting.kept(set(generated), set(), set(requests))
+    return small
 
 
 def test_what_is_generated_again_after_a_resume_abandons_the_request_before_it(tmp_path: Path) -> None:
@@ -81,8 +85,7 @@ def test_a_copy_of_an_episode_that_a_checkpoint_kept_is_redone_work(tmp_path: Pa
         checkpoint(small, tmp_path)
 
     async def after() -> None:
-        small = resumed(tmp_path)
-        small.accounting.kept({"g0/0", "g0/1"}, set())
+        small = resumed(tmp_path, generated={"g0/0", "g0/1"})
         play(small.client, prompts(0)[0], [[0] * 4], void=["env_raised"])
         ask(small.client, episode(prompts(0)[1], [[0]]))
         small.client.episode_failed("g0/1", "counting", 1, 1, "env_raised", 1.0)

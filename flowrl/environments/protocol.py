@@ -172,6 +172,11 @@ class Env:
         raise NotImplementedError
 
 
+def can_save(kind: type[Env]) -> bool:
+    """Whether environments of this class may have a state to save."""
+    return kind.save is not Env.save
+
+
 def checked_reset(env: Env, found: Any) -> tuple[Observation, ...]:
     """What `reset` returned, one for each seat. Raises MalformedValue that names the environment's class."""
     observations = tuple(found) if isinstance(found, tuple | list) else (found,)

@@ -10,10 +10,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from flowrl.agents import ChatTemplate, Conversation, History, TokenSequence
-from flowrl.environments import Action, Observation, OpenEpisode, Step
+from flowrl.environments import Action, Observation, Step
 from flowrl.environments.middle import without_middle
 from flowrl.episode import Reply
 from flowrl.messages import Int32
@@ -36,6 +36,14 @@ class AskedTurn:
 
 
 Ask = Callable[[AskedTurn], Awaitable[Reply]]
+
+
+class PlayedEpisode(Protocol):
+    """What an attempt needs of the environment's episode."""
+
+    @property
+    def observation(self) -> Observation: ...
+    async def step(self, action: Action) -> Step: ...
 
 
 @dataclass
@@ -88,7 +96,10 @@ class Templates:
 
 
 class Attempt:
-    """Plays one episode. `tokens` is the most that a sequence of it may have."""
+    """Plays one episode. `tokens` is the most that a sequence of it may have.
+
+    `elapsed` gives the seconds that count against `limits.episode_s`; without it they count from here.
+    """
 
     def __init__(
         self,
@@ -98,6 +109,7 @@ class Attempt:
         *,
         ask: Ask,
         history: History = "append",
+        elapsed: Callable[[], float] | None = None,
         outside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._templates = templates
@@ -108,7 +120,7 @@ class Attempt:
         self._outside = outside
         self._played = Played()
         self._malformed_in_a_row = 0
-        self._began_s = time.monotonic()
+        self._elapsed = elapsed or _stopwatch()
 
     def begin(self, observation: Observation) -> int:
         """Feed the first observation; returns the number of its tokens. Raises ConfigError if it cannot be rendered."""
@@ -118,7 +130,7 @@ class Attempt:
         self._count(observation.metrics)
         return int(self._conversation.context().size)
 
-    async def play(self, episode: OpenEpisode) -> Played:
+    async def play(self, episode: PlayedEpisode) -> Played:
         """From the first observation to the end. Raises EnvironmentFailed, and what `ask` raises."""
         self.begin(episode.observation)
         step = Step(Observation())
@@ -142,7 +154,7 @@ class Attempt:
             return "turns"
         if self._conversation.context().size >= self._tokens:
             return "tokens"
-        return "seconds" if time.monotonic() - self._began_s >= self._limits.episode_s else ""
+        return "seconds" if self._elapsed() >= self._limits.episode_s else ""
 
     async def _turn(self, step: Step) -> tuple[Action, str]:
         """The next reply, and why its calls cannot be made ("" if they can); `step` is the one before it."""
@@ -178,7 +190,7 @@ class Attempt:
         names = ", ".join(without_middle(name, NAME_BYTES) for name in strange)
         return Step(Observation(f"There is no tool {names}; the tools are {', '.join(known)}. Nothing was called."))
 
-    async def _step(self, episode: OpenEpisode, action: Action) -> Step:
+    async def _step(self, episode: PlayedEpisode, action: Action) -> Step:
         began_s = time.monotonic()
         with self._outside("an environment's step"):
             step = await episode.step(action)
@@ -199,6 +211,11 @@ class Attempt:
         self._played.cut = cut
         self._played.sequences = self._conversation.sequences()
         return self._played
+
+
+def _stopwatch() -> Callable[[], float]:
+    began_s = time.monotonic()
+    return lambda: time.monotonic() - began_s
 
 
 def read_action(reply: Reply) -> tuple[Action, str]:

@@ -6,6 +6,7 @@ Invariants:
   same ticket and start, and an environment of its own. After the last attempt the sample fails, by its cause.
 - The tokens of an episode are those that the generator sampled and those that the template wrote between them, by id.
 - Every attempt that has begun is booked: in a finished episode, or as void.
+- A checkpoint has the log of every attempt under way (`episode_log`), and never waits for an environment.
 
 Waits: for replies, and for the environment (`context.outside`), whose every call has a limit in seconds.
 """
@@ -16,23 +17,25 @@ import asyncio
 import hashlib
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, get_args
 
 import numpy as np
 
 from flowrl.agents import History
-from flowrl.environments import EnvironmentFailed, EnvironmentName, Episodes, environment_rows
+from flowrl.environments import RESUME_CAUSES, EnvironmentFailed, EnvironmentName, Episodes, environment_rows
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Serve
-from flowrl.messages import Branch, Prompt
+from flowrl.messages import Branch, Prompt, Record
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.directory import context_length
 from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played, Templates
 from flowrl.nodes.environment_source import row_of
+from flowrl.nodes.episode_log import EpisodeLog, open_episode
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.vllm_sampler import EVALUATION
@@ -85,6 +88,8 @@ class Environment(Node):
         self._outcomes: deque[str] = deque(maxlen=LOOKED_BACK)
         """The cause of each of the last attempts that failed; "" for one that did not."""
         self._succeeded = False
+        self._not_resumed: set[str] = set()
+        """Causes of which a line was printed."""
 
     # Declarations for the graph
 
@@ -142,9 +147,17 @@ class Environment(Node):
                 "lower it"
             )
 
-    def _new_attempt(self, ask: Ask) -> Attempt:
+    def _new_attempt(self, ask: Ask, elapsed: Callable[[], float] | None = None) -> Attempt:
         outside = self.context.outside if hasattr(self, "context") else nullcontext
-        return Attempt(self._templates, self.limits, self._tokens, ask=ask, history=self.history, outside=outside)
+        return Attempt(
+            self._templates,
+            self.limits,
+            self._tokens,
+            ask=ask,
+            history=self.history,
+            elapsed=elapsed,
+            outside=outside,
+        )
 
     def _episodes(self) -> Episodes:
         return Episodes(
@@ -180,26 +193,43 @@ class Environment(Node):
     async def _play(self, prompt: Prompt) -> None:
         if self.episodes.was_sent():
             return
-        began_s, ledger = time.monotonic(), self.context.ledger
-        ticket, cause = self.prompts.ticket(prompt), ""
-        for number in range(self.limits.retries + 1):
+        log = self._new_log(prompt.record)
+        began_s, ticket = time.monotonic() - log.seconds, self.prompts.ticket(prompt)
+        cause: str
+        while True:
+            self.prompts.keep(prompt, log.record)
             try:
-                played = await self._attempt(prompt, number, ticket)
+                played = await self._attempt(prompt, log, ticket)
             except EnvironmentFailed as failure:
-                ledger.attempt_void(prompt.sample_id, number, failure.cause)
-                self._count_failure(failure.cause, str(failure))
                 cause = failure.cause
+                log = self._after_void(prompt, log, failure)
+                if log.failed > self.limits.retries:
+                    break
                 continue
             if not played.sequences:
                 cause = NO_ROOM
                 self._count_failure(cause, f"the first observation leaves no room in {self._tokens} tokens")
+                log = log.next_attempt(counts=True)
                 break
             self._count_success(played)
-            await self._settle(prompt, played, number, time.monotonic() - began_s)
+            await self._settle(prompt, played, log.attempt, time.monotonic() - began_s)
             return
-        seconds = time.monotonic() - began_s
-        ledger.episode_failed(prompt.sample_id, self._row_name(prompt), number + 1, 0, cause, seconds)
+        place = (prompt.sample_id, self._row_name(prompt), log.attempt)
+        self.context.ledger.episode_failed(*place, 0, cause, time.monotonic() - began_s)
         raise SampleFailed(cause)
+
+    def _after_void(self, prompt: Prompt, log: EpisodeLog, failure: EnvironmentFailed) -> EpisodeLog:
+        """Book the attempt as void; returns the log of the next one. What a resume cannot continue is no failure."""
+        self.context.ledger.attempt_void(prompt.sample_id, log.attempt, failure.cause)
+        counts = failure.cause not in RESUME_CAUSES
+        if counts:
+            self._count_failure(failure.cause, str(failure))
+        else:
+            self._count_not_resumed(failure)
+        return log.next_attempt(counts=counts)
+
+    def _new_log(self, record: Record | None = None) -> EpisodeLog:
+        return EpisodeLog(record, observation_bytes=self.limits.observation_bytes)
 
     async def _settle(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
         """Book the finished episode, and send or drop it."""
@@ -213,27 +243,35 @@ class Environment(Node):
 
     async def _play_held_out(self, prompt: Prompt) -> Episode:
         """A held-out episode; fails with its cause where training would."""
-        for number in range(self.limits.retries + 1):
+        log = self._new_log()
+        while log.failed <= self.limits.retries:
             try:
-                played = await self._attempt(prompt, number, -1)
+                played = await self._attempt(prompt, log, -1)
             except EnvironmentFailed as failure:
                 cause = failure.cause
+                log = log.next_attempt(counts=True)
                 continue
             if played.sequences:
-                return self.episode(prompt, played, number)
+                return self.episode(prompt, played, log.attempt)
             raise SampleFailed(NO_ROOM)
         raise SampleFailed(cause)
 
-    async def _attempt(self, prompt: Prompt, number: int, ticket: int) -> Played:
+    async def _attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
         async def ask(question: AskedTurn) -> Reply:
-            turn = self._turn(prompt, question, number, ticket)
+            if (known := log.known_reply(question)) is not None:
+                return known
+            turn = log.asking(self._turn(prompt, question, log.attempt, ticket))
             priority = ticket if ticket >= 0 else EVALUATION
-            return await self.generate(turn, session=prompt.sample_id, group=prompt.group_id, priority=priority)
+            reply = await self.generate(turn, session=prompt.sample_id, group=prompt.group_id, priority=priority)
+            log.replied(reply)
+            return reply
 
         with self.context.outside("an environment's reset"):
-            episode = await self._pool.reset(row_of(prompt))
+            episode = await open_episode(self._pool, row_of(prompt), log)
         try:
-            return await self._new_attempt(ask).play(episode)
+            with self.context.outside("an environment's state"):
+                await episode.begin()
+            return await self._new_attempt(ask, log.elapsed).play(episode)
         finally:
             self.generate.forget(prompt.sample_id)
             with self.context.outside("an environment's end"):
@@ -317,6 +355,12 @@ class Environment(Node):
             context.metric("malformed_calls", played.malformed)
         if played.cut:
             context.metric(f"cut_by_{played.cut}", 1)
+
+    def _count_not_resumed(self, failure: EnvironmentFailed) -> None:
+        if failure.cause not in self._not_resumed:
+            self.context.progress(f"a half-done episode begins anew: {failure}")
+            self._not_resumed.add(failure.cause)
+        self.context.metric(failure.cause, 1)
 
     def _count_failure(self, cause: str, text: str) -> None:
         """Report the failure of an attempt; raise if failures are what mostly happens."""

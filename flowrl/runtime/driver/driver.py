@@ -282,7 +282,7 @@ class Driver:
         with writing(self.job.run_dir):
             await asyncio.to_thread(self.job.rewind)
             self._open_records()
-        self.accounting.kept(*checkpoint.made(state["messages"]))
+        self.accounting.kept(*checkpoint.made(state["messages"]), checkpoint.kept_requests(state["messages"]))
         if source is not None:
             self.view.progress("driver", f"resumed from {source.name}: {len(state['messages'])} messages in flight")
 

@@ -95,6 +95,7 @@ class LedgerClient:
         self._link = link
         self._events: list[tuple[Any, ...]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._paused = False
 
     async def admit(self, node: str, samples: Sequence[Prompt], *, trainers: Sequence[str] | None = None) -> int | None:
         """A ticket for one group, committed in the ledger; None when no further group is wanted.
@@ -196,8 +197,19 @@ class LedgerClient:
         self._add("evaluation", _plain(table))
         self.flush()
 
+    def pause(self, paused: bool) -> None:
+        """Send all collected events, and hold back later ones until `pause(False)`.
+
+        A checkpoint's ledger then has what happened until the checkpoint's messages were read, and nothing later.
+        """
+        self._paused = False
+        self.flush()
+        self._paused = paused
+
     def flush(self) -> None:
         """Send all collected events. The host calls it once more when the replica ends."""
+        if self._paused:
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -207,7 +219,7 @@ class LedgerClient:
 
     def _add(self, *event: Any) -> None:
         self._events.append(event)
-        if self._timer is None:
+        if self._timer is None and not self._paused:
             self._timer = asyncio.get_running_loop().call_later(SEND_WITHIN_S, self.flush)
 
 
