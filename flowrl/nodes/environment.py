@@ -32,6 +32,7 @@ from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.directory import context_length
 from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played, Templates
 from flowrl.nodes.environment_source import row_of
+from flowrl.nodes.episode_reports import EpisodeReports
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.vllm_sampler import EVALUATION
@@ -60,6 +61,7 @@ class Environment(Node):
     _pool: Episodes
     _templates: Templates
     _tokens: int
+    _reports: EpisodeReports
 
     def __init__(
         self,
@@ -153,6 +155,7 @@ class Environment(Node):
     async def setup(self) -> None:
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         await self.blocking(self._load, model_dir)
+        self._reports = EpisodeReports(self.context, self._templates.tokenizer)
         self._pool = self._episodes()
         await self._pool.__aenter__()
         _require_one_seat(self.environment, self._pool.seats)
@@ -180,14 +183,18 @@ class Environment(Node):
                 played = await self._attempt(prompt, number, ticket)
             except EnvironmentFailed as failure:
                 ledger.attempt_void(prompt.sample_id, number, failure.cause)
+                last = number == self.limits.retries
+                self._reports.failed(prompt, number, failure.played, failure.cause, str(failure), last=last)
                 self._count_failure(failure.cause, str(failure))
                 cause = failure.cause
                 continue
             if played.sequence is None:
                 cause = NO_ROOM
-                self._count_failure(cause, f"the first observation leaves no room in {self._tokens} tokens")
+                text = f"the first observation leaves no room in {self._tokens} tokens"
+                self._reports.failed(prompt, number, played, cause, text, last=True)
+                self._count_failure(cause, text)
                 break
-            self._count_success(played)
+            self._count_success()
             await self._settle(prompt, played, number, time.monotonic() - began_s)
             return
         seconds = time.monotonic() - began_s
@@ -197,6 +204,7 @@ class Environment(Node):
     async def _settle(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
         """Book the finished episode, and send or drop it."""
         episode = self.episode(prompt, played, attempt)
+        self._reports.finished(prompt, attempt, played, episode.reward)
         self.context.ledger.episode(episode, truncated=played.cut or None, seconds=seconds)
         if played.cut and self.limits.on_truncated == "drop":
             self.prompts.drop(prompt, "truncated")
@@ -223,10 +231,16 @@ class Environment(Node):
             priority = ticket if ticket >= 0 else EVALUATION
             return await self.generate(turn, session=prompt.sample_id, group=prompt.group_id, priority=priority)
 
+        began_s = time.monotonic()
         with self.context.outside("an environment's reset"):
             episode = await self._pool.reset(row_of(prompt))
+        self.context.gauge("environment_reset_s", time.monotonic() - began_s)
+        attempt = self._new_attempt(ask)
         try:
-            return await self._new_attempt(ask).play(episode)
+            return await attempt.play(episode)
+        except EnvironmentFailed as failure:
+            failure.played = attempt.finished()
+            raise
         finally:
             self.generate.forget(prompt.sample_id)
             with self.context.outside("an environment's end"):
@@ -292,26 +306,14 @@ class Environment(Node):
 
     # Figures
 
-    def _count_success(self, played: Played) -> None:
+    def _count_success(self) -> None:
         self._succeeded = True
         self._outcomes.append("")
-        context = self.context
-        context.gauge("episode_turns", played.turns)
-        context.gauge("environment_s", played.env_s)
-        context.gauge("turns_generate_s", played.generate_s)
-        context.metric("turns", played.turns)
-        context.metric("turn_context_tokens", played.context_tokens)
-        context.metric("turn_cached_tokens", played.cached_tokens)
-        if played.malformed:
-            context.metric("malformed_calls", played.malformed)
-        if played.cut:
-            context.metric(f"cut_by_{played.cut}", 1)
 
     def _count_failure(self, cause: str, text: str) -> None:
         """Report the failure of an attempt; raise if failures are what mostly happens."""
         if cause not in self._outcomes:
             self.context.progress(f"an attempt at an episode failed: {text}")
-        self.context.metric(cause, 1)
         self._outcomes.append(cause)
         failed = Counter(cause for cause in self._outcomes if cause)
         most, over = failed.most_common(1)[0][0], len(self._outcomes)
