@@ -105,6 +105,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "ports": {"activity"},
         "checkpoints": {"ledger", "ports", "telemetry"},
         "audit": {"checkpoints", "ledger", "telemetry"},
+        "show": {"ledger", "telemetry"},
         "host": {"activity", "checkpoints", "ledger", "ports", "telemetry"},
         "driver": {"audit", "checkpoints", "host", "ledger", "telemetry"},
     },

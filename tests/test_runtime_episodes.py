@@ -15,8 +15,16 @@ PLAYED = Path(__file__).parent / "graphs_episodes" / "played.py"
 STEPS = 6
 
 
-def play(run_dir: Path, *, steps: int = STEPS, resume: bool = False, **config: Any) -> GraphRun:
-    options: dict[str, Any] = {"steps": steps, "resume": resume, "save_every": 2}
+def play(
+    run_dir: Path, *, steps: int = STEPS, resume: bool = False, keep_episodes: int = 200, **config: Any
+) -> GraphRun:
+    options: dict[str, Any] = {
+        "steps": steps,
+        "resume": resume,
+        "save_every": 2,
+        "keep": 0,
+        "keep_episodes": keep_episodes,
+    }
     return run_graph(PLAYED, run_dir, config, clock=VirtualClock(), timeout_s=3600, must_succeed=False, **options)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import traceback
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from flowrl.environments.protocol import MalformedValue
 from flowrl.errors import FlowrlError
@@ -32,6 +32,8 @@ class EnvironmentFailed(FlowrlError):
 
     def __init__(self, cause: Cause, text: str) -> None:
         self.cause = cause
+        self.played: Any = None
+        """What the node has of the attempt until then; None if it failed before its first observation."""
         super().__init__(text)
 
 

@@ -18,6 +18,7 @@ from flowrl.environments.middle import without_middle
 from flowrl.episode import Reply
 from flowrl.messages import Int32
 from flowrl.nodes.limits import Limits
+from flowrl.nodes.turn_figures import TurnFigures
 
 MALFORMED_IN_A_ROW = 3
 NAME_BYTES = 256
@@ -57,10 +58,12 @@ class Played:
     turns: int = 0
     finish_reason: str = ""
     """Of the last reply."""
-    env_s: float = 0.0
-    generate_s: float = 0.0
-    cached_tokens: int = 0
-    context_tokens: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    """Of each of the environment's steps."""
+    seconds: float = 0.0
+    """From the first observation to the end."""
+    figures: list[TurnFigures] = field(default_factory=list)
+    """Of each reply."""
     malformed: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """What the environment counted: of each name, its last value."""
@@ -69,6 +72,8 @@ class Played:
     text: str = ""
     """The first context, decoded."""
     generator: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Everything fed and answered."""
 
     @property
     def reward(self) -> float:
@@ -80,18 +85,18 @@ class Templates:
     """The chat templates of one tokenizer, one for each set of tools."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._known: dict[str, ChatTemplate] = {}
 
     def decode(self, token_ids: Int32) -> str:
         """The text of ids, special tokens included."""
-        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
+        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
         """Raises ConfigError if the template's boundaries cannot be found."""
         key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
         if key not in self._known:
-            self._known[key] = ChatTemplate(self._tokenizer, tuple(tools))
+            self._known[key] = ChatTemplate(self.tokenizer, tuple(tools))
         return self._known[key]
 
 
@@ -147,7 +152,7 @@ class Attempt:
             self._conversation.feed(
                 messages_of(step.observations[0], action.tool_calls, self._limits.observation_bytes)
             )
-        return self._finished(cut)
+        return self.finished(cut)
 
     def _limit_reached(self) -> str:
         if self._played.turns == self._limits.turns:
@@ -165,13 +170,12 @@ class Attempt:
         if not played.turns:
             played.text = self._conversation.template.decode(context)
         reply = await self._ask(AskedTurn(played.turns, context, most, step.stop, self._tools))
+        seconds = time.monotonic() - began_s
         action, unread = read_action(reply)
         message = {"role": "assistant", "content": action.text} if unread else reply.message
         self._conversation.sampled(reply.token_ids, reply.behavior_logprobs, reply.versions, message)
-        played.generate_s += time.monotonic() - began_s
         played.turns += 1
-        played.context_tokens += context.size
-        played.cached_tokens += reply.cached_tokens
+        played.figures.append(TurnFigures.of(reply, context_tokens=int(context.size), seconds=seconds))
         played.finish_reason, played.generator = reply.finish_reason, reply.generator
         self._last_token = self._conversation.num_tokens - 1
         return action, unread
@@ -194,7 +198,7 @@ class Attempt:
         began_s = time.monotonic()
         with self._outside("an environment's step"):
             step = await episode.step(action)
-        self._played.env_s += time.monotonic() - began_s
+        self._played.step_seconds.append(time.monotonic() - began_s)
         self._count(step.metrics)
         for observation in step.observations:
             self._count(observation.metrics)
@@ -207,8 +211,11 @@ class Attempt:
     def _count(self, metrics: Mapping[str, float]) -> None:
         self._played.metrics.update(metrics)
 
-    def _finished(self, cut: str) -> Played:
+    def finished(self, cut: str = "") -> Played:
+        """What the attempt has come to until now."""
         self._played.cut = cut
+        self._played.seconds = self._elapsed()
+        self._played.messages = self._conversation.messages
         self._played.sequences = self._conversation.sequences()
         return self._played
 

@@ -35,7 +35,8 @@ from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.directory import context_length
 from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played, Templates
 from flowrl.nodes.environment_source import row_of
-from flowrl.nodes.episode_log import EpisodeLog, open_episode
+from flowrl.nodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
+from flowrl.nodes.episode_reports import EpisodeReports
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.vllm_sampler import EVALUATION
@@ -66,6 +67,7 @@ class Environment(Node):
     _pool: Episodes
     _templates: Templates
     _tokens: int
+    _reports: EpisodeReports
 
     def __init__(
         self,
@@ -173,6 +175,7 @@ class Environment(Node):
     async def setup(self) -> None:
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         await self.blocking(self._load, model_dir)
+        self._reports = EpisodeReports(self.context, self._templates.tokenizer)
         self._pool = self._episodes()
         await self._pool.__aenter__()
         _require_one_seat(self.environment, self._pool.seats)
@@ -208,10 +211,12 @@ class Environment(Node):
                 continue
             if not played.sequences:
                 cause = NO_ROOM
-                self._count_failure(cause, f"the first observation leaves no room in {self._tokens} tokens")
+                text = f"the first observation leaves no room in {self._tokens} tokens"
+                self._reports.failed(prompt, log.attempt, played, cause, text, last=True)
+                self._count_failure(cause, text)
                 log = log.next_attempt(counts=True)
                 break
-            self._count_success(played)
+            self._count_success()
             await self._settle(prompt, played, log.attempt, time.monotonic() - began_s)
             return
         place = (prompt.sample_id, self._row_name(prompt), log.attempt)
@@ -223,6 +228,8 @@ class Environment(Node):
         self.context.ledger.attempt_void(prompt.sample_id, log.attempt, failure.cause)
         counts = failure.cause not in RESUME_CAUSES
         if counts:
+            last = log.failed == self.limits.retries
+            self._reports.failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
             self._count_failure(failure.cause, str(failure))
         else:
             self._count_not_resumed(failure)
@@ -234,6 +241,7 @@ class Environment(Node):
     async def _settle(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
         """Book the finished episode, and send or drop it."""
         episode = self.episode(prompt, played, attempt)
+        self._reports.finished(prompt, attempt, played, episode.reward)
         self.context.ledger.episode(episode, truncated=played.cut or None, seconds=seconds)
         if played.cut and self.limits.on_truncated == "drop":
             self.prompts.drop(prompt, "truncated")
@@ -266,12 +274,14 @@ class Environment(Node):
             log.replied(reply)
             return reply
 
+        began_s = time.monotonic()
         with self.context.outside("an environment's reset"):
             episode = await open_episode(self._pool, row_of(prompt), log)
+        self.context.gauge("environment_reset_s", time.monotonic() - began_s)
         try:
             with self.context.outside("an environment's state"):
                 await episode.begin()
-            return await self._new_attempt(ask, log.elapsed).play(episode)
+            return await _to_its_end(self._new_attempt(ask, log.elapsed), episode)
         finally:
             self.generate.forget(prompt.sample_id)
             with self.context.outside("an environment's end"):
@@ -341,20 +351,9 @@ class Environment(Node):
 
     # Figures
 
-    def _count_success(self, played: Played) -> None:
+    def _count_success(self) -> None:
         self._succeeded = True
         self._outcomes.append("")
-        context = self.context
-        context.gauge("episode_turns", played.turns)
-        context.gauge("environment_s", played.env_s)
-        context.gauge("turns_generate_s", played.generate_s)
-        context.metric("turns", played.turns)
-        context.metric("turn_context_tokens", played.context_tokens)
-        context.metric("turn_cached_tokens", played.cached_tokens)
-        if played.malformed:
-            context.metric("malformed_calls", played.malformed)
-        if played.cut:
-            context.metric(f"cut_by_{played.cut}", 1)
 
     def _count_not_resumed(self, failure: EnvironmentFailed) -> None:
         if failure.cause not in self._not_resumed:
@@ -366,7 +365,6 @@ class Environment(Node):
         """Report the failure of an attempt; raise if failures are what mostly happens."""
         if cause not in self._outcomes:
             self.context.progress(f"an attempt at an episode failed: {text}")
-        self.context.metric(cause, 1)
         self._outcomes.append(cause)
         failed = Counter(cause for cause in self._outcomes if cause)
         most, over = failed.most_common(1)[0][0], len(self._outcomes)
@@ -376,6 +374,15 @@ class Environment(Node):
                 f"{failed.total()} of the last {over} attempts at episodes of {self.environment!r} failed, mostly by "
                 f"{most}; the last failure: {text}"
             )
+
+
+async def _to_its_end(attempt: Attempt, episode: LoggedEpisode) -> Played:
+    """Play the attempt. What it has come to goes with its failure."""
+    try:
+        return await attempt.play(episode)
+    except EnvironmentFailed as failure:
+        failure.played = attempt.finished()
+        raise
 
 
 async def _ask_nobody(question: AskedTurn) -> Reply:

@@ -286,6 +286,7 @@ class PreparedRun:
             run_dir=str(self.directory.path.resolve()),
             seed=self.launch.options.seed,
             steps=self.launch.options.steps,
+            keep_episodes=self.launch.options.keep_episodes > 0,
             cores=host.cores,
             gpus=host.gpus,
             resume_dir=str(self.resume_from.resolve()) if self.resume_from else None,

@@ -208,6 +208,12 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     return db
 
 
+def last_commit_s(path: Path) -> float:
+    """When the last commit of the ledger at `path` was made."""
+    with closing(open_to_read(path)) as db:
+        return float(db.execute("SELECT MAX(committed_s) FROM commits").fetchone()[0])
+
+
 def read_terms(db: sqlite3.Connection) -> Terms:
     """The terms of the newest incarnation."""
     query = f"SELECT {', '.join(COLUMNS)} FROM incarnations ORDER BY number DESC LIMIT 1"
