@@ -20,6 +20,8 @@ REPORTED = "(s.generated_s IS NOT NULL OR EXISTS (SELECT 1 FROM requests r WHERE
 WHOLE = f"(s.generated_s IS NOT NULL AND NOT {IS_EPISODE} OR {REPORTED} AND {ENDED})"
 """All requests of the sample have to be there."""
 SAMPLED = "(SELECT TOTAL(r.tokens) FROM requests r WHERE r.sample_id = s.sample_id AND r.abandoned IS {})"
+TIMES_SAMPLED = f"(SELECT COUNT(*) FROM requests r WHERE {AGREES} AND r.abandoned IS NULL)"
+"""More than once where a template shows two turns of an episode the same context, and both are answered alike."""
 
 SPANS = (
     Check(
@@ -51,8 +53,8 @@ SPANS = (
     Check(
         "spans",
         "{1} was fed the {3} tokens of sample {0} after its first {2} {4} times",
-        "SELECT sample_id, trainer, start, tokens, COUNT(*) FROM spans GROUP BY sample_id, trainer, digest, start"
-        " HAVING COUNT(*) > 1",
+        "SELECT sample_id, trainer, start, tokens, COUNT(*) AS times FROM spans p"
+        f" GROUP BY sample_id, trainer, digest, start HAVING times > 1 AND times > {TIMES_SAMPLED}",
     ),
     Check(
         "spans",
@@ -102,7 +104,7 @@ REQUESTS = (
         "requests",
         "{1} requests of sample {0} sampled the same tokens in the same context, and none was abandoned",
         "SELECT sample_id, COUNT(*) FROM requests WHERE abandoned IS NULL GROUP BY sample_id, digest"
-        " HAVING COUNT(*) > 1",
+        " HAVING COUNT(*) > COUNT(DISTINCT attempt || '.' || turn)",
     ),
     Check(
         "requests",
