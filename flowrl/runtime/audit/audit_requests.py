@@ -22,6 +22,8 @@ WHOLE = f"(s.generated_s IS NOT NULL AND NOT {IS_EPISODE} OR {REPORTED} AND {END
 BEFORE = "b.sample_id = r.sample_id AND b.incarnation < r.incarnation"
 """What a resumed run goes on from."""
 SAMPLED = "(SELECT TOTAL(r.tokens) FROM requests r WHERE r.sample_id = s.sample_id AND r.abandoned IS {})"
+TIMES_SAMPLED = f"(SELECT COUNT(*) FROM requests r WHERE {AGREES} AND r.abandoned IS NULL)"
+"""More than once where a template shows two turns of an episode the same context, and both are answered alike."""
 
 SPANS = (
     Check(
@@ -53,8 +55,8 @@ SPANS = (
     Check(
         "spans",
         "{1} was fed the {3} tokens of sample {0} after its first {2} {4} times",
-        "SELECT sample_id, trainer, start, tokens, COUNT(*) FROM spans GROUP BY sample_id, trainer, digest, start"
-        " HAVING COUNT(*) > 1",
+        "SELECT sample_id, trainer, start, tokens, COUNT(*) AS times FROM spans p"
+        f" GROUP BY sample_id, trainer, digest, start HAVING times > 1 AND times > {TIMES_SAMPLED}",
     ),
     Check(
         "spans",
@@ -104,7 +106,7 @@ REQUESTS = (
         "requests",
         "{1} requests of sample {0} sampled the same tokens in the same context, and none was abandoned",
         "SELECT sample_id, COUNT(*) FROM requests WHERE abandoned IS NULL GROUP BY sample_id, digest"
-        " HAVING COUNT(*) > 1",
+        " HAVING COUNT(*) > COUNT(DISTINCT attempt || '.' || turn)",
     ),
     Check(
         "requests",
