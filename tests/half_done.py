@@ -27,6 +27,8 @@ class Seen:
     """What happened in one life of a run."""
 
     life: int = 0
+    slow: float = 1.0
+    """How many times longer than usual a step takes."""
     resets: int = 0
     steps: int = 0
     restored: int = 0
@@ -43,10 +45,9 @@ class Seen:
 SEEN = Seen()
 
 
-def new_life() -> Seen:
+def new_life(*, slow: float = 1.0) -> None:
     """Forget what was seen; the environments know that it is another life."""
-    SEEN.__dict__.update(Seen(life=SEEN.life + 1).__dict__)
-    return SEEN
+    SEEN.__dict__.update(Seen(life=SEEN.life + 1, slow=slow).__dict__)
 
 
 class Paced(Env):
@@ -64,7 +65,7 @@ class Paced(Env):
         return Observation(f"{seed}?", metrics={"time": random.random()})
 
     async def step(self, action: Action) -> Step:
-        await asyncio.sleep(self.step_s)  # in virtual time
+        await asyncio.sleep(self.step_s * SEEN.slow)  # in virtual time
         SEEN.steps += 1
         self.heard.append(len(action.text))
         text = f"{self.seed + sum(self.heard)}{self.mark()}"
