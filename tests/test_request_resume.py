@@ -159,3 +159,21 @@ def test_requests_whose_replies_a_checkpoint_holds_count_on(tmp_path: Path) -> N
 
     run(before())
     run(after())
+
+
+def test_what_happens_after_a_snapshot_is_reported_after_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        first, second = asked(episode(prompts(0)[0], [[0], [0]]))
+        small.client.request(*first)
+        small.client.pause(True)
+        small.client.request(*second)
+        commit(small)
+        assert [row[2] for row in rows(tmp_path, REQUESTS)] == [0]
+        small.client.pause(False)
+        commit(small)
+        assert [row[2] for row in rows(tmp_path, REQUESTS)] == [0, 1]
+        small.close(orderly=False)
+
+    run(body())
