@@ -86,12 +86,23 @@ def test_a_longer_run_goes_on_from_the_end_of_the_first(tmp_path: Path) -> None:
     assert second.states()["trained"] == 8 * 6
 
 
-def test_a_run_that_breaks_off_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """The checkpoint of step 2 has episodes between two turns."""
-    broken = play(tmp_path / "run", steps=STEPS, step_s=0.9, fails=0.0).raise_for_error()
-    for later in sorted((tmp_path / "run" / "checkpoints").iterdir())[1:]:
+def play_twice(run_dir: Path, **config: Any) -> tuple[GraphRun, GraphRun]:
+    """Play, and again from the last but one checkpoint, which has episodes between two turns."""
+    broken = play(run_dir, step_s=0.9, **config).raise_for_error()
+    for later in sorted((run_dir / "checkpoints").iterdir())[1:]:
         shutil.rmtree(later)
-    again = play(tmp_path / "run", steps=STEPS, step_s=0.9, resume=True).raise_for_error()
+    return broken, play(run_dir, step_s=0.9, resume=True, **config).raise_for_error()
+
+
+def test_attempts_count_on_after_a_resume(tmp_path: Path) -> None:
+    broken, again = play_twice(tmp_path / "run", fails=0.4, retries=3)
+    assert broken.audit().ok and again.audit().ok, str(again.audit())
+    assert again.rows("SELECT COUNT(*) FROM requests WHERE abandoned = 'resumed'") == [(0,)]
+    assert again.rows("SELECT MAX(attempts) FROM episodes")[0][0] > 1
+
+
+def test_a_run_that_breaks_off_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    broken, again = play_twice(tmp_path / "run")
     assert broken.audit().ok and again.audit().ok, str(again.audit())
     assert again.rows("SELECT COUNT(*) FROM requests WHERE abandoned IS NOT NULL") == [(0,)]
     assert again.states() == {"trained": STEPS * 6}
