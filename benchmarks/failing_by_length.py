@@ -1,7 +1,7 @@
 """How often the alarm `failing_by_length` rings without a reason, and how often with one.
 
 Each run plays groups of episodes whose attempts fail in one of several ways, and feeds the scores to the alarm as a run
-does: a line a step, the mean over five lines. A run counts as rung if any of its lines rings.
+does: a line a step, the mean over five lines. A run counts if any of its lines rings.
 
     python -m benchmarks.failing_by_length --runs 500
 """
@@ -90,10 +90,10 @@ def play(
         length = 1
         while draws.random() > 1 / mean and length < 32:
             length += 1
-        if (turns := fate(draws, length, chance)) is None:
+        if (failed_after := fate(draws, length, chance)) is None:
             test.finished(group, size, length)
             return
-        test.failed(group, size, turns)
+        test.failed(group, size, failed_after)
     test.ended(group, size)
 
 
@@ -105,8 +105,8 @@ def main() -> None:
     for title, fates in (("independent", INDEPENDENT), ("dependent", DEPENDENT)):
         for name, fate in fates.items():
             for what, settings in VARIANTS.items():
-                rung = sum(rings(fate, seed, lines=options.lines, **settings) for seed in range(options.runs))
-                print(f"{title:<12} {name:<20} {what:<24} {rung:>5} of {options.runs} runs", flush=True)
+                num_rang = sum(rings(fate, seed, lines=options.lines, **settings) for seed in range(options.runs))
+                print(f"{title:<12} {name:<20} {what:<24} {num_rang:>5} of {options.runs} runs", flush=True)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
