@@ -240,6 +240,11 @@ def _items(what: str, values: Any) -> Sequence[Any]:
 def _message(message: Any) -> Mapping[str, str]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise MalformedValue(f"an observation's message is {_short(message)}; it needs role and content")
+    if isinstance(message["content"], list | tuple):
+        raise MalformedValue(
+            "an observation's message has a list of parts as content; images are not supported: give one text, and "
+            "describe in words what is to be seen"
+        )
     for key, text in message.items():
         _check_text(f"{key!r} of an observation's message", text)
     if message["role"] not in ROLES:

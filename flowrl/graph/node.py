@@ -155,8 +155,12 @@ class Node:
         """Problems of this node's own settings, as complete sentences; see flowrl.graph.analysis.check."""
         return []
 
-    def preflight(self) -> None:
-        """Cheap checks on the driver before Ray starts (files, tokenizer, imports). Raises ConfigError."""
+    def preflight(self) -> str | None:
+        """Cheap checks on the driver before Ray starts (files, tokenizer, imports). Raises ConfigError.
+
+        What it returns is printed as a line of the run's set-up.
+        """
+        return None
 
     def check_resume(self, saved: Saved) -> list[str]:
         """Reasons why this node cannot continue from `saved`, as sentences. Called on the driver before Ray starts."""

@@ -6,6 +6,7 @@ It waits for the next finished group and ends with the stream; the remaining gro
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -112,12 +113,16 @@ class TokenBatch(Node):
 
     async def run(self) -> None:
         window = self._open_window()
+        full_since_s: float | None = None
         async for ticket, group in self.groups.ordered():
+            if full_since_s is not None:
+                self.context.metric("oldest_wait_s", time.monotonic() - full_since_s)
             window.offer(ticket, group)
             self._before_send = self._now()
             while (groups := window.take()) is not None:
                 await self._send(groups)
             self._before_send = None
+            full_since_s = time.monotonic() if len(window) >= self.num_groups else None  # an older group is missing
         self._before_send = self._now()
         for groups in window.flush():
             await self._send(groups)

@@ -35,6 +35,7 @@ from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.directory import context_length
 from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played, Templates
 from flowrl.nodes.environment_source import row_of
+from flowrl.nodes.episode_checks import length_problems, template_findings
 from flowrl.nodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
 from flowrl.nodes.episode_reports import EpisodeReports
 from flowrl.nodes.limits import Limits
@@ -99,6 +100,7 @@ class Environment(Node):
         return Facts(
             longest_response=self.limits.tokens,
             concurrency=self.limits.episodes,
+            episodes=self.limits.episodes,
             drops=True,
             optional=("requests",),
         )
@@ -114,14 +116,14 @@ class Environment(Node):
             EnvironmentName(self.environment)
         except ConfigError as problem:
             problems.append(str(problem))
-        return problems
+        return [*problems, *length_problems(self.limits, self.policy, None if facts is None else facts.token_budget)]
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         check_model(self.policy)
-        asyncio.run(self._try())
+        return asyncio.run(self._try())
 
-    async def _try(self) -> None:
-        """Begin one episode. With a model that exists already, also render what it shows."""
+    async def _try(self) -> str | None:
+        """Begin one episode; returns what is known of the chat template. With a model on disk, also render it."""
         async with self._episodes() as pool:
             _require_one_seat(self.environment, pool.seats)
             try:
@@ -130,6 +132,7 @@ class Environment(Node):
                 raise ConfigError(f"the trial episode of {self.environment!r} failed: {failure}") from None
             observation = episode.observation
             await episode.close_quietly()
+        found = template_findings(self.policy, self.environment, observation.tools)
         if not self.policy.built_in:
             self._load(resolve(self.policy))
             size = self._new_attempt(_ask_nobody).begin(observation)
@@ -138,6 +141,7 @@ class Environment(Node):
                     f"the first observation of {self.environment!r} has {size} tokens, but an episode may have "
                     f"{self._tokens}; raise limits.tokens, or choose a model with a longer context"
                 )
+        return found
 
     def _load(self, model_dir: str) -> None:
         self._templates = Templates(load_tokenizer(model_dir))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import sqrt
+from math import nan, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -44,13 +44,22 @@ class GroupTurns:
     num_ended: int = 0
     """Members, not attempts."""
 
+    def row(self) -> tuple[float, float, float]:
+        """(share of attempts that failed, mean turns of finished episodes, of failed attempts); NaN if there are none.
+
+        There is at least one attempt.
+        """
+        share = len(self.failed) / (len(self.failed) + len(self.finished))
+        return share, _mean(self.finished), _mean(self.failed)
+
 
 class FailingByLength:
     """Collects attempts as they end."""
 
     def __init__(self) -> None:
         self._open: dict[str, GroupTurns] = {}
-        self._groups: deque[GroupTurns] = deque(maxlen=MOST_GROUPS)
+        self._rows: deque[tuple[float, float, float]] = deque(maxlen=MOST_GROUPS)
+        self._score: float | None = None
 
     def failed(self, group_id: str, size: int, turns: int) -> None:
         """An attempt failed after `turns` turns."""
@@ -66,37 +75,45 @@ class FailingByLength:
         group = self._group(group_id, size)
         group.num_ended += 1
         if group.num_ended == size:
-            self._groups.append(self._open.pop(group_id))
+            self._close(group_id)
 
     def score(self) -> float | None:
         """Standard deviations by which failing seems to depend on length; None for too few groups."""
-        known = [group for group in self._groups if group.finished]
-        both = [group for group in known if group.failed]
-        if len(known) < LEAST_GROUPS or len(both) < LEAST_FAILED:
-            return None
-        return max(abs(between_groups(known)), within_groups(both))
+        return self._score
 
     def _group(self, group_id: str, size: int) -> GroupTurns:
         if group_id not in self._open:
             if len(self._open) == MOST_OPEN:
-                self._groups.append(self._open.pop(next(iter(self._open))))
+                self._close(next(iter(self._open)))
             self._open[group_id] = GroupTurns(size)
         return self._open[group_id]
 
+    def _close(self, group_id: str) -> None:
+        group = self._open.pop(group_id)
+        if group.finished:
+            self._rows.append(group.row())
+            self._score = score_of(np.array(self._rows))
 
-def between_groups(groups: list[GroupTurns]) -> float:
+
+def score_of(rows: Floats) -> float | None:
+    """The larger of both scores; None for too few groups. `rows` has a row of `GroupTurns.row` for each group."""
+    both = rows[~np.isnan(rows[:, 2])]
+    if len(rows) < LEAST_GROUPS or len(both) < LEAST_FAILED:
+        return None
+    return max(abs(between_groups(rows[:, 0], rows[:, 1])), within_groups(both[:, 2] - both[:, 1]))
+
+
+def between_groups(shares: Floats, lengths: Floats) -> float:
     """Spearman's rank correlation of failed shares and lengths, in its standard deviations; 0 if one is constant."""
-    shares = ranks(np.array([len(group.failed) / (len(group.failed) + len(group.finished)) for group in groups]))
-    lengths = ranks(np.array([np.mean(group.finished) for group in groups]))
-    if not shares.std() or not lengths.std():
+    a, b = ranks(shares), ranks(lengths)
+    if not a.std() or not b.std():
         return 0.0
-    return float(np.corrcoef(shares, lengths)[0, 1]) * sqrt(len(groups) - 1)
+    return float(np.corrcoef(a, b)[0, 1]) * sqrt(len(a) - 1)
 
 
-def within_groups(groups: list[GroupTurns]) -> float:
+def within_groups(differences: Floats) -> float:
     """How much more turns failed attempts had than the finished episodes of their group, in standard errors."""
-    differences = np.array([np.mean(group.failed) - np.mean(group.finished) for group in groups])
-    error = max(float(differences.std(ddof=1)), LEAST_SPREAD) / sqrt(len(groups))
+    error = max(float(differences.std(ddof=1)), LEAST_SPREAD) / sqrt(len(differences))
     return float(differences.mean()) / error
 
 
@@ -105,3 +122,7 @@ def ranks(values: Floats) -> Floats:
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return np.asarray((ends - (counts - 1) / 2)[inverse], np.float64)
+
+
+def _mean(turns: list[int]) -> float:
+    return sum(turns) / len(turns) if turns else nan
