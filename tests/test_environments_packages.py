@@ -166,6 +166,26 @@ def test_two_games_of_one_seed_step_by_step_do_not_disturb_each_other() -> None:
     played("textarena/Blackjack-v0", scenario)
 
 
+def test_the_seat_that_begins_is_the_player_whom_the_game_draws() -> None:
+    async def scenario(pool: Episodes) -> None:
+        began = set()
+        for seed in range(6):
+            first, (step,) = await walk(pool, seed, "[pass]")
+            assert first[0] and first[1] == "" and step.rewards == (-1.0, 1.0)
+            began.add(first[0].partition("Player ")[2][0])
+        assert began == {"0", "1"}
+
+    played("textarena/KuhnPoker-v0", scenario)
+
+
+@pytest.mark.parametrize("game", ["QuantumTicTacToe-v0", "GermanWhist-v0"])
+def test_a_game_that_accepts_one_player_or_refuses_it_by_an_error_is_for_two(game: str) -> None:
+    async def scenario(pool: Episodes) -> None:
+        assert pool.seats == 2
+
+    played(f"textarena/{game}", scenario)
+
+
 def test_a_game_for_more_players_is_told_how_many() -> None:
     async def scenario(pool: Episodes) -> None:
         assert pool.seats == 3
