@@ -166,14 +166,14 @@ def test_two_games_of_one_seed_step_by_step_do_not_disturb_each_other() -> None:
     played("textarena/Blackjack-v0", scenario)
 
 
-def test_the_seat_that_begins_is_the_player_whom_the_game_draws() -> None:
+def test_seat_0_is_the_player_who_begins() -> None:
+    """In Kuhn poker that is player 1."""
+
     async def scenario(pool: Episodes) -> None:
-        began = set()
-        for seed in range(6):
-            first, (step,) = await walk(pool, seed, "[pass]")
-            assert first[0] and first[1] == "" and step.rewards == (-1.0, 1.0)
-            began.add(first[0].partition("Player ")[2][0])
-        assert began == {"0", "1"}
+        first, (bet, fold) = await walk(pool, 0, "[bet]", "[nonsense]")
+        assert first[0].startswith("You are Player 1") and first[1] == ""
+        assert bet.observations[0].text == "" and bet.observations[1].text.startswith("You are Player 0")
+        assert (fold.rewards, fold.terminated) == ((1.0, -1.0), True)
 
     played("textarena/KuhnPoker-v0", scenario)
 

@@ -70,7 +70,7 @@ class TextarenaEnv(Env):
 
 
 class TextarenaGame(TextarenaEnv):
-    """A game with several seats. Seat 0 is the player who begins, whom some games draw."""
+    """A game with several seats. Seat 0 is the player who begins, who need not be player 0."""
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
         self._game.reset(num_players=self.seats, seed=seed)
