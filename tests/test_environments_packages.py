@@ -166,6 +166,26 @@ def test_two_games_of_one_seed_step_by_step_do_not_disturb_each_other() -> None:
     played("textarena/Blackjack-v0", scenario)
 
 
+def test_seat_0_is_the_player_who_begins() -> None:
+    """In Kuhn poker that is player 1."""
+
+    async def scenario(pool: Episodes) -> None:
+        first, (bet, fold) = await walk(pool, 0, "[bet]", "[nonsense]")
+        assert first[0].startswith("You are Player 1") and first[1] == ""
+        assert bet.observations[0].text == "" and bet.observations[1].text.startswith("You are Player 0")
+        assert (fold.rewards, fold.terminated) == ((1.0, -1.0), True)
+
+    played("textarena/KuhnPoker-v0", scenario)
+
+
+@pytest.mark.parametrize("game", ["QuantumTicTacToe-v0", "GermanWhist-v0"])
+def test_a_game_that_accepts_one_player_or_refuses_it_by_an_error_is_for_two(game: str) -> None:
+    async def scenario(pool: Episodes) -> None:
+        assert pool.seats == 2
+
+    played(f"textarena/{game}", scenario)
+
+
 def test_a_game_for_more_players_is_told_how_many() -> None:
     async def scenario(pool: Episodes) -> None:
         assert pool.seats == 3

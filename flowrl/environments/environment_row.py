@@ -30,8 +30,8 @@ class EnvironmentName:
     def __post_init__(self) -> None:
         if not self.adapter and not (self.place.partition(":")[0] and self.place.partition(":")[2].isidentifier()):
             raise ConfigError(
-                f"environment {self.text!r} names no class; write file.py:Class, package.module:Class or the name of "
-                f"an adapter ({', '.join(ADAPTERS)}) as gymnasium/NAME, then options as :key=value,key=value"
+                f"environment {self.text!r} names no class; write gymnasium/NAME (or {', '.join(ADAPTERS)}), "
+                "file.py:Class or package.module:Class, then options as :key=value,key=value"
             )
         try:
             json.dumps(self.options)

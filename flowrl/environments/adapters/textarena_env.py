@@ -60,33 +60,35 @@ class TextarenaEnv(Env):
         return "\n\n".join(_line(state, sender, text.strip()) for sender, text, _ in said if sender != seat)
 
     def _ended(self) -> tuple[tuple[float, ...], dict[str, float]]:
-        """Each seat's reward, and figures of the game."""
+        """Each player's reward, and figures of the game."""
         rewards, told = self._game.close()
         if rewards is None:
             raise MalformedValue(f"{type(self._base).__name__} ended without rewards")
-        invalid = any(told[seat].get("invalid_move") for seat in range(self.seats))
-        by_seat = tuple(float(rewards[seat]) for seat in range(self.seats))
-        return by_seat, {"turns": float(self._base.state.turn), "invalid_move": float(invalid)}
+        invalid = any(told[player].get("invalid_move") for player in range(self.seats))
+        by_player = tuple(float(rewards[player]) for player in range(self.seats))
+        return by_player, {"turns": float(self._base.state.turn), "invalid_move": float(invalid)}
 
 
 class TextarenaGame(TextarenaEnv):
-    """A game with several seats."""
+    """A game with several seats. Seat 0 is the player who begins, who need not be player 0."""
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
         self._game.reset(num_players=self.seats, seed=seed)
         self._base.state.error_allowance = 0
+        self._first: int = self._base.state.current_player_id
         return self._shown_to(0)
 
     async def step(self, action: Action, seat: int = 0) -> Step:
         over, _ = self._game.step(action=action.text)
         if over:
-            rewards, metrics = self._ended()
+            by_player, metrics = self._ended()
+            rewards = by_player[self._first :] + by_player[: self._first]
             return Step((Observation(),) * self.seats, rewards, terminated=True, metrics=metrics)
         return Step(self._shown_to((seat + 1) % self.seats), (0.0,) * self.seats)
 
     def _shown_to(self, following: int) -> tuple[Observation, ...]:
         """The seat whose turn it is sees what was said; the others see it when it is theirs."""
-        asked = self._base.state.current_player_id
+        asked = (self._base.state.current_player_id - self._first) % self.seats
         if asked != following:
             raise MalformedValue(
                 f"{type(self._base).__name__} asks seat {asked} when it is the turn of seat {following}; only games "
@@ -113,18 +115,33 @@ def _players(name: EnvironmentName, package: ModuleType, options: Mapping[str, A
     if name.place not in known:
         raise ConfigError(f"textarena has no game {name.place!r}; {close_names(name.place, known)}")
     wanted = name.options.get("players")
-    for number in TRIED_PLAYERS if wanted is None else (wanted,):
-        try:
-            package.make(name.place, **options).reset(num_players=number, seed=0)
-        except AssertionError:
-            continue
-        except LookupError as problem:
-            raise ConfigError(_words_missing(name, problem)) from None
-        except Exception as problem:  # the boundary to the game's code
-            raise ConfigError(f"environment {name.text!r}: textarena refuses it: {one_line(problem)}") from None
-        return int(number)
+    try:
+        for number in TRIED_PLAYERS if wanted is None else (wanted,):
+            if _accepts(package, package.make(name.place, **options), number, last=number in (2, wanted)):
+                return int(number)
+    except LookupError as problem:
+        raise ConfigError(_words_missing(name, problem)) from None
+    except Exception as problem:  # the boundary to the game's code
+        raise ConfigError(f"environment {name.text!r}: textarena refuses it: {one_line(problem)}") from None
     tried = " or ".join(map(str, TRIED_PLAYERS)) if wanted is None else wanted
     raise ConfigError(f"environment {name.text!r} cannot be played by {tried}; say by how many with players=NUMBER")
+
+
+def _accepts(package: ModuleType, game: Any, number: int, *, last: bool) -> bool:
+    """Whether so many can play. Games say no by an assertion, some by a ValueError, which the `last` try raises.
+
+    A few games for several players accept one, and cannot be played so: before the last try, one player is right only
+    for a game whose state is a single player's.
+    """
+    try:
+        game.reset(num_players=number, seed=0)
+    except AssertionError:
+        return False
+    except ValueError:
+        if last:
+            raise
+        return False
+    return last or isinstance(_unwrapped(game).state, package.SinglePlayerState)
 
 
 def _words_missing(name: EnvironmentName, problem: LookupError) -> str:
