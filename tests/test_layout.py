@@ -16,13 +16,14 @@ CHECKED = (
 )
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
-BASE = {"errors", "messages", "episode", "packing"}
+BASE = {"errors", "message_base", "messages", "episode", "packing"}
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "packing": {"errors"},
-    "messages": {"errors", "packing"},
+    "message_base": {"errors"},
+    "messages": {"errors", "message_base", "packing"},
     "episode": {"messages"},
     "graph": BASE,
     "channel": BASE | {"graph"},

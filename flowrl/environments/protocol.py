@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flowrl.messages import scalar_problem
+from flowrl.message_base import scalar_problem
 
 ROLES = ("system", "user", "tool")
 """Who may speak in an observation. What the assistant says comes from the policy alone."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, get_args
@@ -26,7 +25,7 @@ import numpy as np
 from flowrl.agents import History
 from flowrl.environments import RESUME_CAUSES, EnvironmentFailed, EnvironmentName, Episodes, environment_rows
 from flowrl.episode import Episode, Reply, Turn
-from flowrl.errors import ConfigError, FlowrlError, SampleFailed
+from flowrl.errors import ConfigError, SampleFailed
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Serve
@@ -34,6 +33,7 @@ from flowrl.messages import Branch, Prompt, Record
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.directory import context_length
 from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played, Templates
+from flowrl.nodes.attempt_outcomes import AttemptOutcomes
 from flowrl.nodes.environment_source import row_of
 from flowrl.nodes.episode_checks import length_problems, template_findings
 from flowrl.nodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
@@ -42,12 +42,8 @@ from flowrl.nodes.limits import Limits
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.vllm_sampler import EVALUATION
 
-LOOKED_BACK = 256
-"""Attempts among which failures are counted."""
 NO_ROOM = "no_room"
 """The cause of an episode whose first observation fills the context."""
-FIRST_ATTEMPTS = 16
-"""If so many attempts are over and all of them failed, the run ends too."""
 
 
 class Environment(Node):
@@ -69,6 +65,7 @@ class Environment(Node):
     _templates: Templates
     _tokens: int
     _reports: EpisodeReports
+    _outcomes: AttemptOutcomes
 
     def __init__(
         self,
@@ -88,10 +85,6 @@ class Environment(Node):
         self.memory_bytes = memory_bytes
         self.shaping = shaping or Shaping()
         self.history: History = history
-        self._outcomes: deque[str] = deque(maxlen=LOOKED_BACK)
-        """The cause of each of the last attempts that failed; "" for one that did not."""
-        self._succeeded = False
-        self._not_resumed: set[str] = set()
         """Causes of which a line was printed."""
 
     # Declarations for the graph
@@ -180,6 +173,7 @@ class Environment(Node):
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         await self.blocking(self._load, model_dir)
         self._reports = EpisodeReports(self.context, self._templates.tokenizer)
+        self._outcomes = AttemptOutcomes(self.context, self.environment)
         self._pool = self._episodes()
         await self._pool.__aenter__()
         _require_one_seat(self.environment, self._pool.seats)
@@ -217,10 +211,10 @@ class Environment(Node):
                 cause = NO_ROOM
                 text = f"the first observation leaves no room in {self._tokens} tokens"
                 self._reports.failed(prompt, log.attempt, played, cause, text, last=True)
-                self._count_failure(cause, text)
+                self._outcomes.failed(cause, text)
                 log = log.next_attempt(counts=True)
                 break
-            self._count_success()
+            self._outcomes.succeeded()
             await self._settle(prompt, played, log.attempt, time.monotonic() - began_s)
             return
         place = (prompt.sample_id, self._row_name(prompt), log.attempt)
@@ -234,9 +228,9 @@ class Environment(Node):
         if counts:
             last = log.failed == self.limits.retries
             self._reports.failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
-            self._count_failure(failure.cause, str(failure))
+            self._outcomes.failed(failure.cause, str(failure))
         else:
-            self._count_not_resumed(failure)
+            self._outcomes.not_resumed(failure.cause, str(failure))
         return log.next_attempt(counts=counts)
 
     def _new_log(self, record: Record | None = None) -> EpisodeLog:
@@ -352,32 +346,6 @@ class Environment(Node):
     @staticmethod
     def _row_name(prompt: Prompt) -> str:
         return str(prompt.columns["environment"])
-
-    # Figures
-
-    def _count_success(self) -> None:
-        self._succeeded = True
-        self._outcomes.append("")
-
-    def _count_not_resumed(self, failure: EnvironmentFailed) -> None:
-        if failure.cause not in self._not_resumed:
-            self.context.progress(f"a half-done episode begins anew: {failure}")
-            self._not_resumed.add(failure.cause)
-        self.context.metric(failure.cause, 1)
-
-    def _count_failure(self, cause: str, text: str) -> None:
-        """Report the failure of an attempt; raise if failures are what mostly happens."""
-        if cause not in self._outcomes:
-            self.context.progress(f"an attempt at an episode failed: {text}")
-        self._outcomes.append(cause)
-        failed = Counter(cause for cause in self._outcomes if cause)
-        most, over = failed.most_common(1)[0][0], len(self._outcomes)
-        hopeless = not self._succeeded and over >= FIRST_ATTEMPTS
-        if hopeless or (over == LOOKED_BACK and failed.total() > LOOKED_BACK // 2):
-            raise FlowrlError(
-                f"{failed.total()} of the last {over} attempts at episodes of {self.environment!r} failed, mostly by "
-                f"{most}; the last failure: {text}"
-            )
 
 
 async def _to_its_end(attempt: Attempt, episode: LoggedEpisode) -> Played:
