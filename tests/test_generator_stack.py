@@ -228,13 +228,13 @@ def test_what_a_checkpoint_kept_is_not_sampled_again(live: Live, monkeypatch: py
         live.rig.feed("prompts", replace(make_prompt(3), sample_id="kept"))
         await asked.wait()
 
-    requests = live.generator._num_requests
+    requests = live.generator._responses._num_requests
     with monkeypatch.context() as patch:
         patch.setattr(out, "was_sent", kept)
         live.do(ask())
     (sample,) = live.samples([replace(make_prompt(3), sample_id="another")])
     assert sample in live.sent and all(s.sample_id != "kept" for s in live.sent)
-    assert live.generator._num_requests == requests + 1
+    assert live.generator._responses._num_requests == requests + 1
 
 
 def test_updates_during_live_traffic_tied(live: Live, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_checkpoint_takes_unfinished_responses_and_they_go_on_undisturbed(live
     """With the KV that they have: no request is made again, and what they come to is what they would have come to."""
 
     async def checkpoint() -> tuple[dict[str, Any], list[Sample]]:
-        before, requests = len(live.sent), live.generator._num_requests
+        before, requests = len(live.sent), live.generator._responses._num_requests
         for number in range(500, 532):
             live.rig.feed("prompts", make_prompt(number))
         await live.arrived(before + 1)
@@ -306,7 +306,7 @@ def test_a_checkpoint_takes_unfinished_responses_and_they_go_on_undisturbed(live
         assert ends and len(live.sent) == count
         await live.generator.resume()
         samples = (await live.arrived(before + 32))[before:]
-        assert live.generator._num_requests == requests + 32
+        assert live.generator._responses._num_requests == requests + 32
         return prefixes, samples
 
     prefixes, samples = live.do(checkpoint())

@@ -29,6 +29,7 @@ BOTH = {"before": PROMPTS * ANSWERS, "after": PROMPTS * ANSWERS}
 EVALUATED = ("--evaluate", str(PROMPTS), "--evaluate-samples", str(ANSWERS))
 
 ONLINE = {
+    "agent_game": (*SMALL, *EVALUATED, "--task", "arithmetic", "--look-ahead", "4"),
     "dapo": (*SMALL, *EVALUATED, "--on-limit", "mask"),
     "distill": (*SMALL, *EVALUATED, "--teacher", "tiny", "--num-trainers", "2", "--exact", "--epochs", "2"),
     "iterative_dpo": (*SMALL, *EVALUATED, "--reference", "initial", "--optimizer-steps", "2"),
