@@ -190,7 +190,7 @@ class Attempt:
         self._malformed_in_a_row += 1
         self._played.malformed += 1
         if unread:
-            return Step(Observation(f"The call could not be read: {unread}. Nothing was called."))
+            return Step(Observation(f"The call could not be read: {unread.rstrip('.')}. Nothing was called."))
         names = ", ".join(without_middle(name, NAME_BYTES) for name in strange)
         return Step(Observation(f"There is no tool {names}; the tools are {', '.join(known)}. Nothing was called."))
 
