@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
+import flowrl.runtime.driver.guard as guard_module
 from flowrl.runtime.driver.guard import VARIABLE, Guard, of_run
 
 ROOT = Path(__file__).parent.parent
@@ -76,3 +78,48 @@ def test_a_process_that_hides_its_environment_is_found_by_its_parent() -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         parent.communicate()
+
+
+def test_a_guard_whose_looks_are_slow_still_ends_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine one look can take longer than the time after which the guard takes a run for ended."""
+    monkeypatch.setattr(guard_module, "LOOK_EVERY_S", 1.2 * guard_module.QUIET_S)
+    driver = subprocess.Popen(["true"])
+    left = subprocess.Popen(SLEEPER, env={**os.environ, VARIABLE: "a fourth mark"})
+    try:
+        guard_module.guard(driver.pid, "a fourth mark")
+        assert left.poll() == -signal.SIGKILL
+    finally:
+        left.kill()
+        left.wait()
+        driver.wait()
+
+
+def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_first() -> None:
+    """The title of Ray's agents overwrites their environment, and the raylet ends in the moment of the driver's end."""
+    hides = (
+        f"import subprocess as s; child = s.Popen({SLEEPER!r}, env={{}}); print(child.pid, flush=True); child.wait()"
+    )
+    script = f"""
+        import ctypes, signal, subprocess, sys, time
+        from flowrl.runtime.driver.guard import Guard
+        guard = Guard("a fifth mark")
+        with_the_driver = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        subprocess.Popen([sys.executable, "-c", {hides!r}], preexec_fn=with_the_driver)
+        signal.pause()
+    """
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert driver.stdout is not None
+    child = int(driver.stdout.readline())
+    handle = os.pidfd_open(child)
+    time.sleep(3 * guard_module.WATCH_EVERY_S)  # the guard is another process: nothing says when it has looked
+    driver.kill()
+    try:
+        assert select.select([handle], [], [], ENDS_WITHIN_S)[0], "the process is still there"
+    finally:
+        os.close(handle)
+        driver.communicate()

@@ -24,6 +24,9 @@ GRACE_S = 3.0
 QUIET_S = 1.0
 """The guard ends when it has found no process for this long: Ray's raylet may start one while it ends."""
 LOOK_EVERY_S = 0.2
+WATCH_EVERY_S = 0.5
+WATCH_SHARE = 0.01
+"""While the driver runs, looking takes at most this share of one core, also on a machine with many processes."""
 GIVE_UP_S = 30.0
 """A process that SIGKILL does not end hangs in the kernel."""
 
@@ -51,31 +54,53 @@ class Guard:
 
 def guard(driver: int, mark: str) -> None:
     """Wait for the end of process `driver`, this one's parent; then end the processes with this mark."""
-    handle = os.pidfd_open(driver)
-    if os.getppid() == driver:
-        select.select([handle], [], [])
-    ended_s = seen_s = time.monotonic()
-    found: dict[int, int] = {}
-    while (now_s := time.monotonic()) - seen_s < QUIET_S and now_s - ended_s < GIVE_UP_S:
-        for pid in of_run(mark) - found.keys():
-            with suppress(ProcessLookupError):
-                found[pid] = os.pidfd_open(pid)
-        running = [process for process in found.values() if not select.select([process], [], [], 0)[0]]
+    found = watch(driver, mark)
+    ended_s = quiet_s = time.monotonic()
+    while time.monotonic() - ended_s < GIVE_UP_S:
+        look_s = time.monotonic()
+        _open(of_run(mark), found)
+        running = [process for process in found.values() if not _has_ended(process)]
         if running:
-            seen_s = time.monotonic()
-        if now_s - ended_s > GRACE_S:
+            quiet_s = time.monotonic()  # after the look: on a busy machine one look can take longer than QUIET_S
+        elif look_s - quiet_s >= QUIET_S:
+            return
+        if look_s - ended_s > GRACE_S:
             for process in running:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
         time.sleep(LOOK_EVERY_S)
 
 
-def of_run(mark: str) -> set[int]:
-    """The processes with the mark in their environment, and those that they have started; this one excepted.
+def watch(driver: int, mark: str) -> dict[int, int]:
+    """Wait for the end of process `driver`: pid -> pidfd of those of the run that cannot be found afterwards.
 
     A process that shows a title of its own (`setproctitle`) may have overwritten its environment, as Ray's agents do.
-    They are found by their parent, Ray's raylet, which is still there when the driver has just ended.
+    Only its parent tells whose it is, and Ray's raylet ends in the same moment as the driver.
     """
+    handle = os.pidfd_open(driver)
+    found: dict[int, int] = {}
+    pause_s = 0.0
+    while os.getppid() == driver and not select.select([handle], [], [], pause_s)[0]:
+        start_s = time.monotonic()
+        for pid in [pid for pid, process in found.items() if _has_ended(process)]:
+            os.close(found.pop(pid))
+        _open({pid for pid in of_run(mark) if not _has(mark, pid)}, found)
+        pause_s = max(WATCH_EVERY_S, (time.monotonic() - start_s) / WATCH_SHARE)
+    return found
+
+
+def _open(pids: set[int], found: dict[int, int]) -> None:
+    for pid in pids - found.keys():
+        with suppress(ProcessLookupError):
+            found[pid] = os.pidfd_open(pid)
+
+
+def _has_ended(process: int) -> bool:
+    return bool(select.select([process], [], [], 0)[0])
+
+
+def of_run(mark: str) -> set[int]:
+    """The processes with the mark in their environment, and those that they have started; this one excepted."""
     parents = _parents()
     found = {pid for pid in parents if _has(mark, pid)}
     while children := {pid for pid, parent in parents.items() if parent in found} - found:
