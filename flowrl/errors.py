@@ -63,3 +63,15 @@ class Stalled(FlowrlError):
 
 class SampleFailed(FlowrlError):
     """Raised in a node body to fail one sample: the sample becomes a tombstone and the run continues."""
+
+
+class AttemptFailed(FlowrlError):
+    """An attempt at an episode is void, and nothing is known of the episode's reward.
+
+    `cause` is a word for the ledger. Without `again`, a further attempt would fail in the same way.
+    """
+
+    def __init__(self, cause: str, text: str, *, again: bool = True) -> None:
+        self.cause = cause
+        self.again = again
+        super().__init__(text)

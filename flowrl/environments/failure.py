@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 from flowrl.environments.protocol import MalformedValue
-from flowrl.errors import FlowrlError
+from flowrl.errors import AttemptFailed, FlowrlError
 
 Cause = Literal["env_raised", "env_timed_out", "env_died", "env_out_of_memory", "env_malformed", "env_unreachable"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
@@ -22,12 +22,13 @@ UNREACHABLE = (ConnectionError, socket.gaierror)
 """What an environment raises when the server behind it cannot be reached."""
 
 
-class EnvironmentFailed(FlowrlError):
-    """An environment failed, and nothing is known of the episode's reward. `cause` is a word for the ledger."""
+class EnvironmentFailed(AttemptFailed):
+    """An environment failed."""
+
+    cause: Cause
 
     def __init__(self, cause: Cause, text: str) -> None:
-        self.cause = cause
-        super().__init__(text)
+        super().__init__(cause, text)
 
 
 class ZygoteFailed(FlowrlError):

@@ -1,11 +1,10 @@
-"""The environment node plays episodes: a prompt's item, and so its ticket, stays with its invocation to the end.
+"""The environment node plays episodes of an environment. `episode_node` says what holds for all nodes that do.
 
 Invariants:
 
-- A reward comes from the environment alone. What the environment does wrong voids the attempt; the next one has the
-  same ticket and start, and an environment of its own. After the last attempt the sample fails, by its cause.
+- A reward comes from the environment alone. What the environment does wrong voids the attempt, and every attempt has
+  an environment of its own.
 - The tokens of an episode are those that the generator sampled and those that the template wrote between them, by id.
-- Every attempt that has begun is booked: in a finished episode, or as void.
 
 Waits: for replies, and for the environment (`context.outside`), whose every call has a limit in seconds.
 """
@@ -13,38 +12,25 @@ Waits: for replies, and for the environment (`context.outside`), whose every cal
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import time
-from collections import Counter, deque
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
-
 from flowrl.environments import EnvironmentFailed, EnvironmentName, Episodes, environment_rows
-from flowrl.episode import Episode, Reply, Turn
-from flowrl.errors import ConfigError, FlowrlError, SampleFailed
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
-from flowrl.graph.ports import Call, In, Out, Serve
+from flowrl.episode import Reply
+from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.messages import Prompt
-from flowrl.models import Policy, check_model, load_tokenizer, resolve
-from flowrl.models.directory import context_length
-from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played, Templates
+from flowrl.models import Policy, check_model, resolve
+from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played
 from flowrl.nodes.environment_source import row_of
+from flowrl.nodes.episode_node import EpisodeNode
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.shaping import Shaping
-from flowrl.nodes.vllm_sampler import EVALUATION
 
-LOOKED_BACK = 256
-"""Attempts among which failures are counted."""
 NO_ROOM = "no_room"
 """The cause of an episode whose first observation fills the context."""
-FIRST_ATTEMPTS = 16
-"""If so many attempts are over and all of them failed, the run ends too."""
 
 
-class Environment(Node):
+class Environment(EpisodeNode):
     """Plays the episodes of `environment` with the policy that `generate` asks.
 
     `environment` is a name as in docs/environments.md, `limits` bounds episodes and attempts. `processes` is the
@@ -52,14 +38,7 @@ class Environment(Node):
     episodes, without tickets. `shaping` applies to the reward of a whole episode.
     """
 
-    prompts: In[Prompt]
-    episodes: Out[Episode]
-    generate: Call[Turn, Reply]
-    requests: Serve[Prompt, Episode]
-
     _pool: Episodes
-    _templates: Templates
-    _tokens: int
 
     def __init__(
         self,
@@ -71,31 +50,17 @@ class Environment(Node):
         memory_bytes: int = 1 << 30,
         shaping: Shaping | None = None,
     ) -> None:
+        super().__init__(policy, limits=limits, processes=processes, memory_bytes=memory_bytes, shaping=shaping)
         self.environment = environment
-        self.policy = policy
-        self.limits = limits or Limits()
-        self.processes = processes
-        self.memory_bytes = memory_bytes
-        self.shaping = shaping or Shaping()
-        self._outcomes: deque[str] = deque(maxlen=LOOKED_BACK)
-        """The cause of each of the last attempts that failed; "" for one that did not."""
-        self._succeeded = False
+
+    @property
+    def source(self) -> str:
+        return self.environment
 
     # Declarations for the graph
 
-    def facts(self) -> Facts:
-        return Facts(
-            longest_response=self.limits.tokens,
-            concurrency=self.limits.episodes,
-            drops=True,
-            optional=("requests",),
-        )
-
     def check(self, facts: Any) -> list[str]:
-        problems = [*self.limits.problems(), *self.shaping.problems()]
-        for name in ("processes", "memory_bytes"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        problems = super().check(facts)
         try:
             EnvironmentName(self.environment)
         except ConfigError as problem:
@@ -125,16 +90,6 @@ class Environment(Node):
                     f"{self._tokens}; raise limits.tokens, or choose a model with a longer context"
                 )
 
-    def _load(self, model_dir: str) -> None:
-        self._templates = Templates(load_tokenizer(model_dir))
-        longest = context_length(model_dir)
-        self._tokens = longest if self.limits.tokens is None else self.limits.tokens
-        if self._tokens > longest:
-            raise ConfigError(
-                f"limits.tokens is {self._tokens}, but the context of {self.policy.model} takes {longest} tokens; "
-                "lower it"
-            )
-
     def _new_attempt(self, ask: Ask) -> Attempt:
         outside = self.context.outside if hasattr(self, "context") else nullcontext
         return Attempt(self._templates, self.limits, self._tokens, ask=ask, outside=outside)
@@ -157,180 +112,35 @@ class Environment(Node):
         await self._pool.__aenter__()
         _require_one_seat(self.environment, self._pool.seats)
 
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            if self.requests.live is not None:
-                tasks.create_task(self.requests.each(self._play_held_out, concurrency=self.limits.episodes))
-            await self.prompts.each(self._play, concurrency=self.limits.episodes)
-            self.episodes.close()  # `run` continues: held-out episodes may still be asked for
-
     async def close(self) -> None:
         if hasattr(self, "_pool"):
             await self._pool.__aexit__(None, None, None)
 
     # Episodes
 
-    async def _play(self, prompt: Prompt) -> None:
-        if self.episodes.was_sent():
-            return
-        began_s, ledger = time.monotonic(), self.context.ledger
-        ticket, cause = self.prompts.ticket(prompt), ""
-        for number in range(self.limits.retries + 1):
-            try:
-                played = await self._attempt(prompt, number, ticket)
-            except EnvironmentFailed as failure:
-                ledger.attempt_void(prompt.sample_id, number, failure.cause)
-                self._count_failure(failure.cause, str(failure))
-                cause = failure.cause
-                continue
-            if played.sequence is None:
-                cause = NO_ROOM
-                self._count_failure(cause, f"the first observation leaves no room in {self._tokens} tokens")
-                break
-            self._count_success(played)
-            await self._settle(prompt, played, number, time.monotonic() - began_s)
-            return
-        seconds = time.monotonic() - began_s
-        ledger.episode_failed(prompt.sample_id, self._row_name(prompt), number + 1, 0, cause, seconds)
-        raise SampleFailed(cause)
-
-    async def _settle(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
-        """Book the finished episode, and send or drop it."""
-        episode = self.episode(prompt, played, attempt)
-        self.context.ledger.episode(episode, truncated=played.cut or None, seconds=seconds)
-        if played.cut and self.limits.on_truncated == "drop":
-            self.prompts.drop(prompt, "truncated")
-            return
-        self.context.ledger.scored(episode)
-        await self.episodes.send(episode)
-
-    async def _play_held_out(self, prompt: Prompt) -> Episode:
-        """A held-out episode; fails with its cause where training would."""
-        for number in range(self.limits.retries + 1):
-            try:
-                played = await self._attempt(prompt, number, -1)
-            except EnvironmentFailed as failure:
-                cause = failure.cause
-                continue
-            if played.sequence is not None:
-                return self.episode(prompt, played, number)
-            raise SampleFailed(NO_ROOM)
-        raise SampleFailed(cause)
-
-    async def _attempt(self, prompt: Prompt, number: int, ticket: int) -> Played:
+    async def attempt(self, prompt: Prompt, number: int, ticket: int) -> Played:
         async def ask(question: AskedTurn) -> Reply:
-            turn = self._turn(prompt, question, number, ticket)
-            priority = ticket if ticket >= 0 else EVALUATION
-            return await self.generate(turn, session=prompt.sample_id, group=prompt.group_id, priority=priority)
+            return await self.ask(self.turn(prompt, question, number, ticket))
 
         with self.context.outside("an environment's reset"):
             episode = await self._pool.reset(row_of(prompt))
         try:
-            return await self._new_attempt(ask).play(episode)
+            played = await self._new_attempt(ask).play(episode)
         finally:
             self.generate.forget(prompt.sample_id)
             with self.context.outside("an environment's end"):
                 await episode.close_quietly()
+        if played.sequence is None:
+            text = f"the first observation leaves no room in {self._tokens} tokens"
+            raise AttemptFailed(NO_ROOM, text, again=False)
+        return played
 
-    def _turn(self, prompt: Prompt, question: AskedTurn, attempt: int, ticket: int) -> Turn:
-        return Turn(
-            request_id=f"{prompt.sample_id}/{attempt}.{question.turn}",
-            sample_id=prompt.sample_id,
-            group_id=prompt.group_id,
-            turn=question.turn,
-            attempt=attempt,
-            ticket=ticket,
-            seed=turn_seed(prompt.seed, attempt, question.turn),
-            token_ids=question.token_ids,
-            max_tokens=question.max_tokens,
-            stop=question.stop,
-            tools=question.tools,
-        )
-
-    def episode(self, prompt: Prompt, played: Played, attempt: int) -> Episode:
-        """The message of an episode that was played at this attempt, counted from 0."""
-        sequence = played.sequence
-        assert sequence is not None
-        first = int(np.argmax(sequence.policy_mask))
-        reward = self.shaping.shaped(
-            played.reward, {}, num_tokens=int(sequence.policy_mask.sum()), truncated=bool(played.cut)
-        )
-        now = time.time()
-        return Episode(
-            sample_id=prompt.sample_id,
-            group_id=prompt.group_id,
-            prompt_id=prompt.prompt_id,
-            epoch=prompt.epoch,
-            member=prompt.member,
-            group_size=prompt.group_size,
-            prompt_text=played.text,
-            response_text=self._templates.decode(sequence.token_ids[first:]),
-            token_ids=sequence.token_ids,
-            policy_mask=sequence.policy_mask,
-            behavior_logprobs=sequence.behavior_logprobs,
-            versions=sequence.versions,
-            prompt_tokens=first,
-            truncated=bool(played.cut),
-            generator=played.generator,
-            columns=prompt.columns,
-            metrics={**played.metrics, "turns": float(played.turns)},
-            generated_s=now,
-            reward=reward,
-            raw_reward=played.reward,
-            scored_s=now,
-            turns=played.turns,
-            attempts=attempt + 1,
-            environment=self._row_name(prompt),
-            cut=played.cut,
-            masked=bool(played.cut) and self.limits.on_truncated == "mask",
-            rewards_by_turn=tuple(played.rewards),
-        )
-
-    @staticmethod
-    def _row_name(prompt: Prompt) -> str:
+    def row_name(self, prompt: Prompt) -> str:
         return str(prompt.columns["environment"])
-
-    # Figures
-
-    def _count_success(self, played: Played) -> None:
-        self._succeeded = True
-        self._outcomes.append("")
-        context = self.context
-        context.gauge("episode_turns", played.turns)
-        context.gauge("environment_s", played.env_s)
-        context.gauge("turns_generate_s", played.generate_s)
-        context.metric("turns", played.turns)
-        context.metric("turn_context_tokens", played.context_tokens)
-        context.metric("turn_cached_tokens", played.cached_tokens)
-        if played.malformed:
-            context.metric("malformed_calls", played.malformed)
-        if played.cut:
-            context.metric(f"cut_by_{played.cut}", 1)
-
-    def _count_failure(self, cause: str, text: str) -> None:
-        """Report the failure of an attempt; raise if failures are what mostly happens."""
-        if cause not in self._outcomes:
-            self.context.progress(f"an attempt at an episode failed: {text}")
-        self.context.metric(cause, 1)
-        self._outcomes.append(cause)
-        failed = Counter(cause for cause in self._outcomes if cause)
-        most, over = failed.most_common(1)[0][0], len(self._outcomes)
-        hopeless = not self._succeeded and over >= FIRST_ATTEMPTS
-        if hopeless or (over == LOOKED_BACK and failed.total() > LOOKED_BACK // 2):
-            raise FlowrlError(
-                f"{failed.total()} of the last {over} attempts at episodes of {self.environment!r} failed, mostly by "
-                f"{most}; the last failure: {text}"
-            )
 
 
 async def _ask_nobody(question: AskedTurn) -> Reply:
     raise AssertionError("a trial asks for no reply")
-
-
-def turn_seed(seed: int, attempt: int, turn: int) -> int:
-    """The sampler's seed of one reply: 63 bits of a hash over the sample's seed, the attempt and the turn."""
-    digest = hashlib.blake2b(f"{seed}/{attempt}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def _require_one_seat(environment: str, seats: int) -> None:
