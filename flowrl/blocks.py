@@ -27,6 +27,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph, OnLimit
 from flowrl.models import Policy
 from flowrl.nodes import (
+    AgentProgram,
     Environment,
     Evaluation,
     Generator,
@@ -209,7 +210,7 @@ class EpisodeOptions(OnlineOptions):
     limits: Limits = Limits(tokens=2048)
     """What bounds an episode, as in --limits.turns 8."""
     processes: int = 256
-    """Processes of environments at a time."""
+    """Processes of environments, or of agents, at a time."""
     affinity_margin: int = 2
     """A session stays on its generator while that has at most so many more open requests than the least loaded."""
     max_tokens: int = 256
@@ -218,6 +219,18 @@ class EpisodeOptions(OnlineOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, processes=1, affinity_margin=0)
+
+    def agents(self, agent: str, command: str = "") -> AgentProgram:
+        """The node that runs agents: a function `FILE.py:FUNCTION`, or a command."""
+        return AgentProgram(
+            self.model,
+            agent=agent,
+            command=command,
+            sampling=self.sampling,
+            limits=self.limits,
+            processes=self.processes,
+            shaping=Shaping(negate=self.negate_rewards),
+        )
 
     def episodes(self, environment: str) -> Environment:
         """The node that plays the environment of that name."""
@@ -281,10 +294,12 @@ def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator) -> None:
     g.call(evaluation.generate, generator.requests)
 
 
-def evaluate_episodes(g: Graph, cfg: EvaluationOptions, environment: Environment, generator: Generator) -> None:
-    """Let `generator` serve episodes alone, and add the evaluation node, whose held-out rows `environment` plays.
+def evaluate_episodes(
+    g: Graph, cfg: EvaluationOptions, player: Environment | AgentProgram, generator: Generator
+) -> None:
+    """Let `generator` serve episodes alone, and add the evaluation node, whose held-out rows `player` plays.
 
-    There is no evaluation if `cfg.evaluate` is 0.
+    They are those of its environment, or of the task for agents. There is no evaluation if `cfg.evaluate` is 0.
     """
     g.ignore(generator.prompts)
     g.ignore(generator.rollouts)
@@ -296,10 +311,11 @@ def evaluate_episodes(g: Graph, cfg: EvaluationOptions, environment: Environment
         num_prompts=cfg.evaluate,
         num_samples=cfg.evaluate_samples,
         every=cfg.evaluate_every,
-        environments=(environment.environment,),
+        environments=(player.environment,) if isinstance(player, Environment) else (),
+        agent_tasks=() if isinstance(player, Environment) else (cfg.task,),
     )
     evaluation = g.add("evaluation", held_out)
-    g.call(evaluation.play, environment.requests)
+    g.call(evaluation.play, player.requests)
 
 
 def evaluate_offline(

@@ -1,0 +1,257 @@
+"""The node that runs agents of any code: each is a process, and reaches the policy over HTTP.
+
+`episode_node` says what holds for all nodes that play episodes. Besides:
+
+- A reward comes from the agent alone: its program returns it, or posts it to its session.
+- The tokens of an episode are those of its session: the sampled ones, and what the template made of the messages that
+  the agent sent between them, by id.
+- Of an attempt nothing is left when it is over: no process, no session, no call.
+
+Waits: for the agent's process (`context.outside`), which ends by itself, or is killed after `limits.episode_s`, when
+its session is idle, or when a call of it cannot be answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.agents import TokenSequence
+from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession, SessionTask
+from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, as_agents_failure
+from flowrl.environments import Action, EnvironmentFailed, EnvironmentRow, Episodes, OpenEpisode
+from flowrl.errors import ConfigError
+from flowrl.messages import Prompt
+from flowrl.models import Policy, check_model, load_tokenizer, resolve
+from flowrl.nodes.agent_calls import AgentCalls, AgentCallTable
+from flowrl.nodes.attempt import Played, read_action
+from flowrl.nodes.episode_node import EpisodeNode, turn_seed
+from flowrl.nodes.limits import Limits
+from flowrl.nodes.sampling import Sampling
+from flowrl.nodes.shaping import Shaping
+
+
+class AgentProgram(EpisodeNode):
+    """Runs an agent's program for every prompt; what it asks, the policy answers that `generate` asks.
+
+    `agent` is `FILE.py:FUNCTION`, or `command` a command line; docs/endpoint.md says what either is given. What it is
+    to do are the prompt's columns. `sampling` is the generator's: agents are told it, and it bounds their replies.
+    `limits` bounds episodes and attempts; of it, `reset_s` is for the start of a process, and `step_s` and
+    `observation_bytes` are not used. A session without a call for `idle_s` has failed. `processes` is the number of
+    agents at a time, `memory_bytes` what each may take. `requests` plays held-out episodes, without tickets.
+    """
+
+    _pool: Episodes
+    _endpoint: AgentEndpoint
+    _table: AgentCallTable
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        agent: str = "",
+        command: str = "",
+        sampling: Sampling | None = None,
+        limits: Limits | None = None,
+        idle_s: float = 600.0,
+        processes: int = 256,
+        memory_bytes: int = 1 << 30,
+        shaping: Shaping | None = None,
+    ) -> None:
+        super().__init__(policy, limits=limits, processes=processes, memory_bytes=memory_bytes, shaping=shaping)
+        self.agent = agent
+        self.command = command
+        self.sampling = sampling or Sampling()
+        self.idle_s = idle_s
+
+    @property
+    def source(self) -> str:
+        return self.agent or self.command
+
+    def row_name(self, prompt: Prompt) -> str:
+        return self.source
+
+    # Declarations for the graph
+
+    def check(self, facts: Any) -> list[str]:
+        problems = super().check(facts)
+        if not self.idle_s > 0:
+            problems.append(f"idle_s is {self.idle_s}; it has to be above 0")
+        try:
+            ProgramName(self.agent, self.command)
+        except ConfigError as problem:
+            problems.append(str(problem))
+        return problems
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        asyncio.run(self._try())
+
+    async def _try(self) -> None:
+        """Import the agent's file."""
+        async with self._agents():
+            pass
+
+    def _agents(self) -> Episodes:
+        return Episodes(
+            ProgramName(self.agent, self.command).environment,
+            processes=self.processes,
+            memory_bytes=self.memory_bytes,
+            reset_s=self.limits.reset_s,
+            step_s=self.limits.episode_s,
+        )
+
+    # Lifecycle
+
+    async def setup(self) -> None:
+        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
+        await self.blocking(self._load, model_dir)
+        tokenizer = await self.blocking(load_tokenizer, model_dir)
+        self._table = AgentCallTable(tokenizer)
+        endpoint = AgentEndpoint(self._table, self._table, tokenizer, self._settings())
+        self._endpoint = await endpoint.__aenter__()
+        pool = self._agents()
+        await pool.__aenter__()
+        self._pool = pool
+
+    def _settings(self) -> EndpointSettings:
+        limits = (self._tokens, self.sampling.max_tokens, self.limits.turn_tokens)
+        return EndpointSettings(
+            context_tokens=self._tokens,
+            turn_tokens=min(limit for limit in limits if limit is not None),
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            sessions=2 * self.limits.episodes,
+            idle_s=self.idle_s,
+            key_file=str(Path(self.context.run_dir) / f"{self.name}-{self.context.replica}.key"),
+        )
+
+    async def close(self) -> None:
+        if hasattr(self, "_pool"):
+            await self._pool.__aexit__(None, None, None)
+        if hasattr(self, "_endpoint"):
+            await self._endpoint.__aexit__(None, None, None)
+
+    # Episodes
+
+    async def attempt(self, prompt: Prompt, number: int, ticket: int) -> Played:
+        options = {"task": dict(prompt.columns), "command": self.command}
+        row = EnvironmentRow("agent", options, turn_seed(prompt.seed, number, 0))
+        with as_agents_failure(self.source), self.context.outside("an agent's start"):
+            process = await self._pool.reset(row)
+        try:
+            return await self._run(process, self._calls(prompt, number, ticket))
+        finally:
+            self.generate.forget(prompt.sample_id)
+            with self.context.outside("an agent's end"):
+                await process.close_quietly()
+
+    def _calls(self, prompt: Prompt, number: int, ticket: int) -> AgentCalls:
+        ledger = self.context.ledger
+        return AgentCalls(
+            most_turns=self.limits.turns,
+            turn=partial(self.turn, prompt, attempt=number, ticket=ticket),
+            ask=self.ask,
+            book=ledger.request,
+            abandon=ledger.abandoned if ticket >= 0 else _not_booked,
+        )
+
+    async def _run(self, process: OpenEpisode, calls: AgentCalls) -> Played:
+        """From the beginning of the session to its end."""
+        session_id, began_s = self._table.begin(calls), asyncio.get_running_loop().time()
+        access = self._endpoint.open_session(SessionTask(session_id))
+        cut = ""
+        try:
+            with self.context.outside("an agent"):
+                result = await self._result(process, calls, access.environment)
+        except EnvironmentFailed as failed:
+            if failed.cause != "env_timed_out":
+                with as_agents_failure(self.source):
+                    raise
+            result, cut = AgentResult(), "seconds"
+        finally:
+            if calls.finished is None:
+                self._endpoint.end_session(session_id)
+            await calls.closed()
+        assert calls.finished is not None
+        played = self._played(calls, calls.finished, result, cut)
+        played.env_s = max(0.0, asyncio.get_running_loop().time() - began_s - calls.generate_s)
+        return played
+
+    async def _result(self, process: OpenEpisode, calls: AgentCalls, access: Mapping[str, str]) -> AgentResult:
+        """What the program gives back. Raises EnvironmentFailed, and what the generator raises."""
+        running = asyncio.ensure_future(process.step(Action(text=json.dumps(dict(access)))))
+        try:
+            await asyncio.wait({running, calls.broken}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not running.done():
+                running.cancel()
+                await asyncio.wait({running})
+        if calls.broken.done():
+            calls.broken.result()
+            raise AgentFailed("session_idle", f"the agent {self.source!r} asked nothing for {self.idle_s:g} s")
+        return AgentResult.unpacked(running.result().observations[0].text)
+
+    def _played(self, calls: AgentCalls, finished: FinishedSession, result: AgentResult, cut: str) -> Played:
+        used = calls.used()
+        cut = cut or ("turns" if calls.refused else "tokens" if finished.full else "")
+        reward = self._reward(finished, result, cut)
+        if not used:
+            raise AgentFailed("no_calls", f"the agent {self.source!r} ended without a reply of the policy")
+        sequence = self._only_sequence(finished, len(used))
+        first, last = used[0], used[-1]
+        return Played(
+            cut=cut,
+            rewards=[(int(np.flatnonzero(sequence.policy_mask)[-1]), reward)],
+            turns=len(used),
+            finish_reason=last[1].finish_reason,
+            generate_s=calls.generate_s,
+            cached_tokens=sum(reply.cached_tokens for _, reply in used),
+            context_tokens=sum(turn.token_ids.size for turn, _ in used),
+            malformed=sum(bool(read_action(reply)[1]) for _, reply in used),
+            metrics=dict(result.metrics),
+            sequence=sequence,
+            text=self._templates.decode(first[0].token_ids),
+            generator=last[1].generator,
+        )
+
+    def _reward(self, finished: FinishedSession, result: AgentResult, cut: str) -> float:
+        """The one that was posted or returned."""
+        found = {reward for reward in (finished.reward, result.reward) if reward is not None}
+        if len(found) == 1:
+            return found.pop()
+        if found:
+            text = f"posted the reward {finished.reward} and gave {result.reward} back; an episode has one"
+            raise AgentFailed("agent_raised", f"the agent {self.source!r} {text}")
+        text = f", after a limit of its {cut}" if cut else "; return a number, or post one to the session"
+        raise AgentFailed("no_reward", f"the agent {self.source!r} gave no reward{text}")
+
+    def _only_sequence(self, finished: FinishedSession, turns: int) -> TokenSequence:
+        """What an episode can hold today: one sequence, in which every reply is a span of its own."""
+        if len(finished.sequences) > 1:
+            text = (
+                f"the session of the agent {self.source!r} has {len(finished.sequences)} branches (it asked again, "
+                "edited its history, or had several replies to one call), and an episode has one sequence; go on from "
+                "the messages that were sent before"
+            )
+            raise AgentFailed("branches", text, again=False)
+        (sequence,) = finished.sequences
+        if _num_spans(sequence) != turns:
+            text = f"a prompt of the agent {self.source!r} adds nothing to the reply before it; add text between them"
+            raise AgentFailed("branches", text, again=False)
+        return sequence
+
+
+def _num_spans(sequence: TokenSequence) -> int:
+    mask = np.concatenate([[False], sequence.policy_mask])
+    return int((mask[1:] & ~mask[:-1]).sum())
+
+
+def _not_booked(request_id: str, reason: str) -> None:
+    """Held-out requests have no rows in the ledger."""
