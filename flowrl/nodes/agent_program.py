@@ -74,6 +74,10 @@ class AgentProgram(EpisodeNode):
     def source(self) -> str:
         return self.agent or self.command
 
+    @property
+    def _program(self) -> ProgramName:
+        return ProgramName(self.agent, self.command)
+
     def row_name(self, prompt: Prompt) -> str:
         return self.source
 
@@ -84,7 +88,7 @@ class AgentProgram(EpisodeNode):
         if not self.idle_s > 0:
             problems.append(f"idle_s is {self.idle_s}; it has to be above 0")
         try:
-            ProgramName(self.agent, self.command)
+            _ = self._program
         except ConfigError as problem:
             problems.append(str(problem))
         return problems
@@ -100,7 +104,7 @@ class AgentProgram(EpisodeNode):
 
     def _agents(self) -> Episodes:
         return Episodes(
-            ProgramName(self.agent, self.command).environment,
+            self._program.environment,
             processes=self.processes,
             memory_bytes=self.memory_bytes,
             reset_s=self.limits.reset_s,
@@ -143,7 +147,7 @@ class AgentProgram(EpisodeNode):
     async def attempt(self, prompt: Prompt, number: int, ticket: int) -> Played:
         options = {"task": dict(prompt.columns), "command": self.command}
         row = EnvironmentRow("agent", options, turn_seed(prompt.seed, number, 0))
-        with as_agents_failure(self.source), self.context.outside("an agent's start"):
+        with as_agents_failure(self._program), self.context.outside("an agent's start"):
             process = await self._pool.reset(row)
         try:
             return await self._run(process, self._calls(prompt, number, ticket))
@@ -172,7 +176,7 @@ class AgentProgram(EpisodeNode):
                 result = await self._result(process, calls, access.environment)
         except EnvironmentFailed as failed:
             if failed.cause != "env_timed_out":
-                with as_agents_failure(self.source):
+                with as_agents_failure(self._program):
                     raise
             result, cut = AgentResult(), "seconds"
         finally:

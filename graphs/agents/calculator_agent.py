@@ -11,7 +11,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from openai import AsyncOpenAI, ConflictError
+from openai import APIStatusError, AsyncOpenAI
 
 CALLS = 8
 """Most calls of an episode."""
@@ -42,7 +42,9 @@ async def play(client: AsyncOpenAI, task: Mapping[str, Any]) -> dict[str, float]
     while calls < CALLS:
         try:
             answer = await client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATOR])
-        except ConflictError:  # the limit of turns
+        except APIStatusError as problem:
+            if problem.code not in ("limit_reached", "context_length_exceeded"):
+                raise
             break
         reply = answer.choices[0].message
         if not reply.tool_calls:

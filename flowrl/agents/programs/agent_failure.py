@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
+from flowrl.agents.programs.program_name import ProgramName
 from flowrl.environments import Cause, EnvironmentFailed
 from flowrl.errors import AttemptFailed
 
@@ -30,9 +31,10 @@ class AgentFailed(AttemptFailed):
 
 
 @contextlib.contextmanager
-def as_agents_failure(program: str) -> Iterator[None]:
+def as_agents_failure(program: ProgramName) -> Iterator[None]:
     """Turns EnvironmentFailed, of the process that runs `program`, into AgentFailed."""
     try:
         yield
     except EnvironmentFailed as failed:
-        raise AgentFailed(CAUSE_OF[failed.cause], f"the agent {program!r} failed: {failed}") from None
+        text = str(failed).replace(f"{program.environment}: ", "")
+        raise AgentFailed(CAUSE_OF[failed.cause], f"the agent {program.text!r} failed: {text}") from None
