@@ -27,17 +27,8 @@ OPTIONS = ("--groups-per-step", str(GROUPS), "--group-size", str(MEMBERS), "--lo
 def ran(tmp_path_factory: pytest.TempPathFactory, ray: dict[str, str]) -> tuple[Path, str]:
     """A finished run: its directory and what it printed."""
     run_dir = tmp_path_factory.mktemp("agents") / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "flowrl.cli",
-        "run",
-        "graphs/agent_openai.py",
-        "--run-dir",
-        str(run_dir),
-        "--plain",
-    ]
-    options = [*OPTIONS, "--steps", str(STEPS)]
+    command = [sys.executable, "-m", "flowrl.cli", "run", "graphs/agent_openai.py"]
+    options = ["--run-dir", str(run_dir), "--plain", *OPTIONS, "--steps", str(STEPS)]
     env = {**os.environ, **ray}
     done = subprocess.run(
         [*command, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import stat
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 
 from flowrl.agents.programs import AGENT_CAUSES, AgentResult, ProgramName
+from flowrl.environments.tools import named_tools
+from flowrl.environments.tools.calculator import calculator
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.messages import Prompt
@@ -23,10 +26,13 @@ from flowrl.models import Policy
 from flowrl.models.characters import character_tokenizer
 from flowrl.nodes import AgentProgram, Limits, Sampling
 from flowrl.nodes.episode_node import FIRST_ATTEMPTS
+from flowrl.tasks.user_module import user_module
 from flowrl.testing import NodeRecord, NodeRig
 from tests import agent_programs
 
 FILE = str(Path(agent_programs.__file__))
+ROOT = Path(FILE).parent.parent
+PAGE = (ROOT / "docs" / "endpoint.md").read_text(encoding="utf-8")
 TOKENIZER = character_tokenizer()
 ONCE = Limits(tokens=400, retries=0)
 pytestmark = pytest.mark.timeout(60)
@@ -86,7 +92,8 @@ def play(
     """Run agents to their end."""
 
     async def life() -> NodeRecord:
-        named = {"command": agent} if " " in agent else {"agent": f"{FILE}:{agent}"}
+        place = agent if ":" in agent else f"{FILE}:{agent}"
+        named = {"command": agent} if " " in agent else {"agent": place}
         node = AgentProgram(Policy("tiny"), limits=limits, **named, **options)
         async with a_rig(node, script or Script()) as rig:
             rig.feed("prompts", *(prompt(member, **(columns or {})) for member in range(prompts)), ticket=3)
@@ -131,6 +138,29 @@ def test_an_episode_is_the_session_of_an_agent_by_id() -> None:
     assert episode.rewards_by_turn == ((episode.token_ids.size - 1, 3.0),)
     assert episode.environment == f"{FILE}:answers" and episode.prompt_text == said(script.turns[0].token_ids)
     assert episode.metrics == {"turns": 2.0, "forked": 1.0}, "the file is imported before the processes are forked"
+
+
+def test_the_agent_of_the_documentation_plays(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(# short_agent.py\n.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "short_agent.py").write_text(code)
+    episode = only_episode(play(str(tmp_path / "short_agent.py:play"), script=Script("12")))
+    assert (episode.reward, episode.turns, episode.metrics["letters"]) == (1.0, 2, 2.0)
+    assert "Are you sure?" in said(episode.token_ids)
+
+
+def test_the_documentation_has_every_cause() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)) == set(AGENT_CAUSES)
+
+
+def test_the_example_offers_the_calculator_of_the_built_in_environment() -> None:
+    example = user_module(str(ROOT / "graphs" / "agents" / "calculator_agent.py"), owner="agent")
+    assert list(named_tools("calculator").descriptions) == [example.CALCULATOR]
+    for expression in ("37+58", "(3 + 4) * -12", "7 // 2"):
+        arguments = json.dumps({"expression": expression})
+        assert example.calculated("calculator", arguments) == calculator(expression)
+    for wrong in ("{", "{}", '{"expression": "2 ** 9"}', '{"expression": "1 // 0"}'):
+        assert example.calculated("calculator", wrong).startswith("This cannot be calculated")
+    assert "There is no tool sum" in example.calculated("sum", "{}")
 
 
 def test_turns_carry_the_place_of_their_prompt() -> None:
