@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import stat
@@ -16,9 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.agents.programs import AGENT_CAUSES, AgentResult, ProgramName
-from flowrl.environments.tools import named_tools
-from flowrl.environments.tools.calculator import calculator
+from flowrl.agents.programs import AGENT_CAUSES
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.messages import Prompt
@@ -26,7 +23,6 @@ from flowrl.models import Policy
 from flowrl.models.characters import character_tokenizer
 from flowrl.nodes import AgentProgram, Limits, Sampling
 from flowrl.nodes.episode_node import FIRST_ATTEMPTS
-from flowrl.tasks.user_module import user_module
 from flowrl.testing import NodeRecord, NodeRig
 from tests import agent_programs
 
@@ -146,21 +142,6 @@ def test_the_agent_of_the_documentation_plays(tmp_path: Path) -> None:
     episode = only_episode(play(str(tmp_path / "short_agent.py:play"), script=Script("12")))
     assert (episode.reward, episode.turns, episode.metrics["letters"]) == (1.0, 2, 2.0)
     assert "Are you sure?" in said(episode.token_ids)
-
-
-def test_the_documentation_has_every_cause() -> None:
-    assert set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)) == set(AGENT_CAUSES)
-
-
-def test_the_example_offers_the_calculator_of_the_built_in_environment() -> None:
-    example = user_module(str(ROOT / "graphs" / "agents" / "calculator_agent.py"), owner="agent")
-    assert list(named_tools("calculator").descriptions) == [example.CALCULATOR]
-    for expression in ("37+58", "(3 + 4) * -12", "7 // 2"):
-        arguments = json.dumps({"expression": expression})
-        assert example.calculated("calculator", arguments) == calculator(expression)
-    for wrong in ("{", "{}", '{"expression": "2 ** 9"}', '{"expression": "1 // 0"}'):
-        assert example.calculated("calculator", wrong).startswith("This cannot be calculated")
-    assert "There is no tool sum" in example.calculated("sum", "{}")
 
 
 def test_turns_carry_the_place_of_their_prompt() -> None:
@@ -374,16 +355,6 @@ def test_an_agent_that_cannot_be_run_is_refused_before_anything_starts(agent: st
         AgentProgram(Policy("tiny"), agent=f"{FILE}:{agent}").preflight()
 
 
-def test_settings_out_of_range_are_said_in_sentences() -> None:
-    wrong = AgentProgram(Policy("tiny"), agent="x", limits=Limits(turns=0), processes=0, idle_s=0, command="y")
-    found = wrong.check(None)
-    assert len(found) == 4 and "give one of them" in found[-1]
-    assert "names no function" in AgentProgram(Policy("tiny"), agent="x.py").check(None)[0]
-    for command in ("'", " "):
-        with pytest.raises(ConfigError, match="the agent's command"):
-            ProgramName(command=command)
-
-
 def test_agents_are_told_how_they_are_sampled() -> None:
     node = AgentProgram(
         Policy("tiny"), agent="a.py:f", sampling=Sampling(temperature=0.7, max_tokens=9), limits=Limits(turn_tokens=20)
@@ -392,24 +363,3 @@ def test_agents_are_told_how_they_are_sampled() -> None:
     script = Script()
     play("answers", script=script, sampling=Sampling(max_tokens=2))
     assert {turn.max_tokens for turn in script.turns} == {2}
-
-
-@pytest.mark.parametrize(
-    ("line", "reward", "metrics"),
-    [
-        ("1", 1.0, {}),
-        ('{"reward": 0.5, "steps": 3}', 0.5, {"steps": 3.0}),
-        ('{"steps": 3}', None, {"steps": 3.0}),
-        ("null", None, {}),
-        ("", None, {}),
-        ("done", None, {}),
-        ("true", None, {}),
-        ("NaN", None, {}),
-        ('{"reward": "1"}', None, {}),
-        ("[1]", None, {}),
-    ],
-)
-def test_the_last_line_of_a_program_is_a_result_or_none(line: str, reward: float | None, metrics: Any) -> None:
-    found = AgentResult.of_line(line)
-    assert (found.reward, dict(found.metrics)) == (reward, metrics)
-    assert AgentResult.unpacked(found.packed()) == found

@@ -191,8 +191,9 @@ class AgentProgram(EpisodeNode):
     async def _result(self, process: OpenEpisode, calls: AgentCalls, access: Mapping[str, str]) -> AgentResult:
         """What the program gives back. Raises EnvironmentFailed, and what the generator raises."""
         running = asyncio.ensure_future(process.step(Action(text=json.dumps(dict(access)))))
+        ends: set[asyncio.Future[Any]] = {running, calls.broken}
         try:
-            await asyncio.wait({running, calls.broken}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not running.done():
                 running.cancel()

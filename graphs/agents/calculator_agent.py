@@ -15,7 +15,7 @@ from openai import APIStatusError, AsyncOpenAI
 
 CALLS = 8
 """Most calls of an episode."""
-CALCULATOR = {
+CALCULATOR: Any = {
     "type": "function",
     "function": {
         "name": "calculator",
@@ -52,6 +52,7 @@ async def play(client: AsyncOpenAI, task: Mapping[str, Any]) -> dict[str, float]
             return {"reward": float(right), "tool_calls": calls}
         messages.append(reply.to_dict())
         for call in reply.tool_calls:
+            assert call.type == "function"
             calls += 1
             text = calculated(call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": text})

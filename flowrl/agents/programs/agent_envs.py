@@ -55,9 +55,9 @@ class FunctionAgent(ProgramAgent):
         self._function = agent_function(function)
 
     @classmethod
-    def before_fork(cls, function: str) -> None:
+    def before_fork(cls, **options: Any) -> None:
         """Import what all attempts need, once."""
-        agent_function(function)
+        agent_function(options["function"])
         _ = _openai().AsyncOpenAI(api_key="none", base_url="http://127.0.0.1").chat.completions
 
     async def play(self, options: Mapping[str, Any]) -> AgentResult:
