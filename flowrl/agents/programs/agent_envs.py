@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from flowrl.agents.programs.agent_result import AgentResult
+from flowrl.agents.programs.openai_client import openai_client, warm_up
 from flowrl.environments import Action, Env, EnvironmentFailed, Observation, Step
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_module import user_module
@@ -58,10 +59,10 @@ class FunctionAgent(ProgramAgent):
     def before_fork(cls, **options: Any) -> None:
         """Import what all attempts need, once."""
         agent_function(options["function"])
-        _ = _openai().AsyncOpenAI(api_key="none", base_url="http://127.0.0.1").chat.completions
+        warm_up()
 
     async def play(self, options: Mapping[str, Any]) -> AgentResult:
-        async with _openai().AsyncOpenAI() as client:
+        async with openai_client() as client:
             return AgentResult.of(await self._function(client, options["task"]))
 
 
@@ -96,14 +97,6 @@ def agent_function(place: str) -> Function:
     if len(inspect.signature(function).parameters) != 2:
         raise ConfigError(f"the agent {place!r} needs two parameters; write async def {name}(client, task)")
     return function  # type: ignore[no-any-return]
-
-
-def _openai() -> Any:
-    try:
-        import openai
-    except ImportError:
-        raise ConfigError("an agent's function gets a client of the package openai; install it") from None
-    return openai
 
 
 async def _write(stdin: asyncio.StreamWriter, text: str) -> None:
