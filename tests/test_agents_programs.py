@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,24 @@ import pytest
 from flowrl.agents.programs import AGENT_CAUSES, AgentResult, ProgramName
 from flowrl.environments.tools import named_tools
 from flowrl.environments.tools.calculator import calculator
+from flowrl.environments.zygote import ONE_THREAD
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Limits
 from flowrl.tasks.user_module import user_module
 
 ROOT = Path(__file__).parent.parent
+
+
+def test_warming_up_leaves_no_thread_behind() -> None:
+    """A process with more than one thread is not forked."""
+    code = (
+        "import os\nfrom flowrl.agents.programs.openai_client import warm_up\n"
+        "warm_up()\nprint(len(os.listdir('/proc/self/task')))"
+    )
+    env = {**os.environ, **dict.fromkeys(ONE_THREAD, "1")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
 
 
 def test_the_documentation_has_every_cause() -> None:
