@@ -55,6 +55,9 @@ def test_settings_out_of_range_are_said_in_sentences() -> None:
     wrong = AgentProgram(Policy("tiny"), agent="x", limits=Limits(turns=0), processes=0, idle_s=0, command="y")
     found = wrong.check(None)
     assert len(found) == 4 and "give one of them" in found[-1]
+    for limits in (Limits(step_s=5), Limits(observation_bytes=999)):
+        (problem,) = AgentProgram(Policy("tiny"), agent="x.py:f", limits=limits).check(None)
+        assert problem.endswith("has no effect on agents; leave it out")
     assert "names no function" in AgentProgram(Policy("tiny"), agent="x.py").check(None)[0]
     for command in ("'", " "):
         with pytest.raises(ConfigError, match="the agent's command"):

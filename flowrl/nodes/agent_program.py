@@ -36,14 +36,17 @@ from flowrl.nodes.limits import Limits
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.shaping import Shaping
 
+OF_ENVIRONMENTS = ("step_s", "observation_bytes")
+"""Limits of environments alone."""
+
 
 class AgentProgram(EpisodeNode):
     """Runs an agent's program for every prompt; what it asks, the policy answers that `generate` asks.
 
     `agent` is `FILE.py:FUNCTION`, or `command` a command line; docs/endpoint.md says what either is given. What it is
     to do are the prompt's columns. `sampling` is the generator's: agents are told it, and it bounds their replies.
-    `limits` bounds episodes and attempts; of it, `reset_s` is for the start of a process, and `step_s` and
-    `observation_bytes` are not used. A session without a call for `idle_s` has failed. `processes` is the number of
+    `limits` bounds episodes and attempts; of it, `reset_s` is for the start of a process, and what is for environments
+    alone has to be as it is by default. A session without a call for `idle_s` has failed. `processes` is the number of
     agents at a time, `memory_bytes` what each may take. `requests` plays held-out episodes, without tickets.
     """
 
@@ -87,6 +90,9 @@ class AgentProgram(EpisodeNode):
         problems = super().check(facts)
         if not self.idle_s > 0:
             problems.append(f"idle_s is {self.idle_s}; it has to be above 0")
+        for name in OF_ENVIRONMENTS:
+            if getattr(self.limits, name) != getattr(Limits, name):
+                problems.append(f"limits.{name} bounds environments and has no effect on agents; leave it out")
         try:
             _ = self._program
         except ConfigError as problem:
