@@ -41,7 +41,7 @@ fast: setup
 
 # What most slow tests start from, made once on a machine; after `lint`, while `fast` has the other core.
 models: setup lint
-	$(PY) -c "from flowrl.models import Policy, resolve; from flowrl.tasks import Task; resolve(Policy('tiny', task=Task('arithmetic')))"
+	$(PY) -c "from flowrl.models import Policy, resolve; from flowrl.tasks import Task; resolve(Policy('tiny', task=Task('arithmetic'))); resolve(Policy('tiny_agent', task=Task('arithmetic:min_value=30')))"
 
 test: setup
 	@$(MAKE) --no-print-directory -j2 -Otarget models fast

@@ -21,7 +21,14 @@ import aiohttp
 import numpy as np
 import tyro
 
-from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession, SampledAnswer, SessionTask
+from flowrl.agents.endpoint import (
+    AgentEndpoint,
+    EndpointSettings,
+    FinishedSession,
+    SampledAnswer,
+    SessionTask,
+    Unavailable,
+)
 from flowrl.messages import Int32
 from flowrl.models import Policy, load_tokenizer, resolve
 from flowrl.models.chat import Messages
@@ -56,7 +63,7 @@ class Recorded:
         return self._answer
 
     async def next_task(self) -> SessionTask:
-        raise NotImplementedError("the sessions of this benchmark are begun by it")
+        raise Unavailable("this benchmark begins its sessions itself")
 
     def finished(self, session: FinishedSession) -> None:
         pass

@@ -23,6 +23,7 @@ from inspect import get_annotations
 from types import FunctionType
 from typing import Any, Literal
 
+from flowrl.agents import History
 from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph, OnLimit
 from flowrl.models import Policy
@@ -40,6 +41,9 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.tasks import Task
+from flowrl.training.advantage.advantages import Estimator
+from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.advantage.turn_credit import Credit
 from flowrl.training.loss.objective import Objective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import Dtype, LoRA, ZeroSettings
@@ -205,7 +209,7 @@ class OnlineOptions(EvaluationOptions, SamplingOptions):
 
 @dataclass(frozen=True)
 class EpisodeOptions(OnlineOptions):
-    """Options of graphs that train the policy on episodes with an environment."""
+    """Options of graphs that train the policy on episodes, with environments or agents."""
 
     limits: Limits = Limits(tokens=2048)
     """What bounds an episode, as in --limits.turns 8."""
@@ -215,6 +219,10 @@ class EpisodeOptions(OnlineOptions):
     """A session stays on its generator while that has at most so many more open requests than the least loaded."""
     max_tokens: int = 256
     """Most tokens of one reply."""
+    credit: Credit = "episode"
+    """A token has the advantage of its whole episode, or of its turn: of what follows, compared with the group."""
+    gamma: float = 1.0
+    """Discount of rewards from turn to turn; for credit by turn."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -232,6 +240,19 @@ class EpisodeOptions(OnlineOptions):
             shaping=Shaping(negate=self.negate_rewards),
         )
 
+    def estimate(self, estimator: Estimator) -> Estimate:
+        """How advantages are computed, with that estimator."""
+        return Estimate(estimator, gamma=self.gamma, credit=self.credit)
+
+
+@dataclass(frozen=True)
+class EnvironmentOptions(EpisodeOptions):
+    """Options of graphs that train the policy on episodes with an environment."""
+
+    history: History = "append"
+    """Contexts keep what was sampled, or are what the template makes of the messages: then an episode has a further
+    sequence for each context that the template rewrites."""
+
     def episodes(self, environment: str) -> Environment:
         """The node that plays the environment of that name."""
         return Environment(
@@ -240,6 +261,7 @@ class EpisodeOptions(OnlineOptions):
             limits=self.limits,
             processes=self.processes,
             shaping=Shaping(negate=self.negate_rewards),
+            history=self.history,
         )
 
 

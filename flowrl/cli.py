@@ -1,4 +1,4 @@
-"""The `flowrl` command: check, run, audit, serve-reward, version.
+"""The `flowrl` command: check, run, audit, show, serve-reward, version.
 
 What a user got wrong is printed as one message without frames, and exits with 2. Everything heavy is
 imported inside the command that needs it.
@@ -34,6 +34,8 @@ usage: flowrl COMMAND
         run a graph; --help after GRAPH.py lists the fields and all options
   audit RUN_DIR
         prove a run's ledger and its staleness bound from its own records
+  show  RUN_DIR [SAMPLE] [--plain]
+        print an episode as the policy saw it, token by token; without SAMPLE list those that are kept
   serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS]
         answer rewards over HTTP, for graphs that name the address as their reward
   version
@@ -132,6 +134,23 @@ def audit(args: Sequence[str]) -> int:
     return 0 if report.ok else 1
 
 
+def show(args: Sequence[str]) -> int:
+    """`flowrl show RUN_DIR [SAMPLE]`: prints a sample, or the list of the episodes kept."""
+    plain = "--plain" in args
+    names = [arg for arg in args if arg != "--plain"]
+    if not 1 <= len(names) <= 2 or any(name.startswith("-") for name in names):
+        raise ConfigError("flowrl show needs a run directory, and maybe a sample: flowrl show runs/NAME prompts:0:1")
+    if not Path(names[0]).is_dir():
+        raise ConfigError(f"there is no run directory {names[0]}; name the one given to flowrl run --run-dir")
+    from rich.console import Console
+
+    from flowrl.runtime.show.show import show as print_sample
+
+    console = Console(force_terminal=False if plain else None, color_system=None if plain else "auto")
+    print_sample(Path(names[0]), names[1] if len(names) == 2 else None, console)
+    return 0
+
+
 def serve_reward(args: Sequence[str]) -> int:
     """`flowrl serve-reward MODEL`: serves until it is interrupted."""
     if not args or args[0].startswith("-"):
@@ -157,6 +176,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "check": check,
     "run": run,
     "audit": audit,
+    "show": show,
     "serve-reward": serve_reward,
     "version": show_version,
 }

@@ -6,10 +6,10 @@ Array axes: T tokens of an episode, N sampled tokens of a reply.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.messages import Float32, Int32, Message, Scored
+from flowrl.messages import Float32, Int32, Message, Record, Scored, no_ids, no_logprobs
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Episode(Scored):
     masked: bool = False
     """Whether it stays out of the loss, and is only compared with its group."""
     rewards_by_turn: tuple[tuple[int, float], ...] = ()
-    """(index of the turn's last policy token, reward) of each turn."""
+    """(index of the turn's last policy token, reward) of each turn, in order. The index counts through all sequences;
+    the rewards are those after shaping, so their sum is `reward`."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class Turn(Message):
     """Texts that end the reply, besides those of the generator's sampling."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tools that the policy may call, in OpenAI's form: what a parser of calls has to know."""
+    prefix_token_ids: Int32 = field(default_factory=no_ids)
+    """The beginning of the reply, which was sampled before a checkpoint; these arrays are equally long."""
+    prefix_logprobs: Float32 = field(default_factory=no_logprobs)
+    prefix_versions: Int32 = field(default_factory=no_ids)
 
 
 @dataclass(frozen=True)
@@ -84,3 +89,25 @@ class Reply(Message):
     """Seconds from its start in vLLM to its end."""
     generator: str
     """Node replica that answered, as "generator/0"."""
+
+
+@dataclass(frozen=True)
+class EpisodeRecord(Record):
+    """What a checkpoint keeps of a half-done episode; T tokens of its context."""
+
+    attempt: int = 0
+    """From 0."""
+    failed: int = 0
+    """Attempts that the environment has made void."""
+    seconds: float = 0.0
+    """Since the attempt began."""
+    replies: tuple[Reply, ...] = ()
+    """Of the attempt's turns, in order."""
+    context_ids: Int32 = field(default_factory=no_ids)
+    """[T], everything fed and sampled until the newest request that it has asked."""
+    first: Mapping[str, Any] | None = None
+    """What the environment showed at first, as plain data; None until it has."""
+    steps: tuple[Mapping[str, Any], ...] = ()
+    """The environment's steps, as plain data."""
+    state: bytes | None = None
+    """What the environment saved after the last of them; None if it saves nothing."""

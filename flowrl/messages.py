@@ -12,125 +12,45 @@ Array axes: T tokens of one sample, prompt included.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, ClassVar, get_type_hints
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flowrl import packing
-from flowrl.errors import SchemaError
+from flowrl.message_base import Message as Message
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 
-_registry: dict[str, type[Message]] = {}
-"""Every message class of this process, by `type_name`; if several have one name, the newest."""
-_modules: dict[str, str] = {}
-"""Module names that differ between processes -> the stable name that type names use instead."""
-INT64 = range(-(1 << 63), 1 << 64)
-"""The integers that can be sent: 64 bits, signed or unsigned."""
+
+def no_ids() -> Int32:
+    """Ids, or versions, of no tokens."""
+    return np.zeros(0, np.int32)
 
 
-class Message:
-    """Base of every message. Subclasses are `@dataclass(frozen=True)` and register by `type_name`."""
-
-    schema_hash: ClassVar[int] = 0
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        name = type_name(cls)
-        _registry.pop(name, None)
-        _registry[name] = cls
+def no_logprobs() -> Float32:
+    """Logprobs of no tokens."""
+    return np.zeros(0, np.float32)
 
 
-def type_name(cls: type) -> str:
-    """The name of a message class in lanes and in storage: the same in every process and on every machine.
+@dataclass(frozen=True)
+class Record(Message):
+    """What a node has done for an item so far, for a checkpoint (`In.keep`). Subclasses add what the node needs.
 
-    flowrl's own classes use the bare name. A user's class uses module and name, so it may share a name with flowrl's.
+    The checkpoint fills in the `prefix_*` arrays (equal lengths): the tokens of the request `asked` so far.
     """
-    module = cls.__module__
-    if module.partition(".")[0] == "flowrl":
-        return cls.__name__
-    if module in ("__main__", "__mp_main__") and module not in _modules:
-        _modules[module] = _name_of_program(module)
-    return f"{_modules.get(module, module)}.{cls.__qualname__}"
 
-
-def _name_of_program(module: str) -> str:
-    """The module name of this process's program in a process that imports it."""
-    program = sys.modules[module]
-    spec, file = getattr(program, "__spec__", None), getattr(program, "__file__", None)
-    return str(spec.name) if spec is not None else Path(file).stem if file else "__main__"
-
-
-def name_module(name: str, stable: str) -> None:
-    """Use `stable` in type names of the module `name`, if only this process calls the module `name`."""
-    _modules[name] = stable
-
-
-def message_type(name: str) -> type[Message]:
-    """The message class called `name`. Raises SchemaError if there is none or more than one.
-
-    A bare name, or the name of a class that has moved to another module since it was stored, matches the only
-    user class with the same last part.
-    """
-    if name in _registry:
-        return _registry[name]
-    bare = name.rpartition(".")[2]
-    found = [known for known in _registry if known.rpartition(".")[2] == bare and known != bare]
-    if len(found) == 1:
-        return _registry[found[0]]
-    if found:
-        raise SchemaError(f"message type {name!r} may be {' or '.join(found)}; give the classes different names")
-    raise SchemaError(f"no message type {name!r} is known here; import the module that defines it")
-
-
-def known_types() -> tuple[type[Message], ...]:
-    """Every message class defined so far in this process."""
-    return tuple(_registry.values())
-
-
-def schema_hash(cls: type[Message]) -> int:
-    """A 32-bit hash of the class's name and its fields' names and types, in order; cached on the class."""
-    if "schema_hash" not in cls.__dict__:
-        hints = get_type_hints(cls)
-        text = type_name(cls) + "".join(f";{f.name}:{_spelt(hints[f.name])}" for f in dataclasses.fields(cls))  # type: ignore[arg-type]
-        cls.schema_hash = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
-    return cls.schema_hash
-
-
-def _spelt(hint: Any) -> str:
-    """A type as text that is the same in every process."""
-    text = str(hint)
-    for name, stable in _modules.items():
-        text = text.replace(f"{name}.", f"{stable}.")
-    return text
-
-
-def scalar_problem(value: str | int) -> str:
-    """Why a text or an integer cannot be sent or stored; "" if it can."""
-    if isinstance(value, int):
-        return "" if value in INT64 else f"the integer {_digits(value)}, beyond 64 bits; write it as text"
-    if value.isascii():
-        return ""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        found = value[error.start]
-        return f"text with {found!r} at {error.start}, half of a surrogate pair and no character; remove it"
-    return ""
-
-
-def _digits(value: int) -> str:
-    """An integer as text for an error message; Python refuses to print thousands of digits."""
-    return str(value) if value.bit_length() < 128 else f"of {value.bit_length()} bits"
+    request_ids: tuple[str, ...] = ()
+    """Booked requests whose replies it holds: they stay valid in a resumed run."""
+    asked: str = ""
+    """Id of the request that is open, "" if none is."""
+    prefix_token_ids: Int32 = field(default_factory=no_ids)
+    prefix_logprobs: Float32 = field(default_factory=no_logprobs)
+    prefix_versions: Int32 = field(default_factory=no_ids)
 
 
 @dataclass(frozen=True)
@@ -153,9 +73,24 @@ class Prompt(Message):
     token_ids: Int32
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns (answer, metadata): handed to rewards by name."""
-    prefix_token_ids: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
-    prefix_logprobs: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
-    prefix_versions: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    prefix_token_ids: Int32 = field(default_factory=no_ids)
+    prefix_logprobs: Float32 = field(default_factory=no_logprobs)
+    prefix_versions: Int32 = field(default_factory=no_ids)
+    record: Record | None = None
+    """What a node had done for it when the checkpoint was taken (`In.keep`); None for a fresh prompt."""
+
+
+@dataclass(frozen=True)
+class Branch(Message):
+    """A further sequence of an episode whose context was rewritten; arrays as those of `Sample`.
+
+    `policy_mask` marks the tokens that were sampled and are in no earlier sequence of the sample.
+    """
+
+    token_ids: Int32
+    policy_mask: Bool
+    behavior_logprobs: Float32
+    versions: Int32
 
 
 @dataclass(frozen=True)
@@ -163,7 +98,7 @@ class Sample(Message):
     """A finished rollout: one class for single-turn, multi-turn, tools and images.
 
     `policy_mask` marks the tokens that the policy sampled; `behavior_logprobs` and `versions` are
-    meaningful only there (0 and -1 elsewhere).
+    meaningful only there (0 and -1 elsewhere). An episode may have several sequences: its own and `branches`.
     """
 
     sample_id: str
@@ -199,11 +134,33 @@ class Sample(Message):
     """Version of the critic that gave `values`."""
     admitted_s: float = 0.0
     generated_s: float = 0.0
+    branches: tuple[Branch, ...] = ()
+    """The sequences after the first, in the order of their beginnings."""
+
+    @property
+    def sequences(self) -> tuple[Sample | Branch, ...]:
+        """What has a sequence's arrays: the sample, and its branches."""
+        return (self, *self.branches)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(sequence.token_ids.size for sequence in self.sequences)
+
+    @property
+    def whole_mask(self) -> Bool:
+        """`policy_mask` of all sequences, one after the other."""
+        return np.concatenate([one.policy_mask for one in self.sequences]) if self.branches else self.policy_mask
+
+    @property
+    def whole_versions(self) -> Int32:
+        """`versions` of all sequences, one after the other."""
+        return np.concatenate([one.versions for one in self.sequences]) if self.branches else self.versions
 
     @property
     def response_tokens(self) -> int:
-        """Number of policy tokens."""
-        return int(self.policy_mask.sum())
+        """Number of policy tokens of all sequences."""
+        return int(self.whole_mask.sum())
 
 
 @dataclass(frozen=True)
@@ -229,11 +186,14 @@ class Mismatched(Message):
 
 @dataclass(frozen=True)
 class Trainable(Scored):
-    """A scored sample with its advantage at every policy token (0 elsewhere)."""
+    """A scored sample with its advantage at every policy token (0 elsewhere).
+
+    `advantages`, `loss_mask` and `returns` cover all sequences, one after the other.
+    """
 
     advantages: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
     loss_mask: Bool | None = None
-    """Tokens that enter the loss; None means `policy_mask`. Narrowed by staleness masking."""
+    """Tokens that enter the loss; None means `whole_mask`. Narrowed by staleness masking."""
     returns: Float32 | None = None
     """What the critic learns to predict at each policy token; 0 elsewhere."""
     label: int = 0
@@ -245,8 +205,8 @@ class Trainable(Scored):
 
     @property
     def pass_tokens(self) -> int:
-        """The number of tokens that a pass over the sample needs space for."""
-        longest = self.token_ids.size
+        """The number of tokens that a pass over the sample's longest sequence needs space for."""
+        longest = max(sequence.token_ids.size for sequence in self.sequences)
         return int(longest if self.mismatched is None else max(longest, self.mismatched.token_ids.size))
 
 
@@ -265,9 +225,10 @@ class Group(Message):
 class Batch(Message):
     """One optimizer batch, or one rank's part of it. A batch makes one version.
 
-    `num_sequences` and `num_tokens` are those of the whole batch, so that every rank has the global
-    denominators. `micro_batches` holds indices into `samples`; all ranks have the same number of them. An empty
-    one runs on padding, because ZeRO-3's collectives need every rank.
+    `num_sequences` and `num_tokens` are those of the whole batch, so that every rank has the global denominators; a
+    sample counts as one sequence. `micro_batches` holds numbers of sequences, counted through all `samples`: indices
+    into `samples` if none has branches. All ranks have the same number of them. An empty one runs on padding,
+    because ZeRO-3's collectives need every rank.
     """
 
     samples: tuple[Trainable, ...]
@@ -288,26 +249,24 @@ class Batch(Message):
     def split(self, n: int) -> tuple[Batch, ...]:
         """The parts for `n` ranks: balanced by tokens, equal micro-batch counts (gang dispatch).
 
-        Raises ConfigError if one sample alone, or one pair, exceeds the token budget.
+        Raises ConfigError if one sequence alone, or one pair, exceeds the token budget.
         """
         units = packed(self.samples)
-        names = [f"pair {s.pair!r}" if s.pair else f"sample {s.sample_id!r}" for s in self.samples]
+        owners = [number for number, sample in enumerate(self.samples) for _ in sample.sequences]
+        names = [f"pair {s.pair!r}" if s.pair else f"sample {s.sample_id!r}" for s in self.samples for _ in s.sequences]
         packing.require_budget(units, self.token_budget, names)
         parts = packing.split(units, n, optimizer_steps=self.optimizer_steps, token_budget=self.token_budget)
         return tuple(
-            replace(
-                self,
-                samples=tuple(self.samples[i] for i in part.samples),
-                micro_batches=part.micro_batches,
-                step_ends=part.step_ends,
-            )
-            for part in parts
+            replace(self, samples=tuple(self.samples[i] for i in mine), micro_batches=found, step_ends=ends)
+            for mine, found, ends in (part.by_sample(owners) for part in parts)
         )
 
 
 def packed(samples: Sequence[Trainable]) -> list[packing.PackedUnit]:
-    """The units that stay together: pairs, and single samples."""
-    return packing.units_of([sample.pass_tokens for sample in samples], [sample.pair for sample in samples])
+    """The units that one rank trains in one optimizer step, as numbers of sequences: pairs, and single samples."""
+    units = packing.units_of([s.pass_tokens for s in samples], [s.pair for s in samples])
+    lengths = [[one.token_ids.size for one in s.sequences] if s.branches else [s.pass_tokens] for s in samples]
+    return packing.by_sequence(units, lengths) if any(s.branches for s in samples) else units
 
 
 @dataclass(frozen=True)

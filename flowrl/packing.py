@@ -1,17 +1,19 @@
-"""Split a batch into ranks, optimizer steps and micro-batches by the lengths of its samples. Needs numpy only.
+"""Split a batch into ranks, optimizer steps and micro-batches by the lengths of its sequences. Needs numpy only.
 
 Invariants, checked by a property test:
-- every sample is in exactly one micro-batch of exactly one rank;
+- every sequence is in exactly one micro-batch of exactly one rank;
 - neighbours of one pair are in the same micro-batch, in their order;
+- the sequences of one sample are at the same rank in the same optimizer step, but may be in different micro-batches;
 - an optimizer step trains the same samples for every number of ranks and every token budget;
 - all ranks have the same `step_ends`, hence the same number of micro-batches (ZeRO-3's collectives need
   every rank in each of them); a rank with nothing to do has an empty one;
-- a micro-batch padded to its longest sample holds at most `token_budget` tokens.
+- a micro-batch padded to its longest sequence holds at most `token_budget` tokens.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,12 +24,14 @@ from flowrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class PackedUnit:
-    """Samples that stay together: a pair, or a single sample."""
+    """Sequences that stay together: those of a pair, or of a single sample."""
 
     indices: tuple[int, ...]
     longest: int
-    """Tokens of its longest sample."""
+    """Tokens of its longest sequence."""
     num_tokens: int
+    parts: tuple[PackedUnit, ...] = ()
+    """What may be in different micro-batches; () if nothing may."""
 
     @property
     def padded(self) -> int:
@@ -49,16 +53,50 @@ def units_of(lengths: Sequence[int], pairs: Sequence[str]) -> list[PackedUnit]:
     return [PackedUnit(tuple(run), max(lengths[i] for i in run), sum(lengths[i] for i in run)) for run in runs]
 
 
+def by_sequence(units: Sequence[PackedUnit], lengths: Sequence[Sequence[int]]) -> list[PackedUnit]:
+    """`units` of samples as units of their sequences, which are counted through all samples.
+
+    `lengths` are the numbers of tokens of each sample's sequences.
+    """
+    starts = [0, *itertools.accumulate(map(len, lengths))]
+    found = []
+    for unit in units:
+        places = [place for sample in unit.indices for place in range(starts[sample], starts[sample + 1])]
+        sizes = [size for sample in unit.indices for size in lengths[sample]]
+        alone = tuple(PackedUnit((place,), size, size) for place, size in zip(places, sizes, strict=True))
+        parts = () if len(places) == len(unit.indices) else alone
+        found.append(PackedUnit(tuple(places), max(sizes), sum(sizes), parts))
+    return found
+
+
+def apart(units: Sequence[PackedUnit]) -> list[PackedUnit]:
+    """What has to be in one micro-batch, the longest first."""
+    found = [part for unit in units for part in unit.parts or (unit,)]
+    return sorted(found, key=lambda unit: (-unit.longest, unit.indices))
+
+
 @dataclass(frozen=True)
 class RankPart:
-    """The samples that one rank trains."""
+    """The sequences that one rank trains."""
 
-    samples: tuple[int, ...]
-    """Indices of the whole batch's samples, in this rank's order."""
+    sequences: tuple[int, ...]
+    """Indices of the whole batch's sequences, in this rank's order."""
     micro_batches: tuple[tuple[int, ...], ...]
-    """Indices of this rank's samples."""
+    """Indices of this rank's sequences."""
     step_ends: tuple[int, ...]
     """Number of micro-batches after which each optimizer step ends; the same for all ranks."""
+
+    def by_sample(self, owners: Sequence[int]) -> tuple[list[int], tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """The rank's samples, its micro-batches with sequences counted through these samples, and `step_ends`.
+
+        `owners` says of each of the whole batch's sequences which sample it belongs to.
+        """
+        samples = list(dict.fromkeys(owners[sequence] for sequence in self.sequences))
+        order = {sample: number for number, sample in enumerate(samples)}
+        counted = sorted(self.sequences, key=lambda sequence: (order[owners[sequence]], sequence))
+        places = {sequence: place for place, sequence in enumerate(counted)}
+        found = tuple(tuple(places[self.sequences[i]] for i in one) for one in self.micro_batches)
+        return samples, found, self.step_ends
 
 
 def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, token_budget: int) -> list[RankPart]:
@@ -68,7 +106,7 @@ def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, 
     step_ends: list[int] = []
     for step in np.array_split(np.arange(len(units)), optimizer_steps):
         dealt = deal([units[i] for i in step], num_ranks)
-        found = [micro_batches_of(part, token_budget) for part in dealt]
+        found = [micro_batches_of(apart(part), token_budget) for part in dealt]
         most = max(1, *(len(part) for part in found))
         for rank, part in enumerate(found):
             for indices in part + [[]] * (most - len(part)):
@@ -77,14 +115,14 @@ def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, 
                 micro_batches[rank].append(tuple(range(start, len(owned[rank]))))
         step_ends.append(most + (step_ends[-1] if step_ends else 0))
     return [
-        RankPart(tuple(samples), tuple(found), tuple(step_ends))
-        for samples, found in zip(owned, micro_batches, strict=True)
+        RankPart(tuple(sequences), tuple(found), tuple(step_ends))
+        for sequences, found in zip(owned, micro_batches, strict=True)
     ]
 
 
 def require_budget(units: Sequence[PackedUnit], token_budget: int, names: Sequence[str]) -> None:
-    """Raise ConfigError if one sample alone, or one pair, exceeds the token budget. `names`: of each sample or pair."""
-    for unit in units if token_budget else ():
+    """Raise ConfigError if one sample alone, or one pair, exceeds the token budget. `names`: for each sequence."""
+    for unit in apart(units) if token_budget else ():
         if unit.padded > token_budget:
             alone, name = len(unit.indices) == 1, names[unit.indices[0]]
             needs = f"has {unit.longest} tokens" if alone else f"needs {unit.padded} tokens, padding included"

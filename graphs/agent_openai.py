@@ -51,7 +51,7 @@ def graph(cfg: AgentOpenAI) -> Graph:
     prompts = g.add("prompts", TaskSource(cfg.task, repeat=cfg.group_size))
     agents = g.add("agents", cfg.agents(cfg.agent, cfg.command))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    advantage = g.add("advantage", GroupAdvantage(cfg.advantage, size=cfg.group_size))
+    advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
 

@@ -13,45 +13,34 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import EpisodeOptions, evaluate_episodes
+from flowrl.blocks import EnvironmentOptions, evaluate_episodes
 from flowrl.nodes import EnvironmentSource, GroupAdvantage
 from flowrl.tasks import Task
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class AgentTools(EpisodeOptions):
-    policy: str = "tiny_agent"
-    task: Task = Task("arithmetic")
-    """What is asked: a task with answers and a verifier."""
-    tools: str = "calculator"
-    """calculator, or FILE.py:NAME for tools of your own."""
+class GroupedEpisodes(EnvironmentOptions):
+    """Options of graphs that compare the episodes of a group."""
+
     staleness: int = 2
     groups_per_step: int = 8
     look_ahead: int = 8
-    max_tokens: int = 40
     lr: float = 3e-4
-    evaluate: int = 128
-    evaluate_samples: int = 4
-    """Episodes of each held-out question: one is greedy, several are sampled."""
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"] = "group_norm"
     """What an episode is compared with: the mean of its group, with or without division by the group's standard
     deviation, or the other episodes."""
     objective: PolicyObjective = PolicyObjective()
     """The loss."""
 
-    @property
-    def environment(self) -> str:
-        """The environment's name."""
-        return f"tools/{self.task.name}:tools={self.tools}"
 
-
-def graph(cfg: AgentTools) -> Graph:
-    g = Graph("agent_tools")
-    prompts = g.add("prompts", EnvironmentSource(cfg.environment, repeat=cfg.group_size))
-    environment = g.add("environment", cfg.episodes(cfg.environment))
+def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Graph:
+    """The graph that trains the policy on episodes of the environment of that name."""
+    g = Graph(name)
+    prompts = g.add("prompts", EnvironmentSource(environment_name, repeat=cfg.group_size))
+    environment = g.add("environment", cfg.episodes(environment_name))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    advantage = g.add("advantage", GroupAdvantage(cfg.advantage, size=cfg.group_size))
+    advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
 
@@ -70,3 +59,23 @@ def graph(cfg: AgentTools) -> Graph:
     )
     evaluate_episodes(g, cfg, environment, generator)
     return g
+
+
+@dataclass(frozen=True)
+class AgentTools(GroupedEpisodes):
+    policy: str = "tiny_agent"
+    task: Task = Task("arithmetic:min_value=30")
+    """What is asked: a task with answers and a verifier."""
+    tools: str = "calculator"
+    """calculator, or FILE.py:NAME for tools of your own."""
+    max_tokens: int = 40
+
+    @property
+    def environment(self) -> str:
+        """The environment's name."""
+        name, _, options = self.task.name.partition(":")
+        return f"tools/{name}:" + ",".join(filter(None, (f"tools={self.tools}", options)))
+
+
+def graph(cfg: AgentTools) -> Graph:
+    return episode_graph("agent_tools", cfg, cfg.environment)

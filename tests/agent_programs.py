@@ -125,6 +125,24 @@ async def goes_on(client: AsyncOpenAI, task: Mapping[str, Any]) -> float | None:
         messages += [reply.to_dict(), {"role": "user", "content": "go on"}]
 
 
+async def takes_its_time(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
+    """Two turns with a pause before and after each."""
+    messages = list(task["messages"])
+    for _ in range(2):
+        await asyncio.sleep(0.1)  # the program's own work
+        reply = (await say(client, messages)).choices[0].message
+        messages += [reply.to_dict(), {"role": "user", "content": "go on"}]
+        await asyncio.sleep(0.1)  # the program's own work
+    return float(len(reply.content) % 2)
+
+
+async def branches(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
+    """Asks twice in a row, and then something else."""
+    await answers(client, task)
+    await say(client, [{"role": "user", "content": "1+1="}])
+    return 1.0
+
+
 async def continues_the_text(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
     """The second prompt is the first and its reply, and nothing more."""
     asked = "abc"

@@ -140,7 +140,7 @@ REQUEST_DAMAGES = {
     "a void attempt left out": (
         ["UPDATE attempts SET attempt = 3 WHERE sample_id = 'g1/2'"],
         "episodes",
-        "1 attempts of sample g1/2 are void, numbered up to 3; they count from 0",
+        "1 attempts of sample g1/2 are void, numbered 3 to 3; they count from 0 and leave none out",
     ),
     "a void attempt that counts": (
         [REQUEST.format("abandoned = NULL", "g1/2:0:0")],

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flowrl.agents.endpoint.apis import AnthropicMessages, ApiCall, ChatCompletions, Responses, TextCompletions
+from flowrl.agents.endpoint.apis import AnthropicMessages, ApiCall, ChatCompletions, OpenAIResponses, TextCompletions
 from flowrl.agents.endpoint.problems import ApiProblem
 from flowrl.models.chat import Messages
 from tests.chat_templates import ADD
@@ -75,7 +75,7 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "responses": (
-        Responses(),
+        OpenAIResponses(),
         {
             **SHARED,
             "input": INPUT,

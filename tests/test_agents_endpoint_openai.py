@@ -153,6 +153,9 @@ def test_stop_limits_and_logprobs() -> None:
             assert raw.parse().choices[0].finish_reason == "length" and rig.backend.requests[1].max_tokens == 100
             assert raw.headers["x-flowrl-sampling"] == "temperature=1.0, top_p=1.0"
             assert raw.headers["x-flowrl-max-tokens"] == "100"
+            long = [{"role": "user", "content": "x" * 1953}]
+            await chat(client, long)
+            assert rig.backend.requests[2].context_ids.size == 1956 and rig.backend.requests[2].max_tokens == 44
 
     run(work())
 

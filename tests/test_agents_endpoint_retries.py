@@ -13,6 +13,8 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from flowrl.agents.endpoint import Unavailable
+from flowrl.agents.endpoint.call_runs import CallRuns
+from flowrl.agents.endpoint.problems import ApiProblem
 from tests.endpoint_rig import EndpointRig, an_endpoint
 
 pytestmark = pytest.mark.timeout(30)
@@ -110,10 +112,44 @@ def test_a_retry_repeats_an_answer_that_nobody_was_there_to_receive() -> None:
     run(work())
 
 
-def test_a_client_that_leaves_aborts_the_sampling() -> None:
+def test_a_call_that_a_retry_joined_goes_on() -> None:
     async def work() -> None:
-        async with a_caller(leave_s=0.0) as (rig, caller):
-            one = caller.begin(0, n=3)
+        async with a_caller("first", leave_s=0.1) as (rig, caller):
+            one = caller.begin(0)
+            await rig.backend.arrived.acquire()
+            await gone(one)
+            await asyncio.sleep(0.02)  # until the endpoint has seen it, within the time that it waits for a retry
+            retry = caller.begin(1)
+            await asyncio.sleep(0.2)  # twice that time
+            rig.backend.gate.set()
+            assert (await retry)[0] == 200 and len(rig.backend.requests) == 1
+
+    run(work())
+
+
+def test_what_was_sampled_when_its_session_had_ended_is_not_delivered() -> None:
+    async def work() -> None:
+        runs: CallRuns[str, str] = CallRuns(
+            asyncio.get_running_loop().create_task, leave_s=1.0, most_open=1, changed=lambda: None
+        )
+
+        async def sampled() -> str:
+            return "yes"
+
+        with pytest.raises(ApiProblem, match="the session ended while this call was open"):
+            async with runs.joined(b"call", sampled, str, retried=False) as joined:
+                await asyncio.wait({joined.task})
+                runs.close()
+                await joined.delivered()
+
+    run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts_the_sampling(stream: bool) -> None:
+    async def work() -> None:
+        async with a_caller(leave_s=0.0, keep_alive_s=0.01) as (rig, caller):
+            one = caller.begin(0, n=3, stream=stream)
             for _ in range(3):
                 await rig.backend.arrived.acquire()
             await gone(one)

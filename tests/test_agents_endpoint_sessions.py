@@ -292,6 +292,16 @@ def test_bodies_that_are_no_json_objects() -> None:
     run(work())
 
 
+def test_bodies_up_to_32_mib() -> None:
+    async def work() -> None:
+        async with an_endpoint() as rig, client_of(rig) as client:
+            assert (await chat(client, user="x" * (31 << 20))).choices[0].message.content == "yes"
+            with pytest.raises(openai.APIStatusError, match="the body is too large"):
+                await chat(client, user="x" * (33 << 20))
+
+    run(work())
+
+
 def test_the_runs_key_is_in_a_file_of_its_user_alone(tmp_path: Path) -> None:
     async def work() -> None:
         file = tmp_path / "key"

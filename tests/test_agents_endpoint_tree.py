@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -326,6 +327,14 @@ def test_a_call_is_known_by_its_id_unless_its_arguments_were_edited() -> None:
 
     assert "second<|im_end|>" in again(two, '{"a":  "1 2"}') and "first<|im_end|>" in again(one, '{"a": "1 2"}')
     assert "second" not in again(two, '{"a": "1 3"}')
+
+
+def test_a_calls_own_id_is_kept_once() -> None:
+    tree, _ = a_tree()
+    call = {"id": "add:0", "type": "function", "function": {"name": "add", "arguments": {"a": "1 2"}}}
+    asked = tree.asked([user("q")], TOOLS[1])
+    ids = [answered(tree, asked, "first", tool_calls=[call, call])["tool_calls"][n]["id"] for n in (0, 1)]
+    assert ids[0] == "add:0" and re.fullmatch(r"call\d{5}", ids[1])
 
 
 def test_tools_are_part_of_the_root() -> None:

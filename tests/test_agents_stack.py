@@ -72,8 +72,8 @@ def test_the_context_of_a_later_turn_is_in_the_prefix_cache(ran: tuple[Path, str
 def test_held_out_episodes_are_played_before_and_after(ran: tuple[Path, str]) -> None:
     run_dir, printed = ran
     assert rows(run_dir, "SELECT phase, COUNT(*) FROM evaluations GROUP BY 1 ORDER BY 1") == [
-        ("after", 128),
-        ("before", 128),
+        ("after", 32),
+        ("before", 32),
     ]
     assert "held-out" in printed
     trained = {prompt_id for (prompt_id,) in rows(run_dir, "SELECT prompt_id FROM samples")}

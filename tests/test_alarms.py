@@ -18,8 +18,20 @@ from flowrl.runtime.telemetry.view import PlainView
 from tests.test_metrics import Recorder
 
 SHORT = AlarmThresholds(window=2)
-BAD = {"kl": 0.9, "all_equal_groups_share": 1.0, "logprob_mismatch": 0.2, "truncated_share": 0.8}
-GOOD = {"kl": 0.01, "all_equal_groups_share": 0.2, "logprob_mismatch": 0.001, "truncated_share": 0.0}
+BAD = {
+    "kl": 0.9,
+    "all_equal_groups_share": 1.0,
+    "logprob_mismatch": 0.2,
+    "truncated_share": 0.8,
+    "failing_by_length": 6.0,
+}
+GOOD = {
+    "kl": 0.01,
+    "all_equal_groups_share": 0.2,
+    "logprob_mismatch": 0.001,
+    "truncated_share": 0.0,
+    "failing_by_length": 1.0,
+}
 
 
 def ringing(limits: AlarmThresholds, *records: dict[str, Any]) -> list[set[str]]:
@@ -52,7 +64,7 @@ def test_lines_without_a_figure_neither_ring_nor_end_an_alarm() -> None:
 
 
 def test_a_limit_of_zero_is_silence() -> None:
-    silent = AlarmThresholds(0, 0, 0, 0, 0, window=1)
+    silent = AlarmThresholds(0, 0, 0, 0, 0, 0, window=1)
     assert ringing(silent, BAD | {"entropy": 1.0}, BAD | {"entropy": 0.0}) == [set(), set()]
 
 

@@ -295,3 +295,21 @@ def test_what_cannot_be_audited_is_refused(run_dir: Path, mistreat: Callable[[Pa
     with pytest.raises(ConfigError) as error:
         audit(run_dir)
     assert message in str(error.value)
+
+
+def test_two_turns_may_be_answered_alike_in_the_same_context(two: Path, tmp_path: Path) -> None:
+    """A template may show both the same context; each answer is then fed once, and a third time is one too many."""
+    copy = Path(shutil.copytree(two, tmp_path / "run"))
+    first = "(SELECT {} FROM requests WHERE request_id = 'g0/2:0:0')"
+    alike = ", ".join(f"{name} = {first.format(name)}" for name in ("digest", "tokens", "context_tokens"))
+    fed = ", ".join(
+        f"{name} = {first.format(of)}"
+        for name, of in (("digest", "digest"), ("tokens", "tokens"), ("start", "context_tokens"))
+    )
+    damage(copy, f"UPDATE requests SET {alike} WHERE request_id = 'g0/2:0:1'")
+    for trainer in ("actor", "critic"):
+        damage(copy, f"UPDATE spans SET {fed} WHERE sample_id = 'g0/2' AND trainer = '{trainer}' AND start = 9")
+    tale = [text for _, text in found(copy)]
+    assert not [text for text in tale if "times" in text or "in the same context" in text], tale
+    damage(copy, "INSERT INTO spans SELECT * FROM spans WHERE sample_id = 'g0/2' AND trainer = 'actor' LIMIT 1")
+    assert any("actor was fed the" in text and text.endswith("3 times") for _, text in found(copy))

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from flowrl import messages
+from flowrl import message_base
 from flowrl.channel import codec, multiparts, schema
 from flowrl.channel import values as rule
 from flowrl.channel.codec import freeze, payload_bytes
@@ -419,7 +419,7 @@ def test_an_unknown_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def unresolved(monkeypatch: pytest.MonkeyPatch) -> type[Message]:
     """A message class with a type that is imported under `if TYPE_CHECKING`."""
     cls: type[Message] = dataclasses.make_dataclass("Unresolved", [("a", "NotHere")], bases=(Message,), frozen=True)
-    del messages._registry["types.Unresolved"]
+    del message_base._registry["types.Unresolved"]
     monkeypatch.setattr(schema, "known_types", lambda: (cls, Parcel))
     return cls
 

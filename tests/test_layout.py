@@ -16,13 +16,14 @@ CHECKED = (
 )
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
-BASE = {"errors", "messages", "episode", "packing"}
+BASE = {"errors", "message_base", "messages", "episode", "packing"}
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "packing": {"errors"},
-    "messages": {"errors", "packing"},
+    "message_base": {"errors"},
+    "messages": {"errors", "message_base", "packing"},
     "episode": {"messages"},
     "graph": BASE,
     "channel": BASE | {"graph"},
@@ -105,6 +106,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "ports": {"activity"},
         "checkpoints": {"ledger", "ports", "telemetry"},
         "audit": {"checkpoints", "ledger", "telemetry"},
+        "show": {"ledger", "telemetry"},
         "host": {"activity", "checkpoints", "ledger", "ports", "telemetry"},
         "driver": {"audit", "checkpoints", "host", "ledger", "telemetry"},
     },
@@ -183,6 +185,9 @@ BROAD_EXCEPTS = {
     "agents/endpoint/call_sampler.py: CallSampler._reply",
     "channel/control.py: Control._work",
     "channel/link.py: Listener._drain",
+    "environments/adapters/package.py: imported",
+    "environments/adapters/skyrl_env.py: SkyrlEnv.maker",
+    "environments/adapters/textarena_env.py: _players",
     "environments/episode_child.py: play",
     "environments/episodes.py: Episodes.__aenter__",
     "environments/episodes.py: Episodes._begun",

@@ -15,7 +15,8 @@ from flowrl.channel.schema import schema_of
 from flowrl.channel.stored import FORMAT, dump, load, load_value
 from flowrl.errors import SchemaError
 from flowrl.graph.load import load_file
-from flowrl.messages import Message, message_type, schema_hash, type_name
+from flowrl.message_base import message_type, schema_hash, type_name
+from flowrl.messages import Message
 from tests.test_channel_wire import there_and_back
 
 OWN = messages.Group("g", (), 4)
@@ -131,7 +132,8 @@ def test_another_process_that_loads_another_file_first_agrees(tmp_path: Path) ->
 
 PROGRAM = """
 from dataclasses import dataclass
-from flowrl.messages import Message, type_name, schema_hash
+from flowrl.message_base import type_name, schema_hash
+from flowrl.messages import Message
 
 @dataclass(frozen=True)
 class Word(Message):

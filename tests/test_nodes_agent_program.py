@@ -22,7 +22,8 @@ from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.models.characters import character_tokenizer
 from flowrl.nodes import AgentProgram, Limits, Sampling
-from flowrl.nodes.episode_node import FIRST_ATTEMPTS
+from flowrl.nodes.attempt_outcomes import FIRST_ATTEMPTS
+from flowrl.runtime.ledger.token_digest import spans_of
 from flowrl.testing import NodeRecord, NodeRig
 from tests import agent_programs
 
@@ -131,7 +132,7 @@ def test_an_episode_is_the_session_of_an_agent_by_id() -> None:
     assert said(episode.token_ids[episode.policy_mask]) == "abc<|end|>abc<|end|>"
     assert episode.versions[episode.policy_mask].tolist() == [0] * 4 + [1] * 4
     assert (episode.reward, episode.turns, episode.attempts, episode.cut) == (3.0, 2, 1, "")
-    assert episode.rewards_by_turn == ((episode.token_ids.size - 1, 3.0),)
+    assert episode.rewards_by_turn == ((script.turns[0].token_ids.size + 3, 0.0), (episode.token_ids.size - 1, 3.0))
     assert episode.environment == f"{FILE}:answers" and episode.prompt_text == said(script.turns[0].token_ids)
     assert episode.metrics == {"turns": 2.0, "forked": 1.0}, "the file is imported before the processes are forked"
 
@@ -164,8 +165,6 @@ def test_turns_carry_the_place_of_their_prompt() -> None:
         ("asks_nothing", {}, "no_calls", "ended without a reply of the policy"),
         ("posts", {"posts": [1.0, 2.0]}, "agent_raised", "409 .*has the reward 1.0 already"),
         ("posts", {"posts": [1.0], "returns": 0.0}, "agent_raised", r"posted the reward 1.0 and gave 0.0 back"),
-        ("asks_for_two", {}, "branches", "has 2 branches .* go on from the messages that were sent before"),
-        ("continues_the_text", {}, "branches", "add text between them"),
     ],
 )
 def test_what_an_agent_does_wrong_is_a_failure_with_its_cause(agent: str, columns: Any, cause: str, text: str) -> None:
@@ -192,9 +191,43 @@ def test_a_failed_attempt_is_void_and_the_next_has_the_same_ticket(tmp_path: Pat
     assert len({turn.seed for turn in script.turns}) == 3
 
 
-def test_branches_are_not_tried_again() -> None:
-    record = play("asks_for_two", limits=Limits(tokens=400, retries=5))
-    assert failure(record) == "branches" and len(record.events("void")) == 1
+@pytest.mark.parametrize(
+    ("agent", "sampled"),
+    [
+        ("answers", ["abc<|end|>abc<|end|>"]),
+        ("asks_for_two", ["abc<|end|>", "abc<|end|>"]),
+        ("continues_the_text", ["ab", "abc<|end|>"]),
+        ("branches", ["abc<|end|>abc<|end|>", "abc<|end|>"]),
+    ],
+)
+def test_every_reply_is_in_the_loss_of_one_sequence_after_its_own_context(agent: str, sampled: list[str]) -> None:
+    script = Script()
+    episode = only_episode(play(agent, script=script))
+    assert [said(one.token_ids[one.policy_mask]) for one in episode.sequences] == sampled
+    spans = {
+        (tuple(one.token_ids[: span.start].tolist()), tuple(one.token_ids[span.start :][: span.tokens].tolist()))
+        for one in episode.sequences
+        for span in spans_of(one)
+    }
+    assert {context for context, _ in spans} == {tuple(turn.token_ids.tolist()) for turn in script.turns}
+    ends = np.flatnonzero(np.diff(episode.whole_mask.astype(np.int8), append=0) == -1)
+    assert [place for place, _ in episode.rewards_by_turn] == ends.tolist()
+    assert len(ends) == episode.turns == len(script.turns)
+    assert [reward for _, reward in episode.rewards_by_turn] == [0.0] * (len(ends) - 1) + [episode.reward]
+
+
+def test_what_failed_says_how_far_it_came() -> None:
+    record = play("raises", script=Script())
+    (line,) = record.episodes
+    assert (line["cause"], line["turns"], line["environment"]) == ("agent_raised", 1, f"{FILE}:raises")
+    assert "abc" in "".join(line["sequences"][0]["pieces"]) and "a bug of the agent" in line["text"]
+    assert record.metrics["attempts"] == record.metrics["attempts_failed/agent_raised"] == 1
+
+
+def test_figures_are_those_of_every_episode() -> None:
+    record = play("answers")
+    assert record.gauges["episode_turns"] == [2] and len(record.gauges["turn_environment_s"]) == 2
+    assert record.metrics["turns"] == 2 and len(record.gauges["environment_reset_s"]) == 1
 
 
 @pytest.mark.parametrize("posts", [False, True])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from flowrl.runtime.ledger import ledger_file
-from tests.made_episodes import ask, episode, play
+from tests.made_episodes import ask, asked, episode, play
 from tests.request_rows import ATTEMPTS, EPISODES, REQUESTS, TOKENS, commit, rows, run, trained
 from tests.small_run import SmallRun, prompts, sample
 
@@ -17,9 +19,12 @@ def checkpoint(small: SmallRun, directory: Path) -> None:
     small.close(orderly=False)
 
 
-def resumed(directory: Path) -> SmallRun:
+def resumed(directory: Path, *, generated: Collection[str] = (), requests: Collection[str] = ()) -> SmallRun:
+    """Go on from a checkpoint that holds these samples, and records with the replies of these requests."""
     ledger_file.restore(directory / "checkpoint.sqlite", directory / "ledger.sqlite")
-    return SmallRun(directory, resume=True)
+    small = SmallRun(directory, resume=True)
+    small.accounting.kept(set(generated), set(), set(requests))
+    return small
 
 
 def test_what_is_generated_again_after_a_resume_abandons_the_request_before_it(tmp_path: Path) -> None:
@@ -81,8 +86,7 @@ def test_a_copy_of_an_episode_that_a_checkpoint_kept_is_redone_work(tmp_path: Pa
         checkpoint(small, tmp_path)
 
     async def after() -> None:
-        small = resumed(tmp_path)
-        small.accounting.kept({"g0/0", "g0/1"}, set())
+        small = resumed(tmp_path, generated={"g0/0", "g0/1"})
         play(small.client, prompts(0)[0], [[0] * 4], void=["env_raised"])
         ask(small.client, episode(prompts(0)[1], [[0]]))
         small.client.episode_failed("g0/1", "counting", 1, 1, "env_raised", 1.0)
@@ -117,3 +121,59 @@ def test_an_episode_whose_result_is_gone_is_played_and_booked_again(tmp_path: Pa
 
     run(before())
     run(after())
+
+
+def test_requests_whose_replies_a_checkpoint_holds_count_on(tmp_path: Path) -> None:
+    whole = [replace(episode(p, [[0] * 2, [0] * 3]), attempts=2) for p in prompts(0)]
+
+    async def before() -> None:
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        ask(small.client, episode(prompts(0)[0], [[0]]))
+        for played in whole:
+            small.client.attempt_void(played.sample_id, 0, "env_raised")
+            small.client.request(*asked(played, 1)[0])
+        checkpoint(small, tmp_path)
+
+    async def after() -> None:
+        small = resumed(tmp_path, requests={f"{played.sample_id}:1:0" for played in whole[:2]})
+        small.client.attempt_void("g0/1", 1, "replay_differs")
+        again, anew = (episode(p, [[0], [0] * 3]) for p in prompts(0)[1:])
+        made = [whole[0], replace(again, attempts=3), anew]
+        small.client.request(*asked(made[0], 1)[1])
+        ask(small.client, made[1], 2)
+        ask(small.client, made[2], 0)
+        for played in made:
+            small.client.episode(played, truncated=None, seconds=1.0)
+            small.client.scored(played)
+        commit(small)
+        found = rows(tmp_path, "SELECT request_id, abandoned FROM requests WHERE incarnation = 0 ORDER BY number")
+        assert found == [
+            ("g0/0:0:0", "env_raised"),
+            ("g0/0:1:0", None),
+            ("g0/1:1:0", "replay_differs"),
+            ("g0/2:1:0", "resumed"),
+        ]
+        assert rows(tmp_path, TOKENS) == [(5, 5, 1)]
+        trained(small, made)
+
+    run(before())
+    run(after())
+
+
+def test_what_happens_after_a_snapshot_is_reported_after_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        first, second = asked(episode(prompts(0)[0], [[0], [0]]))
+        small.client.request(*first)
+        small.client.pause(True)
+        small.client.request(*second)
+        commit(small)
+        assert [row[2] for row in rows(tmp_path, REQUESTS)] == [0]
+        small.client.pause(False)
+        commit(small)
+        assert [row[2] for row in rows(tmp_path, REQUESTS)] == [0, 1]
+        small.close(orderly=False)
+
+    run(body())

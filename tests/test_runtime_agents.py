@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flowrl.testing import GraphRun, run_graph
+from tests.test_runtime_half_done import killed
 
 PLAYED = Path(__file__).parent / "graphs_episodes" / "agents_played.py"
 STEPS = 4
@@ -33,12 +34,40 @@ def test_one_id_changed_between_endpoint_and_trainer_fails_the_audit(tmp_path: P
     assert not report.ok and report.figures["policy spans proven"] < report.figures["policy spans"]
 
 
+@pytest.mark.parametrize(
+    ("agent", "replies", "credit"), [("branches", 3, "turn"), ("continues_the_text", 2, "episode")]
+)
+def test_every_reply_of_an_agent_with_branches_is_proven(tmp_path: Path, agent: str, replies: int, credit: str) -> None:
+    ran = play(tmp_path / "run", agent=agent, credit=credit)
+    report = ran.audit()
+    assert report.ok, str(report)
+    assert ran.states() == {"trained": STEPS * 6}
+    assert report.figures["requests"] == report.figures["policy spans proven"] == STEPS * 6 * replies
+    used = ran.rows("SELECT SUM(tokens) FROM uses")
+    assert used == ran.rows("SELECT SUM(tokens) FROM requests") == ran.rows("SELECT SUM(response_tokens) FROM samples")
+    assert ran.rows("SELECT COUNT(*) FROM uses") == [(STEPS * 6,)]
+
+
+def test_half_done_agents_begin_anew_in_a_resumed_run_and_use_up_no_retry(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"agent": "takes_its_time", "retries": 0}
+    play(tmp_path / "run", **config)
+    records = killed(tmp_path / "run", after=2)
+    half_done = {sample_id for sample_id, record in records.items() if record.first is not None}
+    ran = play(tmp_path / "run", resume=True, **config)
+    assert ran.audit().ok, str(ran.audit())
+    assert ran.states() == {"trained": STEPS * 6} and half_done
+    assert {name for (name,) in ran.rows("SELECT sample_id FROM attempts WHERE cause = 'resumed'")} == half_done
+    assert {name for (name,) in ran.rows("SELECT sample_id FROM episodes WHERE attempts = 2")} == half_done
+    redone = ran.rows("SELECT SUM(redone_tokens) FROM samples")
+    assert redone == ran.rows("SELECT SUM(tokens) FROM requests WHERE abandoned = 'resumed'") != [(0,)]
+
+
 def test_what_agents_do_wrong_is_redone_or_abandoned_and_resumed(tmp_path: Path) -> None:
     first = play(tmp_path / "run", agent="unsteady")
     assert first.audit().ok, str(first.audit())
     reasons = {reason for (reason,) in first.rows("SELECT DISTINCT abandoned FROM requests WHERE abandoned NOT NULL")}
     assert reasons & {"agent_raised", "agent_died"} and reasons & {"cancelled", "not_received"}
-    failures = {"failed: agent_raised", "failed: agent_died", "failed: branches"}
+    failures = {"failed: agent_raised", "failed: agent_died"}
     assert first.states().keys() <= failures | {"trained", "filtered: group_too_small", "dropped: run_end"}
     redone = first.rows("SELECT SUM(redone_tokens) FROM samples")[0][0]
     assert redone == first.rows("SELECT SUM(tokens) FROM requests WHERE abandoned NOT NULL")[0][0] > 0

@@ -15,8 +15,16 @@ PLAYED = Path(__file__).parent / "graphs_episodes" / "played.py"
 STEPS = 6
 
 
-def play(run_dir: Path, *, steps: int = STEPS, resume: bool = False, **config: Any) -> GraphRun:
-    options: dict[str, Any] = {"steps": steps, "resume": resume, "save_every": 2}
+def play(
+    run_dir: Path, *, steps: int = STEPS, resume: bool = False, keep_episodes: int = 200, **config: Any
+) -> GraphRun:
+    options: dict[str, Any] = {
+        "steps": steps,
+        "resume": resume,
+        "save_every": 2,
+        "keep": 0,
+        "keep_episodes": keep_episodes,
+    }
     return run_graph(PLAYED, run_dir, config, clock=VirtualClock(), timeout_s=3600, must_succeed=False, **options)
 
 
@@ -70,7 +78,7 @@ def test_episodes_that_a_limit_cut_off(tmp_path: Path, wanted: str) -> None:
         assert ran.states()[state] == cut
 
 
-def test_a_resume_begins_half_done_episodes_again_and_books_what_that_cost(tmp_path: Path) -> None:
+def test_a_longer_run_goes_on_from_the_end_of_the_first(tmp_path: Path) -> None:
     first = play(tmp_path / "run", steps=4, step_s=0.5).raise_for_error()
     assert first.audit().ok
     second = play(tmp_path / "run", steps=8, step_s=0.5, resume=True).raise_for_error()
@@ -78,15 +86,25 @@ def test_a_resume_begins_half_done_episodes_again_and_books_what_that_cost(tmp_p
     assert second.states()["trained"] == 8 * 6
 
 
-def test_a_run_that_breaks_off_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """The checkpoint of step 2 has episodes between two turns."""
-    broken = play(tmp_path / "run", steps=STEPS, step_s=0.9, fails=0.0).raise_for_error()
-    for later in sorted((tmp_path / "run" / "checkpoints").iterdir())[1:]:
+def play_twice(run_dir: Path, **config: Any) -> tuple[GraphRun, GraphRun]:
+    """Play, and again from the last but one checkpoint, which has episodes between two turns."""
+    broken = play(run_dir, step_s=0.9, **config).raise_for_error()
+    for later in sorted((run_dir / "checkpoints").iterdir())[1:]:
         shutil.rmtree(later)
-    again = play(tmp_path / "run", steps=STEPS, step_s=0.9, resume=True).raise_for_error()
+    return broken, play(run_dir, step_s=0.9, resume=True, **config).raise_for_error()
+
+
+def test_attempts_count_on_after_a_resume(tmp_path: Path) -> None:
+    broken, again = play_twice(tmp_path / "run", fails=0.4, retries=3)
     assert broken.audit().ok and again.audit().ok, str(again.audit())
-    resumed = again.rows("SELECT COUNT(*), SUM(tokens) FROM requests WHERE abandoned = 'resumed'")[0]
-    assert resumed[0] > 0
+    assert again.rows("SELECT COUNT(*) FROM requests WHERE abandoned = 'resumed'") == [(0,)]
+    assert again.rows("SELECT MAX(attempts) FROM episodes")[0][0] > 1
+
+
+def test_a_run_that_breaks_off_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    broken, again = play_twice(tmp_path / "run")
+    assert broken.audit().ok and again.audit().ok, str(again.audit())
+    assert again.rows("SELECT COUNT(*) FROM requests WHERE abandoned IS NOT NULL") == [(0,)]
     assert again.states() == {"trained": STEPS * 6}
 
 
@@ -100,3 +118,31 @@ def test_two_generators_share_the_turns(tmp_path: Path) -> None:
 def test_a_run_in_which_everything_fails_ends_with_the_cause(tmp_path: Path) -> None:
     ran = play(tmp_path / "run", fails=1.0)
     assert isinstance(ran.error, FlowrlError) and "mostly by env_" in str(ran.error)
+
+
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+def test_rewritten_contexts_are_branches_whose_tokens_are_proven(tmp_path: Path, credit: str) -> None:
+    """Up to 8 turns; three replies in four are rewritten in the next context."""
+    ran = play(tmp_path / "run", history="template", most=8, credit=credit, evaluate=8).raise_for_error()
+    report = ran.audit()
+    assert report.ok, str(report)
+    assert ran.states() == {"trained": STEPS * 6}
+    assert ran.rows("SELECT MAX(turns) FROM episodes") == [(8,)]
+    turns = ran.rows("SELECT SUM(turns) FROM episodes")[0][0]
+    assert (
+        report.figures["requests"] == report.figures["policy spans proven"] == report.figures["policy spans"] == turns
+    )
+    assert ran.rows("SELECT COUNT(*) FROM uses") == ran.rows("SELECT COUNT(*) FROM samples") == [(STEPS * 6,)]
+    used = ran.rows("SELECT SUM(tokens) FROM uses")[0][0]
+    assert (
+        used
+        == ran.rows("SELECT SUM(tokens) FROM requests")[0][0]
+        == ran.rows("SELECT SUM(response_tokens) FROM samples")[0][0]
+    )
+    starts = ran.rows("SELECT COUNT(*), COUNT(DISTINCT sample_id || ':' || start) FROM spans")[0]
+    assert starts[1] > STEPS * 6
+
+
+def test_one_id_changed_in_a_branch_fails_the_audit(tmp_path: Path) -> None:
+    report = play(tmp_path / "run", history="template", most=8, meddle=True).raise_for_error().audit()
+    assert not report.ok and report.figures["policy spans"] - report.figures["policy spans proven"] == STEPS * 6

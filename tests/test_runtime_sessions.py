@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.runtime.ports.sessions import Choice, SessionRouter
+from flowrl.runtime.ports.sessions import RoutedTo, SessionRouter
 
 MARGINS = st.integers(0, 4)
 REPLICAS = st.integers(1, 4)
@@ -174,10 +174,10 @@ def test_a_session_moves_when_its_replica_has_more_than_the_margin_and_stays_the
     home = router.begin("s").replica
     router.end(home, 3)
     choice = router.begin("s")
-    assert choice == Choice(1 - home, moved=True)
+    assert choice == RoutedTo(1 - home, moved=True)
     router.end(choice.replica, 2)
     assert router.loads == (2, 2), "the old replica's report has faded by one"
-    assert router.begin("s") == Choice(1 - home, moved=False)
+    assert router.begin("s") == RoutedTo(1 - home, moved=False)
 
 
 def test_a_replica_that_has_not_replied_counts_as_the_one_where_others_have_least() -> None:

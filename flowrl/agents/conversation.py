@@ -113,6 +113,11 @@ class Conversation:
         """One for each branch, in the order of their beginnings; with `history="append"` at most one."""
         return tuple(token_sequence(branch) for branch in self._branches)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(span.token_ids.size for branch in self._branches for span in branch)
+
     def _commit(self, context: tuple[Span, ...], span: Span, message: Mapping[str, Any]) -> None:
         current = self._branches[-1] if self._branches else ()
         if current == context[: len(current)]:

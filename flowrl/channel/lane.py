@@ -26,9 +26,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from flowrl.channel.codec import payload_bytes
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.lane_spec import LaneSpec, LaneStatistics, schema_problem, session_number
+from flowrl.channel.retained import RetainedBytes
 from flowrl.channel.seen import Seen
 from flowrl.channel.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
 
@@ -61,6 +61,7 @@ class SenderLane:
         """Messages replayed to a new consumer that an earlier one had taken: `on_credit` has already reported them."""
         self._cancelled: set[bytes] = set()
         """Messages that the consumer was asked to drop and has not acked."""
+        self._retained = RetainedBytes()
         self.say_hello()
 
     @property
@@ -198,13 +199,12 @@ class SenderLane:
         self._replay()
 
     def statistics(self, blocked_s: float = 0.0) -> LaneStatistics:
-        kept = self.unacked()
         return LaneStatistics(
             depth=self.depth,
             sent=self.num_sent,
             acked=self.num_acked,
-            unacked=len(kept),
-            unacked_bytes=sum(payload_bytes(envelope.body) for envelope in kept),
+            unacked=len(self._kept) + len(self._backlog),
+            unacked_bytes=self._retained.of(self.unacked()),
             blocked_s=blocked_s,
             credits=self.credits,
             capacity=self.spec.capacity,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from flowrl.channel.schema import schema_of
 from flowrl.channel.wire import lane_number
-from flowrl.messages import message_type
+from flowrl.message_base import message_type
 
 
 @dataclass(frozen=True)

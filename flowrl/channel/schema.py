@@ -32,7 +32,8 @@ from flowrl.channel.values import (
     kind_of,
 )
 from flowrl.errors import SchemaError, WireError
-from flowrl.messages import Message, known_types, scalar_problem, schema_hash
+from flowrl.message_base import known_types, scalar_problem, schema_hash
+from flowrl.messages import Message
 
 UNSENDABLE = (WireError, SchemaError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, StructError)
 """The errors that the encoder or `freeze` raises for a value that cannot be sent."""

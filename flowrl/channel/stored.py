@@ -29,7 +29,8 @@ from flowrl.channel.values import (
     kind_of,
 )
 from flowrl.errors import SchemaError, WireError
-from flowrl.messages import Message, message_type, type_name
+from flowrl.message_base import message_type, type_name
+from flowrl.messages import Message
 
 FORMAT = 1
 Stored = bytes | npt.NDArray[np.uint8]

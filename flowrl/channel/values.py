@@ -15,7 +15,8 @@ import numpy as np
 
 from flowrl.channel.compiled import DTYPE_CODES, DTYPES
 from flowrl.errors import WireError
-from flowrl.messages import Message, scalar_problem
+from flowrl.message_base import scalar_problem
+from flowrl.messages import Message
 
 MAX_DEPTH = 32
 """Most messages, lists and read-only mappings that may be nested around a message: each takes some 40 KiB of

@@ -2,12 +2,13 @@
 
 from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, EnvironmentRows, environment_rows
 from flowrl.environments.episodes import Episodes
-from flowrl.environments.failure import CAUSES, Cause, EnvironmentFailed, ZygoteFailed
+from flowrl.environments.failure import CAUSES, RESUME_CAUSES, Cause, EnvironmentFailed, ZygoteFailed
 from flowrl.environments.open_episode import OpenEpisode
 from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step, ToolCall
 
 __all__ = [
     "CAUSES",
+    "RESUME_CAUSES",
     "Action",
     "Cause",
     "Env",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,7 @@ class EnvironmentName:
     """`gymnasium/FrozenLake-v1:is_slippery=False`, `tools/arithmetic:tools=calculator`, `file.py:Class:size=4`.
 
     A class of a package is `package.module:Class:size=4`. Raises ConfigError if the text names nothing.
+    Names of gem and addresses have colons of their own: there, options begin at the first `:key=`.
     """
 
     text: str
@@ -28,7 +30,7 @@ class EnvironmentName:
     def __post_init__(self) -> None:
         if not self.adapter and not (self.place.partition(":")[0] and self.place.partition(":")[2].isidentifier()):
             raise ConfigError(
-                f"environment {self.text!r} names no class; write gymnasium/NAME, reasoning_gym/NAME, tools/TASK, "
+                f"environment {self.text!r} names no class; write gymnasium/NAME (or {', '.join(ADAPTERS)}), "
                 "file.py:Class or package.module:Class, then options as :key=value,key=value"
             )
         try:
@@ -41,27 +43,56 @@ class EnvironmentName:
     @property
     def adapter(self) -> str:
         """ "gymnasium" for `gymnasium/FrozenLake-v1`; "" for a class of the user's own, as of `tools/file.py:Class`."""
-        source = split_name(self.text)[0]
-        package, slash, _ = source.partition("/")
-        return package if slash and package in ADAPTERS and not source.endswith(".py") else ""
+        package, slash, _ = self.text.partition("/")
+        if not slash or package not in ADAPTERS:
+            return ""
+        source, rest = split_name(self.text)
+        of_a_file = source.endswith(".py")
+        own = of_a_file and (package not in PLAYS_FILES or split_name(rest)[0].isidentifier())
+        return "" if own else package
 
     @property
     def place(self) -> str:
         """The name without options: `FrozenLake-v1` of an adapter, else `file.py:Class`."""
-        source, rest = split_name(self.text)
         if self.adapter:
-            return source.removeprefix(f"{self.adapter}/")
+            return self._split[0].removeprefix(f"{self.adapter}/")
+        source, rest = split_name(self.text)
         return f"{source}:{split_name(rest)[0]}" if rest else source
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The options of the name; values are Python literals where they parse as such, else text."""
-        rest = split_name(self.text)[1]
-        return parse_options(f"environment {self.text!r}", rest if self.adapter else split_name(rest)[1])
+        rest = self._split[1] if self.adapter else split_name(split_name(self.text)[1])[1]
+        return parse_options(f"environment {self.text!r}", rest)
+
+    @property
+    def _split(self) -> tuple[str, str]:
+        """An adapter's name, and the text of its options."""
+        if self.adapter not in WITH_COLONS:
+            return split_name(self.text)
+        first = OPTIONS.search(self.text)
+        return (self.text[: first.start()], self.text[first.end() :]) if first else (self.text, "")
 
 
-ADAPTERS = ("gymnasium", "reasoning_gym", "tools")
-"""Packages whose environments are played through an adapter, as `PACKAGE/NAME`; and tasks with tools, `tools/TASK`."""
+ADAPTERS: Mapping[str, str] = {
+    "gem": "adapters.gem_env:GemEnv",
+    "gymnasium": "adapters.gymnasium_env:GymnasiumEnv",
+    "openenv": "adapters.openenv_env:OpenenvEnv",
+    "openrlhf": "adapters.openrlhf_env:OpenrlhfEnv",
+    "reasoning_gym": "adapters.reasoning_env:ReasoningEnv",
+    "skyrl_gym": "adapters.skyrl_env:SkyrlEnv",
+    "textarena": "adapters.textarena_env:TextarenaEnv",
+    "tools": "tool_env:ToolEnv",
+}
+"""What is played through an adapter, and the class that plays it: `PACKAGE/NAME`; tasks with tools, `tools/TASK`;
+a file, `openrlhf/FILE.py`; a server, `openenv/URL`. The class has `maker(name)`, which returns what makes one."""
+PLAYS_FILES = ("openrlhf",)
+"""Adapters whose name is a file, `openrlhf/FILE.py`."""
+COOPERATIVE = ("openenv",)
+"""Adapters whose environments are cooperative: they wait for a server, and import no package."""
+WITH_COLONS = ("gem", "openenv")
+"""Adapters whose names may have colons: `gem/game:Wordle-v0`."""
+OPTIONS = re.compile(r":(?=[A-Za-z_]\w*=)")
 
 
 @dataclass(frozen=True)

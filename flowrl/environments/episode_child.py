@@ -21,6 +21,7 @@ from flowrl.environments import exchange
 from flowrl.environments.failure import EnvironmentFailed
 from flowrl.environments.find import FoundEnvironment
 from flowrl.environments.player import Player, seed_global_state
+from flowrl.environments.protocol import can_save
 from flowrl.errors import ConfigError
 from flowrl.tasks import child
 
@@ -124,7 +125,7 @@ class _Episode:
             case "try":
                 env = self._found.made()
                 await env.close()
-                return {"seats": env.seats, "replays": env.replays}
+                return {"seats": env.seats, "replays": env.replays, "saves": can_save(type(env))}
             case "reset":
                 player = self._made(request["seed"])
                 observations = await player.reset(request["task"], request["seed"])

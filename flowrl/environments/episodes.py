@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
-from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
+from flowrl.environments.environment_row import COOPERATIVE, EnvironmentName, EnvironmentRow
 from flowrl.environments.failure import ZygoteFailed
 from flowrl.environments.find import FoundEnvironment, find_environment
 from flowrl.environments.open_episode import LoopEpisode, OpenEpisode
 from flowrl.environments.output import with_tail
 from flowrl.environments.process_episode import ProcessEpisode
+from flowrl.environments.protocol import can_save
 from flowrl.environments.zygote import ZygoteClient
 from flowrl.errors import ConfigError
 
@@ -49,7 +50,7 @@ class Episodes:
         self._zygote: ZygoteClient | None = None
         self._in_loop: FoundEnvironment | None = None
         self._open: set[OpenEpisode] = set()
-        self.seats, self.replays = 1, True
+        self.seats, self.replays, self.saves = 1, True, False
         """As the environment says; known once the pool is entered."""
 
     @property
@@ -58,9 +59,12 @@ class Episodes:
         return None if self._zygote is None else self._zygote.pid
 
     async def __aenter__(self) -> Episodes:
-        found = None if self._name.adapter else find_environment(self._name.text)
+        # An adapter that is not cooperative imports its package, and only the zygote may do that.
+        known = not self._name.adapter or self._name.adapter in COOPERATIVE
+        found = find_environment(self._name.text) if known else None
         if found is not None and found.kind.cooperative:
             self._in_loop, self.seats, self.replays = found, found.kind.seats, found.kind.replays
+            self.saves = can_save(found.kind)
             await found.made().close()
             return self
         try:
@@ -89,7 +93,7 @@ class Episodes:
     async def _try_making(self) -> None:
         episode = await self._opened()
         try:
-            self.seats, self.replays = await episode.try_making(limit_s=self._reset_s)
+            self.seats, self.replays, self.saves = await episode.try_making(limit_s=self._reset_s)
         finally:
             await episode.close_quietly()
 

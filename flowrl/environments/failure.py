@@ -12,8 +12,13 @@ from typing import Literal, get_args
 from flowrl.environments.protocol import MalformedValue
 from flowrl.errors import AttemptFailed, FlowrlError
 
-Cause = Literal["env_raised", "env_timed_out", "env_died", "env_out_of_memory", "env_malformed", "env_unreachable"]
-CAUSES: tuple[Cause, ...] = get_args(Cause)
+ResumeCause = Literal["replay_differs", "resumed"]
+EnvCause = Literal["env_raised", "env_timed_out", "env_died", "env_out_of_memory", "env_malformed", "env_unreachable"]
+Cause = EnvCause | ResumeCause
+CAUSES: tuple[EnvCause, ...] = get_args(EnvCause)
+"""What an environment does wrong."""
+RESUME_CAUSES: tuple[ResumeCause, ...] = get_args(ResumeCause)
+"""Why an attempt that a checkpoint has found half done does not go on in a resumed run."""
 TAIL = 2_000
 """Characters of a traceback that are kept, from its end."""
 OWN_FRAMES = 2

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from flowrl.environments.environment_row import EnvironmentName
+from flowrl.environments.environment_row import ADAPTERS, EnvironmentName
 from flowrl.environments.protocol import Env
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_module import one_line, user_module
@@ -39,23 +41,20 @@ class FoundEnvironment:
 def find_environment(text: str) -> FoundEnvironment:
     """Import what the name needs. Raises ConfigError; an adapter's options are checked by `made` only."""
     name = EnvironmentName(text)
-    if name.adapter == "gymnasium":
-        from flowrl.environments.gymnasium_env import GymnasiumEnv
-
-        return FoundEnvironment(text, GymnasiumEnv, GymnasiumEnv.maker(name))
-    if name.adapter == "reasoning_gym":
-        from flowrl.environments.reasoning_env import ReasoningEnv
-
-        return FoundEnvironment(text, ReasoningEnv, ReasoningEnv.maker(name))
-    if name.adapter == "tools":
-        from flowrl.environments.tool_env import ToolEnv
-
-        return FoundEnvironment(text, ToolEnv, ToolEnv.maker(name))
+    if name.adapter:
+        return _adapted(name)
     kind = _own_class(name)
     _check_options(name, kind)
     return FoundEnvironment(
         text, kind, lambda: kind(**name.options), before_fork=lambda: kind.before_fork(**name.options)
     )
+
+
+def _adapted(name: EnvironmentName) -> FoundEnvironment:
+    """Imports the adapter that is named and no other: most of them import a package."""
+    module, _, wanted = ADAPTERS[name.adapter].partition(":")
+    kind: Any = getattr(importlib.import_module(f"flowrl.environments.{module}"), wanted)
+    return FoundEnvironment(name.text, kind, kind.maker(name))
 
 
 def _own_class(name: EnvironmentName) -> type[Env]:

@@ -37,10 +37,13 @@ class ProcessEpisode(OpenEpisode):
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._killed = False
 
-    async def try_making(self, *, limit_s: float) -> tuple[int, bool]:
-        """Make an environment and close it: its `seats` and `replays`. Raises ConfigError if it cannot be made."""
+    async def try_making(self, *, limit_s: float) -> tuple[int, bool, bool]:
+        """Make an environment and close it: its `seats`, `replays`, and whether it can save its state.
+
+        Raises ConfigError if it cannot be made.
+        """
         answer = await self._ask({"call": "try"}, limit_s, "making it")
-        return int(answer["seats"]), bool(answer["replays"])
+        return int(answer["seats"]), bool(answer["replays"]), bool(answer["saves"])
 
     async def begin(self, row: EnvironmentRow, state: bytes | None, *, limit_s: float) -> None:
         if state is not None:

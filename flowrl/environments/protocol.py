@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flowrl.messages import scalar_problem
+from flowrl.message_base import scalar_problem
 
 ROLES = ("system", "user", "tool")
 """Who may speak in an observation. What the assistant says comes from the policy alone."""
@@ -179,6 +179,11 @@ class Env:
         raise NotImplementedError
 
 
+def can_save(kind: type[Env]) -> bool:
+    """Whether environments of this class may have a state to save."""
+    return kind.save is not Env.save
+
+
 def checked_reset(env: Env, found: Any) -> tuple[Observation, ...]:
     """What `reset` returned, one for each seat. Raises MalformedValue that names the environment's class."""
     observations = tuple(found) if isinstance(found, tuple | list) else (found,)
@@ -242,6 +247,11 @@ def _items(what: str, values: Any) -> Sequence[Any]:
 def _message(message: Any) -> Mapping[str, str]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise MalformedValue(f"an observation's message is {_short(message)}; it needs role and content")
+    if isinstance(message["content"], list | tuple):
+        raise MalformedValue(
+            "an observation's message has a list of parts as content; images are not supported: give one text, and "
+            "describe in words what is to be seen"
+        )
     for key, text in message.items():
         _check_text(f"{key!r} of an observation's message", text)
     if message["role"] not in ROLES:

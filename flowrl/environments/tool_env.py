@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
 from flowrl.environments.middle import without_middle
 from flowrl.environments.protocol import Action, Env, Observation, Step, ToolCall
-from flowrl.environments.rows_apart import load_rows_apart
+from flowrl.environments.task_questions import TaskQuestions, load_questions, named_task, question_of
 from flowrl.environments.tools import ToolResult, Tools, named_tools
 from flowrl.errors import ConfigError
-from flowrl.tasks import Row, Rows, Task
+from flowrl.tasks import Row, Rows
 from flowrl.tasks.judge import BadReward, Judge, load_judge
 
 DEFAULTS: Mapping[str, Any] = {"tools": "", "calls": 8, "reply_s": 40.0}
@@ -34,16 +34,11 @@ NAME_BYTES = 256
 class ToolTask:
     """What the episodes of one environment share."""
 
-    rows: Rows
+    questions: TaskQuestions
     judge: Judge
     tools: Tools
     calls: int
     reply_s: float
-
-    def row(self, environment_row: EnvironmentRow) -> Row:
-        """The question of an environment's row. Members of a group have one row, and so one question."""
-        rows = self.rows.held_out if environment_row.held_out else self.rows.train
-        return rows[environment_row.seed % len(rows)]
 
     def score(self, row: Row, answer: str) -> float:
         """The verifier's reward. Raises BadReward."""
@@ -64,11 +59,8 @@ class ToolEnv(Env):
         self._calls = self._errors = 0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        self._row = self._shared.row(EnvironmentRow(task["name"], task["options"], seed))
-        tools = self._shared.tools.descriptions
-        if len(self._row.turns) == 1 and self._row.turns[0]["role"] == "user":
-            return Observation(self._row.prompt, tools=tools)
-        return Observation(messages=self._row.turns, tools=tools)
+        self._row = self._shared.questions.row(EnvironmentRow(task["name"], task["options"], seed))
+        return replace(question_of(self._row), tools=self._shared.tools.descriptions)
 
     async def step(self, action: Action) -> Step:
         if action.tool_calls:
@@ -104,11 +96,11 @@ def _message(call: ToolCall, result: ToolResult) -> Mapping[str, str]:
 def _tool_task(name: EnvironmentName) -> ToolTask:
     options = {**DEFAULTS, **{key: value for key, value in name.options.items() if key in DEFAULTS}}
     _check_options(name, options)
-    task = _task(name)
-    rows = load_rows_apart(task)
+    task = named_task(name, name.place, own=DEFAULTS)
+    questions = load_questions(name, task)
     judge = load_judge(task.own_verifier)
-    _check_rows(name, rows, judge)
-    return ToolTask(rows, judge, named_tools(options["tools"]), options["calls"], float(options["reply_s"]))
+    _check_verifier(name, questions.rows, judge)
+    return ToolTask(questions, judge, named_tools(options["tools"]), options["calls"], float(options["reply_s"]))
 
 
 def _check_options(name: EnvironmentName, options: Mapping[str, Any]) -> None:
@@ -121,29 +113,10 @@ def _check_options(name: EnvironmentName, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"environment {name.text!r}: reply_s is {reply_s!r}; it has to be a number above 0")
 
 
-def _task(name: EnvironmentName) -> Task:
-    """The task with the options that are not the adapter's own."""
-    options = ",".join(f"{key}={value!r}" for key, value in name.options.items() if key not in DEFAULTS)
-    task = Task(f"{name.place}:{options}" if options else name.place)
-    if len(task.sources) > 1:
-        raise ConfigError(f"environment {name.text!r} mixes several tasks; name one")
-    return task
-
-
-def _check_rows(name: EnvironmentName, rows: Rows, judge: Judge) -> None:
+def _check_verifier(name: EnvironmentName, rows: Rows, judge: Judge) -> None:
     """Every row has what the verifier compares with, and the verifier works in this process."""
-    if not rows.held_out:
-        raise ConfigError(
-            f"the task of environment {name.text!r} has {len(rows.train)} rows, none of them held out, so held-out "
-            "episodes would have nothing to ask; add rows"
-        )
     for row in (*rows.train, *rows.held_out):
         judge.check_columns(row.columns)
-        if any(turn["role"] == "assistant" for turn in row.turns):
-            raise ConfigError(
-                f"a row of the task of environment {name.text!r} has an earlier answer of the assistant, and an "
-                "environment cannot speak for it; use rows that ask in messages of the system and the user"
-            )
     first = rows.train[0]
     try:
         judge([first.prompt], [str(first.answer)], [first.columns])  # imports once what every episode would import

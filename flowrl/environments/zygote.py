@@ -194,6 +194,7 @@ def _variables() -> dict[str, str]:
     return {
         **os.environ,
         **dict.fromkeys(ONE_THREAD, "1"),
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts a thread when it is imported
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "PYTHONHASHSEED": "0",  # the order of a set is part of what the same seed has to repeat
     }

@@ -26,6 +26,8 @@ class Facts:
     """Most policy tokens this node samples for one prompt."""
     concurrency: int | None = None
     """Items that one replica works on at a time (a generator's slots); `flowrl check` warns if some stay idle."""
+    episodes: int | None = None
+    """Episodes that one replica plays at a time; `flowrl check` warns if more than these are admitted."""
     publish_every: int = 1
     """Trainers: every nth version is published."""
     adapter_rank: int | None = None

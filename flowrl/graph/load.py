@@ -26,7 +26,7 @@ from typing import Any, get_type_hints
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.graph import Graph
-from flowrl.messages import name_module
+from flowrl.message_base import name_module
 
 EXAMPLE = "def graph(cfg: MyConfig) -> Graph, with MyConfig a frozen dataclass"
 

@@ -71,6 +71,8 @@ class Context(Protocol):
     """"host:port" at which the ranks of this gang meet, "" if the node is not a gang."""
     weight_routes: tuple[WeightRoute, ...]
     """The readers of this trainer's weights, or of the weights that this generator reads."""
+    keep_episodes: bool
+    """Whether the run keeps episodes: whether `episode` is to be called."""
     ledger: Any
     """Ledger events, see flowrl.runtime.ledger.ledger_client.LedgerClient."""
 
@@ -78,6 +80,7 @@ class Context(Protocol):
     def metric(self, name: str, value: float) -> None: ...
     def gauge(self, name: str, value: float) -> None: ...
     def progress(self, text: str) -> None: ...
+    def episode(self, sample_id: str, line: str, *, failed: bool) -> None: ...
     def busy(self, name: str) -> Any: ...
     def exclusive(self, name: str) -> Any: ...
     def waiting(self, what: str) -> Any: ...
@@ -152,8 +155,12 @@ class Node:
         """Problems of this node's own settings, as complete sentences; see flowrl.graph.analysis.check."""
         return []
 
-    def preflight(self) -> None:
-        """Cheap checks on the driver before Ray starts (files, tokenizer, imports). Raises ConfigError."""
+    def preflight(self) -> str | None:
+        """Cheap checks on the driver before Ray starts (files, tokenizer, imports). Raises ConfigError.
+
+        What it returns is printed as a line of the run's set-up.
+        """
+        return None
 
     def check_resume(self, saved: Saved) -> list[str]:
         """Reasons why this node cannot continue from `saved`, as sentences. Called on the driver before Ray starts."""

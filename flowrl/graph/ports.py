@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, overload
 
-from flowrl.messages import Message, Tombstone
+from flowrl.messages import Message, Record, Tombstone
 
 T = TypeVar("T", bound=Message)
 T_co = TypeVar("T_co", bound=Message, covariant=True)
@@ -53,6 +53,7 @@ class LiveIn(Protocol):
     def hold(self, item: Message) -> None: ...
     def drop(self, item: Message, reason: str, state: str, *, group: bool = False) -> None: ...
     def finish(self, item: Message) -> None: ...
+    def keep(self, item: Message, record: Callable[[], Record]) -> None: ...
     def newest(self) -> Any: ...
     def ticket(self, item: Message) -> int: ...
     def join(self, others: Sequence[Any]) -> LiveJoin: ...
@@ -140,6 +141,15 @@ class In(Port, Generic[T]):
         records the item as done, although the body continues.
         """
         self.live.finish(item)
+
+    def keep(self, item: T, record: Callable[[], Record]) -> None:
+        """Store `record()` with `item` in every checkpoint that finds the item unfinished.
+
+        The resumed run begins the invocation again, with the record in the item's field `record`; a class without
+        this field raises ValueError. `record` must not wait. It is called while the invocation waits, and what the
+        node reported to the ledger until then is in the checkpoint too. A second `keep` replaces the first.
+        """
+        self.live.keep(item, record)
 
     def newest(self) -> T | None:
         """Return the newest message so far, None before the first. For `latest` edges only."""

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.models.cache import Progress, cache_dir
 from flowrl.models.chat import Chat, Turns, load_tokenizer
-from flowrl.models.directory import check_directory
-from flowrl.models.policy import CHARACTER_MODELS, TOOL_MODEL, Policy
+from flowrl.models.directory import check_directory, context_length
+from flowrl.models.policy import CHARACTER_CONTEXT, CHARACTER_MODELS, TOOL_MODEL, Policy
 
-__all__ = ["Chat", "Policy", "cache_dir", "check_model", "check_prompts", "load_tokenizer", "resolve"]
+__all__ = [
+    "Chat",
+    "Policy",
+    "cache_dir",
+    "check_model",
+    "check_prompts",
+    "known_context",
+    "known_tokenizer",
+    "load_tokenizer",
+    "resolve",
+]
 
 
 def silent(text: str) -> None:
@@ -51,6 +62,24 @@ def check_model(policy: Policy) -> None:
         check_tool_task(policy.task)
     elif not policy.built_in:
         check_directory(Path(policy.model).expanduser())
+
+
+def known_context(policy: Policy) -> int | None:
+    """The most tokens that the model's context takes; None if that is not known before the model is made or found."""
+    if policy.model in CHARACTER_MODELS:
+        return CHARACTER_CONTEXT
+    path = Path(policy.model).expanduser()
+    return context_length(path) if not policy.built_in and (path / "config.json").is_file() else None
+
+
+def known_tokenizer(policy: Policy) -> Any | None:
+    """The model's tokenizer; None if the model has yet to be made."""
+    if policy.model in CHARACTER_MODELS:
+        from flowrl.models.characters import character_tokenizer
+        from flowrl.models.tool_characters import tool_tokenizer
+
+        return tool_tokenizer() if policy.model == TOOL_MODEL else character_tokenizer()
+    return None if policy.built_in else load_tokenizer(Path(policy.model).expanduser())
 
 
 def check_prompts(policy: Policy, conversations: Sequence[Turns], system_prompt: str) -> None:

@@ -9,6 +9,8 @@ from flowrl.tasks.task import Task
 
 TOOL_MODEL = "tiny_agent"
 CHARACTER_MODELS = ("tiny", "tiny_teacher", TOOL_MODEL)
+CHARACTER_CONTEXT = 2048
+"""Tokens that the context of a character model takes."""
 BUILT_IN = (*CHARACTER_MODELS, "smollm2")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.models.cache import Progress, cached_model
+from flowrl.models.policy import CHARACTER_CONTEXT
 from flowrl.models.tool_traces import ToolUse
 from flowrl.models.warm_start import Recipe, Thorough, warm_start
 from flowrl.tasks.task import Task
@@ -50,7 +51,7 @@ def _random_model(tokenizer: Any) -> Any:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         num_key_value_heads=SHAPE["num_attention_heads"],
-        max_position_embeddings=2048,
+        max_position_embeddings=CHARACTER_CONTEXT,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

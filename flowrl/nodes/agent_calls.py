@@ -25,6 +25,7 @@ from flowrl.episode import Reply, Turn
 from flowrl.messages import Int32
 from flowrl.models.chat import Messages
 from flowrl.nodes.attempt import AskedTurn, read_action
+from flowrl.nodes.turn_figures import TurnFigures
 
 CANCELLED = "cancelled"
 """Why a request is abandoned: its client left, or its session ended, before the reply."""
@@ -54,6 +55,7 @@ class AgentCalls:
         self._num_asked = 0
         self.replies: dict[str, tuple[Turn, Reply]] = {}
         """By request id."""
+        self.figures: dict[str, TurnFigures] = {}
         self.refused = False
         """Whether a call was refused because it was one more turn than there may be."""
         self.generate_s = 0.0
@@ -84,14 +86,22 @@ class AgentCalls:
             await asyncio.wait(self._open)
 
     def used(self) -> list[tuple[Turn, Reply]]:
-        """The replies that clients received, in that order; the others are abandoned. Call it once, at the end."""
+        """The replies that clients received, in that order. The session has ended."""
+        assert self.finished is not None
+        return [self.replies[request_id] for request_id in self.finished.request_ids]
+
+    def abandon_others(self) -> None:
+        """Book the replies that no client received as abandoned. Call it once, if the attempt counts."""
         assert self.finished is not None
         for request_id in self.replies.keys() - set(self.finished.request_ids):
             self._abandon(request_id, NOT_RECEIVED)
-        return [self.replies[request_id] for request_id in self.finished.request_ids]
 
     async def _asked(self, turn: Turn) -> Reply:
-        return await self._ask(turn)
+        began_s = time.monotonic()
+        reply = await self._ask(turn)
+        seconds = time.monotonic() - began_s
+        self.figures[turn.request_id] = TurnFigures.of(reply, context_tokens=int(turn.token_ids.size), seconds=seconds)
+        return reply
 
     def _ended(self, turn: Turn, task: asyncio.Task[Reply]) -> None:
         self._open.discard(task)

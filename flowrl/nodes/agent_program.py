@@ -6,6 +6,7 @@
 - The tokens of an episode are those of its session: the sampled ones, and what the template made of the messages that
   the agent sent between them, by id.
 - Of an attempt nothing is left when it is over: no process, no session, no call.
+- A half-done attempt cannot go on in a resumed run, because nobody knows what its program did: it is void.
 
 Waits: for the agent's process (`context.outside`), which ends by itself, or is killed after `limits.episode_s`, when
 its session is idle, or when a call of it cannot be answered.
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,14 @@ import numpy as np
 from flowrl.agents import TokenSequence
 from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession, SessionTask
 from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, as_agents_failure
-from flowrl.environments import Action, EnvironmentFailed, EnvironmentRow, Episodes, OpenEpisode
-from flowrl.errors import ConfigError
+from flowrl.environments import Action, EnvironmentFailed, EnvironmentRow, Episodes
+from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.messages import Prompt
-from flowrl.models import Policy, check_model, load_tokenizer, resolve
+from flowrl.models import Policy, check_model, resolve
 from flowrl.nodes.agent_calls import AgentCalls, AgentCallTable
 from flowrl.nodes.attempt import Played, read_action
+from flowrl.nodes.episode_checks import template_findings
+from flowrl.nodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
 from flowrl.nodes.episode_node import EpisodeNode, turn_seed
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.sampling import Sampling
@@ -99,9 +103,10 @@ class AgentProgram(EpisodeNode):
             problems.append(str(problem))
         return problems
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         check_model(self.policy)
         asyncio.run(self._try())
+        return template_findings(self.policy, self.source, ())
 
     async def _try(self) -> None:
         """Import the agent's file."""
@@ -120,9 +125,8 @@ class AgentProgram(EpisodeNode):
     # Lifecycle
 
     async def setup(self) -> None:
-        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
-        await self.blocking(self._load, model_dir)
-        tokenizer = await self.blocking(load_tokenizer, model_dir)
+        await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
+        tokenizer = self._templates.tokenizer
         self._table = AgentCallTable(tokenizer)
         endpoint = AgentEndpoint(self._table, self._table, tokenizer, self._settings())
         self._endpoint = await endpoint.__aenter__()
@@ -150,13 +154,16 @@ class AgentProgram(EpisodeNode):
 
     # Episodes
 
-    async def attempt(self, prompt: Prompt, number: int, ticket: int) -> Played:
+    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
         options = {"task": dict(prompt.columns), "command": self.command}
-        row = EnvironmentRow("agent", options, turn_seed(prompt.seed, number, 0))
+        row = EnvironmentRow(self.source, options, turn_seed(prompt.seed, log.attempt, 0))
+        began_s = time.monotonic()
         with as_agents_failure(self._program), self.context.outside("an agent's start"):
-            process = await self._pool.reset(row)
+            process = await open_episode(self._pool, row, log)
+        self.context.gauge("environment_reset_s", time.monotonic() - began_s)
         try:
-            return await self._run(process, self._calls(prompt, number, ticket))
+            await process.begin()
+            return await self._run(process, self._calls(prompt, log.attempt, ticket))
         finally:
             self.generate.forget(prompt.sample_id)
             with self.context.outside("an agent's end"):
@@ -172,29 +179,41 @@ class AgentProgram(EpisodeNode):
             abandon=ledger.abandoned if ticket >= 0 else _not_booked,
         )
 
-    async def _run(self, process: OpenEpisode, calls: AgentCalls) -> Played:
-        """From the beginning of the session to its end."""
-        session_id, began_s = self._table.begin(calls), asyncio.get_running_loop().time()
+    async def _run(self, process: LoggedEpisode, calls: AgentCalls) -> Played:
+        """From the beginning of the session to its end. What the attempt has come to goes with its failure."""
+        session_id, began_s = self._table.begin(calls), time.monotonic()
         access = self._endpoint.open_session(SessionTask(session_id))
-        cut = ""
         try:
-            with self.context.outside("an agent"):
-                result = await self._result(process, calls, access.environment)
-        except EnvironmentFailed as failed:
-            if failed.cause != "env_timed_out":
-                with as_agents_failure(self._program):
-                    raise
-            result, cut = AgentResult(), "seconds"
-        finally:
-            if calls.finished is None:
-                self._endpoint.end_session(session_id)
-            await calls.closed()
-        assert calls.finished is not None
-        played = self._played(calls, calls.finished, result, cut)
-        played.env_s = max(0.0, asyncio.get_running_loop().time() - began_s - calls.generate_s)
+            try:
+                result, cut = await self._to_its_end(process, calls, access.environment)
+            finally:
+                if calls.finished is None:
+                    self._endpoint.end_session(session_id)
+                await calls.closed()
+            played = self._played(calls, time.monotonic() - began_s)
+            assert calls.finished is not None
+            played.cut = cut or self._cut(calls, calls.finished)
+            self._rewarded(played, calls.finished, result)
+        except AttemptFailed as failure:
+            failure.played = self._played(calls, time.monotonic() - began_s)
+            raise
+        calls.abandon_others()
         return played
 
-    async def _result(self, process: OpenEpisode, calls: AgentCalls, access: Mapping[str, str]) -> AgentResult:
+    async def _to_its_end(
+        self, process: LoggedEpisode, calls: AgentCalls, access: Mapping[str, str]
+    ) -> tuple[AgentResult, str]:
+        """What the program gives back, and "seconds" if its time was over before."""
+        try:
+            with self.context.outside("an agent"):
+                return await self._result(process, calls, access), ""
+        except EnvironmentFailed as failed:
+            if failed.cause == "env_timed_out":
+                return AgentResult(), "seconds"
+            with as_agents_failure(self._program):
+                raise
+
+    async def _result(self, process: LoggedEpisode, calls: AgentCalls, access: Mapping[str, str]) -> AgentResult:
         """What the program gives back. Raises EnvironmentFailed, and what the generator raises."""
         running = asyncio.ensure_future(process.step(Action(text=json.dumps(dict(access)))))
         ends: set[asyncio.Future[Any]] = {running, calls.broken}
@@ -209,28 +228,38 @@ class AgentProgram(EpisodeNode):
             raise AgentFailed("session_idle", f"the agent {self.source!r} asked nothing for {self.idle_s:g} s")
         return AgentResult.unpacked(running.result().observations[0].text)
 
-    def _played(self, calls: AgentCalls, finished: FinishedSession, result: AgentResult, cut: str) -> Played:
+    def _cut(self, calls: AgentCalls, finished: FinishedSession) -> str:
+        """The limit that a call has met."""
+        return "turns" if calls.refused else "tokens" if finished.full else ""
+
+    def _played(self, calls: AgentCalls, seconds: float) -> Played:
+        """What the attempt has come to, without reward and metrics. The session has ended."""
+        assert calls.finished is not None
         used = calls.used()
-        cut = cut or ("turns" if calls.refused else "tokens" if finished.full else "")
-        reward = self._reward(finished, result, cut)
-        if not used:
-            raise AgentFailed("no_calls", f"the agent {self.source!r} ended without a reply of the policy")
-        sequence = self._only_sequence(finished, len(used))
-        first, last = used[0], used[-1]
-        return Played(
-            cut=cut,
-            rewards=[(int(np.flatnonzero(sequence.policy_mask)[-1]), reward)],
+        own_s = max(0.0, seconds - calls.generate_s)
+        played = Played(
             turns=len(used),
-            finish_reason=last[1].finish_reason,
-            generate_s=calls.generate_s,
-            cached_tokens=sum(reply.cached_tokens for _, reply in used),
-            context_tokens=sum(turn.token_ids.size for turn, _ in used),
+            step_seconds=[own_s / len(used) for _ in used],
+            seconds=seconds,
+            figures=[calls.figures[turn.request_id] for turn, _ in used],
             malformed=sum(bool(read_action(reply)[1]) for _, reply in used),
-            metrics=dict(result.metrics),
-            sequence=sequence,
-            text=self._templates.decode(first[0].token_ids),
-            generator=last[1].generator,
+            sequences=calls.finished.sequences,
         )
+        if used:
+            last = used[-1][1]
+            played.finish_reason, played.generator = last.finish_reason, last.generator
+            played.text = self._templates.decode(used[0][0].token_ids)
+        return played
+
+    def _rewarded(self, played: Played, finished: FinishedSession, result: AgentResult) -> Played:
+        """`played` with the episode's reward, which is given for its last turn. Raises AgentFailed."""
+        reward = self._reward(finished, result, played.cut)
+        if not played.sequences:
+            raise AgentFailed("no_calls", f"the agent {self.source!r} ended without a reply of the policy")
+        *earlier, last = turn_ends(played.sequences)
+        played.rewards = [*((place, 0.0) for place in earlier), (last, reward)]
+        played.metrics = dict(result.metrics)
+        return played
 
     def _reward(self, finished: FinishedSession, result: AgentResult, cut: str) -> float:
         """The one that was posted or returned."""
@@ -243,25 +272,15 @@ class AgentProgram(EpisodeNode):
         text = f", after a limit of its {cut}" if cut else "; return a number, or post one to the session"
         raise AgentFailed("no_reward", f"the agent {self.source!r} gave no reward{text}")
 
-    def _only_sequence(self, finished: FinishedSession, turns: int) -> TokenSequence:
-        """What an episode can hold today: one sequence, in which every reply is a span of its own."""
-        if len(finished.sequences) > 1:
-            text = (
-                f"the session of the agent {self.source!r} has {len(finished.sequences)} branches (it asked again, "
-                "edited its history, or had several replies to one call), and an episode has one sequence; go on from "
-                "the messages that were sent before"
-            )
-            raise AgentFailed("branches", text, again=False)
-        (sequence,) = finished.sequences
-        if _num_spans(sequence) != turns:
-            text = f"a prompt of the agent {self.source!r} adds nothing to the reply before it; add text between them"
-            raise AgentFailed("branches", text, again=False)
-        return sequence
 
-
-def _num_spans(sequence: TokenSequence) -> int:
-    mask = np.concatenate([[False], sequence.policy_mask])
-    return int((mask[1:] & ~mask[:-1]).sum())
+def turn_ends(sequences: Sequence[TokenSequence]) -> list[int]:
+    """The index of the last token of each reply, through all sequences; within one, context is between replies."""
+    ends, before = [], 0
+    for sequence in sequences:
+        edges = np.diff(sequence.policy_mask.astype(np.int8), append=0)
+        ends += (before + np.flatnonzero(edges == -1)).tolist()
+        before += sequence.token_ids.size
+    return ends
 
 
 def _not_booked(request_id: str, reason: str) -> None:

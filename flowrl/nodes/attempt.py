@@ -10,14 +10,15 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from flowrl.agents import ChatTemplate, Conversation, TokenSequence
-from flowrl.environments import Action, Observation, OpenEpisode, Step
+from flowrl.agents import ChatTemplate, Conversation, History, TokenSequence
+from flowrl.environments import Action, Observation, Step
 from flowrl.environments.middle import without_middle
 from flowrl.episode import Reply
 from flowrl.messages import Int32
 from flowrl.nodes.limits import Limits
+from flowrl.nodes.turn_figures import TurnFigures
 
 MALFORMED_IN_A_ROW = 3
 NAME_BYTES = 256
@@ -38,6 +39,14 @@ class AskedTurn:
 Ask = Callable[[AskedTurn], Awaitable[Reply]]
 
 
+class PlayedEpisode(Protocol):
+    """What an attempt needs of the environment's episode."""
+
+    @property
+    def observation(self) -> Observation: ...
+    async def step(self, action: Action) -> Step: ...
+
+
 @dataclass
 class Played:
     """What an attempt has come to."""
@@ -45,22 +54,26 @@ class Played:
     cut: str = ""
     """turns, tokens, seconds, malformed_calls or environment; "" if the episode ended by its own rules."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(index of the turn's last policy token, reward)"""
+    """(index of the turn's last policy token, through all sequences, reward)"""
     turns: int = 0
     finish_reason: str = ""
     """Of the last reply."""
-    env_s: float = 0.0
-    generate_s: float = 0.0
-    cached_tokens: int = 0
-    context_tokens: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    """Of each of the environment's steps."""
+    seconds: float = 0.0
+    """From the first observation to the end."""
+    figures: list[TurnFigures] = field(default_factory=list)
+    """Of each reply."""
     malformed: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """What the environment counted: of each name, its last value."""
-    sequence: TokenSequence | None = None
-    """None if nothing was sampled."""
+    sequences: tuple[TokenSequence, ...] = ()
+    """() if nothing was sampled."""
     text: str = ""
     """The first context, decoded."""
     generator: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Everything fed and answered."""
 
     @property
     def reward(self) -> float:
@@ -72,23 +85,26 @@ class Templates:
     """The chat templates of one tokenizer, one for each set of tools."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._known: dict[str, ChatTemplate] = {}
 
     def decode(self, token_ids: Int32) -> str:
         """The text of ids, special tokens included."""
-        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
+        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
         """Raises ConfigError if the template's boundaries cannot be found."""
         key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
         if key not in self._known:
-            self._known[key] = ChatTemplate(self._tokenizer, tuple(tools))
+            self._known[key] = ChatTemplate(self.tokenizer, tuple(tools))
         return self._known[key]
 
 
 class Attempt:
-    """Plays one episode. `tokens` is the most that its whole sequence may have."""
+    """Plays one episode. `tokens` is the most that a sequence of it may have.
+
+    `elapsed` gives the seconds that count against `limits.episode_s`; without it they count from here.
+    """
 
     def __init__(
         self,
@@ -97,26 +113,29 @@ class Attempt:
         tokens: int,
         *,
         ask: Ask,
+        history: History = "append",
+        elapsed: Callable[[], float] | None = None,
         outside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._templates = templates
         self._limits = limits
         self._tokens = tokens
         self._ask = ask
+        self._history: History = history
         self._outside = outside
         self._played = Played()
         self._malformed_in_a_row = 0
-        self._began_s = time.monotonic()
+        self._elapsed = elapsed or _stopwatch()
 
     def begin(self, observation: Observation) -> int:
         """Feed the first observation; returns the number of its tokens. Raises ConfigError if it cannot be rendered."""
         self._tools = observation.tools
-        self._conversation = Conversation(self._templates.of(self._tools))
+        self._conversation = Conversation(self._templates.of(self._tools), history=self._history)
         self._conversation.feed(messages_of(observation, (), self._limits.observation_bytes))
         self._count(observation.metrics)
         return int(self._conversation.context().size)
 
-    async def play(self, episode: OpenEpisode) -> Played:
+    async def play(self, episode: PlayedEpisode) -> Played:
         """From the first observation to the end. Raises EnvironmentFailed, and what `ask` raises."""
         self.begin(episode.observation)
         step = Step(Observation())
@@ -133,14 +152,14 @@ class Attempt:
             self._conversation.feed(
                 messages_of(step.observations[0], action.tool_calls, self._limits.observation_bytes)
             )
-        return self._finished(cut)
+        return self.finished(cut)
 
     def _limit_reached(self) -> str:
         if self._played.turns == self._limits.turns:
             return "turns"
         if self._conversation.context().size >= self._tokens:
             return "tokens"
-        return "seconds" if time.monotonic() - self._began_s >= self._limits.episode_s else ""
+        return "seconds" if self._elapsed() >= self._limits.episode_s else ""
 
     async def _turn(self, step: Step) -> tuple[Action, str]:
         """The next reply, and why its calls cannot be made ("" if they can); `step` is the one before it."""
@@ -151,15 +170,14 @@ class Attempt:
         if not played.turns:
             played.text = self._conversation.template.decode(context)
         reply = await self._ask(AskedTurn(played.turns, context, most, step.stop, self._tools))
+        seconds = time.monotonic() - began_s
         action, unread = read_action(reply)
         message = {"role": "assistant", "content": action.text} if unread else reply.message
         self._conversation.sampled(reply.token_ids, reply.behavior_logprobs, reply.versions, message)
-        played.generate_s += time.monotonic() - began_s
         played.turns += 1
-        played.context_tokens += context.size
-        played.cached_tokens += reply.cached_tokens
+        played.figures.append(TurnFigures.of(reply, context_tokens=int(context.size), seconds=seconds))
         played.finish_reason, played.generator = reply.finish_reason, reply.generator
-        self._last_token = context.size + reply.token_ids.size - 1
+        self._last_token = self._conversation.num_tokens - 1
         return action, unread
 
     def _complaint(self, action: Action, unread: str) -> Step | None:
@@ -176,11 +194,11 @@ class Attempt:
         names = ", ".join(without_middle(name, NAME_BYTES) for name in strange)
         return Step(Observation(f"There is no tool {names}; the tools are {', '.join(known)}. Nothing was called."))
 
-    async def _step(self, episode: OpenEpisode, action: Action) -> Step:
+    async def _step(self, episode: PlayedEpisode, action: Action) -> Step:
         began_s = time.monotonic()
         with self._outside("an environment's step"):
             step = await episode.step(action)
-        self._played.env_s += time.monotonic() - began_s
+        self._played.step_seconds.append(time.monotonic() - began_s)
         self._count(step.metrics)
         for observation in step.observations:
             self._count(observation.metrics)
@@ -193,12 +211,18 @@ class Attempt:
     def _count(self, metrics: Mapping[str, float]) -> None:
         self._played.metrics.update(metrics)
 
-    def _finished(self, cut: str) -> Played:
+    def finished(self, cut: str = "") -> Played:
+        """What the attempt has come to until now."""
         self._played.cut = cut
-        sequences = self._conversation.sequences()
-        if sequences:
-            (self._played.sequence,) = sequences
+        self._played.seconds = self._elapsed()
+        self._played.messages = self._conversation.messages
+        self._played.sequences = self._conversation.sequences()
         return self._played
+
+
+def _stopwatch() -> Callable[[], float]:
+    began_s = time.monotonic()
+    return lambda: time.monotonic() - began_s
 
 
 def read_action(reply: Reply) -> tuple[Action, str]:

@@ -6,6 +6,7 @@ It waits for the next finished group and ends with the stream; the remaining gro
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out
-from flowrl.messages import Batch, Bool, Group, Trainable, Values, packed
+from flowrl.messages import Batch, Bool, Group, Int32, Trainable, Values, packed
 from flowrl.nodes.judged import judged_metrics
 from flowrl.nodes.running import AdaptiveKL, RunningEstimate
 from flowrl.nodes.valued import question, require_advantages, value_metrics, with_values
@@ -95,6 +96,8 @@ class TokenBatch(Node):
             problems.append(f"whiten is {self.whiten!r}; it has to be off, full or mean")
         if (self.normalise_rewards or self.adaptive_kl is not None) and self.estimate is None:
             problems.append("normalise_rewards and adaptive_kl need estimate=, the same as in the advantage node")
+        if self.normalise_rewards and self.estimate is not None and self.estimate.credit == "turn":
+            problems.append("normalise_rewards is for whole rewards; with credit='turn' set it to False")
         if self.adaptive_kl is not None:
             problems += self.adaptive_kl.problems()
             if self.estimate is not None and not self.estimate.kl_coef:
@@ -110,12 +113,16 @@ class TokenBatch(Node):
 
     async def run(self) -> None:
         window = self._open_window()
+        full_since_s: float | None = None
         async for ticket, group in self.groups.ordered():
+            if full_since_s is not None:
+                self.context.metric("oldest_wait_s", time.monotonic() - full_since_s)
             window.offer(ticket, group)
             self._before_send = self._now()
             while (groups := window.take()) is not None:
                 await self._send(groups)
             self._before_send = None
+            full_since_s = time.monotonic() if len(window) >= self.num_groups else None  # an older group is missing
         self._before_send = self._now()
         for groups in window.flush():
             await self._send(groups)
@@ -139,6 +146,7 @@ class TokenBatch(Node):
             metrics |= self._running.metrics
         samples = tuple(sample for group in groups for sample in group.samples)
         require_advantages(samples)
+        metrics |= branch_metrics(samples)
         metrics |= value_metrics(samples)
         if self.whiten != "off":
             samples = whitened(samples, self._trained(samples), mean_only=self.whiten == "mean")
@@ -194,6 +202,33 @@ def whitened(samples: Sequence[Trainable], masks: Sequence[Bool], *, mean_only: 
     )
     parts = np.split(values.astype(np.float32), np.cumsum([len(mask) for mask in masks])[:-1])
     return tuple(dataclasses.replace(sample, advantages=part) for sample, part in zip(samples, parts, strict=True))
+
+
+def branch_metrics(samples: Sequence[Trainable]) -> dict[str, float]:
+    """Of a batch in which episodes have several sequences: how many, and the share of tokens fed more than once.
+
+    A token is repeated if it is in the longest prefix that its sequence shares with an earlier one of its sample.
+    """
+    if not any(sample.branches for sample in samples):
+        return {}
+    num_tokens = sum(sample.num_tokens for sample in samples)
+    return {
+        "sequences_per_sample": float(np.mean([len(sample.sequences) for sample in samples])),
+        "repeated_tokens_share": sum(map(repeated_tokens, samples)) / num_tokens,
+    }
+
+
+def repeated_tokens(sample: Trainable) -> int:
+    """Number of tokens of the sample's branches in prefixes that an earlier sequence has too."""
+    ids = [sequence.token_ids for sequence in sample.sequences]
+    return sum(max(_shared(ids[n], earlier) for earlier in ids[:n]) for n in range(1, len(ids)))
+
+
+def _shared(one: Int32, other: Int32) -> int:
+    """Number of tokens at the beginning that are equal."""
+    size = min(one.size, other.size)
+    different = np.flatnonzero(one[:size] != other[:size])
+    return int(different[0]) if different.size else size
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:

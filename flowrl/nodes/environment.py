@@ -5,6 +5,7 @@ Invariants:
 - A reward comes from the environment alone. What the environment does wrong voids the attempt, and every attempt has
   an environment of its own.
 - The tokens of an episode are those that the generator sampled and those that the template wrote between them, by id.
+- A half-done attempt goes on in a resumed run, with its replies and what the environment showed (`episode_log`).
 
 Waits: for replies, and for the environment (`context.outside`), whose every call has a limit in seconds.
 """
@@ -12,9 +13,12 @@ Waits: for replies, and for the environment (`context.outside`), whose every cal
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, get_args
 
+from flowrl.agents import History
 from flowrl.environments import EnvironmentFailed, EnvironmentName, Episodes, environment_rows
 from flowrl.episode import Reply
 from flowrl.errors import AttemptFailed, ConfigError
@@ -22,6 +26,8 @@ from flowrl.messages import Prompt
 from flowrl.models import Policy, check_model, resolve
 from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played
 from flowrl.nodes.environment_source import row_of
+from flowrl.nodes.episode_checks import template_findings
+from flowrl.nodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
 from flowrl.nodes.episode_node import EpisodeNode
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.shaping import Shaping
@@ -35,7 +41,9 @@ class Environment(EpisodeNode):
 
     `environment` is a name as in docs/environments.md, `limits` bounds episodes and attempts. `processes` is the
     number of environments' processes at a time, `memory_bytes` what each may take. `requests` plays held-out
-    episodes, without tickets. `shaping` applies to the reward of a whole episode.
+    episodes, without tickets. `shaping` applies to the reward of a whole episode. `history` is what a context is made
+    of: with "append" of what was sampled and fed; with "template" of what the template makes of all messages, so that
+    an episode has a further sequence (`branches`) for each context that the template rewrote.
     """
 
     _pool: Episodes
@@ -49,30 +57,37 @@ class Environment(EpisodeNode):
         processes: int = 256,
         memory_bytes: int = 1 << 30,
         shaping: Shaping | None = None,
+        history: History = "append",
     ) -> None:
         super().__init__(policy, limits=limits, processes=processes, memory_bytes=memory_bytes, shaping=shaping)
         self.environment = environment
+        self.history: History = history
 
     @property
     def source(self) -> str:
         return self.environment
 
+    def row_name(self, prompt: Prompt) -> str:
+        return str(prompt.columns["environment"])
+
     # Declarations for the graph
 
     def check(self, facts: Any) -> list[str]:
         problems = super().check(facts)
+        if self.history not in get_args(History):
+            problems.append(f"history is {self.history!r}; it has to be one of {', '.join(get_args(History))}")
         try:
             EnvironmentName(self.environment)
         except ConfigError as problem:
             problems.append(str(problem))
         return problems
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         check_model(self.policy)
-        asyncio.run(self._try())
+        return asyncio.run(self._try())
 
-    async def _try(self) -> None:
-        """Begin one episode. With a model that exists already, also render what it shows."""
+    async def _try(self) -> str | None:
+        """Begin one episode; returns what is known of the chat template. With a model on disk, also render it."""
         async with self._episodes() as pool:
             _require_one_seat(self.environment, pool.seats)
             try:
@@ -81,18 +96,28 @@ class Environment(EpisodeNode):
                 raise ConfigError(f"the trial episode of {self.environment!r} failed: {failure}") from None
             observation = episode.observation
             await episode.close_quietly()
+        found = template_findings(self.policy, self.environment, observation.tools)
         if not self.policy.built_in:
-            self._load(resolve(self.policy))
+            self.load(resolve(self.policy))
             size = self._new_attempt(_ask_nobody).begin(observation)
             if size >= self._tokens:
                 raise ConfigError(
                     f"the first observation of {self.environment!r} has {size} tokens, but an episode may have "
                     f"{self._tokens}; raise limits.tokens, or choose a model with a longer context"
                 )
+        return found
 
-    def _new_attempt(self, ask: Ask) -> Attempt:
+    def _new_attempt(self, ask: Ask, elapsed: Callable[[], float] | None = None) -> Attempt:
         outside = self.context.outside if hasattr(self, "context") else nullcontext
-        return Attempt(self._templates, self.limits, self._tokens, ask=ask, outside=outside)
+        return Attempt(
+            self._templates,
+            self.limits,
+            self._tokens,
+            ask=ask,
+            history=self.history,
+            elapsed=elapsed,
+            outside=outside,
+        )
 
     def _episodes(self) -> Episodes:
         return Episodes(
@@ -106,8 +131,7 @@ class Environment(EpisodeNode):
     # Lifecycle
 
     async def setup(self) -> None:
-        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
-        await self.blocking(self._load, model_dir)
+        await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
         self._pool = self._episodes()
         await self._pool.__aenter__()
         _require_one_seat(self.environment, self._pool.seats)
@@ -118,25 +142,38 @@ class Environment(EpisodeNode):
 
     # Episodes
 
-    async def attempt(self, prompt: Prompt, number: int, ticket: int) -> Played:
+    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
         async def ask(question: AskedTurn) -> Reply:
-            return await self.ask(self.turn(prompt, question, number, ticket))
+            if (known := log.known_reply(question)) is not None:
+                return known
+            reply = await self.ask(log.asking(self.turn(prompt, question, log.attempt, ticket)))
+            log.replied(reply)
+            return reply
 
+        began_s = time.monotonic()
         with self.context.outside("an environment's reset"):
-            episode = await self._pool.reset(row_of(prompt))
+            episode = await open_episode(self._pool, row_of(prompt), log)
+        self.context.gauge("environment_reset_s", time.monotonic() - began_s)
         try:
-            played = await self._new_attempt(ask).play(episode)
+            with self.context.outside("an environment's state"):
+                await episode.begin()
+            return await self._to_its_end(self._new_attempt(ask, log.elapsed), episode)
         finally:
             self.generate.forget(prompt.sample_id)
             with self.context.outside("an environment's end"):
                 await episode.close_quietly()
-        if played.sequence is None:
-            text = f"the first observation leaves no room in {self._tokens} tokens"
-            raise AttemptFailed(NO_ROOM, text, again=False)
-        return played
 
-    def row_name(self, prompt: Prompt) -> str:
-        return str(prompt.columns["environment"])
+    async def _to_its_end(self, attempt: Attempt, episode: LoggedEpisode) -> Played:
+        """Play the attempt. What it has come to goes with its failure."""
+        try:
+            played = await attempt.play(episode)
+        except EnvironmentFailed as failure:
+            failure.played = attempt.finished()
+            raise
+        if not played.sequences:
+            text = f"the first observation leaves no room in {self._tokens} tokens"
+            raise AttemptFailed(NO_ROOM, text, again=False, played=played)
+        return played
 
 
 async def _ask_nobody(question: AskedTurn) -> Reply:

@@ -5,6 +5,7 @@ Invariants:
 - What others than the policy do wrong voids the attempt; the next one has the same ticket and start. After the last
   attempt the sample fails, by its cause. There is no reward that nobody gave.
 - Every attempt that has begun is booked: in a finished episode, or as void.
+- A checkpoint has the log of every attempt under way (`episode_log`), and waits for nothing.
 
 Waits: those of an attempt, which subclasses say.
 """
@@ -14,32 +15,31 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter, deque
 from typing import Any
 
 import numpy as np
 
+from flowrl.environments import RESUME_CAUSES
 from flowrl.episode import Episode, Reply, Turn
-from flowrl.errors import AttemptFailed, ConfigError, FlowrlError, SampleFailed
+from flowrl.errors import AttemptFailed, ConfigError, SampleFailed
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Serve
-from flowrl.messages import Prompt
+from flowrl.messages import Branch, Prompt, Record
 from flowrl.models import Policy, load_tokenizer
 from flowrl.models.directory import context_length
 from flowrl.nodes.attempt import AskedTurn, Played, Templates
+from flowrl.nodes.attempt_outcomes import AttemptOutcomes
+from flowrl.nodes.episode_checks import length_problems
+from flowrl.nodes.episode_log import EpisodeLog
+from flowrl.nodes.episode_reports import EpisodeReports
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.vllm_sampler import EVALUATION
 
-LOOKED_BACK = 256
-"""Attempts among which failures are counted."""
-FIRST_ATTEMPTS = 16
-"""If so many attempts are over and all of them failed, the run ends too."""
-
 
 class EpisodeNode(Node):
-    """Attempts, retries, limits and bookings of episodes. Subclasses play an attempt."""
+    """Attempts, retries, limits and bookings of episodes. Subclasses play an attempt; their `setup` calls `prepare`."""
 
     prompts: In[Prompt]
     episodes: Out[Episode]
@@ -48,6 +48,8 @@ class EpisodeNode(Node):
 
     _templates: Templates
     _tokens: int
+    _reports: EpisodeReports
+    _outcomes: AttemptOutcomes
 
     def __init__(
         self, policy: Policy, *, limits: Limits | None, processes: int, memory_bytes: int, shaping: Shaping | None
@@ -57,9 +59,6 @@ class EpisodeNode(Node):
         self.processes = processes
         self.memory_bytes = memory_bytes
         self.shaping = shaping or Shaping()
-        self._outcomes: deque[str] = deque(maxlen=LOOKED_BACK)
-        """The cause of each of the last attempts that failed; "" for one that did not."""
-        self._succeeded = False
 
     # What subclasses say
 
@@ -68,8 +67,8 @@ class EpisodeNode(Node):
         """What plays against the policy, as users have named it."""
         raise NotImplementedError
 
-    async def attempt(self, prompt: Prompt, number: int, ticket: int) -> Played:
-        """Play the episode once; `played.sequence` is not None. Raises AttemptFailed."""
+    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
+        """Play the attempt of `log`, which has something sampled at its end. Raises AttemptFailed."""
         raise NotImplementedError
 
     def row_name(self, prompt: Prompt) -> str:
@@ -82,6 +81,7 @@ class EpisodeNode(Node):
         return Facts(
             longest_response=self.limits.tokens,
             concurrency=self.limits.episodes,
+            episodes=self.limits.episodes,
             drops=True,
             optional=("requests",),
         )
@@ -91,9 +91,10 @@ class EpisodeNode(Node):
         for name in ("processes", "memory_bytes"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
-        return problems
+        return [*problems, *length_problems(self.limits, self.policy, None if facts is None else facts.token_budget)]
 
-    def _load(self, model_dir: str) -> None:
+    def load(self, model_dir: str) -> None:
+        """Load the tokenizer. Raises ConfigError if an episode may be longer than the model's context."""
         self._templates = Templates(load_tokenizer(model_dir))
         longest = context_length(model_dir)
         self._tokens = longest if self.limits.tokens is None else self.limits.tokens
@@ -102,6 +103,12 @@ class EpisodeNode(Node):
                 f"limits.tokens is {self._tokens}, but the context of {self.policy.model} takes {longest} tokens; "
                 "lower it"
             )
+
+    async def prepare(self, model_dir: str) -> None:
+        """What every attempt needs."""
+        await self.blocking(self.load, model_dir)
+        self._reports = EpisodeReports(self.context, self._templates.tokenizer, name_of=self.row_name)
+        self._outcomes = AttemptOutcomes(self.context, self.source)
 
     # Lifecycle
 
@@ -117,28 +124,46 @@ class EpisodeNode(Node):
     async def _play(self, prompt: Prompt) -> None:
         if self.episodes.was_sent():
             return
-        began_s, ledger = time.monotonic(), self.context.ledger
-        ticket, cause = self.prompts.ticket(prompt), ""
-        for number in range(self.limits.retries + 1):
+        log = self._new_log(prompt.record)
+        began_s, ticket = time.monotonic() - log.seconds, self.prompts.ticket(prompt)
+        cause, last = "", False
+        while not last:
+            self.prompts.keep(prompt, log.record)
             try:
-                played = await self.attempt(prompt, number, ticket)
+                played = await self.attempt(prompt, log, ticket)
             except AttemptFailed as failure:
-                ledger.attempt_void(prompt.sample_id, number, failure.cause)
-                self._count_failure(failure.cause, str(failure))
-                cause = failure.cause
-                if not failure.again:
-                    break
+                cause, last = failure.cause, self._is_last(log, failure)
+                log = self._after_void(prompt, log, failure, last=last)
                 continue
-            self._count_success(played)
-            await self._settle(prompt, played, number, time.monotonic() - began_s)
+            self._outcomes.succeeded()
+            await self._settle(prompt, played, log.attempt, time.monotonic() - began_s)
             return
-        seconds = time.monotonic() - began_s
-        ledger.episode_failed(prompt.sample_id, self.row_name(prompt), number + 1, 0, cause, seconds)
+        place = (prompt.sample_id, self.row_name(prompt), log.attempt)
+        self.context.ledger.episode_failed(*place, 0, cause, time.monotonic() - began_s)
         raise SampleFailed(cause)
+
+    def _is_last(self, log: EpisodeLog, failure: AttemptFailed) -> bool:
+        """Whether no attempt follows the one that failed."""
+        return failure.cause not in RESUME_CAUSES and (not failure.again or log.failed >= self.limits.retries)
+
+    def _after_void(self, prompt: Prompt, log: EpisodeLog, failure: AttemptFailed, *, last: bool) -> EpisodeLog:
+        """Book the attempt as void; returns the log of the next one. What a resume cannot continue is no failure."""
+        self.context.ledger.attempt_void(prompt.sample_id, log.attempt, failure.cause)
+        counts = failure.cause not in RESUME_CAUSES
+        if counts:
+            self._reports.failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
+            self._outcomes.failed(failure.cause, str(failure))
+        else:
+            self._outcomes.not_resumed(failure.cause, str(failure))
+        return log.next_attempt(counts=counts)
+
+    def _new_log(self, record: Record | None = None) -> EpisodeLog:
+        return EpisodeLog(record, observation_bytes=self.limits.observation_bytes)
 
     async def _settle(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
         """Book the finished episode, and send or drop it."""
         episode = self.episode(prompt, played, attempt)
+        self._reports.finished(prompt, attempt, played, episode.reward)
         self.context.ledger.episode(episode, truncated=played.cut or None, seconds=seconds)
         if played.cut and self.limits.on_truncated == "drop":
             self.prompts.drop(prompt, "truncated")
@@ -148,14 +173,14 @@ class EpisodeNode(Node):
 
     async def _play_held_out(self, prompt: Prompt) -> Episode:
         """A held-out episode; fails with its cause where training would."""
-        for number in range(self.limits.retries + 1):
+        log = self._new_log()
+        while True:
             try:
-                return self.episode(prompt, await self.attempt(prompt, number, -1), number)
+                return self.episode(prompt, await self.attempt(prompt, log, -1), log.attempt)
             except AttemptFailed as failure:
-                cause = failure.cause
-                if not failure.again:
-                    break
-        raise SampleFailed(cause)
+                if self._is_last(log, failure):
+                    raise SampleFailed(failure.cause) from None
+                log = log.next_attempt(counts=True)
 
     async def ask(self, turn: Turn) -> Reply:
         """The generator's reply, at the place of the turn's ticket."""
@@ -180,12 +205,10 @@ class EpisodeNode(Node):
 
     def episode(self, prompt: Prompt, played: Played, attempt: int) -> Episode:
         """The message of an episode that was played at this attempt, counted from 0."""
-        sequence = played.sequence
-        assert sequence is not None
-        first = int(np.argmax(sequence.policy_mask))
-        reward = self.shaping.shaped(
-            played.reward, {}, num_tokens=int(sequence.policy_mask.sum()), truncated=bool(played.cut)
-        )
+        sequence, *further = played.sequences
+        num_tokens = sum(int(one.policy_mask.sum()) for one in played.sequences)
+        reward = self.shaping.shaped(played.reward, {}, num_tokens=num_tokens, truncated=bool(played.cut))
+        by_turn = self.shaping.by_turn([reward for _, reward in played.rewards], reward)
         now = time.time()
         return Episode(
             sample_id=prompt.sample_id,
@@ -195,17 +218,18 @@ class EpisodeNode(Node):
             member=prompt.member,
             group_size=prompt.group_size,
             prompt_text=played.text,
-            response_text=self._templates.decode(sequence.token_ids[first:]),
+            response_text=self._response_text(played),
             token_ids=sequence.token_ids,
             policy_mask=sequence.policy_mask,
             behavior_logprobs=sequence.behavior_logprobs,
             versions=sequence.versions,
-            prompt_tokens=first,
+            prompt_tokens=int(np.argmax(sequence.policy_mask)),
             truncated=bool(played.cut),
             generator=played.generator,
             columns=prompt.columns,
             metrics={**played.metrics, "turns": float(played.turns)},
             generated_s=now,
+            branches=tuple(Branch(o.token_ids, o.policy_mask, o.behavior_logprobs, o.versions) for o in further),
             reward=reward,
             raw_reward=played.reward,
             scored_s=now,
@@ -214,40 +238,12 @@ class EpisodeNode(Node):
             environment=self.row_name(prompt),
             cut=played.cut,
             masked=bool(played.cut) and self.limits.on_truncated == "mask",
-            rewards_by_turn=tuple(played.rewards),
+            rewards_by_turn=tuple((place, r) for (place, _), r in zip(played.rewards, by_turn, strict=True)),
         )
 
-    # Figures
-
-    def _count_success(self, played: Played) -> None:
-        self._succeeded = True
-        self._outcomes.append("")
-        context = self.context
-        context.gauge("episode_turns", played.turns)
-        context.gauge("environment_s", played.env_s)
-        context.gauge("turns_generate_s", played.generate_s)
-        context.metric("turns", played.turns)
-        context.metric("turn_context_tokens", played.context_tokens)
-        context.metric("turn_cached_tokens", played.cached_tokens)
-        if played.malformed:
-            context.metric("malformed_calls", played.malformed)
-        if played.cut:
-            context.metric(f"cut_by_{played.cut}", 1)
-
-    def _count_failure(self, cause: str, text: str) -> None:
-        """Report the failure of an attempt; raise if failures are what mostly happens."""
-        if cause not in self._outcomes:
-            self.context.progress(f"an attempt at an episode failed: {text}")
-        self.context.metric(cause, 1)
-        self._outcomes.append(cause)
-        failed = Counter(cause for cause in self._outcomes if cause)
-        most, over = failed.most_common(1)[0][0], len(self._outcomes)
-        hopeless = not self._succeeded and over >= FIRST_ATTEMPTS
-        if hopeless or (over == LOOKED_BACK and failed.total() > LOOKED_BACK // 2):
-            raise FlowrlError(
-                f"{failed.total()} of the last {over} attempts at episodes of {self.source!r} failed, mostly by "
-                f"{most}; the last failure: {text}"
-            )
+    def _response_text(self, played: Played) -> str:
+        """What follows the first context, and of each further sequence what follows the context of its first reply."""
+        return "".join(self._templates.decode(s.token_ids[int(np.argmax(s.policy_mask)) :]) for s in played.sequences)
 
 
 def turn_seed(seed: int, attempt: int, turn: int) -> int:

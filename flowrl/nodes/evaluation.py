@@ -185,7 +185,7 @@ class Evaluation(Node):
             marked = await held_out.judge(prompt, row)
         if marked is None:
             return None
-        versions = marked.sample.versions[marked.sample.policy_mask]
+        versions = marked.sample.whole_versions[marked.sample.whole_mask]
         return EvaluationRow(
             phase=phase,
             step=step,

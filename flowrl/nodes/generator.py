@@ -206,9 +206,9 @@ class Generator(Node):
     # Checkpoints
 
     async def snapshot(self) -> dict[str, Prefix]:
-        """The tokens of unfinished responses so far, by sample id. Their invocations wait until `resume`.
+        """The tokens of unfinished responses so far, by sample id, or request id of a turn.
 
-        Responses for evaluation are not included: they are requested again. Nor are an episode's, which begins again.
+        Their invocations wait until `resume`. Responses for evaluation are not included: they are requested again.
         """
         return await self._responses.snapshot()
 
@@ -263,11 +263,18 @@ class Generator(Node):
         arrived_s, held_out = time.monotonic(), turn.ticket < 0
         sampling = (self.evaluation if held_out else self.sampling).limited(turn.max_tokens, turn.stop)
         priority = EVALUATION if held_out else priority_of(turn.ticket)
-        response = await self._responses.respond(
-            TokenRequest(turn.request_id, turn.token_ids, sampling, turn.seed, priority)
+        asked = TokenRequest(
+            turn.request_id,
+            turn.token_ids,
+            sampling,
+            turn.seed,
+            priority,
+            prefix=_prefix(turn),
+            kept=not held_out,
         )
-        reply = self._replied(turn, response, arrived_s)
-        self.context.metric("tokens_evaluated" if held_out else "tokens_generated", reply.token_ids.size)
+        reply = self._replied(turn, await self._responses.respond(asked), arrived_s)
+        sampled = reply.token_ids.size - turn.prefix_token_ids.size
+        self.context.metric("tokens_evaluated" if held_out else "tokens_generated", sampled)
         if not held_out:
             self.context.ledger.request(turn, reply)
         return reply
@@ -313,6 +320,6 @@ class Generator(Node):
         )
 
 
-def _prefix(prompt: Prompt) -> Completion:
-    """The tokens generated before a checkpoint, as the first part; empty for a fresh prompt."""
-    return Completion(prompt.prefix_token_ids, prompt.prefix_logprobs, prompt.prefix_versions, "")
+def _prefix(asked: Prompt | Turn) -> Completion:
+    """The tokens generated before a checkpoint, as the first part; empty if there are none."""
+    return Completion(asked.prefix_token_ids, asked.prefix_logprobs, asked.prefix_versions, "")

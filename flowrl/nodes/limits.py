@@ -19,7 +19,7 @@ class Limits:
     turns: int = 32
     """Most replies."""
     tokens: int | None = None
-    """Most tokens of the whole episode; None: as many as the model's context takes."""
+    """Most tokens of the whole episode, or of each of its sequences; None: as many as the model's context takes."""
     turn_tokens: int | None = None
     """Most tokens of one reply; None: as many as the generator's sampling allows."""
     reset_s: float = 120.0

@@ -13,6 +13,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Sample
 from flowrl.models import Policy, check_model, resolve
+from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.nodes.shared_pass import SharedPass
 from flowrl.packing import micro_batches_of, units_of
 from flowrl.training.settings import Dtype
@@ -81,6 +82,7 @@ class Reference(Node):
         await self.rollouts.each(self._refer, concurrency=self.batch)
 
     async def _refer(self, sample: Sample) -> None:
+        require_one_sequence([sample], "a Reference")
         ref_logprobs = await self._pass.ask(sample)
         await self.referenced.send(dataclasses.replace(sample, ref_logprobs=ref_logprobs))
 

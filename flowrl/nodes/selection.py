@@ -17,6 +17,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
 from flowrl.nodes.judged import Judged
+from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.training.advantage.advantages import all_equal
 from flowrl.training.advantage.estimate import trainable, whole_reward
 
@@ -62,7 +63,7 @@ class BestOfN(Node):
 
     def group(self, members: Members[Scored], best: Scored) -> Group:
         """A group of one sample in which training raises the probability of every policy token."""
-        sample = trainable(best, best.policy_mask.astype(np.float64))
+        sample = trainable(best, best.whole_mask.astype(np.float64))
         return Group(members.group_id, (sample,), members.size, self._judged.take())
 
     def state(self) -> Mapping[str, Any]:
@@ -117,6 +118,7 @@ class PairMaker(Node):
 
     def pair(self, samples: Sequence[Scored]) -> tuple[tuple[Scored, ...], str]:
         """(chosen, rejected), or () if there is no pair, and the reason why the others are left out."""
+        require_one_sequence(samples, "a PairMaker")
         if len(samples) < 2:
             return (), "group_too_small"
         if all_equal([whole_reward(sample) for sample in samples]):

@@ -5,7 +5,7 @@ Weighted sum of named parts, stop penalty, overlong penalty (DAPO, arXiv 2503.14
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -57,3 +57,13 @@ class Shaping:
         if self.clip is not None:
             reward = min(max(reward, self.clip[0]), self.clip[1])
         return -reward if self.negate else reward
+
+    def by_turn(self, rewards: Sequence[float], shaped: float) -> list[float]:
+        """The rewards of an episode's turns, whose sum is the `shaped` reward.
+
+        Each has its sign turned with `negate`; whatever else shaping has changed is on the last turn.
+        """
+        found = [-reward if self.negate else reward for reward in rewards]
+        if found:
+            found[-1] += shaped - sum(found)
+        return found

@@ -15,6 +15,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Group, Sample, Scored
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.vocabulary import difference, untold, vocabulary_problem
+from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.training.advantage.advantages import Array, distillation_advantages
 from flowrl.training.advantage.estimate import trainable
 from flowrl.training.settings import Dtype
@@ -81,6 +82,7 @@ class Teacher(Node):
 
     async def run(self) -> None:
         async for sample in self.rollouts:
+            require_one_sequence([sample], "a Teacher")
             with self.context.busy("teach"):
                 logprobs, hidden = await self.blocking(judgement, self._model, sample, self.temperature)
             scored = scored_by_teacher(sample, logprobs, hidden if self.exact else None)

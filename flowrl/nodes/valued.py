@@ -9,11 +9,13 @@ import numpy as np
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Batch, Group, Trainable, Values
+from flowrl.nodes.one_sequence import require_one_sequence
 
 
 def question(groups: Sequence[Group], *, token_budget: int) -> Batch:
     """The samples of `groups` as a request to a critic."""
     samples = tuple(sample for group in groups for sample in group.samples)
+    require_one_sequence(samples, "a critic")
     return Batch(
         samples=samples,
         micro_batches=(),
@@ -43,7 +45,7 @@ def with_values(groups: Sequence[Group], reply: Values) -> list[Group]:
 def require_advantages(samples: Sequence[Trainable]) -> None:
     """Raise ConfigError if advantages were left unset for a critic that was never called."""
     for sample in samples:
-        if sample.advantages.size != sample.token_ids.size:
+        if sample.advantages.size != sample.num_tokens:
             raise ConfigError(
                 f"sample {sample.sample_id!r} reached the batcher without advantages, because the estimator "
                 "'gae' needs a critic's values; give the batcher the same estimate as the advantage node, and join its "

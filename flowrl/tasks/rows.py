@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.messages import scalar_problem
+from flowrl.message_base import scalar_problem
 
 HELD_OUT_ONE_IN = 8
 OF_TASK = "of_task"

@@ -46,6 +46,8 @@ class NodeRecord:
     """Counter (`context.metric`) -> its sum."""
     gauges: dict[str, list[float]] = field(default_factory=dict)
     """Gauge (`context.gauge`) -> every observation."""
+    episodes: list[dict[str, Any]] = field(default_factory=list)
+    """What `context.episode` was given, parsed."""
     progress: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     replies: dict[str, list[Message]] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,7 @@ class RigEngine(HostEngine):
             ("progress", lambda host, body: self._noted(self._record.progress.append, body["text"])),
             ("warning", lambda host, body: self._noted(self._record.warnings.append, body["text"])),
             ("statistics", _unused),
+            ("episode", lambda host, body: self._noted(self._record.episodes.append, json.loads(body["line"]))),
             ("ended", _unused),
             ("ages", _granted),
             ("step_done", _granted),

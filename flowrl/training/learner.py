@@ -27,6 +27,7 @@ from flowrl.messages import Batch, Bool, Trainable
 from flowrl.training.batch.masks import loss_masks
 from flowrl.training.batch.micro_batch import MicroBatch, make_micro_batch
 from flowrl.training.batch.referenced import with_reference
+from flowrl.training.batch.sequence_rows import RowShare, in_rows
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.loss.objective import LossInputs, Objective, Totals
 from flowrl.training.model.output_layer import OutputLayer
@@ -98,12 +99,13 @@ class Learner:
 
         `version` is the one being updated. Raises FlowrlError if a token is older than the bound.
         """
+        part, masks, shares = in_rows(part, masks)
         self._assert_bounds(part, masks, version)
         self.engine.set_lr(lr)
         if self.objective.needs_reference and self.engine.lora.rank:
             mismatched = self.objective.needs_mismatched
             part = with_reference(self.engine, part, mismatched=mismatched, temperature=self._temperature)
-        micro_batches = [self._micro_batch(part, masks, indices, version) for indices in part.micro_batches]
+        micro_batches = [self._micro_batch(part, masks, shares, indices, version) for indices in part.micro_batches]
         starts = (0, *part.step_ends[:-1])
         steps = [micro_batches[start:end] for start, end in zip(starts, part.step_ends, strict=True)]
         totals = self._totals(steps)
@@ -113,13 +115,14 @@ class Learner:
 
     def rest(self, part: Batch, masks: Sequence[Bool], version: int) -> Update:
         """Process a batch without an update: nothing is computed, but the bound is asserted."""
+        part, masks, _ = in_rows(part, masks)
         self._assert_bounds(part, masks, version)
         return _metrics(Sums(), ("loss", *self.objective.stats), [], 0, 0)
 
     def judge(self, part: Batch) -> dict[str, float | None]:
         """Return the loss and the objective's stats on this rank's part of a held-out batch; collective."""
-        masks = loss_masks(part.samples, -1, 0)
-        micro_batches = [self._micro_batch(part, masks, indices, 0) for indices in part.micro_batches]
+        part, masks, shares = in_rows(part, loss_masks(part.samples, -1, 0))
+        micro_batches = [self._micro_batch(part, masks, shares, indices, 0) for indices in part.micro_batches]
         (total,), sums = self._totals([micro_batches]), Sums()
         with torch.no_grad():
             mismatched_kl = self._mismatched_kl(micro_batches) if self.objective.needs_mismatched else 0.0
@@ -207,6 +210,7 @@ class Learner:
             micro_batch.labels_B,
             micro_batch.pairs_P2,
             mismatched_kl,
+            micro_batch.sample_tokens_B,
         )
 
     def _proximal(self, micro_batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
@@ -237,10 +241,23 @@ class Learner:
         totals, numbers = zip(*self.engine.gang.gather((total, number)), strict=True)
         return float(sum(totals) / max(1, sum(numbers)))
 
-    def _micro_batch(self, part: Batch, masks: Sequence[Bool], indices: Sequence[int], version: int) -> MicroBatch:
-        samples, chosen = [part.samples[i] for i in indices], [masks[i] for i in indices]
+    def _micro_batch(
+        self,
+        part: Batch,
+        masks: Sequence[Bool],
+        shares: Sequence[RowShare | None],
+        indices: Sequence[int],
+        version: int,
+    ) -> MicroBatch:
+        samples = [part.samples[i] for i in indices]
         micro_batch = make_micro_batch(
-            samples, chosen, self.objective, version=version, packed=self.engine.packed, device=self.engine.device
+            samples,
+            [masks[i] for i in indices],
+            self.objective,
+            version=version,
+            packed=self.engine.packed,
+            device=self.engine.device,
+            shares=[shares[i] for i in indices],
         )
         return (
             micro_batch

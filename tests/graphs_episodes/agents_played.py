@@ -9,6 +9,7 @@ from flowrl import Graph
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Evaluation, GroupAdvantage, Limits, TaskSource, TokenBatch
 from flowrl.tasks import Task
+from flowrl.training.advantage.estimate import Estimate
 from tests import agent_programs
 from tests.graphs_episodes.played import Meddler, Speaker, Training
 
@@ -25,6 +26,7 @@ class Config:
     most_turns: int = 32
     meddle: bool = False
     evaluate: int = 0
+    credit: str = "episode"
 
 
 def graph(cfg: Config) -> Graph:
@@ -34,7 +36,8 @@ def graph(cfg: Config) -> Graph:
     source = g.add("prompts", TaskSource(task, repeat=cfg.group_size))
     agents = g.add("agents", AgentProgram(Policy("tiny"), agent=f"{FILE}:{cfg.agent}", limits=limits, processes=8))
     speaker = g.add("generator", Speaker())
-    advantage = g.add("advantage", GroupAdvantage(size=cfg.group_size))
+    estimate = Estimate(credit=cfg.credit)  # type: ignore[arg-type]
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
     trainer = g.add("trainer", Training(0.05))
     g.connect(source.prompts, agents.prompts)

@@ -16,23 +16,25 @@ from flowrl.environments import Action, Env, Observation, Step
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.graph.facts import Facts
 from flowrl.models import Policy
-from flowrl.models.characters import character_tokenizer
+from flowrl.models.characters import CHAT_TEMPLATE, character_tokenizer
 from flowrl.nodes import Environment, EnvironmentSource, Evaluation, GroupAdvantage, Limits, TokenBatch
+from flowrl.nodes.attempt import Templates
+from flowrl.training.advantage.estimate import Estimate
 
 TOKENS = 400
 
 
 class Unsteady(Env):
-    """One to four turns, by its seed. Each attempt fails with the chance `fails`, in one of three ways."""
+    """One to `most` turns, by its seed. Each attempt fails with the chance `fails`, in one of three ways."""
 
     cooperative = True
     draws = random.Random(0)
 
-    def __init__(self, fails: float = 0.0, step_s: float = 0.1) -> None:
-        self.fails, self.step_s = fails, step_s
+    def __init__(self, fails: float = 0.0, step_s: float = 0.1, most: int = 4) -> None:
+        self.fails, self.step_s, self.most = fails, step_s, most
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        self.left = 1 + seed % 4
+        self.left = 1 + seed % self.most
         self.fate = self.draws.choice(("raise", "hang", "garbage")) if self.draws.random() < self.fails else ""
         return Observation(f"{self.left} to go")
 
@@ -49,6 +51,16 @@ class Unsteady(Env):
         if self.fate == "hang":
             await asyncio.get_running_loop().create_future()
         return "garbage"
+
+
+class Rewriting(Environment):
+    """The template shows of earlier replies only what follows their last "c", as others drop reasoning."""
+
+    def _load(self, model_dir: str) -> None:
+        super()._load(model_dir)
+        content, shown = "{{ message['content'] }}", "{{ message['content'].split('c')[-1] }}"
+        choice = f"{{% if message['role'] == 'assistant' %}}{shown}{{% else %}}{content}{{% endif %}}"
+        self._templates = Templates(character_tokenizer(chat_template=CHAT_TEMPLATE.replace(content, choice)))
 
 
 class Speaker(Node):
@@ -97,16 +109,18 @@ class Speaker(Node):
 
 
 class Meddler(Node):
-    """Changes one id of every episode between generator and trainer."""
+    """Changes one id of every episode between generator and trainer: in its last branch, if it has any."""
 
     episodes: In[Episode]
     out: Out[Episode]
 
     async def run(self) -> None:
         async for episode in self.episodes:
-            ids = episode.token_ids.copy()
+            *others, last = episode.sequences
+            ids = last.token_ids.copy()
             ids[-1] += 1
-            await self.out.send(replace(episode, token_ids=ids))
+            changed = replace(last, token_ids=ids)
+            await self.out.send(replace(episode, branches=(*others[1:], changed)) if others else changed)
 
 
 class Training(SleepingTrainer):
@@ -129,11 +143,14 @@ class Config:
     most_turns: int = 32
     meddle: bool = False
     evaluate: int = 0
+    most: int = 4
+    history: str = "append"
+    credit: str = "episode"
 
 
 def graph(cfg: Config) -> Graph:
     g = Graph("played")
-    name = f"{__file__}:Unsteady:fails={cfg.fails},step_s={cfg.step_s}"
+    name = f"{__file__}:Unsteady:fails={cfg.fails},step_s={cfg.step_s}" + (f",most={cfg.most}" if cfg.most != 4 else "")
     limits = Limits(
         tokens=TOKENS,
         retries=cfg.retries,
@@ -142,9 +159,12 @@ def graph(cfg: Config) -> Graph:
         on_truncated=cfg.on_truncated,  # type: ignore[arg-type]
     )
     source = g.add("prompts", EnvironmentSource(name, repeat=cfg.group_size))
-    environment = g.add("environment", Environment(name, Policy("tiny"), limits=limits))
+    history: Any = cfg.history
+    kind = Environment if cfg.history == "append" else Rewriting
+    environment = g.add("environment", kind(name, Policy("tiny"), limits=limits, history=history))
     speaker = g.add("generator", Speaker(), replicas=cfg.generators)
-    advantage = g.add("advantage", GroupAdvantage(size=cfg.group_size))
+    estimate = Estimate(credit=cfg.credit)  # type: ignore[arg-type]
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
     trainer = g.add("trainer", Training(0.2))
     g.connect(source.prompts, environment.prompts)

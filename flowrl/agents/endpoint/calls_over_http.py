@@ -14,7 +14,7 @@ from flowrl.agents.endpoint.apis import (
     ApiCall,
     CallAnswer,
     ChatCompletions,
-    Responses,
+    OpenAIResponses,
     TextCompletions,
 )
 from flowrl.agents.endpoint.apis.api import dumped
@@ -32,7 +32,7 @@ APIS: Mapping[str, Api] = {
     "chat/completions": ChatCompletions(),
     "completions": TextCompletions(),
     "messages": AnthropicMessages(),
-    "responses": Responses(),
+    "responses": OpenAIResponses(),
 }
 """Path below v1 -> API."""
 

@@ -128,7 +128,7 @@ class SessionTable:
         session = self._open.get(name)
         if session is not None:
             session.active_s = asyncio.get_running_loop().time()
-            if name not in self._timers and not session.runs.num_waiting:
+            if name not in self._timers:
                 self._look_after(name, self._settings.idle_s)
 
     def _look_after(self, name: str, seconds: float) -> None:

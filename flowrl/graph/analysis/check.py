@@ -42,7 +42,11 @@ def check(graph: Graph, cluster: Cluster | None = None) -> Report:
     cluster = cluster or Cluster.here()
     plan = make_plan(graph, cluster)
     problems = dict.fromkeys((*graph.mistakes, *_problems(graph, plan, cluster)))
-    warnings = (*size_rules.idle_warnings(graph, plan.numbers), *size_rules.memory_warnings(graph, plan, cluster))
+    warnings = (
+        *size_rules.idle_warnings(graph, plan.numbers),
+        *size_rules.episode_warnings(graph, plan.numbers),
+        *size_rules.memory_warnings(graph, plan, cluster),
+    )
     return Report(tuple(problems), () if problems else warnings, plan)
 
 

@@ -43,6 +43,8 @@ class Numbers:
     publish_every: int = 1
     longest_sample: int | None = None
     """Tokens of the longest prompt and response together."""
+    token_budget: int | None = None
+    """The smallest token budget of a micro-batch."""
 
 
 def derive(graph: Graph) -> Numbers:
@@ -60,6 +62,7 @@ def derive(graph: Graph) -> Numbers:
         max_staleness=bound,
         publish_every=max((graph.nodes[name].facts().publish_every for name in _ending(graph)), default=1),
         longest_sample=_longest(facts),
+        token_budget=min((fact.token_budget for fact in facts if fact.token_budget is not None), default=None),
     )
 
 

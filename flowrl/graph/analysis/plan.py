@@ -14,7 +14,8 @@ from flowrl.graph.analysis.place import HostPlan, place
 from flowrl.graph.graph import Edge, EdgeKind, Graph, carried, owner, port_name
 from flowrl.graph.machine import Cluster
 from flowrl.graph.routes import WeightRoute, WeightTransport
-from flowrl.messages import Weights, type_name
+from flowrl.message_base import type_name
+from flowrl.messages import Weights
 
 __all__ = ["CallPlan", "EdgePlan", "HostPlan", "LanePlan", "Plan", "WeightPlan", "make_plan"]
 

@@ -205,6 +205,19 @@ def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
             )
 
 
+def episode_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """Check 10: admitted episodes that wait for a place, and grow old meanwhile."""
+    admitted = (numbers.tickets or 0) * (numbers.group_size or 1)
+    for name, node in graph.nodes.items():
+        at_once = node.facts().episodes
+        if at_once is not None and (places := at_once * graph.placed[name].replicas) < admitted:
+            yield (
+                f"{name} plays {places} episodes at a time but {admitted} are admitted ({numbers.tickets} tickets × "
+                f"{numbers.group_size or 1}), so {admitted - places} wait and grow old; raise limits.episodes, or "
+                f"lower staleness or the groups a batch."
+            )
+
+
 def memory_warnings(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     """Check 10: edges that may hold more bytes than the machine's memory."""
     present = min((machine.memory_bytes for machine in cluster.machines), default=0)

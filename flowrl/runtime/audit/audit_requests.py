@@ -19,7 +19,11 @@ IS_EPISODE = "EXISTS (SELECT 1 FROM episodes e WHERE e.sample_id = s.sample_id)"
 REPORTED = "(s.generated_s IS NOT NULL OR EXISTS (SELECT 1 FROM requests r WHERE r.sample_id = s.sample_id))"
 WHOLE = f"(s.generated_s IS NOT NULL AND NOT {IS_EPISODE} OR {REPORTED} AND {ENDED})"
 """All requests of the sample have to be there."""
+BEFORE = "b.sample_id = r.sample_id AND b.incarnation < r.incarnation"
+"""What a resumed run goes on from."""
 SAMPLED = "(SELECT TOTAL(r.tokens) FROM requests r WHERE r.sample_id = s.sample_id AND r.abandoned IS {})"
+TIMES_SAMPLED = f"(SELECT COUNT(*) FROM requests r WHERE {AGREES} AND r.abandoned IS NULL)"
+"""More than once where a template shows two turns of an episode the same context, and both are answered alike."""
 
 SPANS = (
     Check(
@@ -51,8 +55,8 @@ SPANS = (
     Check(
         "spans",
         "{1} was fed the {3} tokens of sample {0} after its first {2} {4} times",
-        "SELECT sample_id, trainer, start, tokens, COUNT(*) FROM spans GROUP BY sample_id, trainer, digest, start"
-        " HAVING COUNT(*) > 1",
+        "SELECT sample_id, trainer, start, tokens, COUNT(*) AS times FROM spans p"
+        f" GROUP BY sample_id, trainer, digest, start HAVING times > 1 AND times > {TIMES_SAMPLED}",
     ),
     Check(
         "spans",
@@ -102,7 +106,7 @@ REQUESTS = (
         "requests",
         "{1} requests of sample {0} sampled the same tokens in the same context, and none was abandoned",
         "SELECT sample_id, COUNT(*) FROM requests WHERE abandoned IS NULL GROUP BY sample_id, digest"
-        " HAVING COUNT(*) > 1",
+        " HAVING COUNT(*) > COUNT(DISTINCT attempt || '.' || turn)",
     ),
     Check(
         "requests",
@@ -113,9 +117,11 @@ REQUESTS = (
     ),
     Check(
         "requests",
-        "attempt {1} of sample {0} has a turn {2}, but only {3} turns",
-        "SELECT sample_id, attempt, MAX(turn), COUNT(DISTINCT turn) FROM requests"
-        f" GROUP BY sample_id, incarnation, attempt HAVING MAX(turn) <> COUNT(DISTINCT turn) - 1 AND {ENDED}",
+        "attempt {1} of sample {0} has a turn {2}, but only {3} turns from turn {4} on",
+        "SELECT sample_id, attempt, MAX(turn) AS last, COUNT(DISTINCT turn), MIN(turn) AS first FROM requests r"
+        f" GROUP BY sample_id, incarnation, attempt HAVING {ENDED} AND (last - first <> COUNT(DISTINCT turn) - 1"
+        f" OR first > 0 AND NOT EXISTS (SELECT 1 FROM requests b WHERE {BEFORE} AND b.attempt = r.attempt"
+        " AND b.turn = first - 1))",
     ),
 )
 
@@ -141,21 +147,22 @@ EPISODES = (
     Check(
         "episodes",
         "the episode of sample {0} was begun {1} times, but {2} of these attempts are void",
-        "SELECT * FROM (SELECT sample_id, attempts, (SELECT COUNT(*) FROM attempts a WHERE a.sample_id = e.sample_id"
-        " AND a.incarnation = e.incarnation) AS void, attempts - (cause IS NULL) AS wanted FROM episodes e)"
-        " WHERE void <> wanted",
+        "SELECT sample_id, attempts, (SELECT COUNT(DISTINCT attempt) FROM attempts a WHERE a.sample_id = e.sample_id"
+        " AND (a.incarnation = e.incarnation OR a.attempt < wanted)) AS void"
+        " FROM (SELECT *, attempts - (cause IS NULL) AS wanted FROM episodes) e WHERE void <> wanted",
     ),
     Check(
         "episodes",
-        "{2} attempts of sample {0} are void, numbered up to {1}; they count from 0",
-        "SELECT sample_id, MAX(attempt), COUNT(*) FROM attempts GROUP BY sample_id, incarnation"
-        " HAVING MAX(attempt) <> COUNT(*) - 1 OR COUNT(DISTINCT attempt) <> COUNT(*)",
+        "{2} attempts of sample {0} are void, numbered {3} to {1}; they count from 0 and leave none out",
+        "SELECT sample_id, MAX(attempt) AS last, COUNT(*), MIN(attempt) AS first FROM attempts r"
+        " GROUP BY sample_id, incarnation HAVING last - first <> COUNT(*) - 1 OR COUNT(DISTINCT attempt) <> COUNT(*)"
+        f" OR first > 0 AND NOT EXISTS (SELECT 1 FROM attempts b WHERE {BEFORE} AND b.attempt = first - 1)",
     ),
     Check(
         "episodes",
         "attempt {1} of sample {0} is void, but its request {2} is not abandoned",
-        "SELECT sample_id, attempt, request_id FROM attempts JOIN requests USING (sample_id, attempt, incarnation)"
-        " WHERE abandoned IS NULL",
+        "SELECT sample_id, attempt, request_id FROM attempts a JOIN requests r USING (sample_id, attempt)"
+        " WHERE abandoned IS NULL AND r.incarnation <= a.incarnation",
     ),
     Check(
         "episodes",

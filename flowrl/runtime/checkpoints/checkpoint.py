@@ -12,6 +12,8 @@ what is in transit until nothing moves. From then on nothing changes, and the me
   it is saved separately for each of the other ranks.
 - A message whose invocation has ended is not saved; the messages made from it are saved instead.
 - A tombstone replaces a message whose loss is booked.
+- A record that a node keeps with an item in progress (`In.keep`) is saved with the item's message, with the tokens of
+  the request that it has asked a generator.
 - For an invocation that is paused between two sends, the item is saved together with the ids of the messages already
   sent, so that the repeated invocation sends only the rest.
 
@@ -33,7 +35,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -42,7 +44,7 @@ import numpy.typing as npt
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.stored import dump, load
 from flowrl.errors import ConfigError
-from flowrl.messages import Message, Prompt, Sample, Scored
+from flowrl.messages import Message, Prompt, Record, Sample, Scored
 from flowrl.runtime.checkpoints import checkpoint_manifest
 from flowrl.runtime.ports.items import ItemKey
 
@@ -77,7 +79,9 @@ class Snapshot:
     states: dict[str, bytes] = field(default_factory=dict)
     """Node replica -> its `state()`, dumped."""
     prefixes: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict)
-    """sample_id -> (token_ids, logprobs, versions) of the tokens generated so far."""
+    """sample_id, or id of a request -> (token_ids, logprobs, versions) of the tokens generated so far."""
+    records: dict[ItemKey, Record] = field(default_factory=dict)
+    """Item in progress -> what its node keeps with it."""
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Add a host's answer to "snapshot"."""
@@ -89,6 +93,15 @@ class Snapshot:
         self.left_out.update(part["left_out"])
         self.cursors.update(part["cursors"])
         self.states.update({replica_id: bytes(state) for replica_id, state in part["states"].items()})
+
+    def take(self, saved: Iterable[Saved]) -> None:
+        """Add messages and records of a host. A record has its in port in place of an edge, and its item's id."""
+        for one in saved:
+            _, edge, _, envelope = one
+            if isinstance(envelope.body, Record):
+                self.records[edge, envelope.id] = envelope.body
+            else:
+                self.messages.append(one)
 
     def settled(self) -> list[Saved]:
         """The messages to send again at resume: unfinished ones, prefixes filled in."""
@@ -102,15 +115,26 @@ class Snapshot:
         lost = {rank: self.lost[place] for rank, place in left.items() if place in self.lost}
         if len(left) == len(parts) and not lost:
             left = {consumer: (port, envelope.id)}  # no rank has finished: it may be split for another number of ranks
-        for rank in left:
-            body = lost.get(rank) or self._with_prefix(envelope.body)
+        for rank, place in left.items():
+            body = lost.get(rank) or self._with_prefix(self._with_record(place, envelope.body))
             yield producer, edge, rank, replace(envelope, body=body)
+
+    def _with_record(self, place: ItemKey, body: Message) -> Message:
+        record = self.records.get(place)
+        if record is None:
+            return body
+        if record.asked in self.prefixes:
+            record = replace(record, **self._prefix(record.asked))
+        return replace(cast(Any, body), record=record)  # type: ignore[no-any-return]
 
     def _with_prefix(self, body: Message) -> Message:
         if not isinstance(body, Prompt) or body.sample_id not in self.prefixes:
             return body
-        token_ids, logprobs, versions = self.prefixes[body.sample_id]
-        return replace(body, prefix_token_ids=token_ids, prefix_logprobs=logprobs, prefix_versions=versions)
+        return replace(body, **self._prefix(body.sample_id))
+
+    def _prefix(self, key: str) -> dict[str, Any]:
+        token_ids, logprobs, versions = self.prefixes[key]
+        return {"prefix_token_ids": token_ids, "prefix_logprobs": logprobs, "prefix_versions": versions}
 
 
 def pages(messages: Iterable[Saved]) -> Iterator[list[Any]]:
@@ -177,6 +201,12 @@ def made(messages: Iterable[Saved]) -> tuple[set[str], set[str]]:
     bodies = [envelope.body for *_, envelope in messages]
     samples = [s for body in bodies for s in getattr(body, "samples", (body,)) if isinstance(s, Sample)]
     return {s.sample_id for s in samples}, {s.sample_id for s in samples if isinstance(s, Scored)}
+
+
+def kept_requests(messages: Iterable[Saved]) -> set[str]:
+    """Ids of the requests whose replies are in records of these messages."""
+    records = [getattr(envelope.body, "record", None) for *_, envelope in messages]
+    return {request_id for record in records if isinstance(record, Record) for request_id in record.request_ids}
 
 
 def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: threading.Event) -> None:

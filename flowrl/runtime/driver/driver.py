@@ -39,6 +39,7 @@ from flowrl.runtime.driver.snapshotter import Snapshotter
 from flowrl.runtime.driver.stall import Topology
 from flowrl.runtime.host.host_engine import HostSpec
 from flowrl.runtime.ledger.accounting import Accounting
+from flowrl.runtime.telemetry.kept_episodes import KeptEpisodes
 from flowrl.runtime.telemetry.metrics import Metrics, roles
 from flowrl.runtime.telemetry.sinks import open_sinks
 from flowrl.runtime.telemetry.statistics import Statistics
@@ -98,6 +99,7 @@ class Driver:
         self._config = config
         self._begun = False
         """The records are open."""
+        self._episodes = KeptEpisodes(job.run_dir, job.options.keep_episodes, view.warning)
         self._trace = open_trace(job.options.trace, job.run_dir / "trace.json", self._tell_trace_level)
         self._interrupted = False
         self._clock = CheckpointClock(job.options)
@@ -214,6 +216,7 @@ class Driver:
         """Every record is closed, whatever happens to the others; raises what happened last."""
         with writing(self.job.run_dir), ExitStack() as records:
             records.callback(self._trace.close)
+            records.callback(self._episodes.close)
             if not self._begun:
                 return
             records.callback(self.metrics.close)
@@ -249,6 +252,7 @@ class Driver:
             ("progress", lambda host, body: self.view.progress(body["node"], body["text"])),
             ("warning", lambda host, body: self.view.warning(f"{body['node']}: {body['text']}")),
             ("statistics", self._absorb),
+            ("episode", lambda host, body: self._episodes.add(**body)),
             ("give up", self._tell_all),
             ("lock", locks.take),
             ("unlock", locks.release),
@@ -282,7 +286,7 @@ class Driver:
         with writing(self.job.run_dir):
             await asyncio.to_thread(self.job.rewind)
             self._open_records()
-        self.accounting.kept(*checkpoint.made(state["messages"]))
+        self.accounting.kept(*checkpoint.made(state["messages"]), checkpoint.kept_requests(state["messages"]))
         if source is not None:
             self.view.progress("driver", f"resumed from {source.name}: {len(state['messages'])} messages in flight")
 

@@ -95,8 +95,10 @@ class Launch:
         versions: dict[str, int] = {}
         if resume_from is not None:
             versions = resume.require(resume_from, self.graph, plan, self.options.seed)
-        self._preflight()
+        findings = self._preflight()
         view = self._open_view(plan, directory.path)
+        for name, text in findings.items():
+            view.progress(name, text)
         view.progress("driver", f"records go to {directory.path}")
         if resume_from is not None and (changed := directory.changed_config(dump(self.config))):
             view.warning(f"--resume has other options than the run was started with: {'; '.join(changed)}")
@@ -120,13 +122,18 @@ class Launch:
             view.close()
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
 
-    def _preflight(self) -> None:
-        """Run every node's preflight. All problems become one message; a problem of several nodes appears once."""
+    def _preflight(self) -> dict[str, str]:
+        """Run every node's preflight; returns what they found, by node.
+
+        All problems become one message; a problem of several nodes appears once.
+        """
+        findings: dict[str, str] = {}
         found: dict[str, None] = {}
-        for node in self.graph.nodes.values():
+        for name, node in self.graph.nodes.items():
             try:
                 with user_code(self.graph_file):
-                    node.preflight()
+                    if (text := node.preflight()) is not None:
+                        findings[name] = text
             except ConfigError as error:
                 found[str(error)] = None
         if len(found) > 1:
@@ -135,6 +142,7 @@ class Launch:
             )
         if found:
             raise ConfigError(*found)
+        return findings
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
         from rich.console import Console
@@ -286,6 +294,7 @@ class PreparedRun:
             run_dir=str(self.directory.path.resolve()),
             seed=self.launch.options.seed,
             steps=self.launch.options.steps,
+            keep_episodes=self.launch.options.keep_episodes > 0,
             cores=host.cores,
             gpus=host.gpus,
             resume_dir=str(self.resume_from.resolve()) if self.resume_from else None,

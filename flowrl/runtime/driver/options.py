@@ -38,13 +38,15 @@ class RunOptions:
     trace: TraceMode = "sampled"
     """sampled: `trace.json` has at most 16 MiB, and of a long run every nth group from prompt to gradient; full:
     everything, however large; off: no trace."""
+    keep_episodes: int = 200
+    """Keep at least so many of the last episodes for `flowrl show`, all failed ones and 1% of the others; 0: none."""
     alarms: AlarmThresholds = field(default_factory=AlarmThresholds)
     """When the alarms in view and metrics begin."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"--steps is {self.steps}; it needs at least 1, or leave it out to use all the data")
-        for name in ("save_every", "save_minutes", "keep", "seed"):
+        for name in ("save_every", "save_minutes", "keep", "seed", "keep_episodes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it has to be 0 or more")
         if self.resume and self.run_dir is None:

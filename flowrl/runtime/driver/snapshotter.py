@@ -95,7 +95,7 @@ class Snapshotter:
     async def _take_from(self, host: str, snapshot: checkpoint.Snapshot) -> None:
         part = await self._orders.ask(host, "snapshot")
         while page := await self._orders.ask(host, "kept"):
-            snapshot.messages += checkpoint.unpage(page)
+            snapshot.take(checkpoint.unpage(page))
         snapshot.add(part)
 
     async def _until_still(self) -> None:

@@ -45,6 +45,8 @@ class ReplicaPlace:
     lease: str = ""
     """The lock that a host with shared devices must hold while it works."""
     weight_routes: tuple[WeightRoute, ...] = ()
+    keep_episodes: bool = True
+    """Whether the run keeps episodes."""
 
     @property
     def replica_id(self) -> str:
@@ -63,6 +65,7 @@ class NodeContext:
         self.max_staleness, self.window = place.max_staleness, place.window
         self.own_clock = place.own_clock
         self.weight_routes = place.weight_routes
+        self.keep_episodes = place.keep_episodes
         self.gang_address = ""
         self.run_id = place.run_id
         self.ledger = LedgerClient(endpoint, place.replica_id)
@@ -99,6 +102,10 @@ class NodeContext:
     def progress(self, text: str) -> None:
         """Report one line about a long step of set-up."""
         self.endpoint.notify(DRIVER, "progress", {"node": self.place.replica_id, "text": text})
+
+    def episode(self, sample_id: str, line: str, *, failed: bool) -> None:
+        """Send an attempt at an episode, as a line of JSON, to the run's records."""
+        self.endpoint.notify(DRIVER, "episode", {"sample_id": sample_id, "line": line, "failed": failed})
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:

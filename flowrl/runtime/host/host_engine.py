@@ -27,7 +27,7 @@ from flowrl.graph.node import Node
 from flowrl.runtime.activity.activity import OUTSIDE
 from flowrl.runtime.activity.ending import as_failure, ended_by_itself, is_cancelled
 from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.checkpoints.checkpoint import beside, pages, unpage
+from flowrl.runtime.checkpoints.checkpoint import Saved, beside, pages, unpage
 from flowrl.runtime.host.context import DRIVER, ReplicaPlace
 from flowrl.runtime.host.failures import NodeError, attributed, failure_of, leaves_of, report_of
 from flowrl.runtime.host.meeting import meeting_place
@@ -67,7 +67,7 @@ class HostEngine:
         self._reporting: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
         self._kept: Iterator[list[Any]] = iter(())
-        """Pages of a snapshot's messages that the driver has not fetched yet."""
+        """Pages of a snapshot's messages and records that the driver has not fetched yet."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().set_exception_handler(self._unretrieved)
 
@@ -258,6 +258,7 @@ class HostEngine:
 
     async def _resume(self, host: str, body: Any) -> None:
         for replica in self.replicas.values():
+            replica.context.ledger.pause(False)
             replica.pause_sending(False)
             replica.gate("checkpoint", open_=True)
 
@@ -297,16 +298,15 @@ class HostEngine:
         await asyncio.gather(*(self.endpoint.request(peer, "ping") for peer in body["peers"]))
 
     async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
-        """This host's part of a snapshot, without the messages, which "kept" returns; the host is paused."""
+        """This host's part of a snapshot, without messages and records, which "kept" returns.
+
+        The host is paused, but waits for something outside the graph may end at any time, and their invocations go on.
+        So everything is read at one moment, and later reports to the ledger are held back.
+        """
         replicas = self.replicas.values()
         for replica in replicas:
-            replica.context.ledger.flush()
-        self._kept = pages(
-            (replica.place.replica_id, *kept)
-            for replica in replicas
-            for out in replica.outbound.values()
-            for kept in out.unacked()
-        )
+            replica.context.ledger.pause(True)
+        self._kept = pages([saved for replica in replicas for saved in self._saved(replica)])
         outs = {
             f"{replica_id} {name}": out for replica_id, r in self.replicas.items() for name, out in r.outbound.items()
         }
@@ -321,6 +321,10 @@ class HostEngine:
             "states": {replica_id: beside(self._state(replica)) for replica_id, replica in self.replicas.items()},
         }
 
+    def _saved(self, replica: Replica) -> list[Saved]:
+        with attributed(replica):
+            return replica.saved()
+
     def _state(self, replica: Replica) -> bytes:
         with attributed(replica):
             try:
@@ -329,7 +333,7 @@ class HostEngine:
                 raise FlowrlError(f"its `state()` cannot be stored in a checkpoint: {error}") from error
 
     async def _next_page(self, host: str, body: Any) -> list[Any]:
-        """The next page of this host's messages for the snapshot; empty after the last page."""
+        """The next page of this host's messages and records for the snapshot; empty after the last page."""
         return next(self._kept, [])
 
     async def _restore(self, host: str, body: dict[str, Any]) -> None:

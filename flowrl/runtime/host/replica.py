@@ -16,6 +16,7 @@ from flowrl.runtime.activity.activity import Activity, in_invocation
 from flowrl.runtime.activity.ending import as_failure
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.activity.pending import reasons
+from flowrl.runtime.checkpoints.checkpoint import Saved
 from flowrl.runtime.host.context import DRIVER, NodeContext, ReplicaPlace
 from flowrl.runtime.ports.inbound import Inbound
 from flowrl.runtime.ports.items import NOT_ROUTED, Item, OpenItems, samples_of
@@ -172,6 +173,13 @@ class Replica:
         marker = Tombstone(first.group_id, member, "dropped", NOT_ROUTED, self.place.replica_id, ids)
         self.book(items, marker)
         return self._begin_forward(items, marker, outs)
+
+    def saved(self) -> list[Saved]:
+        """The messages that no consumer has finished, and the records of items in progress, for `Snapshot.take`."""
+        replica_id = self.place.replica_id
+        messages = [(replica_id, *kept) for out in self.outbound.values() for kept in out.unacked()]
+        records = self.open_items.records()
+        return messages + [(replica_id, port, "", Envelope(key, body=record)) for (port, key), record in records]
 
     def sent_already(self) -> list[bytes]:
         """Ids of messages already sent by unfinished invocations and admissions, and outside of invocations."""

@@ -182,13 +182,14 @@ class Accounting:
         while self.tickets.floor(self._main) < version:
             await self._change()
 
-    def kept(self, generated: Set[str], scored: Set[str]) -> None:
-        """Note the samples that a checkpoint holds as generated, and as scored.
+    def kept(self, generated: Set[str], scored: Set[str], requests: Set[str] = frozenset()) -> None:
+        """Note the samples that a checkpoint holds as generated, and as scored, and `requests` whose replies it holds.
 
-        An invocation that the snapshot found in its last send makes them again, and the copy is not sent.
+        An invocation that the snapshot found in its last send makes samples again, and the copy is not sent. All
+        other requests of unfinished samples are abandoned.
         """
         self._generated_before |= generated
-        self._requests.kept(generated)
+        self._requests.kept(generated, requests)
         self._scored_before |= scored
 
     # Events

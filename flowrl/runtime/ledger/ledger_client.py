@@ -18,7 +18,7 @@ import numpy as np
 
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
-from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest
+from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_of
 
 SEND_WITHIN_S = 0.05
 DRIVER = "driver"
@@ -46,7 +46,7 @@ class Use:
     masked_tokens: int = 0
     """Policy tokens that a node's `loss_mask` kept out of the loss."""
     spans: tuple[PolicySpan, ...] = ()
-    """All policy spans of the row that the batch had, also those outside of the loss."""
+    """All policy spans of the sequences that the batch had, also those outside of the loss."""
 
     def row(self) -> tuple[Any, ...]:
         """The use as a step reports it: plain values, in the order of the fields, without the group."""
@@ -57,13 +57,14 @@ class Use:
     def of(cls, sample: Sample, loss_mask: Bool | None = None) -> Use:
         """The use of `sample` with the tokens of `loss_mask` (default: all tokens that its own mask allows).
 
-        Tokens that its own mask allows and `loss_mask` excludes are too old: they count as stale.
+        Masks cover all sequences of the sample, one after the other. Tokens that its own mask allows and `loss_mask`
+        excludes are too old: they count as stale.
         """
         own: Bool | None = getattr(sample, "loss_mask", None)
-        allowed = sample.policy_mask if own is None else own & sample.policy_mask
+        allowed = sample.whole_mask if own is None else own & sample.whole_mask
         mask = allowed if loss_mask is None else loss_mask & allowed
         tokens, num_allowed = int(mask.sum()), int(allowed.sum())
-        oldest = _known(int(sample.versions[mask].min())) if tokens else None
+        oldest = _known(int(sample.whole_versions[mask].min())) if tokens else None
         stale, masked = num_allowed - tokens, sample.response_tokens - num_allowed
         spans = tuple(policy_spans(sample))
         return cls(sample.sample_id, sample.group_id, tokens, stale, oldest, masked, spans)
@@ -94,6 +95,7 @@ class LedgerClient:
         self._link = link
         self._events: list[tuple[Any, ...]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._paused = False
 
     async def admit(self, node: str, samples: Sequence[Prompt], *, trainers: Sequence[str] | None = None) -> int | None:
         """A ticket for one group, committed in the ledger; None when no further group is wanted.
@@ -112,7 +114,11 @@ class LedgerClient:
         Each of its policy spans is booked as a request. For episodes call `request` and `episode` instead.
         """
         reason = "length" if sample.truncated else "stop"
-        requests = [(*span, *_ages(sample.versions[span.start :][: span.tokens])) for span in policy_spans(sample)]
+        requests = [
+            (*span, *_ages(sequence.versions[span.start :][: span.tokens]))
+            for sequence in sample.sequences
+            for span in spans_of(sequence)
+        ]
         self._add("generated", *_rollout(sample), reason, requests)
 
     # Episodes
@@ -191,8 +197,19 @@ class LedgerClient:
         self._add("evaluation", _plain(table))
         self.flush()
 
+    def pause(self, paused: bool) -> None:
+        """Send all collected events, and hold back later ones until `pause(False)`.
+
+        A checkpoint's ledger then has what happened until the checkpoint's messages were read, and nothing later.
+        """
+        self._paused = False
+        self.flush()
+        self._paused = paused
+
     def flush(self) -> None:
         """Send all collected events. The host calls it once more when the replica ends."""
+        if self._paused:
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -202,13 +219,13 @@ class LedgerClient:
 
     def _add(self, *event: Any) -> None:
         self._events.append(event)
-        if self._timer is None:
+        if self._timer is None and not self._paused:
             self._timer = asyncio.get_running_loop().call_later(SEND_WITHIN_S, self.flush)
 
 
 def _rollout(sample: Sample) -> tuple[Any, ...]:
     """Sample, generator, policy tokens, oldest and newest version of those, and when they were complete."""
-    versions = sample.versions[sample.policy_mask]
+    versions = sample.whole_versions[sample.whole_mask]
     made_s = sample.generated_s or time.time()
     return (sample.sample_id, sample.generator, len(versions), *_ages(versions), made_s)
 

@@ -91,7 +91,7 @@ CREATE TABLE IF NOT EXISTS requests (
     number INTEGER PRIMARY KEY,         -- from 0, in the order of their reports
     request_id TEXT NOT NULL,           -- of its turn; the sample's id where nobody asked turn by turn
     sample_id TEXT NOT NULL,
-    attempt INTEGER NOT NULL,           -- from 0, in each incarnation
+    attempt INTEGER NOT NULL,           -- from 0; after a resume on from the checkpoint's record, or from 0 again
     turn INTEGER NOT NULL,              -- from 0, in each attempt
     digest TEXT NOT NULL,               -- of context, sampled ids, logprobs and versions (token_digest)
     tokens INTEGER NOT NULL,            -- sampled
@@ -125,7 +125,7 @@ CREATE INDEX IF NOT EXISTS attempts_by_sample ON attempts (sample_id);
 CREATE TABLE IF NOT EXISTS episodes (
     sample_id TEXT PRIMARY KEY,
     environment TEXT NOT NULL,
-    attempts INTEGER NOT NULL,          -- in its incarnation
+    attempts INTEGER NOT NULL,          -- the last one included
     turns INTEGER NOT NULL,             -- of the last attempt
     truncated TEXT,                     -- what cut it off
     cause TEXT,                         -- why it failed
@@ -206,6 +206,12 @@ def open_to_read(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
+
+
+def last_commit_s(path: Path) -> float:
+    """When the last commit of the ledger at `path` was made."""
+    with closing(open_to_read(path)) as db:
+        return float(db.execute("SELECT MAX(committed_s) FROM commits").fetchone()[0])
 
 
 def read_terms(db: sqlite3.Connection) -> Terms:

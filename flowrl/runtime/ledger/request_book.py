@@ -6,8 +6,8 @@ Invariants
 - Reports of generators and reports about episodes come from different hosts, so they arrive in any order, also after
   the sample has its fate. The result is the same. Only the reports on one request have one order: a turn that was
   asked twice is answered by the newer one.
-- No process of a run starts again by itself, so attempts and turns count up within an incarnation. After a resume,
-  an unfinished episode begins again with attempt 0.
+- No process of a run starts again by itself, so attempts and turns count up within an incarnation. After a resume
+  they count on where the checkpoint has a record of the episode; otherwise the episode begins again with attempt 0.
 """
 
 from __future__ import annotations
@@ -53,8 +53,13 @@ class RequestBook:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._next = self._first = ledger.next_request()
-        """Numbers: of the next request, and of the first one since this process began."""
+        self._next = ledger.next_request()
+        """Number of the next request."""
+        self._taken_up: list[tuple[str, bool, Request]] = []
+        """Sample, whether it is generated, request: what a resume has found. `kept` tells what becomes of them."""
+        self._before: set[int] = set()
+        """Numbers of requests of samples that were generated before a resume. If such a sample is lost, and made
+        again, they are abandoned all together."""
         self._samples: dict[str, SampleRequests] = {}
         self._closed: deque[str] = deque()
         """Samples with a known fate, the oldest first."""
@@ -65,16 +70,27 @@ class RequestBook:
         self._kept: set[str] = set()
 
     def take_up(self) -> None:
-        """Load the requests of the samples that a resume finds in flight; unfinished episodes begin again."""
+        """Load the requests of the samples that a resume finds in flight."""
         for sample_id, is_generated, *row in self._ledger.live_requests():
             request = Request(*row)
             self._of(sample_id).live.append(request)
-            if not is_generated:
-                self._abandon(sample_id, request, RESUMED)
+            self._taken_up.append((sample_id, bool(is_generated), request))
 
-    def kept(self, generated: Collection[str]) -> None:
-        """Note samples that are generated already: whatever is asked for them again is redone work."""
+    def kept(self, generated: Collection[str], requests: Collection[str]) -> None:
+        """Settle what `take_up` has loaded, by what the checkpoint holds: samples that are generated, and `requests`.
+
+        Whatever is asked for these samples again is redone work, and these requests count on. All other requests of
+        unfinished samples are abandoned.
+        """
         self._kept |= set(generated)
+        for sample_id, is_generated, request in self._taken_up:
+            if is_generated:
+                self._before.add(request.number)
+            elif request.request_id in requests:
+                self._sample_of[request.request_id] = sample_id
+            else:
+                self._abandon(sample_id, request, RESUMED)
+        self._taken_up = []
 
     def close(self, sample_id: str) -> None:
         """The sample has its fate: forget its requests, if no report about it can come any more."""
@@ -130,7 +146,7 @@ class RequestBook:
     def episode(self, sample_id: str, row: Sequence[Any]) -> None:
         """Book a finished episode. If a resume has lost it, and it was played again, its first requests are redone."""
         state = self._of(sample_id)
-        for earlier in [r for r in state.live if r.number < self._first]:
+        for earlier in [r for r in state.live if r.number in self._before]:
             self._abandon(sample_id, earlier, GENERATED_AGAIN, redone=False)
         environment, attempts, turns, truncated, seconds, ended_s = row
         self._ledger.add("episode", sample_id, environment, attempts, turns, truncated, None, seconds, ended_s)
@@ -148,8 +164,8 @@ class RequestBook:
         return self._samples.setdefault(sample_id, SampleRequests())
 
     def _new(self, state: SampleRequests) -> list[Request]:
-        """The live requests of this incarnation."""
-        return [request for request in state.live if request.number >= self._first]
+        """The live requests of the episode that is played now."""
+        return [request for request in state.live if request.number not in self._before]
 
     def _book(self, request_id: str, sample_id: str, attempt: int, turn: int, digest: str, *rest: Any) -> Request:
         tokens, context, cached, oldest, newest, generator, finish_reason, at_s = rest

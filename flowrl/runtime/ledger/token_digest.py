@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flowrl.errors import FlowrlError
-from flowrl.messages import Sample
+from flowrl.messages import Branch, Sample
 
 DIGEST_BYTES = 16
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
@@ -44,9 +44,14 @@ def request_digest(context_ids: Array, token_ids: Array, logprobs: Array, versio
 
 
 def policy_spans(sample: Sample) -> list[PolicySpan]:
-    """Every maximal run of the sample's `policy_mask`, in order. Hashes each token once."""
-    starts, ends = _runs(sample.policy_mask)
-    token_ids, logprobs, versions = sample.token_ids, sample.behavior_logprobs, sample.versions
+    """Every maximal run of `policy_mask` in each of the sample's sequences, in order. Hashes each token once."""
+    return [span for sequence in sample.sequences for span in spans_of(sequence)]
+
+
+def spans_of(sequence: Sample | Branch) -> list[PolicySpan]:
+    """The policy spans of one sequence: of a branch, or the sample's own."""
+    starts, ends = _runs(sequence.policy_mask)
+    token_ids, logprobs, versions = sequence.token_ids, sequence.behavior_logprobs, sequence.versions
     ids, hashed = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
     spans = []
     for start, end in zip(starts, ends, strict=True):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from flowrl.channel.dispatch import Delivery, EndOfStream, Inbox
 from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.graph.ports import Members
-from flowrl.messages import Message, Tombstone
+from flowrl.messages import Message, Record, Tombstone
 from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.activity.ending import as_failure
 from flowrl.runtime.activity.lease import Lease
@@ -367,6 +367,14 @@ class Inbound:
         if group is not None and not any(self._open_items.holds(member) for member in group.present):
             for rest in (*group.lost.values(), *group.dropped):
                 self._end(rest.whole)
+
+    def keep(self, item: Message, record: Callable[[], Record]) -> None:
+        if not hasattr(item, "record"):
+            raise ValueError(
+                f"{self.port}: a {type(item).__name__} cannot be kept with a record; give the class a field "
+                "`record: Record | None = None`"
+            )
+        self._open_items.of(item).record = record
 
     def newest(self) -> Any:
         return self._inbox.newest()

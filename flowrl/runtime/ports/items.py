@@ -23,7 +23,7 @@ from flowrl.channel.custody import Custody
 from flowrl.channel.dispatch import Delivery
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import FlowrlError
-from flowrl.messages import Message, Prompt, Sample, Tombstone
+from flowrl.messages import Message, Prompt, Record, Sample, Tombstone
 from flowrl.runtime.ports.given_up import GivenUp
 
 NOT_ROUTED = "not_routed"
@@ -47,6 +47,8 @@ class Item:
     """Whether it stays open after its invocation, until a send that names it, a drop or `finish` ends it."""
     lost: Tombstone | None = None
     """Set when its loss is booked: the marker that replaces it from then on, also in a checkpoint."""
+    record: Callable[[], Record] | None = None
+    """Returns what a checkpoint stores with it (`In.keep`)."""
     group: OpenGroup | None = None
     """The group that `port.groups` put it in."""
     children: list[bytes] = field(default_factory=list)
@@ -187,6 +189,11 @@ class OpenItems:
     def lost(self) -> list[tuple[ItemKey, Tombstone]]:
         """Items whose loss is booked and whose marker is not sent yet: a checkpoint stores the marker instead."""
         return [(item.place, item.lost) for item in self._open.values() if item.lost is not None]
+
+    def records(self) -> list[tuple[ItemKey, Record]]:
+        """What a checkpoint stores with items in progress."""
+        kept = [(item, item.record) for item in self._open.values() if item.lost is None]
+        return [(item.place, record()) for item, record in kept if record is not None]
 
     def sent_by_open_items(self) -> list[bytes]:
         """Ids of the messages made from items whose invocation has not ended."""

@@ -28,7 +28,7 @@ MOST_SESSIONS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoutedTo:
     """Where a request goes."""
 
     replica: int
@@ -89,7 +89,7 @@ class SessionRouter:
     def num_groups(self) -> int:
         return len(self._groups)
 
-    def begin(self, session: str = "", group: str = "") -> Choice:
+    def begin(self, session: str = "", group: str = "") -> RoutedTo:
         """Choose the replica for a request, and count the request as open there until `end`."""
         choice = self._choose(session, group)
         self._own[choice.replica] += 1
@@ -114,17 +114,17 @@ class SessionRouter:
             if not group.num_sessions:
                 del self._groups[home.group]
 
-    def _choose(self, session: str, group: str) -> Choice:
+    def _choose(self, session: str, group: str) -> RoutedTo:
         if not session or self._margin is None:
-            return Choice(self._least_loaded(), moved=False)
+            return RoutedTo(self._least_loaded(), moved=False)
         home = self._sessions.get(session)
         if home is None:
-            return Choice(self._add(session, group), moved=False)
+            return RoutedTo(self._add(session, group), moved=False)
         self._sessions.move_to_end(session)
         if self._is_near(home.replica):
-            return Choice(home.replica, moved=False)
+            return RoutedTo(home.replica, moved=False)
         home.replica = self._least_loaded()
-        return Choice(home.replica, moved=True)
+        return RoutedTo(home.replica, moved=True)
 
     def _add(self, session: str, group: str) -> int:
         """Remember a new session. Returns its replica."""

@@ -28,11 +28,14 @@ class AlarmThresholds:
     """logprob_mismatch: above this mean difference between the trainer's and the generator's logprobs."""
     truncated: float = 0.5
     """truncation: above this share of responses cut off at the longest length."""
+    failing: float = 4.0
+    """failing_by_length: above so many standard deviations by which failing depends on an episode's length, so that
+    the episodes that are left are biased."""
     window: int = 5
     """Number of lines in a mean."""
 
     def __post_init__(self) -> None:
-        for name in ("entropy", "kl", "equal", "mismatch", "truncated"):
+        for name in ("entropy", "kl", "equal", "mismatch", "truncated", "failing"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"--alarms.{name} is {getattr(self, name)}; it has to be 0 (silent) or more")
         if self.window < 1:
@@ -44,6 +47,7 @@ FIGURES = {
     "all_equal_groups": ("all_equal_groups_share", "equal"),
     "logprob_mismatch": ("logprob_mismatch", "mismatch"),
     "truncation": ("truncated_share", "truncated"),
+    "failing_by_length": ("failing_by_length", "failing"),
 }
 """Alarm -> (figure of a metrics line, limit), for the alarms that ring above a limit."""
 NAMES = ("entropy_collapse", *FIGURES)

@@ -45,6 +45,12 @@ NAMES = (
     "ledger_head",
 )
 
+SHARES = {
+    "prefix_cache_share": ("later_cached_tokens", "later_context_tokens"),
+    "retokenized_share": ("replies_retokenized", "replies_checked"),
+}
+"""Figure of a line -> the counters of which it is the ratio."""
+
 
 class Metrics:
     """Writes the lines. `roles` maps a node's name to the name under which its busy time is reported.
@@ -81,6 +87,7 @@ class Metrics:
         for name, value in self._statistics.since_line().items():
             full[self._public(name)] = value
         full.update({name: value for name, value in record.items() if value is not None})
+        full.update(shares(full))
         full = _finite(full)
         full["alarms"] = self._alarms.look(full)
         text = json.dumps(full)
@@ -180,6 +187,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def shares(line: Mapping[str, Any]) -> dict[str, float]:
+    """The ratios of SHARES for which the line has counts."""
+    return {name: line[part] / line[of] for name, (part, of) in SHARES.items() if line.get(of)}
 
 
 def roles(graph: Graph) -> dict[str, str]:

@@ -30,6 +30,7 @@ from flowrl.training.advantage.advantages import (
     returns_to_go,
     token_rewards,
 )
+from flowrl.training.advantage.turn_credit import Credit, at_tokens, rewards_of_turns, turn_advantages
 
 KlEstimator = Literal["k1", "k2", "k3"]
 LOG_RATIO_LIMIT = 20.0
@@ -53,6 +54,7 @@ class Estimate:
 
     estimator: Estimator = "group_norm"
     gamma: float = 1.0
+    """Discount from token to token; with `credit="turn"` from turn to turn."""
     lam: float = 1.0
     """λ of `gae`."""
     kl_coef: float = 0.0
@@ -62,13 +64,19 @@ class Estimate:
     """Subtract kl_coef·Σkl from a response's reward before the group's baseline, not token by token (2402.14740)."""
     shuffle_rewards: bool = False
     """A control that must not learn: the rewards of a group are shuffled among its members."""
+    credit: Credit = "episode"
+    """Of episodes: whether a token's advantage is that of its episode, or of its turn; see `turn_credit`."""
 
     def problems(self) -> list[str]:
         """Problems of these settings, as complete sentences."""
         found = []
         if self.estimator not in ESTIMATORS:
             found.append(f"estimator is {self.estimator!r}; it has to be one of {', '.join(ESTIMATORS)}")
-        if self.gamma != 1.0 and self.estimator not in DISCOUNTED_ESTIMATORS:
+        if self.credit not in get_args(Credit):
+            found.append(f"credit is {self.credit!r}; it has to be one of {', '.join(get_args(Credit))}")
+        if self.credit == "turn":
+            found += self._turn_problems()
+        elif self.gamma != 1.0 and self.estimator not in DISCOUNTED_ESTIMATORS:
             found.append(f"gamma is {self.gamma}; estimator {self.estimator!r} needs 1")
         if self.lam != 1.0 and self.estimator != "gae":
             found.append(f"lam is {self.lam}; it belongs to estimator 'gae', leave it at 1")
@@ -85,6 +93,18 @@ class Estimate:
             found.append(f"kl_before_baseline needs an estimator with a baseline, and {self.estimator!r} has none")
         return found
 
+    def _turn_problems(self) -> list[str]:
+        """What does not go with `credit="turn"`."""
+        found = []
+        if self.estimator not in GROUP_ESTIMATORS:
+            compares = ", ".join(GROUP_ESTIMATORS)
+            found.append(f"credit is 'turn', which compares a group; estimator has to be one of {compares}")
+        if self.kl_coef:
+            found.append("credit is 'turn', but kl_coef is above 0; set kl_coef=0 and use the objective's kl_coef")
+        if self.shuffle_rewards:
+            found.append("credit is 'turn', but shuffle_rewards shuffles rewards of episodes; set credit='episode'")
+        return found
+
     def trainable(
         self, samples: Sequence[Scored], *, kl_coef: float | None = None, scale: Scale | None = None
     ) -> tuple[Trainable, ...]:
@@ -93,8 +113,10 @@ class Estimate:
         `kl_coef` replaces the estimate's own; `scale` normalises rewards first. Raises ConfigError if a
         sample lacks data that the estimate needs.
         """
+        if self.credit == "turn":
+            return self._by_turn(samples)
         scale = scale or Scale()
-        mask_KT = stack([sample.policy_mask for sample in samples]).astype(bool)
+        mask_KT = stack([sample.whole_mask for sample in samples]).astype(bool)
         coef = self.kl_coef if kl_coef is None else kl_coef
         kl_KT = self.kl(samples) if coef else None
         rewards_KT = self._token_rewards(samples, mask_KT, kl_KT, coef, scale)
@@ -105,6 +127,12 @@ class Estimate:
             return tuple(trainable(s, advantages_T, returns_T) for s, advantages_T, returns_T in rows)
         advantages_KT = returns_to_go(rewards_KT, mask_KT, gamma=self.gamma)
         return tuple(trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_KT, strict=True))
+
+    def _by_turn(self, samples: Sequence[Scored]) -> tuple[Trainable, ...]:
+        rewards_K = [rewards_of_turns(sample) for sample in samples]
+        advantages_K = turn_advantages(rewards_K, self.estimator, gamma=self.gamma)
+        pairs = zip(samples, advantages_K, strict=True)
+        return tuple(trainable(s, at_tokens(s, advantages_U)) for s, advantages_U in pairs if isinstance(s, Episode))
 
     def _token_rewards(
         self, samples: Sequence[Scored], mask_KT: Mask, kl_KT: Array | None, coef: float, scale: Scale
@@ -180,9 +208,9 @@ def stack(arrays: Sequence[npt.NDArray[Any]]) -> Array:
 
 
 def trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = None) -> Trainable:
-    """`sample` with its advantages and returns, cut to its own length."""
+    """`sample` with its advantages and returns, cut to its own length: that of all its sequences."""
     made = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Scored)}
-    length = len(sample.token_ids)
+    length = sample.num_tokens
     returns = None if returns_T is None else returns_T[:length].astype(np.float32)
     advantages = advantages_T[:length].astype(np.float32)
     return Trainable(**made, advantages=advantages, returns=returns, loss_mask=_loss_mask(sample))
@@ -191,5 +219,5 @@ def trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = Non
 def _loss_mask(sample: Scored) -> Bool | None:
     """The mask that the sample has already, or that of an episode which stays out of the loss."""
     if isinstance(sample, Episode) and sample.masked:
-        return np.zeros(len(sample.token_ids), np.bool_)
+        return np.zeros(sample.num_tokens, np.bool_)
     return sample.loss_mask if isinstance(sample, Trainable) else None

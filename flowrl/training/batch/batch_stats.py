@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
+
+import numpy as np
 
 from flowrl.messages import Bool, Trainable
 from flowrl.training.batch.masks import trained_mask
@@ -26,6 +28,8 @@ class BatchStats:
     age: int = 0
     """Sum over trained tokens."""
     oldest_age: int = 0
+    turn_ages: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Turns, by their name in a metrics line -> (sum of ages over trained tokens, number of these)."""
 
     @classmethod
     def of(cls, samples: Sequence[Trainable], masks: Sequence[Bool], version: int) -> BatchStats:
@@ -38,13 +42,14 @@ class BatchStats:
             for name, value in sample.reward_parts.items():
                 stats.reward_parts[name] = stats.reward_parts.get(name, 0.0) + value
             stats.response_tokens += sample.response_tokens
-            stats.stale_tokens += int((trained_mask(sample) & sample.policy_mask & ~mask).sum())
+            stats.stale_tokens += int((trained_mask(sample) & sample.whole_mask & ~mask).sum())
             stats.truncated += sample.truncated
-            ages = version - sample.versions[mask]
+            ages = version - sample.whole_versions[mask]
             if ages.size:
                 stats.trained_tokens += ages.size
                 stats.age += int(ages.sum())
                 stats.oldest_age = max(stats.oldest_age, int(ages.max()))
+                stats._add_turn_ages(ages_by_turn(sample, mask, version))
         return stats
 
     @classmethod
@@ -64,7 +69,13 @@ class BatchStats:
             whole.truncated += part.truncated
             whole.age += part.age
             whole.oldest_age = max(whole.oldest_age, part.oldest_age)
+            whole._add_turn_ages(part.turn_ages)
         return whole
+
+    def _add_turn_ages(self, ages: Mapping[str, tuple[int, int]]) -> None:
+        for name, (age, tokens) in ages.items():
+            before = self.turn_ages.get(name, (0, 0))
+            self.turn_ages[name] = (before[0] + age, before[1] + tokens)
 
     def metrics(self, *, offline: bool = False) -> dict[str, float | None]:
         """Means over samples or trained tokens; staleness is None if nothing was trained.
@@ -90,4 +101,30 @@ class BatchStats:
             "staleness_mean": self.age / trained if trained else None,
             "staleness_max": self.oldest_age if trained else None,
             **{f"reward/{name}": value / n for name, value in self.reward_parts.items()},
+            **self._staleness_by_turn(),
         }
+
+    def _staleness_by_turn(self) -> dict[str, float]:
+        """Mean ages by turn; nothing if no sample has a second turn."""
+        several = len(self.turn_ages) > 1
+        return {f"staleness/{name}": age / tokens for name, (age, tokens) in sorted(self.turn_ages.items()) if several}
+
+
+def ages_by_turn(sample: Trainable, mask: Bool, version: int) -> dict[str, tuple[int, int]]:
+    """(sum of ages, number) of the tokens in `mask`, by turns: 1, 2, 3 to 4, 5 to 8 and so on.
+
+    A turn is a run of policy tokens.
+    """
+    turns = np.cumsum(np.diff(sample.policy_mask.astype(np.int8), prepend=0) == 1)[mask]
+    ages = version - sample.versions[mask]
+    doublings = np.ceil(np.log2(turns)).astype(int)
+    found = {}
+    for doubling in np.unique(doublings).tolist():
+        these = ages[doublings == doubling]
+        found[_turns_name(doubling)] = (int(these.sum()), int(these.size))
+    return found
+
+
+def _turns_name(doubling: int) -> str:
+    """The name of the turns up to 2 ** doubling."""
+    return f"turn_{2**doubling}" if doubling < 2 else f"turns_{2 ** (doubling - 1) + 1}_{2**doubling}"

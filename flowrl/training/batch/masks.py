@@ -1,4 +1,4 @@
-"""Which tokens of a sample enter the loss."""
+"""Which tokens of a sample enter the loss: masks over all its sequences, one after the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowrl.messages import Bool, Trainable
 
 def trained_mask(sample: Trainable) -> Bool:
     """The tokens of `sample` that enter the loss, before staleness masking by the trainer."""
-    return sample.policy_mask if sample.loss_mask is None else sample.loss_mask
+    return sample.whole_mask if sample.loss_mask is None else sample.loss_mask
 
 
 def loss_masks(samples: Sequence[Trainable], mask_staleness: int, version: int) -> list[Bool]:
@@ -17,4 +17,4 @@ def loss_masks(samples: Sequence[Trainable], mask_staleness: int, version: int) 
     masks = [trained_mask(sample) for sample in samples]
     if mask_staleness < 0:
         return masks
-    return [mask & (version - s.versions <= mask_staleness) for s, mask in zip(samples, masks, strict=True)]
+    return [mask & (version - s.whole_versions <= mask_staleness) for s, mask in zip(samples, masks, strict=True)]

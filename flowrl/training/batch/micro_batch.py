@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Bool, Trainable
+from flowrl.training.batch.sequence_rows import RowShare
 from flowrl.training.loss.objective import Objective
 from flowrl.training.model.row_layout import RowLayout, lay_out, lay_out_ends, policy_places
 
@@ -42,6 +43,8 @@ class MicroBatch:
     columns: Mapping[str, Tensor]
     labels_B: Tensor
     pairs_P2: Tensor
+    sample_tokens_B: Tensor
+    """Tokens in the loss of each row's sample, over all rows of that sample."""
     num_tokens: int
     num_sequences: int
     num_desirable: int
@@ -61,8 +64,12 @@ def make_micro_batch(
     version: int,
     packed: bool,
     device: torch.device,
+    shares: Sequence[RowShare | None] = (),
 ) -> MicroBatch:
-    """Make the micro-batch of `samples`; `masks` mark the tokens that enter the loss in an update of `version`."""
+    """Make the micro-batch of `samples`; `masks` mark the tokens that enter the loss in an update of `version`.
+
+    `shares` say which samples are single rows of a sample with several; () means none.
+    """
     samples, masks = samples or [PADDING], masks or [np.zeros(2, np.bool_)]
     token_ids = [s.token_ids for s in samples]
     if objective.at_end:
@@ -74,6 +81,7 @@ def make_micro_batch(
         rows = lay_out(token_ids, [s.policy_mask for s in samples], packed=packed, device=device)
         trained = [mask[where] for mask, where in zip(masks, places, strict=True)]
     behavior = [s.behavior_logprobs[where] for s, where in zip(samples, places, strict=True)]
+    wholes = _wholes(trained, shares)
     ages = [version - s.versions[where] for s, where in zip(samples, places, strict=True)]
     return MicroBatch(
         rows,
@@ -83,11 +91,18 @@ def make_micro_batch(
         _columns(samples, objective, places, rows, device),
         torch.tensor([s.label for s in samples], device=device),
         torch.tensor(pairs_of(samples, trained), dtype=torch.long, device=device).view(-1, 2),
+        torch.tensor([whole.sample_tokens for whole in wholes], device=device),
         num_tokens=int(sum(mask.sum() for mask in trained)),
-        num_sequences=int(sum(mask.any() for mask in trained)),
+        num_sequences=sum(whole.counts for whole in wholes),
         num_desirable=int(sum(s.label > 0 and mask.any() for s, mask in zip(samples, trained, strict=True))),
         mismatched=_mismatched(samples, packed, device) if objective.needs_mismatched else None,
     )
+
+
+def _wholes(trained: Sequence[Bool], shares: Sequence[RowShare | None]) -> list[RowShare]:
+    """The share of each row; one without a share is a whole sample."""
+    given = shares or [None] * len(trained)
+    return [share or RowShare(int(mask.sum()), bool(mask.any())) for mask, share in zip(trained, given, strict=True)]
 
 
 def _columns(

@@ -58,6 +58,7 @@ class ReverseKL(Objective):
             self.aggregation,  # type: ignore[arg-type]
             num_tokens=num_tokens,
             num_sequences=inputs.totals.num_sequences,
+            sample_tokens_B=inputs.sample_tokens_B,
         )
         stats = {"reverse_kl": aggregate(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)}
         return (-loss if self.negate else loss), stats

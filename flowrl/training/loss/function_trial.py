@@ -59,6 +59,7 @@ def _made_up(columns: Sequence[str], rows: slice) -> LossInputs:
         values_BT=torch.zeros(len(mask_BT), 0),
         labels_B=labels_B,
         pairs_P2=torch.arange(2 * int((labels_B < 0).sum())).view(-1, 2),
+        sample_tokens_B=mask_BT.sum(dim=1),
     )
 
 

@@ -31,7 +31,7 @@ class Totals:
     num_tokens: int
     """Tokens that enter the loss."""
     num_sequences: int
-    """Sequences with at least one such token."""
+    """Samples with at least one such token; an episode counts once, however many rows it has."""
     num_pairs: int = 0
     """Pairs of which both sequences have one."""
     num_desirable: int = 0
@@ -64,6 +64,9 @@ class LossInputs:
     """Row of the chosen and of the rejected sequence of each pair in this micro-batch."""
     mismatched_kl: float = 0.0
     """Mean of log π/ref over the optimizer step's mismatched completions, for objectives with `needs_mismatched`."""
+    sample_tokens_B: Tensor | None = None
+    """Number of tokens in the loss of each row's sample, over all rows of that sample: the denominator of the mean of
+    one sequence. None: every row is a sample of its own."""
 
 
 LossFunction = Callable[[LossInputs], "Tensor | tuple[Tensor, Mapping[str, Tensor]]"]

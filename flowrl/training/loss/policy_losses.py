@@ -44,6 +44,7 @@ def policy_loss(
     num_tokens: Tensor | float | None = None,
     num_sequences: Tensor | float | None = None,
     length: int | None = None,
+    sample_tokens_B: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy gradient loss.
 
@@ -70,7 +71,15 @@ def policy_loss(
         )
         loss_BT = loss_BT * weights_BT
         stats_BT["correction_mean"] = weights_BT
-    loss = aggregate(loss_BT, mask, aggregation, num_tokens=num_tokens, num_sequences=num_sequences, length=length)
+    loss = aggregate(
+        loss_BT,
+        mask,
+        aggregation,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        length=length,
+        sample_tokens_B=sample_tokens_B,
+    )
     return loss, {name: aggregate(s.to(mask.dtype), mask, num_tokens=num_tokens) for name, s in stats_BT.items()}
 
 
@@ -158,10 +167,12 @@ def aggregate(
     num_tokens: Tensor | float | None = None,
     num_sequences: Tensor | float | None = None,
     length: int | None = None,
+    sample_tokens_B: Tensor | None = None,
 ) -> Tensor:
     """Masked values as one number: Σ/N, mean of sequence means, or Σ/(sequences × length) (Dr.GRPO).
 
-    Sequences without a token in the mask do not count. Denominators default to the mask's own.
+    Sequences without a token in the mask do not count. Denominators default to the mask's own. Where several rows are
+    one sample, `sample_tokens_B` is the number of masked tokens of each row's whole sample.
     """
     mask = mask_BT.to(values_BT.dtype)
     values_BT = torch.where(mask > 0, values_BT, 0.0)
@@ -169,7 +180,8 @@ def aggregate(
         return values_BT.sum() / _count(mask.sum() if num_tokens is None else num_tokens)
     sequences = _count((mask.sum(dim=-1) > 0).sum() if num_sequences is None else num_sequences)
     if aggregation == "sequence":
-        return _sequence_mean(values_BT, mask).sum() / sequences
+        tokens_B = mask.sum(dim=-1) if sample_tokens_B is None else sample_tokens_B
+        return (values_BT.sum(dim=-1) / tokens_B.clamp(min=1)).sum() / sequences
     if aggregation != "constant":
         raise ValueError(f"unknown aggregation {aggregation!r}; choose one of {', '.join(get_args(Aggregation))}")
     if length is None:

@@ -86,6 +86,7 @@ class PolicyObjective(Objective):
             "num_tokens": inputs.totals.num_tokens,
             "num_sequences": inputs.totals.num_sequences,
             "length": self.length,
+            "sample_tokens_B": inputs.sample_tokens_B,
         }
         loss, stats = policy_losses.policy_loss(
             inputs.logprobs_BT,

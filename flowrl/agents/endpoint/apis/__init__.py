@@ -3,7 +3,7 @@
 from flowrl.agents.endpoint.apis.anthropic_messages import AnthropicMessages
 from flowrl.agents.endpoint.apis.api import Api, ApiCall, CallAnswer, Choice
 from flowrl.agents.endpoint.apis.chat_completions import ChatCompletions
-from flowrl.agents.endpoint.apis.responses import Responses
+from flowrl.agents.endpoint.apis.openai_responses import OpenAIResponses
 from flowrl.agents.endpoint.apis.text_completions import TextCompletions
 
 __all__ = [
@@ -13,6 +13,6 @@ __all__ = [
     "CallAnswer",
     "ChatCompletions",
     "Choice",
-    "Responses",
+    "OpenAIResponses",
     "TextCompletions",
 ]

@@ -131,7 +131,7 @@ def check_strict(name: str, tool: Mapping[str, Any]) -> None:
 def includes_usage(body: Mapping[str, Any]) -> bool:
     options = fields.mapping("stream_options", body.get("stream_options") or {})
     fields.check_fields(options, {"include_usage"}, {"include_obfuscation": (False,)}, "stream_options.")
-    return fields.flag(options, "include_usage")
+    return fields.flag(options, "include_usage", "stream_options.")
 
 
 def _tool(name: str, tool: Any) -> Mapping[str, Any]:

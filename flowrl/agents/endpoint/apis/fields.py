@@ -60,10 +60,10 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
     return value
 
 
-def flag(body: Mapping[str, Any], name: str) -> bool:
+def flag(body: Mapping[str, Any], name: str, where: str = "") -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise invalid(name, f"{name} is {short(value)}; it needs true or false")
+        raise invalid(where + name, f"{where}{name} is {short(value)}; it needs true or false")
     return bool(value)
 
 

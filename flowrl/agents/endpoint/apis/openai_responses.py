@@ -40,7 +40,7 @@ WITH_LOGPROBS = "message.output_text.logprobs"
 IDENT = "resp_"
 
 
-class Responses:
+class OpenAIResponses:
     keep_alive = b": waiting for the reply\n\n"
 
     def read(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:

@@ -5,7 +5,7 @@ else its value. The first one also says which actions there are. An action is th
 an action, in the reply; a reply without one changes nothing, and the third in a row truncates the episode.
 
 The option `actions` gives the actions names: `gymnasium/FrozenLake-v1:actions=left/down/right/up`. All other options
-are the package's own.
+are the package's own. Environments of minigrid are shown as their grid, and their actions have names.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flowrl.environments.adapters import minigrid_text
+from flowrl.environments.adapters.package import imported
 from flowrl.environments.environment_row import EnvironmentName
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
@@ -31,10 +33,9 @@ class GymnasiumEnv(Env):
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], GymnasiumEnv]:
         """Imports the package. Raises ConfigError if it or the environment is not there."""
-        try:
-            import gymnasium
-        except ImportError:
-            raise ConfigError(f"environment {name.text!r} needs the package gymnasium; pip install gymnasium") from None
+        gymnasium = imported(name, "gymnasium", distribution="gymnasium")
+        if minigrid_text.plays(name.place):
+            minigrid_text.register(name)
         try:
             spec = gymnasium.spec(name.place)
             if isinstance(spec.entry_point, str):
@@ -45,7 +46,8 @@ class GymnasiumEnv(Env):
 
     def __init__(self, name: EnvironmentName) -> None:
         options = dict(name.options)
-        names = str(options.pop("actions", ""))
+        self._is_grid = minigrid_text.plays(name.place)
+        names = str(options.pop("actions", minigrid_text.ACTIONS if self._is_grid else ""))
         self._env = _made(name, options)
         self._first, self._number = _discrete_actions(name, self._env)
         self._names = tuple(part.strip() for part in names.split("/")) if names else ()
@@ -54,12 +56,14 @@ class GymnasiumEnv(Env):
                 f"environment {name.text!r}: actions has {len(self._names)} name(s) and the environment "
                 f"{self._number} actions; write one for each, as actions=left/right"
             )
-        _check_observations(name, self._env.observation_space)
+        if not self._is_grid:
+            _check_observations(name, self._env.observation_space)
         self._malformed = self._malformed_in_a_row = 0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         found, _ = self._env.reset(seed=seed)
-        return Observation(f"{self._text(found)}\n\n{self._actions}")
+        legend = f"{minigrid_text.LEGEND}\n\n" if self._is_grid else ""
+        return Observation(f"{legend}{self._text(found)}\n\n{self._actions}")
 
     async def step(self, action: Action) -> Step:
         chosen = self._chosen(action.text)
@@ -97,6 +101,8 @@ class GymnasiumEnv(Env):
         return known.get(words[-1]) if words else None
 
     def _text(self, found: Any) -> str:
+        if self._is_grid:
+            return minigrid_text.grid_text(self._env.unwrapped)
         if self._env.render_mode != "ansi":
             return f"Observation: {_plain(found)}"
         rendered = CODE.sub("", MARKED.sub(r"[\1]", str(self._env.render())))

@@ -1,0 +1,28 @@
+"""An environment of benchmarks/episodes.py: cooperative, and its steps only wait."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from flowrl.environments import Action, Env, Observation, Step
+
+
+class Waiting(Env):
+    """Steps that wait between `least_s` and `most_s`; after `steps` of them the episode is over."""
+
+    cooperative = True
+
+    def __init__(self, least_s: float = 0.5, most_s: float = 5.0, steps: int = 3) -> None:
+        self.least_s, self.most_s, self.left = least_s, most_s, steps
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self.random = random.Random(seed)
+        return Observation("go")
+
+    async def step(self, action: Action) -> Step:
+        await asyncio.sleep(self.random.uniform(self.least_s, self.most_s))  # what the benchmark is about
+        self.left -= 1
+        return Step(Observation("on"), reward=1.0, terminated=not self.left)

@@ -1,0 +1,144 @@
+"""`openrlhf/FILE.py:task=TASK`: an agent's file of OpenRLHF, played without that package.
+
+The file defines `AgentInstance`, a class with `reset(states)` and `step(states)`, or another class that derives from
+`AgentInstanceBase`. What the file imports from `openrlhf.utils.agent` is a stand-in.
+
+`reset` receives the question of a task as `observation` and the row's answer as `label`; `step` receives also
+`observation_text` (all that was said so far), `action_text` and `sampling_params` (None, or what the last step gave).
+What `step` returns as `environment_feedback` is the next message of the user: the chat template is the model's own, so
+the file adds no markup of it. `rewards` add up, `scores` and the numbers of `extra_logs` are metrics, and of
+`sampling_params` the fields `max_tokens` and `stop` are for the next reply. All options but `task` are the task's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
+from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step
+from flowrl.environments.task_questions import TaskQuestions, asked_task, load_questions, question_of
+from flowrl.errors import ConfigError
+from flowrl.tasks.user_module import user_module
+
+MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
+RETURNED = ("rewards", "environment_feedback", "done")
+"""What `step` has to return."""
+
+
+class AgentInstanceBase:
+    """What an agent's class derives from, in place of the package's."""
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """The first observation: the question, as it is."""
+        return states
+
+
+class AgentExecutorBase:
+    """What a file may derive from to say how its agent is executed. Here the environment's node does that."""
+
+
+class OpenrlhfEnv(Env):
+    """One question, asked by an agent's file."""
+
+    @classmethod
+    def maker(cls, name: EnvironmentName) -> Callable[[], OpenrlhfEnv]:
+        """Imports the file and reads the task. Raises ConfigError."""
+        kind = _agent_class(name)
+        questions = load_questions(name, asked_task(name))
+        return lambda: cls(kind, questions)
+
+    def __init__(self, kind: type, questions: TaskQuestions) -> None:
+        self._kind, self._questions = kind, questions
+        self._sampling: Any = None
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        row = self._questions.row(EnvironmentRow(task["name"], task["options"], seed))
+        self._agent, self._label = await _made(self._kind), row.answer or ""
+        found = await self._agent.reset({"observation": row.prompt, "label": self._label})
+        self._said = _text("reset", found, "observation", ("observation",))
+        return question_of(row) if self._said == row.prompt else Observation(self._said)
+
+    async def step(self, action: Action) -> Step:
+        states = {
+            "observation_text": self._said,
+            "action_text": action.text,
+            "label": self._label,
+            "sampling_params": self._sampling,
+        }
+        found = await self._agent.step(states)
+        feedback = _text("step", found, "environment_feedback", RETURNED)
+        self._said += action.text + feedback
+        self._sampling = found.get("sampling_params")
+        return Step(
+            Observation(feedback),
+            _number(found["rewards"]),
+            terminated=bool(found["done"]),
+            metrics=_metrics(found),
+            max_tokens=getattr(self._sampling, "max_tokens", None),
+            stop=_stop(self._sampling),
+        )
+
+
+def _agent_class(name: EnvironmentName) -> type:
+    for module in MODULES:
+        sys.modules[module] = ModuleType(module)
+    agent = sys.modules[MODULES[-1]]
+    for base in (AgentInstanceBase, AgentExecutorBase):
+        setattr(agent, base.__name__, base)
+    for executor in ("SingleTurnAgentExecutor", "MultiTurnAgentExecutor"):
+        setattr(agent, executor, AgentExecutorBase)
+    found = vars(user_module(name.place, owner="environment"))
+    kinds = [kind for kind in found.values() if _is_agent(kind)]
+    kind = found.get("AgentInstance", kinds[0] if len(kinds) == 1 else None)
+    if not isinstance(kind, type) or not inspect.iscoroutinefunction(getattr(kind, "step", None)):
+        raise ConfigError(
+            f"{name.place} has no agent; define class AgentInstance(AgentInstanceBase) with async def reset and step"
+        )
+    return kind
+
+
+def _is_agent(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, AgentInstanceBase) and value is not AgentInstanceBase
+
+
+async def _made(kind: Any) -> Any:
+    """An object of the class, whose `__init__` may be async: Ray, by which the package makes it, allows that."""
+    if not inspect.iscoroutinefunction(kind.__init__):
+        return kind()
+    agent = kind.__new__(kind)
+    await agent.__init__()
+    return agent
+
+
+def _text(method: str, found: Any, key: str, needed: tuple[str, ...]) -> str:
+    """The text that a method returned under `key`, where all that is `needed` is there."""
+    if not isinstance(found, Mapping) or any(name not in found for name in needed):
+        raise MalformedValue(f"the agent's {method} did not return a mapping with {', '.join(needed)}")
+    if not isinstance(found[key], str):
+        raise MalformedValue(f"the agent's {method} returned {type(found[key]).__name__} as {key}; it has to be text")
+    return str(found[key])
+
+
+def _number(value: Any) -> float:
+    """A number, or a tensor with one."""
+    return float(value.item() if hasattr(value, "item") else value)
+
+
+def _metrics(found: Mapping[str, Any]) -> dict[str, float]:
+    told = dict(found.get("extra_logs") or {})
+    if "scores" in found:
+        told["score"] = found["scores"]
+    return {str(key): _number(value) for key, value in told.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1)
+
+
+def _stop(sampling: Any) -> tuple[str, ...]:
+    stop = getattr(sampling, "stop", None) or ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)

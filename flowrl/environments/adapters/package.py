@@ -1,0 +1,31 @@
+"""Imports the package that an adapter plays, and says what to install where it is missing."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any
+
+from flowrl.environments.environment_row import EnvironmentName
+from flowrl.errors import ConfigError
+from flowrl.tasks.user_module import one_line
+
+
+def imported(name: EnvironmentName, module: str, *, distribution: str) -> Any:
+    """The module, untyped; `distribution` is what pip calls its package. Raises ConfigError if it does not import."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as problem:
+        missing = (problem.name or module).partition(".")[0]
+        needs = distribution if missing == module.partition(".")[0] else missing
+        raise ConfigError(f"environment {name.text!r} needs the package {needs}; pip install {needs}") from None
+    except Exception as problem:  # the boundary to the package's import
+        raise ConfigError(
+            f"environment {name.text!r}: the package {distribution} does not import: {one_line(problem)}"
+        ) from None
+
+
+def close_names(wanted: str, known: list[str]) -> str:
+    """The end of a sentence that says that `wanted` is not among the package's names."""
+    close = difflib.get_close_matches(wanted, known, 3)
+    return f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known[:8])}, and others"

@@ -1,0 +1,152 @@
+"""`textarena/NAME`: a game of TextArena, for one player or for several seats.
+
+An observation is what the game says since the seat's last turn, and what the other seats did. The seat's own reply is
+not repeated: it is in the conversation already. The package's own observations begin anew at each turn, and are not
+used. Of a single player an invalid move is told and may be made again as often as the package allows; with several
+seats it loses at once, so that the seats always act in their order.
+
+The number of seats is found by trying 1 and 2; the option `players` says it for games with more. All other options are
+the package's own. Some games need words of NLTK; nothing is downloaded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from flowrl.environments.adapters.package import close_names, imported
+from flowrl.environments.environment_row import EnvironmentName
+from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step
+from flowrl.errors import ConfigError
+from flowrl.tasks.user_module import one_line
+
+TRIED_PLAYERS = (1, 2)
+
+
+class TextarenaEnv(Env):
+    """One game. `TextarenaGame` is the same for several seats."""
+
+    @classmethod
+    def maker(cls, name: EnvironmentName) -> Callable[[], Env]:
+        """Imports the package and the game. Raises ConfigError if one is not there, or takes other options."""
+        package = imported(name, "textarena", distribution="textarena")
+        nltk = imported(name, "nltk", distribution="nltk")
+        nltk.download = lambda *_, **__: False  # games call it at import, and it waits where there is no network
+        options = {key: value for key, value in name.options.items() if key != "players"}
+        seats = _players(name, package, options)
+        kind = type(cls.__name__, (cls if seats == 1 else TextarenaGame,), {"seats": seats})
+        return lambda: kind(package.make(name.place, **options))
+
+    def __init__(self, game: Any) -> None:
+        self._game = game
+        self._base = _unwrapped(game)
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation | tuple[Observation, ...]:
+        self._game.reset(num_players=self.seats, seed=seed)
+        return Observation(self._heard())
+
+    async def step(self, action: Action) -> Step:
+        over, _ = self._game.step(action=action.text)
+        if not over:
+            return Step(Observation(self._heard()))
+        (reward,), metrics = self._ended()
+        return Step(Observation(self._heard()), reward, terminated=True, metrics=metrics)
+
+    def _heard(self) -> str:
+        """What the seat whose turn it is has not seen yet."""
+        state = self._base.state
+        seat, said = self._base.get_observation()
+        return "\n\n".join(_line(state, sender, text.strip()) for sender, text, _ in said if sender != seat)
+
+    def _ended(self) -> tuple[tuple[float, ...], dict[str, float]]:
+        """Each player's reward, and figures of the game."""
+        rewards, told = self._game.close()
+        if rewards is None:
+            raise MalformedValue(f"{type(self._base).__name__} ended without rewards")
+        invalid = any(told[player].get("invalid_move") for player in range(self.seats))
+        by_player = tuple(float(rewards[player]) for player in range(self.seats))
+        return by_player, {"turns": float(self._base.state.turn), "invalid_move": float(invalid)}
+
+
+class TextarenaGame(TextarenaEnv):
+    """A game with several seats. Seat 0 is the player who begins, who need not be player 0."""
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
+        self._game.reset(num_players=self.seats, seed=seed)
+        self._base.state.error_allowance = 0
+        self._first: int = self._base.state.current_player_id
+        return self._shown_to(0)
+
+    async def step(self, action: Action, seat: int = 0) -> Step:
+        over, _ = self._game.step(action=action.text)
+        if over:
+            by_player, metrics = self._ended()
+            rewards = by_player[self._first :] + by_player[: self._first]
+            return Step((Observation(),) * self.seats, rewards, terminated=True, metrics=metrics)
+        return Step(self._shown_to((seat + 1) % self.seats), (0.0,) * self.seats)
+
+    def _shown_to(self, following: int) -> tuple[Observation, ...]:
+        """The seat whose turn it is sees what was said; the others see it when it is theirs."""
+        asked = (self._base.state.current_player_id - self._first) % self.seats
+        if asked != following:
+            raise MalformedValue(
+                f"{type(self._base).__name__} asks seat {asked} when it is the turn of seat {following}; only games "
+                "whose seats act in their order can be played"
+            )
+        text = self._heard()
+        return tuple(Observation(text if seat == asked else "") for seat in range(self.seats))
+
+
+def _line(state: Any, sender: int, text: str) -> str:
+    """What the game says is shown as it is, what another seat says under its name."""
+    return text if sender < 0 else f"[{state.role_mapping.get(sender, f'Player {sender}')}] {text}"
+
+
+def _unwrapped(game: Any) -> Any:
+    while "env" in vars(game):
+        game = game.env
+    return game
+
+
+def _players(name: EnvironmentName, package: ModuleType, options: Mapping[str, Any]) -> int:
+    """How many the game is for. Imports the game, once and not in each episode."""
+    known = list(package.envs.registration.ENV_REGISTRY)
+    if name.place not in known:
+        raise ConfigError(f"textarena has no game {name.place!r}; {close_names(name.place, known)}")
+    wanted = name.options.get("players")
+    try:
+        for number in TRIED_PLAYERS if wanted is None else (wanted,):
+            if _accepts(package, package.make(name.place, **options), number, last=number in (2, wanted)):
+                return int(number)
+    except LookupError as problem:
+        raise ConfigError(_words_missing(name, problem)) from None
+    except Exception as problem:  # the boundary to the game's code
+        raise ConfigError(f"environment {name.text!r}: textarena refuses it: {one_line(problem)}") from None
+    tried = " or ".join(map(str, TRIED_PLAYERS)) if wanted is None else wanted
+    raise ConfigError(f"environment {name.text!r} cannot be played by {tried}; say by how many with players=NUMBER")
+
+
+def _accepts(package: ModuleType, game: Any, number: int, *, last: bool) -> bool:
+    """Whether so many can play. Games say no by an assertion, some by a ValueError, which the `last` try raises.
+
+    A few games for several players accept one, and cannot be played so: before the last try, one player is right only
+    for a game whose state is a single player's.
+    """
+    try:
+        game.reset(num_players=number, seed=0)
+    except AssertionError:
+        return False
+    except ValueError:
+        if last:
+            raise
+        return False
+    return last or isinstance(_unwrapped(game).state, package.SinglePlayerState)
+
+
+def _words_missing(name: EnvironmentName, problem: LookupError) -> str:
+    lines = [line.strip() for line in str(problem).splitlines() if "nltk.download(" in line]
+    if not lines:
+        return f"environment {name.text!r}: textarena refuses it: {one_line(problem)}"
+    resource = lines[0].partition("nltk.download(")[2].strip("')\x1b[0m ")
+    return f"environment {name.text!r} needs data of NLTK; python -m nltk.downloader {resource}"

@@ -1,0 +1,113 @@
+"""What all messages have: a base class, a name that every process knows, and a hash of their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, get_type_hints
+
+from flowrl.errors import SchemaError
+
+_registry: dict[str, type[Message]] = {}
+"""Every message class of this process, by `type_name`; if several have one name, the newest."""
+_modules: dict[str, str] = {}
+"""Module names that differ between processes -> the stable name that type names use instead."""
+INT64 = range(-(1 << 63), 1 << 64)
+"""The integers that can be sent: 64 bits, signed or unsigned."""
+
+
+class Message:
+    """Base of every message. Subclasses are `@dataclass(frozen=True)` and register by `type_name`."""
+
+    schema_hash: ClassVar[int] = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name = type_name(cls)
+        _registry.pop(name, None)
+        _registry[name] = cls
+
+
+def type_name(cls: type) -> str:
+    """The name of a message class in lanes and in storage: the same in every process and on every machine.
+
+    flowrl's own classes use the bare name. A user's class uses module and name, so it may share a name with flowrl's.
+    """
+    module = cls.__module__
+    if module.partition(".")[0] == "flowrl":
+        return cls.__name__
+    if module in ("__main__", "__mp_main__") and module not in _modules:
+        _modules[module] = _name_of_program(module)
+    return f"{_modules.get(module, module)}.{cls.__qualname__}"
+
+
+def _name_of_program(module: str) -> str:
+    """The module name of this process's program in a process that imports it."""
+    program = sys.modules[module]
+    spec, file = getattr(program, "__spec__", None), getattr(program, "__file__", None)
+    return str(spec.name) if spec is not None else Path(file).stem if file else "__main__"
+
+
+def name_module(name: str, stable: str) -> None:
+    """Use `stable` in type names of the module `name`, if only this process calls the module `name`."""
+    _modules[name] = stable
+
+
+def message_type(name: str) -> type[Message]:
+    """The message class called `name`. Raises SchemaError if there is none or more than one.
+
+    A bare name, or the name of a class that has moved to another module since it was stored, matches the only
+    user class with the same last part.
+    """
+    if name in _registry:
+        return _registry[name]
+    bare = name.rpartition(".")[2]
+    found = [known for known in _registry if known.rpartition(".")[2] == bare and known != bare]
+    if len(found) == 1:
+        return _registry[found[0]]
+    if found:
+        raise SchemaError(f"message type {name!r} may be {' or '.join(found)}; give the classes different names")
+    raise SchemaError(f"no message type {name!r} is known here; import the module that defines it")
+
+
+def known_types() -> tuple[type[Message], ...]:
+    """Every message class defined so far in this process."""
+    return tuple(_registry.values())
+
+
+def schema_hash(cls: type[Message]) -> int:
+    """A 32-bit hash of the class's name and its fields' names and types, in order; cached on the class."""
+    if "schema_hash" not in cls.__dict__:
+        hints = get_type_hints(cls)
+        text = type_name(cls) + "".join(f";{f.name}:{_spelt(hints[f.name])}" for f in dataclasses.fields(cls))  # type: ignore[arg-type]
+        cls.schema_hash = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+    return cls.schema_hash
+
+
+def _spelt(hint: Any) -> str:
+    """A type as text that is the same in every process."""
+    text = str(hint)
+    for name, stable in _modules.items():
+        text = text.replace(f"{name}.", f"{stable}.")
+    return text
+
+
+def scalar_problem(value: str | int) -> str:
+    """Why a text or an integer cannot be sent or stored; "" if it can."""
+    if isinstance(value, int):
+        return "" if value in INT64 else f"the integer {_digits(value)}, beyond 64 bits; write it as text"
+    if value.isascii():
+        return ""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        found = value[error.start]
+        return f"text with {found!r} at {error.start}, half of a surrogate pair and no character; remove it"
+    return ""
+
+
+def _digits(value: int) -> str:
+    """An integer as text for an error message; Python refuses to print thousands of digits."""
+    return str(value) if value.bit_length() < 128 else f"of {value.bit_length()} bits"

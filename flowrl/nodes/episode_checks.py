@@ -1,0 +1,42 @@
+"""What can be said of an environment and a policy before a run: lengths, and the chat template with the tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowrl.agents import examine
+from flowrl.errors import ConfigError
+from flowrl.models import Policy, known_context, known_tokenizer
+from flowrl.models.chat import Messages
+from flowrl.nodes.limits import Limits
+
+
+def length_problems(limits: Limits, policy: Policy, token_budget: int | None) -> Iterator[str]:
+    """Episodes that may become longer than the model's context, or than a micro-batch."""
+    longest = known_context(policy)
+    if longest is None:
+        return
+    if limits.tokens is not None and limits.tokens > longest:
+        yield f"limits.tokens is {limits.tokens}, but the context of {policy.model} takes {longest} tokens; lower it"
+    if limits.tokens is None and token_budget is not None and token_budget < longest:
+        yield (
+            f"an episode may have as many tokens as the context of {policy.model}, {longest}, but a micro-batch takes "
+            f"token_budget={token_budget}; say limits.tokens, or raise token_budget to {longest}"
+        )
+
+
+def template_findings(policy: Policy, environment: str, tools: Messages) -> str | None:
+    """What an examination of the chat template finds; None for a model whose tokenizer is not known yet.
+
+    Raises ConfigError for tools that the template cannot take.
+    """
+    tokenizer = known_tokenizer(policy)
+    if tokenizer is None:
+        return None
+    examination = examine(tokenizer, tools)
+    if tools and examination.no_tools:
+        raise ConfigError(
+            f"environment {environment!r} has tools, but the chat template of {policy.model} cannot take them "
+            f"({examination.no_tools}); choose a model for tool calls, or an environment without tools"
+        )
+    return f"the chat template of {policy.model}: {examination}"

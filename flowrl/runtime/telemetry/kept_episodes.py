@@ -1,0 +1,145 @@
+"""`episodes/`: episodes of a run as text, for `flowrl show`. Plain lines of JSON, one for each attempt that has ended.
+
+`recent.jsonl` has the last attempts, whatever they came to; `chosen.jsonl` has those that failed and one in a hundred
+of the others, chosen by a hash of the sample's id, so that a resumed run chooses the same ones.
+
+Invariants
+- Each file is bounded: when it is full it becomes `NAME.before.jsonl`, which replaces the one before it.
+- Every line is whole, except that a killed process may leave an incomplete last one; the next writer removes it.
+- A failure to write is told once and ends nothing.
+- After a resume no line tells of what the resume has undone.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = "episodes"
+RECENT, CHOSEN = "recent", "chosen"
+MOST_BYTES = 32 << 20
+"""Of one file; there are at most four."""
+ONE_IN = 100
+"""Of the episodes that did not fail, so many are chosen."""
+
+Record = Mapping[str, Any]
+
+
+class BoundedLines:
+    """Appends lines to a file of at most `most_lines` and MOST_BYTES; the full file before it stays beside it."""
+
+    def __init__(self, path: Path, *, most_lines: int | None = None) -> None:
+        self._path = path
+        self._most_lines = most_lines
+        path.parent.mkdir(exist_ok=True)
+        self._open()
+
+    def append(self, line: bytes) -> None:
+        """Write one line. After an OSError the file may end with a part of it, and only `close` may be called."""
+        if self._size + len(line) > MOST_BYTES or self._num_lines == self._most_lines:
+            self._file.close()
+            self._path.replace(before(self._path))
+            self._open()
+        if self._file.write(line + b"\n") != len(line) + 1:
+            raise OSError("the disk is full")
+        self._size += len(line) + 1
+        self._num_lines += 1
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> None:
+        self._file = self._path.open("ab", buffering=0)
+        whole = self._path.read_bytes().rpartition(b"\n")[:2]
+        self._size, self._num_lines = len(b"".join(whole)), whole[0].count(b"\n") + len(whole[1])
+        self._file.truncate(self._size)
+
+
+class KeptEpisodes:
+    """Keeps the lines that environments send; at least the last `number` of them. 0 keeps nothing."""
+
+    def __init__(self, run_dir: Path, number: int, warn: Callable[[str], None]) -> None:
+        self._folder = run_dir / FOLDER
+        self._number = number
+        self._warn = warn
+        self._warned = False
+        self._files: dict[str, BoundedLines] = {}
+
+    def add(self, sample_id: str, line: str, *, failed: bool) -> None:
+        """Keep one attempt; `line` is its record as JSON."""
+        if not self._number:
+            return
+        names = [RECENT, CHOSEN] if failed or is_chosen(sample_id) else [RECENT]
+        try:
+            for name in names:
+                self._file(name).append(line.encode())
+        except OSError as problem:
+            self.close()  # the next one opens the files again, and cuts incomplete lines off
+            self._files.clear()
+            if not self._warned:
+                self._warn(
+                    f"{self._folder} cannot be written ({problem}); the run continues, and flowrl show lacks some"
+                )
+            self._warned = True
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _file(self, name: str) -> BoundedLines:
+        if name not in self._files:
+            most_lines = self._number if name == RECENT else None
+            self._files[name] = BoundedLines(self._folder / f"{name}.jsonl", most_lines=most_lines)
+        return self._files[name]
+
+
+def is_chosen(sample_id: str) -> bool:
+    """Whether an episode that did not fail is one of those that are kept for long."""
+    return zlib.crc32(sample_id.encode()) % ONE_IN == 0
+
+
+def before(path: Path) -> Path:
+    """The file of the lines before those in `path`."""
+    return path.with_name(f"{path.stem}.before.jsonl")
+
+
+def read_kept(run_dir: Path, sample_id: str | None = None) -> list[Record]:
+    """The attempts kept, of one sample or of all, in the order in which they ended. Damaged lines are left out."""
+    found: dict[tuple[Any, ...], Record] = {}
+    for path in _files(run_dir):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if sample_id is not None and json.dumps(sample_id) not in line:
+                continue
+            record = _parsed(line)
+            if record is not None and sample_id in (None, record["sample_id"]):
+                found[record["sample_id"], record["attempt"], record["ended_s"]] = record
+    return sorted(found.values(), key=lambda record: float(record["ended_s"]))
+
+
+def rewind_kept(run_dir: Path, until_s: float) -> None:
+    """Remove the attempts that ended after `until_s`: a resumed run plays those episodes again."""
+    for path in _files(run_dir):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = [line for line in lines if (record := _parsed(line)) is not None and record["ended_s"] <= until_s]
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        temporary.replace(path)
+
+
+def _files(run_dir: Path) -> Iterator[Path]:
+    """The files that exist."""
+    for name in (RECENT, CHOSEN):
+        path = run_dir / FOLDER / f"{name}.jsonl"
+        yield from (file for file in (before(path), path) if file.is_file())
+
+
+def _parsed(line: str) -> Record | None:
+    """The record, None for a line that is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"sample_id", "attempt", "ended_s"} <= record.keys() else None

@@ -1,0 +1,130 @@
+"""What metrics, check and preflight say of episodes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowrl.environments import Observation
+from flowrl.environments.protocol import MalformedValue
+from flowrl.errors import ConfigError
+from flowrl.graph.analysis.check import check
+from flowrl.graph.load import load_file
+from flowrl.models import Policy
+from flowrl.models.characters import character_tokenizer
+from flowrl.nodes import Environment, Limits
+from flowrl.nodes.episode_reports import retokenizes
+from flowrl.runtime.telemetry.metrics import Metrics
+from flowrl.runtime.telemetry.statistics import Statistics
+from flowrl.training.batch.batch_stats import ages_by_turn
+from tests import play_envs
+from tests.test_nodes_environment import Script, failing
+from tests.test_nodes_environment import play as play_node
+from tests.test_runtime_episodes import play
+
+ROOT = Path(__file__).parent.parent
+PLAYED = str(Path(play_envs.__file__))
+
+
+def test_the_figures_of_a_played_episode(tmp_path: Path) -> None:
+    record = play_node(Script("go"), failing(tmp_path, times=2), limits=Limits(tokens=400, retries=2))
+    gauges, metrics = record.gauges, record.metrics
+    assert gauges["episode_turns"] == [1] and len(gauges["turn_slot_s"]) == len(gauges["turn_environment_s"]) == 1
+    assert gauges["episode_tokens"] == [record.sent("episodes")[0].token_ids.size]
+    assert (metrics["attempts"], metrics["attempts_failed"], metrics["attempts_failed/env_raised"]) == (2, 1, 1)
+    assert (metrics["episodes"], metrics["episodes_truncated"], metrics["replies_checked"]) == (1, 0, 1)
+    assert [one["cause"] for one in record.episodes] == ["env_raised", ""]
+    assert [one["turns"] for one in record.episodes] == [1, 1], "the turns of a failed attempt are known"
+
+
+def test_shares_of_a_line(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, Statistics(), roles={})
+    line = metrics.line({"step": 1, "later_cached_tokens": 30, "later_context_tokens": 40, "replies_checked": 0})
+    metrics.close()
+    assert line["prefix_cache_share"] == 0.75 and "retokenized_share" not in line
+
+
+def test_a_reply_that_tokenizing_would_change() -> None:
+    tokenizer = character_tokenizer()
+    assert not retokenizes(tokenizer, tokenizer("12<|end|>")["input_ids"])
+
+    class Merging:
+        def decode(self, ids: list[int], **options: Any) -> str:
+            return "ab"
+
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            return {"input_ids": [7]}
+
+    assert retokenizes(Merging(), [1, 2])
+
+
+def test_ages_by_turn() -> None:
+    policy = np.array([0, 1, 1, 0, 1, 0, 1, 0, 1], bool)
+    sample: Any = SimpleNamespace(policy_mask=policy, versions=np.where(policy, [0, 1, 2, 0, 3, 0, 3, 0, 4], -1))
+    mask = policy.copy()
+    mask[1] = False
+    assert ages_by_turn(sample, mask, 5) == {"turn_1": (3, 1), "turn_2": (2, 1), "turns_3_4": (3, 2)}
+
+
+def test_every_figure_of_a_run_is_in_the_table(tmp_path: Path) -> None:
+    ran = play(tmp_path / "run", fails=0.3, most_turns=3).raise_for_error()
+    table = (ROOT / "docs" / "episodes.md").read_text()
+    lines = ran.metrics()
+    names = {name for line in lines for name in line}
+    for figure in re.findall(
+        r"`([a-z_]+)`", "".join(row.split("|")[1] for row in table.splitlines() if row[:2] == "| ")
+    ):
+        if figure not in (
+            "figure",
+            "requests_moved",
+            "oldest_wait_s",
+            "failing_by_length",
+            "turns_3_4",
+            "turns_5_8",
+            "turn_2",
+        ):
+            assert figure in names, figure
+    assert any(line.get("attempts_failed/env_raised") for line in lines)
+
+
+# Check and preflight
+
+
+def test_images_are_refused_in_a_sentence() -> None:
+    parts: Any = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    with pytest.raises(MalformedValue, match="images are not supported"):
+        Observation(messages=({"role": "user", "content": parts},))
+
+
+def test_episodes_longer_than_the_model_or_a_micro_batch_are_refused() -> None:
+    def problems(tokens: int | None, budget: int | None) -> list[str]:
+        node = Environment("gymnasium/FrozenLake-v1", Policy("tiny"), limits=Limits(tokens=tokens))
+        return node.check(SimpleNamespace(token_budget=budget))
+
+    assert problems(2048, 4096) == problems(None, 2048) == problems(None, None) == []
+    assert "the context of tiny takes 2048" in problems(2049, None)[0]
+    assert "token_budget=1024" in problems(None, 1024)[0]
+
+
+def test_more_episodes_than_places_are_a_warning() -> None:
+    file = load_file(str(ROOT / "graphs" / "agent_tools.py"))
+
+    def warnings(*options: str) -> list[str]:
+        graph = file.build(file.parse(list(options), prog="test", others={}))
+        return [text for text in check(graph).warnings if "wait and grow old" in text]
+
+    assert warnings() == []
+    (text,) = warnings("--limits.episodes", "16")
+    assert text.startswith("environment plays 16 episodes at a time but ")
+
+
+def test_the_preflight_tells_of_the_template_and_refuses_tools_that_it_cannot_take() -> None:
+    assert "both histories give the same" in (Environment(f"{PLAYED}:Echo", Policy("tiny")).preflight() or "")
+    with pytest.raises(ConfigError, match=r"has tools, but the chat template of tiny cannot take them"):
+        Environment(f"{PLAYED}:Echo:tools=1", Policy("tiny")).preflight()
+    assert "Tool calls can be fed" in (Environment(f"{PLAYED}:Echo:tools=1", Policy("tiny_agent")).preflight() or "")
