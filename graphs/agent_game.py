@@ -23,6 +23,9 @@ class AgentGame(GroupedEpisodes):
     task: Task = Task(SUM)
     """What `tiny` is warm-started on; other policies do not look at it."""
     max_tokens: int = 16
+    groups_per_step: int = 16
+    look_ahead: int = 16
+    lr: float = 1e-4
 
 
 def graph(cfg: AgentGame) -> Graph:

@@ -122,7 +122,7 @@ def test_another_process_that_loads_another_file_first_agrees(tmp_path: Path) ->
     other = tmp_path / "other.py"
     other.write_text(DIALOGUE.replace("text: str", "text: bytes"))
     code = (
-        "import sys\nfrom flowrl.graph.load import load_file\nfrom flowrl.messages import schema_hash\n"
+        "import sys\nfrom flowrl.graph.load import load_file\nfrom flowrl.message_base import schema_hash\n"
         "print([schema_hash(load_file(path).module.Dialogue) for path in sys.argv[1:]][-1])"
     )
     done = subprocess.run([sys.executable, "-c", code, other, there], capture_output=True, text=True, check=True)

@@ -47,7 +47,7 @@ def test_one_id_changed_between_generator_and_trainer_fails_the_audit(tmp_path: 
 
 @pytest.mark.parametrize("retries", [0, 2])
 def test_what_the_environment_does_wrong_is_redone_or_fails_by_its_cause(tmp_path: Path, retries: int) -> None:
-    ran = play(tmp_path / "run", fails=0.3, retries=retries).raise_for_error()
+    ran = play(tmp_path / "run", fails=0.4, retries=retries).raise_for_error()
     assert ran.audit().ok, str(ran.audit())
     states = ran.states()
     causes = {"failed: env_raised", "failed: env_timed_out", "failed: env_malformed"}
@@ -127,7 +127,8 @@ def test_rewritten_contexts_are_branches_whose_tokens_are_proven(tmp_path: Path,
     report = ran.audit()
     assert report.ok, str(report)
     assert ran.states() == {"trained": STEPS * 6}
-    assert ran.rows("SELECT MAX(turns) FROM episodes") == [(8,)]
+    # Which rows are played depends on the path of the environment's file.
+    assert 4 < ran.rows("SELECT MAX(turns) FROM episodes")[0][0] <= 8
     turns = ran.rows("SELECT SUM(turns) FROM episodes")[0][0]
     assert (
         report.figures["requests"] == report.figures["policy spans proven"] == report.figures["policy spans"] == turns

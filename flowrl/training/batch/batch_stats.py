@@ -113,10 +113,10 @@ class BatchStats:
 def ages_by_turn(sample: Trainable, mask: Bool, version: int) -> dict[str, tuple[int, int]]:
     """(sum of ages, number) of the tokens in `mask`, by turns: 1, 2, 3 to 4, 5 to 8 and so on.
 
-    A turn is a run of policy tokens.
+    A turn is a run of policy tokens; runs count through all sequences, one after the other.
     """
-    turns = np.cumsum(np.diff(sample.policy_mask.astype(np.int8), prepend=0) == 1)[mask]
-    ages = version - sample.versions[mask]
+    turns = np.cumsum(np.diff(sample.whole_mask.astype(np.int8), prepend=0) == 1)[mask]
+    ages = version - sample.whole_versions[mask]
     doublings = np.ceil(np.log2(turns)).astype(int)
     found = {}
     for doubling in np.unique(doublings).tolist():
