@@ -65,7 +65,7 @@ def test_a_reply_that_tokenizing_would_change() -> None:
 
 def test_ages_by_turn() -> None:
     policy = np.array([0, 1, 1, 0, 1, 0, 1, 0, 1], bool)
-    sample: Any = SimpleNamespace(policy_mask=policy, versions=np.where(policy, [0, 1, 2, 0, 3, 0, 3, 0, 4], -1))
+    sample: Any = SimpleNamespace(whole_mask=policy, whole_versions=np.where(policy, [0, 1, 2, 0, 3, 0, 3, 0, 4], -1))
     mask = policy.copy()
     mask[1] = False
     assert ages_by_turn(sample, mask, 5) == {"turn_1": (3, 1), "turn_2": (2, 1), "turns_3_4": (3, 2)}
