@@ -98,7 +98,7 @@ class Environment(EpisodeNode):
             await episode.close_quietly()
         found = template_findings(self.policy, self.environment, observation.tools)
         if not self.policy.built_in:
-            self.load(resolve(self.policy))
+            self._load(resolve(self.policy))
             size = self._new_attempt(_ask_nobody).begin(observation)
             if size >= self._tokens:
                 raise ConfigError(

@@ -93,7 +93,7 @@ class EpisodeNode(Node):
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
         return [*problems, *length_problems(self.limits, self.policy, None if facts is None else facts.token_budget)]
 
-    def load(self, model_dir: str) -> None:
+    def _load(self, model_dir: str) -> None:
         """Load the tokenizer. Raises ConfigError if an episode may be longer than the model's context."""
         self._templates = Templates(load_tokenizer(model_dir))
         longest = context_length(model_dir)
@@ -106,7 +106,7 @@ class EpisodeNode(Node):
 
     async def prepare(self, model_dir: str) -> None:
         """What every attempt needs."""
-        await self.blocking(self.load, model_dir)
+        await self.blocking(self._load, model_dir)
         self._reports = EpisodeReports(self.context, self._templates.tokenizer, name_of=self.row_name)
         self._outcomes = AttemptOutcomes(self.context, self.source)
 
