@@ -28,6 +28,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph, OnLimit
 from flowrl.models import Policy
 from flowrl.nodes import (
+    AgentProgram,
     Environment,
     Evaluation,
     Generator,
@@ -208,19 +209,16 @@ class OnlineOptions(EvaluationOptions, SamplingOptions):
 
 @dataclass(frozen=True)
 class EpisodeOptions(OnlineOptions):
-    """Options of graphs that train the policy on episodes with an environment."""
+    """Options of graphs that train the policy on episodes, with environments or agents."""
 
     limits: Limits = Limits(tokens=2048)
     """What bounds an episode, as in --limits.turns 8."""
     processes: int = 256
-    """Processes of environments at a time."""
+    """Processes of environments, or of agents, at a time."""
     affinity_margin: int = 2
     """A session stays on its generator while that has at most so many more open requests than the least loaded."""
     max_tokens: int = 256
     """Most tokens of one reply."""
-    history: History = "append"
-    """Contexts keep what was sampled, or are what the template makes of the messages: then an episode has a further
-    sequence for each context that the template rewrites."""
     credit: Credit = "episode"
     """A token has the advantage of its whole episode, or of its turn: of what follows, compared with the group."""
     gamma: float = 1.0
@@ -229,6 +227,31 @@ class EpisodeOptions(OnlineOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, processes=1, affinity_margin=0)
+
+    def agents(self, agent: str, command: str = "") -> AgentProgram:
+        """The node that runs agents: a function `FILE.py:FUNCTION`, or a command."""
+        return AgentProgram(
+            self.model,
+            agent=agent,
+            command=command,
+            sampling=self.sampling,
+            limits=self.limits,
+            processes=self.processes,
+            shaping=Shaping(negate=self.negate_rewards),
+        )
+
+    def estimate(self, estimator: Estimator) -> Estimate:
+        """How advantages are computed, with that estimator."""
+        return Estimate(estimator, gamma=self.gamma, credit=self.credit)
+
+
+@dataclass(frozen=True)
+class EnvironmentOptions(EpisodeOptions):
+    """Options of graphs that train the policy on episodes with an environment."""
+
+    history: History = "append"
+    """Contexts keep what was sampled, or are what the template makes of the messages: then an episode has a further
+    sequence for each context that the template rewrites."""
 
     def episodes(self, environment: str) -> Environment:
         """The node that plays the environment of that name."""
@@ -240,10 +263,6 @@ class EpisodeOptions(OnlineOptions):
             shaping=Shaping(negate=self.negate_rewards),
             history=self.history,
         )
-
-    def estimate(self, estimator: Estimator) -> Estimate:
-        """How advantages are computed, with that estimator."""
-        return Estimate(estimator, gamma=self.gamma, credit=self.credit)
 
 
 @dataclass(frozen=True)
@@ -297,10 +316,12 @@ def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator) -> None:
     g.call(evaluation.generate, generator.requests)
 
 
-def evaluate_episodes(g: Graph, cfg: EvaluationOptions, environment: Environment, generator: Generator) -> None:
-    """Let `generator` serve episodes alone, and add the evaluation node, whose held-out rows `environment` plays.
+def evaluate_episodes(
+    g: Graph, cfg: EvaluationOptions, player: Environment | AgentProgram, generator: Generator
+) -> None:
+    """Let `generator` serve episodes alone, and add the evaluation node, whose held-out rows `player` plays.
 
-    There is no evaluation if `cfg.evaluate` is 0.
+    They are those of its environment, or of the task for agents. There is no evaluation if `cfg.evaluate` is 0.
     """
     g.ignore(generator.prompts)
     g.ignore(generator.rollouts)
@@ -312,10 +333,11 @@ def evaluate_episodes(g: Graph, cfg: EvaluationOptions, environment: Environment
         num_prompts=cfg.evaluate,
         num_samples=cfg.evaluate_samples,
         every=cfg.evaluate_every,
-        environments=(environment.environment,),
+        environments=(player.environment,) if isinstance(player, Environment) else (),
+        agent_tasks=() if isinstance(player, Environment) else (cfg.task,),
     )
     evaluation = g.add("evaluation", held_out)
-    g.call(evaluation.play, environment.requests)
+    g.call(evaluation.play, player.requests)
 
 
 def evaluate_offline(

@@ -7,6 +7,7 @@ prints `str(error)` and nothing else, so the message has to be complete on its o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class FlowrlError(Exception):
@@ -63,3 +64,17 @@ class Stalled(FlowrlError):
 
 class SampleFailed(FlowrlError):
     """Raised in a node body to fail one sample: the sample becomes a tombstone and the run continues."""
+
+
+class AttemptFailed(FlowrlError):
+    """An attempt at an episode is void, and nothing is known of the episode's reward.
+
+    `cause` is a word for the ledger. Without `again`, a further attempt would fail in the same way. `played` is what
+    the node has of the attempt until then; None if it failed before its beginning.
+    """
+
+    def __init__(self, cause: str, text: str, *, again: bool = True, played: Any = None) -> None:
+        self.cause = cause
+        self.again = again
+        self.played = played
+        super().__init__(text)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import EpisodeOptions, evaluate_episodes
+from flowrl.blocks import EnvironmentOptions, evaluate_episodes
 from flowrl.nodes import EnvironmentSource, GroupAdvantage
 from flowrl.tasks import Task
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class GroupedEpisodes(EpisodeOptions):
+class GroupedEpisodes(EnvironmentOptions):
     """Options of graphs that compare the episodes of a group."""
 
     staleness: int = 2

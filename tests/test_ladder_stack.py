@@ -1,8 +1,8 @@
 """Two steps of every graph on the real stack, and their records.
 
-graphs/grpo.py has tests/test_stack_run.py to itself, graphs/ppo.py tests/test_ppo_stack.py, and graphs/agent_tools.py
-tests/test_agents_stack.py. The settings are as
-small as the graphs allow.
+graphs/grpo.py has tests/test_stack_run.py to itself, graphs/ppo.py tests/test_ppo_stack.py, graphs/agent_tools.py
+tests/test_agents_stack.py, and graphs/agent_openai.py tests/test_agents_openai_stack.py. The settings are as small as
+the graphs allow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OFFLINE = {
     "reward_model": ("--batch", "4", "--held-out", "8"),
     "sft": ("--batch", "8", *EVALUATED),
 }
-ELSEWHERE = {"agent_tools", "grpo", "ppo"}
+ELSEWHERE = {"agent_openai", "agent_tools", "grpo", "ppo"}
 NO_TRAINER = {"pairs"}
 
 

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": BASE,
     "environments": BASE | {"tasks"},
     "models": BASE | {"tasks", "training"},
-    "agents": BASE | {"models", "tasks"},
+    "agents": BASE | {"models", "tasks", "environments"},
     "nodes": ENGINE | LIBRARIES,
     "blocks": BASE | LIBRARIES | {"graph", "nodes"},
     "recipes": LIBRARIES | {"__init__", "blocks", "nodes"},

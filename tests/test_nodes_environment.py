@@ -19,8 +19,8 @@ from flowrl.models.characters import character_tokenizer
 from flowrl.nodes import Environment, EnvironmentSource, Limits
 from flowrl.nodes.attempt import messages_of, read_action
 from flowrl.nodes.attempt_outcomes import FIRST_ATTEMPTS
-from flowrl.nodes.environment import turn_seed
 from flowrl.nodes.environment_source import prompt_fields
+from flowrl.nodes.episode_node import turn_seed
 from flowrl.testing import NodeRecord, NodeRig
 from tests import play_envs
 

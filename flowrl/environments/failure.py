@@ -7,10 +7,10 @@ import contextlib
 import socket
 import traceback
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from flowrl.environments.protocol import MalformedValue
-from flowrl.errors import FlowrlError
+from flowrl.errors import AttemptFailed, FlowrlError
 
 ResumeCause = Literal["replay_differs", "resumed"]
 EnvCause = Literal["env_raised", "env_timed_out", "env_died", "env_out_of_memory", "env_malformed", "env_unreachable"]
@@ -27,14 +27,13 @@ UNREACHABLE = (ConnectionError, socket.gaierror)
 """What an environment raises when the server behind it cannot be reached."""
 
 
-class EnvironmentFailed(FlowrlError):
-    """An environment failed, and nothing is known of the episode's reward. `cause` is a word for the ledger."""
+class EnvironmentFailed(AttemptFailed):
+    """An environment failed."""
+
+    cause: Cause
 
     def __init__(self, cause: Cause, text: str) -> None:
-        self.cause = cause
-        self.played: Any = None
-        """What the node has of the attempt until then; None if it failed before its first observation."""
-        super().__init__(text)
+        super().__init__(cause, text)
 
 
 class ZygoteFailed(FlowrlError):

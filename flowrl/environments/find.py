@@ -25,6 +25,9 @@ class FoundEnvironment:
     make: Callable[[], Env]
     """Makes the object for one episode. May raise anything: it runs code of the environment's package."""
 
+    before_fork: Callable[[], None] = lambda: None
+    """Loads what the processes of episodes share. May raise anything."""
+
     def made(self) -> Env:
         """`make`, where what it raises is the user's mistake. Raises ConfigError."""
         try:
@@ -42,7 +45,9 @@ def find_environment(text: str) -> FoundEnvironment:
         return _adapted(name)
     kind = _own_class(name)
     _check_options(name, kind)
-    return FoundEnvironment(text, kind, lambda: kind(**name.options))
+    return FoundEnvironment(
+        text, kind, lambda: kind(**name.options), before_fork=lambda: kind.before_fork(**name.options)
+    )
 
 
 def _adapted(name: EnvironmentName) -> FoundEnvironment:

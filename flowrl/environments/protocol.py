@@ -152,6 +152,13 @@ class Env:
     seats: ClassVar[int] = 1
     """Number of players. They act in order, from seat 0."""
 
+    @classmethod
+    def before_fork(cls, **options: Any) -> None:
+        """Called with the options in the process that those of the episodes are forked from: they share what it loads.
+
+        Raise ConfigError for a user's mistake. It must not start threads.
+        """
+
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation | tuple[Observation, ...]:
         """Begin the episode. `task` is the row: its name, options and seed. With several seats: one for each."""
         raise NotImplementedError

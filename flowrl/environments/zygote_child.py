@@ -37,6 +37,7 @@ def main(text: str, control: socket.socket, memory_bytes: int) -> None:
     child.die_with_parent()
     try:
         found = find_environment(text)
+        found.before_fork()
         _check_threads(text)
     except ConfigError as problem:
         control.send(msgpack.packb({"refused": str(problem)[: MESSAGE_BYTES // 8]}))

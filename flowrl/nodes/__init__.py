@@ -1,6 +1,7 @@
 """The built-in nodes. Importing them loads no heavy packages; their `setup` does."""
 
 from flowrl.nodes.advantage import GroupAdvantage, JoinedAdvantage
+from flowrl.nodes.agent_program import AgentProgram
 from flowrl.nodes.batch import TokenBatch
 from flowrl.nodes.critic import Critic
 from flowrl.nodes.dataset import Demonstrations
@@ -22,11 +23,13 @@ from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.selection import BestOfN, PairMaker
 from flowrl.nodes.shaping import Overlong, Shaping
 from flowrl.nodes.source import PromptSource
+from flowrl.nodes.task_source import TaskSource
 from flowrl.nodes.teacher import Teacher, TeacherAdvantage
 from flowrl.nodes.trainer import Trainer
 
 __all__ = [
     "AdaptiveKL",
+    "AgentProgram",
     "BestOfN",
     "Critic",
     "Demonstrations",
@@ -52,6 +55,7 @@ __all__ = [
     "RewardModel",
     "Sampling",
     "Shaping",
+    "TaskSource",
     "Teacher",
     "TeacherAdvantage",
     "TokenBatch",

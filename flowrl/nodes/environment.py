@@ -1,12 +1,11 @@
-"""The environment node plays episodes: a prompt's item, and so its ticket, stays with its invocation to the end.
+"""The environment node plays episodes of an environment. `episode_node` says what holds for all nodes that do.
 
 Invariants:
 
-- A reward comes from the environment alone. What the environment does wrong voids the attempt; the next one has the
-  same ticket and start, and an environment of its own. After the last attempt the sample fails, by its cause.
+- A reward comes from the environment alone. What the environment does wrong voids the attempt, and every attempt has
+  an environment of its own.
 - The tokens of an episode are those that the generator sampled and those that the template wrote between them, by id.
-- Every attempt that has begun is booked: in a finished episode, or as void.
-- A checkpoint has the log of every attempt under way (`episode_log`), and never waits for an environment.
+- A half-done attempt goes on in a resumed run, with its replies and what the environment showed (`episode_log`).
 
 Waits: for replies, and for the environment (`context.outside`), whose every call has a limit in seconds.
 """
@@ -14,39 +13,30 @@ Waits: for replies, and for the environment (`context.outside`), whose every cal
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, get_args
 
-import numpy as np
-
 from flowrl.agents import History
-from flowrl.environments import RESUME_CAUSES, EnvironmentFailed, EnvironmentName, Episodes, environment_rows
-from flowrl.episode import Episode, Reply, Turn
-from flowrl.errors import ConfigError, SampleFailed
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
-from flowrl.graph.ports import Call, In, Out, Serve
-from flowrl.messages import Branch, Prompt, Record
-from flowrl.models import Policy, check_model, load_tokenizer, resolve
-from flowrl.models.directory import context_length
-from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played, Templates
-from flowrl.nodes.attempt_outcomes import AttemptOutcomes
+from flowrl.environments import EnvironmentFailed, EnvironmentName, Episodes, environment_rows
+from flowrl.episode import Reply
+from flowrl.errors import AttemptFailed, ConfigError
+from flowrl.messages import Prompt
+from flowrl.models import Policy, check_model, resolve
+from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played
 from flowrl.nodes.environment_source import row_of
-from flowrl.nodes.episode_checks import length_problems, template_findings
+from flowrl.nodes.episode_checks import template_findings
 from flowrl.nodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
-from flowrl.nodes.episode_reports import EpisodeReports
+from flowrl.nodes.episode_node import EpisodeNode
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.shaping import Shaping
-from flowrl.nodes.vllm_sampler import EVALUATION
 
 NO_ROOM = "no_room"
 """The cause of an episode whose first observation fills the context."""
 
 
-class Environment(Node):
+class Environment(EpisodeNode):
     """Plays the episodes of `environment` with the policy that `generate` asks.
 
     `environment` is a name as in docs/environments.md, `limits` bounds episodes and attempts. `processes` is the
@@ -56,16 +46,7 @@ class Environment(Node):
     an episode has a further sequence (`branches`) for each context that the template rewrote.
     """
 
-    prompts: In[Prompt]
-    episodes: Out[Episode]
-    generate: Call[Turn, Reply]
-    requests: Serve[Prompt, Episode]
-
     _pool: Episodes
-    _templates: Templates
-    _tokens: int
-    _reports: EpisodeReports
-    _outcomes: AttemptOutcomes
 
     def __init__(
         self,
@@ -78,38 +59,28 @@ class Environment(Node):
         shaping: Shaping | None = None,
         history: History = "append",
     ) -> None:
+        super().__init__(policy, limits=limits, processes=processes, memory_bytes=memory_bytes, shaping=shaping)
         self.environment = environment
-        self.policy = policy
-        self.limits = limits or Limits()
-        self.processes = processes
-        self.memory_bytes = memory_bytes
-        self.shaping = shaping or Shaping()
         self.history: History = history
-        """Causes of which a line was printed."""
+
+    @property
+    def source(self) -> str:
+        return self.environment
+
+    def row_name(self, prompt: Prompt) -> str:
+        return str(prompt.columns["environment"])
 
     # Declarations for the graph
 
-    def facts(self) -> Facts:
-        return Facts(
-            longest_response=self.limits.tokens,
-            concurrency=self.limits.episodes,
-            episodes=self.limits.episodes,
-            drops=True,
-            optional=("requests",),
-        )
-
     def check(self, facts: Any) -> list[str]:
-        problems = [*self.limits.problems(), *self.shaping.problems()]
-        for name in ("processes", "memory_bytes"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        problems = super().check(facts)
         if self.history not in get_args(History):
             problems.append(f"history is {self.history!r}; it has to be one of {', '.join(get_args(History))}")
         try:
             EnvironmentName(self.environment)
         except ConfigError as problem:
             problems.append(str(problem))
-        return [*problems, *length_problems(self.limits, self.policy, None if facts is None else facts.token_budget)]
+        return problems
 
     def preflight(self) -> str | None:
         check_model(self.policy)
@@ -136,16 +107,6 @@ class Environment(Node):
                 )
         return found
 
-    def _load(self, model_dir: str) -> None:
-        self._templates = Templates(load_tokenizer(model_dir))
-        longest = context_length(model_dir)
-        self._tokens = longest if self.limits.tokens is None else self.limits.tokens
-        if self._tokens > longest:
-            raise ConfigError(
-                f"limits.tokens is {self._tokens}, but the context of {self.policy.model} takes {longest} tokens; "
-                "lower it"
-            )
-
     def _new_attempt(self, ask: Ask, elapsed: Callable[[], float] | None = None) -> Attempt:
         outside = self.context.outside if hasattr(self, "context") else nullcontext
         return Attempt(
@@ -170,20 +131,10 @@ class Environment(Node):
     # Lifecycle
 
     async def setup(self) -> None:
-        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
-        await self.blocking(self._load, model_dir)
-        self._reports = EpisodeReports(self.context, self._templates.tokenizer)
-        self._outcomes = AttemptOutcomes(self.context, self.environment)
+        await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
         self._pool = self._episodes()
         await self._pool.__aenter__()
         _require_one_seat(self.environment, self._pool.seats)
-
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            if self.requests.live is not None:
-                tasks.create_task(self.requests.each(self._play_held_out, concurrency=self.limits.episodes))
-            await self.prompts.each(self._play, concurrency=self.limits.episodes)
-            self.episodes.close()  # `run` continues: held-out episodes may still be asked for
 
     async def close(self) -> None:
         if hasattr(self, "_pool"):
@@ -191,84 +142,11 @@ class Environment(Node):
 
     # Episodes
 
-    async def _play(self, prompt: Prompt) -> None:
-        if self.episodes.was_sent():
-            return
-        log = self._new_log(prompt.record)
-        began_s, ticket = time.monotonic() - log.seconds, self.prompts.ticket(prompt)
-        cause: str
-        while True:
-            self.prompts.keep(prompt, log.record)
-            try:
-                played = await self._attempt(prompt, log, ticket)
-            except EnvironmentFailed as failure:
-                cause = failure.cause
-                log = self._after_void(prompt, log, failure)
-                if log.failed > self.limits.retries:
-                    break
-                continue
-            if not played.sequences:
-                cause = NO_ROOM
-                text = f"the first observation leaves no room in {self._tokens} tokens"
-                self._reports.failed(prompt, log.attempt, played, cause, text, last=True)
-                self._outcomes.failed(cause, text)
-                log = log.next_attempt(counts=True)
-                break
-            self._outcomes.succeeded()
-            await self._settle(prompt, played, log.attempt, time.monotonic() - began_s)
-            return
-        place = (prompt.sample_id, self._row_name(prompt), log.attempt)
-        self.context.ledger.episode_failed(*place, 0, cause, time.monotonic() - began_s)
-        raise SampleFailed(cause)
-
-    def _after_void(self, prompt: Prompt, log: EpisodeLog, failure: EnvironmentFailed) -> EpisodeLog:
-        """Book the attempt as void; returns the log of the next one. What a resume cannot continue is no failure."""
-        self.context.ledger.attempt_void(prompt.sample_id, log.attempt, failure.cause)
-        counts = failure.cause not in RESUME_CAUSES
-        if counts:
-            last = log.failed == self.limits.retries
-            self._reports.failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
-            self._outcomes.failed(failure.cause, str(failure))
-        else:
-            self._outcomes.not_resumed(failure.cause, str(failure))
-        return log.next_attempt(counts=counts)
-
-    def _new_log(self, record: Record | None = None) -> EpisodeLog:
-        return EpisodeLog(record, observation_bytes=self.limits.observation_bytes)
-
-    async def _settle(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
-        """Book the finished episode, and send or drop it."""
-        episode = self.episode(prompt, played, attempt)
-        self._reports.finished(prompt, attempt, played, episode.reward)
-        self.context.ledger.episode(episode, truncated=played.cut or None, seconds=seconds)
-        if played.cut and self.limits.on_truncated == "drop":
-            self.prompts.drop(prompt, "truncated")
-            return
-        self.context.ledger.scored(episode)
-        await self.episodes.send(episode)
-
-    async def _play_held_out(self, prompt: Prompt) -> Episode:
-        """A held-out episode; fails with its cause where training would."""
-        log = self._new_log()
-        while log.failed <= self.limits.retries:
-            try:
-                played = await self._attempt(prompt, log, -1)
-            except EnvironmentFailed as failure:
-                cause = failure.cause
-                log = log.next_attempt(counts=True)
-                continue
-            if played.sequences:
-                return self.episode(prompt, played, log.attempt)
-            raise SampleFailed(NO_ROOM)
-        raise SampleFailed(cause)
-
-    async def _attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
+    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
         async def ask(question: AskedTurn) -> Reply:
             if (known := log.known_reply(question)) is not None:
                 return known
-            turn = log.asking(self._turn(prompt, question, log.attempt, ticket))
-            priority = ticket if ticket >= 0 else EVALUATION
-            reply = await self.generate(turn, session=prompt.sample_id, group=prompt.group_id, priority=priority)
+            reply = await self.ask(log.asking(self.turn(prompt, question, log.attempt, ticket)))
             log.replied(reply)
             return reply
 
@@ -279,92 +157,27 @@ class Environment(Node):
         try:
             with self.context.outside("an environment's state"):
                 await episode.begin()
-            return await _to_its_end(self._new_attempt(ask, log.elapsed), episode)
+            return await self._to_its_end(self._new_attempt(ask, log.elapsed), episode)
         finally:
             self.generate.forget(prompt.sample_id)
             with self.context.outside("an environment's end"):
                 await episode.close_quietly()
 
-    def _turn(self, prompt: Prompt, question: AskedTurn, attempt: int, ticket: int) -> Turn:
-        return Turn(
-            request_id=f"{prompt.sample_id}/{attempt}.{question.turn}",
-            sample_id=prompt.sample_id,
-            group_id=prompt.group_id,
-            turn=question.turn,
-            attempt=attempt,
-            ticket=ticket,
-            seed=turn_seed(prompt.seed, attempt, question.turn),
-            token_ids=question.token_ids,
-            max_tokens=question.max_tokens,
-            stop=question.stop,
-            tools=question.tools,
-        )
-
-    def episode(self, prompt: Prompt, played: Played, attempt: int) -> Episode:
-        """The message of an episode that was played at this attempt, counted from 0."""
-        sequence, *further = played.sequences
-        first = int(np.argmax(sequence.policy_mask))
-        num_tokens = sum(int(one.policy_mask.sum()) for one in played.sequences)
-        reward = self.shaping.shaped(played.reward, {}, num_tokens=num_tokens, truncated=bool(played.cut))
-        by_turn = self.shaping.by_turn([reward for _, reward in played.rewards], reward)
-        now = time.time()
-        return Episode(
-            sample_id=prompt.sample_id,
-            group_id=prompt.group_id,
-            prompt_id=prompt.prompt_id,
-            epoch=prompt.epoch,
-            member=prompt.member,
-            group_size=prompt.group_size,
-            prompt_text=played.text,
-            response_text=self._response_text(played),
-            token_ids=sequence.token_ids,
-            policy_mask=sequence.policy_mask,
-            behavior_logprobs=sequence.behavior_logprobs,
-            versions=sequence.versions,
-            prompt_tokens=first,
-            truncated=bool(played.cut),
-            generator=played.generator,
-            columns=prompt.columns,
-            metrics={**played.metrics, "turns": float(played.turns)},
-            generated_s=now,
-            branches=tuple(Branch(o.token_ids, o.policy_mask, o.behavior_logprobs, o.versions) for o in further),
-            reward=reward,
-            raw_reward=played.reward,
-            scored_s=now,
-            turns=played.turns,
-            attempts=attempt + 1,
-            environment=self._row_name(prompt),
-            cut=played.cut,
-            masked=bool(played.cut) and self.limits.on_truncated == "mask",
-            rewards_by_turn=tuple((place, r) for (place, _), r in zip(played.rewards, by_turn, strict=True)),
-        )
-
-    def _response_text(self, played: Played) -> str:
-        """What follows the first context, and of each further sequence what follows the context of its first reply."""
-        return "".join(self._templates.decode(s.token_ids[int(np.argmax(s.policy_mask)) :]) for s in played.sequences)
-
-    @staticmethod
-    def _row_name(prompt: Prompt) -> str:
-        return str(prompt.columns["environment"])
-
-
-async def _to_its_end(attempt: Attempt, episode: LoggedEpisode) -> Played:
-    """Play the attempt. What it has come to goes with its failure."""
-    try:
-        return await attempt.play(episode)
-    except EnvironmentFailed as failure:
-        failure.played = attempt.finished()
-        raise
+    async def _to_its_end(self, attempt: Attempt, episode: LoggedEpisode) -> Played:
+        """Play the attempt. What it has come to goes with its failure."""
+        try:
+            played = await attempt.play(episode)
+        except EnvironmentFailed as failure:
+            failure.played = attempt.finished()
+            raise
+        if not played.sequences:
+            text = f"the first observation leaves no room in {self._tokens} tokens"
+            raise AttemptFailed(NO_ROOM, text, again=False, played=played)
+        return played
 
 
 async def _ask_nobody(question: AskedTurn) -> Reply:
     raise AssertionError("a trial asks for no reply")
-
-
-def turn_seed(seed: int, attempt: int, turn: int) -> int:
-    """The sampler's seed of one reply: 63 bits of a hash over the sample's seed, the attempt and the turn."""
-    digest = hashlib.blake2b(f"{seed}/{attempt}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def _require_one_seat(environment: str, seats: int) -> None:

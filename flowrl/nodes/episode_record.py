@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ MOST_TEXT = 8192
 
 
 class EpisodeRecords:
-    """Makes the records of one environment node, as lines of JSON."""
+    """Makes the records of one node, as lines of JSON. `name_of` gives the name of what plays a prompt."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, name_of: Callable[[Prompt], str]) -> None:
+        self._name_of = name_of
         self._pieces = TokenPieces(tokenizer)
 
     def line(
@@ -41,7 +42,7 @@ class EpisodeRecords:
             "attempt": attempt,
             "ended_s": time.time(),
             "seconds": round(played.seconds, 3),
-            "environment": str(prompt.columns.get("environment", "")),
+            "environment": self._name_of(prompt),
             "turns": played.turns,
             "reward": reward,
             "cut": played.cut,

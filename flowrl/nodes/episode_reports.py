@@ -1,10 +1,11 @@
-"""What an environment node tells of its episodes: figures for the metrics, records for `flowrl show`.
+"""What a node that plays episodes tells of them: figures for the metrics, records for `flowrl show`.
 
 The names of the figures are explained in docs/episodes.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,12 @@ RETOKENIZED_ONE_IN = 8
 
 
 class EpisodeReports:
-    """Counts and records the attempts of one node replica."""
+    """Counts and records the attempts of one node replica. `name_of` gives the name of what plays a prompt."""
 
-    def __init__(self, context: Context, tokenizer: Any) -> None:
+    def __init__(self, context: Context, tokenizer: Any, *, name_of: Callable[[Prompt], str]) -> None:
         self._context = context
         self._tokenizer = tokenizer
-        self._records = EpisodeRecords(tokenizer)
+        self._records = EpisodeRecords(tokenizer, name_of)
         self._failing = FailingByLength()
         self._num_finished = 0
 

@@ -6,7 +6,8 @@ Each evaluation ends with its last answer. `run` only keeps the call edge open u
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import comb
 from typing import Any, TypeVar
 
@@ -18,8 +19,10 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
-from flowrl.nodes.held_out_rows import HeldOutEnvironment, HeldOutRows, HeldOutTask, held_out_prompt
+from flowrl.nodes.environment_source import prompt_fields
+from flowrl.nodes.held_out_rows import HeldOutEpisodes, HeldOutRows, HeldOutTask, held_out_prompt
 from flowrl.nodes.row_source import SourceRow
+from flowrl.nodes.task_source import task_fields
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.tasks import Task, load_rows, reward_parts
 from flowrl.tasks.rewards import check_reward, open_reward, uses_http
@@ -39,6 +42,7 @@ class Evaluation(Node):
     plain names, and the others' begin with the task's name. `also` names further tasks; they use the first
     task's system prompt and their own verifiers. `environments` are played by the node that `play` asks, one
     episode for each held-out row and sample: the score is the episode's reward, and an episode that fails has none.
+    `agent_tasks` are given to that node's agents in the same way.
     """
 
     generate: Call[Prompt, Sample]
@@ -54,6 +58,7 @@ class Evaluation(Node):
         every: int = 0,
         also: Sequence[str] = (),
         environments: Sequence[str] = (),
+        agent_tasks: Sequence[Task] = (),
         function: str | Callable[..., Any] | None = None,
         concurrency: int = 64,
         timeout_s: float = 10.0,
@@ -61,6 +66,7 @@ class Evaluation(Node):
         first = (task,) if isinstance(task, Task) else tuple(task)
         self.tasks = (*first, *(Task(name, system_prompt=first[0].system_prompt) for name in also if first))
         self.environments = tuple(environments)
+        self.agent_tasks = tuple(agent_tasks)
         self.policy = policy
         self.num_prompts = num_prompts
         self.num_samples = num_samples
@@ -72,7 +78,8 @@ class Evaluation(Node):
         self._held_out: list[HeldOutRows] = []
 
     def facts(self) -> Facts:
-        unused = [port for port, asked in (("generate", self.tasks), ("play", self.environments)) if not asked]
+        played = (*self.environments, *self.agent_tasks)
+        unused = [port for port, asked in (("generate", self.tasks), ("play", played)) if not asked]
         return Facts(concurrency=self.concurrency, optional=tuple(unused))
 
     def check(self, facts: Any) -> list[str]:
@@ -82,7 +89,7 @@ class Evaluation(Node):
             for name, low in least.items()
             if getattr(self, name) < low
         ]
-        names = [*(task.name for task in self.tasks), *self.environments]
+        names = [*(task.name for task in (*self.tasks, *self.agent_tasks)), *self.environments]
         if not names or len(set(names)) < len(names):
             problems.append("it needs one or more tasks or environments, each once")
         return problems
@@ -92,6 +99,8 @@ class Evaluation(Node):
         for task in self.tasks:
             rows = self._enough(task.name, self._rows(load_rows(task).held_out))
             check_reward(self.parts[task.name], (row.columns for row in rows))
+        for task in self.agent_tasks:
+            self._enough(task.name, self._rows(load_rows(task).held_out))
         for name in self.environments:
             self._enough(name, self._rows(environment_rows(name).held_out))
 
@@ -101,8 +110,16 @@ class Evaluation(Node):
             tokenizer = await self.blocking(load_tokenizer, model_dir)
             self._held_out += [await self._task(task, tokenizer) for task in self.tasks]
         for name in self.environments:
-            rows = self._rows(environment_rows(name).held_out)
-            self._held_out.append(HeldOutEnvironment(name, rows, play=self.play, count=self.context.metric))
+            self._held_out.append(self._played(name, environment_rows(name).held_out, prompt_fields))
+        for task in self.agent_tasks:
+            rows = await self.blocking(load_rows, task)
+            self._held_out.append(self._played(task.name, rows.held_out, partial(task_fields, task)))
+
+    def _played(
+        self, name: str, held_out: Sequence[SourceRow], fields: Callable[[Any], Mapping[str, Any]]
+    ) -> HeldOutEpisodes:
+        rows = self._rows(held_out)
+        return HeldOutEpisodes(name, rows, fields=fields, play=self.play, count=self.context.metric)
 
     async def _task(self, task: Task, tokenizer: Any) -> HeldOutTask:
         parts = self.parts[task.name]

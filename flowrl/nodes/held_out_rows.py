@@ -1,4 +1,4 @@
-"""What an evaluation asks: the held-out rows of a task, answered and scored, or of an environment, played."""
+"""What an evaluation asks: the held-out rows answered and scored, or played."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flowrl.environments import EnvironmentRow
 from flowrl.episode import Episode
 from flowrl.errors import SampleFailed
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat
-from flowrl.nodes.environment_source import prompt_fields
 from flowrl.nodes.row_source import SourceRow, sampling_seed
 from flowrl.tasks import Row, Task, conversation
 from flowrl.tasks.judge import BadReward
@@ -86,24 +84,28 @@ class HeldOutTask:
         await self.client.close()
 
 
-class HeldOutEnvironment:
-    """An environment: its node plays, and the reward is the score. An episode that fails has none."""
+class HeldOutEpisodes:
+    """What is played: a node plays it, and the reward is the score. An episode that fails has none.
+
+    `fields` are those of a row's prompt: of an environment's row, or of a task's for agents.
+    """
 
     def __init__(
         self,
         name: str,
-        rows: Sequence[EnvironmentRow],
+        rows: Sequence[SourceRow],
         *,
+        fields: Callable[[Any], Mapping[str, Any]],
         play: Call[Prompt, Episode],
         count: Callable[[str, float], None],
     ) -> None:
         self.name, self.rows = name, rows
-        self._play, self._count = play, count
+        self._fields, self._play, self._count = fields, play, count
 
-    def fields(self, row: EnvironmentRow) -> Mapping[str, Any]:
-        return prompt_fields(row)
+    def fields(self, row: SourceRow) -> Mapping[str, Any]:
+        return self._fields(row)
 
-    async def judge(self, prompt: Prompt, row: EnvironmentRow) -> Marked | None:
+    async def judge(self, prompt: Prompt, row: SourceRow) -> Marked | None:
         try:
             episode = await self._play(prompt)
         except SampleFailed as failure:

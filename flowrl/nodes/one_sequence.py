@@ -14,5 +14,6 @@ def require_one_sequence(samples: Iterable[Sample], user: str) -> None:
         if sample.branches:
             raise ConfigError(
                 f"sample {sample.sample_id!r} has {len(sample.sequences)} sequences, because its context was "
-                f"rewritten, but {user} takes samples of one; set history='append' of the Environment"
+                f"rewritten, but {user} takes samples of one; set history='append' of the Environment, or let the "
+                "agent go on from the messages that it sent before"
             )

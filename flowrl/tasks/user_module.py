@@ -13,7 +13,10 @@ from flowrl.errors import ConfigError
 
 
 def user_module(where: str, *, owner: str) -> ModuleType:
-    """The module at `file.py` or `package.module`. `owner` is "reward", "environment" or "tool". Raises ConfigError."""
+    """The module at `file.py` or `package.module`. Raises ConfigError.
+
+    `owner` is "reward", "environment", "tool" or "agent".
+    """
     return _file_module(where, owner) if where.endswith(".py") else _package_module(where, owner)
 
 

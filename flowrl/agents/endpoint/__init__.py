@@ -1,10 +1,11 @@
-"""An HTTP endpoint for agent code, in front of whatever samples. A library; no graph uses it yet."""
+"""An HTTP endpoint for agent code, in front of whatever samples. `nodes.agent_program` uses it in graphs."""
 
 from flowrl.agents.endpoint.agent_endpoint import AgentEndpoint
 from flowrl.agents.endpoint.backend import (
     Backend,
     Busy,
     FinishedSession,
+    LimitReached,
     SampledAnswer,
     Sessions,
     SessionTask,
@@ -19,6 +20,7 @@ __all__ = [
     "Busy",
     "EndpointSettings",
     "FinishedSession",
+    "LimitReached",
     "SampledAnswer",
     "SessionAccess",
     "SessionTask",

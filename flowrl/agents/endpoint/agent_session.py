@@ -38,6 +38,8 @@ class AgentSession:
         """When it was last heard of, on the loop's clock."""
         self.request_ids: list[str] = []
         self.reward: float | None = None
+        self.full = False
+        """Whether a call was refused because its context left no place for a reply."""
         self._responses: dict[str, Messages] = {}
 
     @property
@@ -63,5 +65,6 @@ class AgentSession:
             sequences=self.branches.sequences(),
             request_ids=tuple(self.request_ids),
             reward=self.reward,
+            full=self.full,
             cause=cause or ("no_reward" if self.reward is None else ""),
         )

@@ -57,7 +57,7 @@ class Backend(Protocol):
         """One reply to a context. Cancelling aborts the sampling. Several may be asked for at the same time.
 
         `tools` are those that the reply may call, to parse it with. Raises Unavailable or Busy, which the client sees
-        as 503 and 429; any other exception is a 500.
+        as 503 and 429, or LimitReached; any other exception is a 500.
         """
         ...
 
@@ -76,6 +76,10 @@ class Unavailable(SessionRefused):
 
 class Busy(SessionRefused):
     """Everything behind the endpoint is taken."""
+
+
+class LimitReached(Exception):
+    """The session may not ask for more. The client sees a 409 with this text, which it does not send again."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class FinishedSession:
     request_ids: tuple[str, ...]
     """Of the answers in the sequences, in the order in which clients received them. Others were abandoned."""
     reward: float | None
+    full: bool
+    """Whether a call was refused because its context left no place for a reply."""
     cause: str
     """"" if the session has a reward and was ended by its client; else session_idle | no_reward."""
 

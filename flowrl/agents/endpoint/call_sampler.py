@@ -12,7 +12,7 @@ import numpy as np
 from flowrl.agents.conversation import Span
 from flowrl.agents.endpoint.agent_session import AgentSession, SampledCall
 from flowrl.agents.endpoint.apis import ApiCall, CallAnswer, Choice
-from flowrl.agents.endpoint.backend import Backend, Busy, SampledAnswer, Unavailable
+from flowrl.agents.endpoint.backend import Backend, Busy, LimitReached, SampledAnswer, Unavailable
 from flowrl.agents.endpoint.endpoint_settings import EndpointSettings
 from flowrl.agents.endpoint.problems import ApiProblem, invalid
 from flowrl.agents.endpoint.tree import Asked
@@ -49,6 +49,7 @@ class CallSampler:
         """The replies, `n` to each context. Raises ApiProblem; cancelling aborts all of them."""
         asked = [one for one in self._asked(session, call) for _ in range(call.n)]
         contexts = [one.token_ids for one in asked]
+        session.full = session.full or any(not self._room(context.size) for context in contexts)
         limits = [self.max_tokens(call, context.size) for context in contexts]
         if len(asked) == 1:
             return [(asked[0], await self._reply(session, call, contexts[0], limits[0]))]
@@ -72,12 +73,16 @@ class CallSampler:
 
     def max_tokens(self, call: ApiCall, context_tokens: int) -> int:
         """The limit of a reply. Raises ApiProblem if the context leaves no place for one."""
-        room = self._settings.context_tokens - context_tokens
-        if room < 1:
+        room = self._room(context_tokens)
+        if not room:
             limit = f"and the model's length of {self._settings.context_tokens} leaves no place for a reply"
             message = f"the context has {context_tokens} tokens, {limit}; shorten the messages"
             raise ApiProblem(400, message, param="messages", code="context_length_exceeded")
         return min(call.max_tokens or room, self._settings.turn_tokens, room)
+
+    def _room(self, context_tokens: int) -> int:
+        """Tokens that a context leaves for a reply."""
+        return max(0, self._settings.context_tokens - context_tokens)
 
     def _asked(self, session: AgentSession, call: ApiCall) -> Sequence[Asked]:
         if call.prompts:
@@ -96,6 +101,8 @@ class CallSampler:
             raise ApiProblem(503, str(problem), retry_after_s=problem.retry_after_s) from None
         except Busy as problem:
             raise ApiProblem(429, str(problem), retry_after_s=problem.retry_after_s) from None
+        except LimitReached as problem:
+            raise ApiProblem(409, str(problem), code="limit_reached") from None
         except Exception as problem:  # the boundary to whatever samples
             log.exception("sampling for the session %s failed", session.session_id)
             raise ApiProblem(500, f"sampling failed: {type(problem).__name__}: {problem}") from None

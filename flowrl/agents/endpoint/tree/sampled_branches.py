@@ -1,7 +1,8 @@
 """Token sequences of a session: a reply continues the sequence that its context is, or begins another.
 
 Invariants: a reply is in the loss of the one sequence that it was added to, and context in all others; a sequence
-begins with what was asked first and ends with the last token that was sampled for it.
+begins with what was asked first and ends with the last token that was sampled for it; between two replies of a sequence
+that are in its loss there is context, so each of them is a run of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class SampledBranches:
     def add(self, asked: Asked, reply: Span) -> None:
         """`reply` has logprobs; of the spans asked, those that have them are replies that were added before."""
         sampled = [span for span in asked.spans if span.logprobs is not None]
-        branch = self._ends.pop(sampled[-1], None) if sampled else None
+        branch = self._ends.pop(sampled[-1], None) if sampled and not _ends_sampled(asked) else None
         if branch is None:
             branch = [_as_context(span) for span in asked.spans]
             self._branches.append(branch)
@@ -49,6 +50,12 @@ class SampledBranches:
     def sequences(self) -> tuple[TokenSequence, ...]:
         """In the order of their beginnings."""
         return tuple(token_sequence(branch) for branch in self._branches)
+
+
+def _ends_sampled(asked: Asked) -> bool:
+    """Whether nothing was fed after the last reply."""
+    spans = [span for span in asked.spans if span.token_ids.size]
+    return bool(spans) and spans[-1].logprobs is not None
 
 
 def _as_context(span: Span) -> Span:

@@ -1,0 +1,7 @@
+"""Agents that are programs: how they are named, run in a process of their own, and what they give back."""
+
+from flowrl.agents.programs.agent_failure import AGENT_CAUSES, AgentCause, AgentFailed, as_agents_failure
+from flowrl.agents.programs.agent_result import AgentResult
+from flowrl.agents.programs.program_name import ProgramName
+
+__all__ = ["AGENT_CAUSES", "AgentCause", "AgentFailed", "AgentResult", "ProgramName", "as_agents_failure"]

@@ -1,0 +1,49 @@
+"""What an agent's program gives back: a reward and metrics, or nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+
+NEEDED = "it needs a finite number, or a dict of such with the key 'reward'"
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    reward: float | None = None
+    """None if the program gave none back; it may have posted one to its session."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, returned: object) -> AgentResult:
+        """Of a number, a mapping, or None. Raises TypeError for anything else, and for what is not finite."""
+        if not isinstance(returned, Mapping):
+            return cls(None if returned is None else _finite("", returned))
+        numbers = {str(name): _finite(f"{name}=", value) for name, value in returned.items() if value is not None}
+        return cls(numbers.pop("reward", None), numbers)
+
+    @classmethod
+    def of_line(cls, line: str) -> AgentResult:
+        """Of the last line that a program printed; a line that is no JSON of a result gives nothing."""
+        try:
+            return cls.of(json.loads(line))
+        except (ValueError, TypeError, RecursionError):
+            return cls()
+
+    @classmethod
+    def unpacked(cls, text: str) -> AgentResult:
+        """What `packed` has made."""
+        return cls(**json.loads(text))
+
+    def packed(self) -> str:
+        """As text."""
+        return json.dumps({"reward": self.reward, "metrics": dict(self.metrics)})
+
+
+def _finite(what: str, value: object) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        raise TypeError(f"the agent returned {what}{str(value)[:80]!r}; {NEEDED}")
+    return float(value)

@@ -1,0 +1,80 @@
+"""The client of OpenAI's library that an agent's function gets, and what it takes to make one cheaply.
+
+A fresh process spends some 90 ms on a client and its first call: 20 on TLS certificates, the rest on what the library
+loads and builds at a first call. `warm_up` does both in the process that those of the agents are forked from; they
+spend 10.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import ssl
+import threading
+import time
+from typing import Any
+
+from flowrl.errors import ConfigError
+
+THREADS_END_S = 5.0
+"""Some threads of the library's end after its client."""
+ANSWER: Any = {
+    "id": "warm-up",
+    "object": "chat.completion",
+    "created": 0,
+    "model": "policy",
+    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": ""}}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+}
+
+
+def openai_client(**options: Any) -> Any:
+    """An `openai.AsyncOpenAI`; without `options` it leads to where the environment's variables say."""
+    try:
+        import openai
+    except ImportError:
+        raise ConfigError("an agent's function gets a client of the package openai; install it") from None
+    return openai.AsyncOpenAI(http_client=openai.DefaultAsyncHttpxClient(verify=_certificates()), **options)
+
+
+def warm_up() -> None:
+    """Make one call to a server of its own. Leaves no event loop, and no thread: the process is about to be forked."""
+    before = set(threading.enumerate())
+    num_before = _num_threads()
+    asyncio.run(_one_call())
+    until_s = time.monotonic() + THREADS_END_S
+    for thread in set(threading.enumerate()) - before:
+        thread.join(THREADS_END_S)
+    while _num_threads() > num_before and time.monotonic() < until_s:
+        time.sleep(0.001)  # nothing tells when a thread that was joined has left the kernel
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@functools.lru_cache(maxsize=1)
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+async def _one_call() -> None:
+    server = await asyncio.start_server(_answered, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, openai_client(api_key="none", base_url=f"http://127.0.0.1:{port}/v1") as client:
+        messages = [{"role": "user", "content": "hello"}]
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        answer.choices[0].message.to_dict()
+
+
+async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        await reader.readuntil(b"\r\n\r\n")
+        body = json.dumps(ANSWER).encode()
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
+        writer.write(f"{head}\r\n\r\n".encode() + body)
+        await writer.drain()
+    writer.close()

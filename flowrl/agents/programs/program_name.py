@@ -1,0 +1,51 @@
+"""How an agent's program is named: a function of a file, or a command line."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from flowrl.errors import ConfigError
+
+HOST = "flowrl.agents.programs.agent_envs"
+"""Module of the environments that run programs."""
+
+
+@dataclass(frozen=True)
+class ProgramName:
+    """`agents/FILE.py:function`, or a command line. Raises ConfigError unless it is exactly one of them."""
+
+    function: str = ""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.function) == bool(self.command):
+            raise ConfigError("an agent is a function of a file or a command; give one of them")
+        if self.function:
+            self._check_function()
+        else:
+            _check_command(self.command)
+
+    def _check_function(self) -> None:
+        file, _, name = self.function.rpartition(":")
+        if not file or not name.isidentifier() or set(self.function) & set(",=\"'"):
+            raise ConfigError(f"the agent {self.function!r} names no function; write FILE.py:FUNCTION")
+
+    @property
+    def text(self) -> str:
+        """As the user wrote it."""
+        return self.function or self.command
+
+    @property
+    def environment(self) -> str:
+        """The name of the environment that runs the program."""
+        return f"{HOST}:FunctionAgent:function={self.function}" if self.function else f"{HOST}:CommandAgent"
+
+
+def _check_command(command: str) -> None:
+    try:
+        found = shlex.split(command)
+    except ValueError as problem:
+        raise ConfigError(f"the agent's command {command!r} cannot be split into words: {problem}") from None
+    if not found:
+        raise ConfigError(f"the agent's command {command!r} has no words; write a program and its arguments")

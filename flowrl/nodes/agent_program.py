@@ -1,0 +1,287 @@
+"""The node that runs agents of any code: each is a process, and reaches the policy over HTTP.
+
+`episode_node` says what holds for all nodes that play episodes. Besides:
+
+- A reward comes from the agent alone: its program returns it, or posts it to its session.
+- The tokens of an episode are those of its session: the sampled ones, and what the template made of the messages that
+  the agent sent between them, by id.
+- Of an attempt nothing is left when it is over: no process, no session, no call.
+- A half-done attempt cannot go on in a resumed run, because nobody knows what its program did: it is void.
+
+Waits: for the agent's process (`context.outside`), which ends by itself, or is killed after `limits.episode_s`, when
+its session is idle, or when a call of it cannot be answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.agents import TokenSequence
+from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession, SessionTask
+from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, as_agents_failure
+from flowrl.environments import Action, EnvironmentFailed, EnvironmentRow, Episodes
+from flowrl.errors import AttemptFailed, ConfigError
+from flowrl.messages import Prompt
+from flowrl.models import Policy, check_model, resolve
+from flowrl.nodes.agent_calls import AgentCalls, AgentCallTable
+from flowrl.nodes.attempt import Played, read_action
+from flowrl.nodes.episode_checks import template_findings
+from flowrl.nodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
+from flowrl.nodes.episode_node import EpisodeNode, turn_seed
+from flowrl.nodes.limits import Limits
+from flowrl.nodes.sampling import Sampling
+from flowrl.nodes.shaping import Shaping
+
+OF_ENVIRONMENTS = ("step_s", "observation_bytes")
+"""Limits of environments alone."""
+
+
+class AgentProgram(EpisodeNode):
+    """Runs an agent's program for every prompt; what it asks, the policy answers that `generate` asks.
+
+    `agent` is `FILE.py:FUNCTION`, or `command` a command line; docs/endpoint.md says what either is given. What it is
+    to do are the prompt's columns. `sampling` is the generator's: agents are told it, and it bounds their replies.
+    `limits` bounds episodes and attempts; of it, `reset_s` is for the start of a process, and what is for environments
+    alone has to be as it is by default. A session without a call for `idle_s` has failed. `processes` is the number of
+    agents at a time, `memory_bytes` what each may take. `requests` plays held-out episodes, without tickets.
+    """
+
+    _pool: Episodes
+    _endpoint: AgentEndpoint
+    _table: AgentCallTable
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        agent: str = "",
+        command: str = "",
+        sampling: Sampling | None = None,
+        limits: Limits | None = None,
+        idle_s: float = 600.0,
+        processes: int = 256,
+        memory_bytes: int = 1 << 30,
+        shaping: Shaping | None = None,
+    ) -> None:
+        super().__init__(policy, limits=limits, processes=processes, memory_bytes=memory_bytes, shaping=shaping)
+        self.agent = agent
+        self.command = command
+        self.sampling = sampling or Sampling()
+        self.idle_s = idle_s
+
+    @property
+    def source(self) -> str:
+        return self.agent or self.command
+
+    @property
+    def _program(self) -> ProgramName:
+        return ProgramName(self.agent, self.command)
+
+    def row_name(self, prompt: Prompt) -> str:
+        return self.source
+
+    # Declarations for the graph
+
+    def check(self, facts: Any) -> list[str]:
+        problems = super().check(facts)
+        if not self.idle_s > 0:
+            problems.append(f"idle_s is {self.idle_s}; it has to be above 0")
+        for name in OF_ENVIRONMENTS:
+            if getattr(self.limits, name) != getattr(Limits, name):
+                problems.append(f"limits.{name} bounds environments and has no effect on agents; leave it out")
+        try:
+            _ = self._program
+        except ConfigError as problem:
+            problems.append(str(problem))
+        return problems
+
+    def preflight(self) -> str | None:
+        check_model(self.policy)
+        asyncio.run(self._try())
+        return template_findings(self.policy, self.source, ())
+
+    async def _try(self) -> None:
+        """Import the agent's file."""
+        async with self._agents():
+            pass
+
+    def _agents(self) -> Episodes:
+        return Episodes(
+            self._program.environment,
+            processes=self.processes,
+            memory_bytes=self.memory_bytes,
+            reset_s=self.limits.reset_s,
+            step_s=self.limits.episode_s,
+        )
+
+    # Lifecycle
+
+    async def setup(self) -> None:
+        await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
+        tokenizer = self._templates.tokenizer
+        self._table = AgentCallTable(tokenizer)
+        endpoint = AgentEndpoint(self._table, self._table, tokenizer, self._settings())
+        self._endpoint = await endpoint.__aenter__()
+        pool = self._agents()
+        await pool.__aenter__()
+        self._pool = pool
+
+    def _settings(self) -> EndpointSettings:
+        limits = (self._tokens, self.sampling.max_tokens, self.limits.turn_tokens)
+        return EndpointSettings(
+            context_tokens=self._tokens,
+            turn_tokens=min(limit for limit in limits if limit is not None),
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            sessions=2 * self.limits.episodes,
+            idle_s=self.idle_s,
+            key_file=str(Path(self.context.run_dir) / f"{self.name}-{self.context.replica}.key"),
+        )
+
+    async def close(self) -> None:
+        if hasattr(self, "_pool"):
+            await self._pool.__aexit__(None, None, None)
+        if hasattr(self, "_endpoint"):
+            await self._endpoint.__aexit__(None, None, None)
+
+    # Episodes
+
+    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
+        options = {"task": dict(prompt.columns), "command": self.command}
+        row = EnvironmentRow(self.source, options, turn_seed(prompt.seed, log.attempt, 0))
+        began_s = time.monotonic()
+        with as_agents_failure(self._program), self.context.outside("an agent's start"):
+            process = await open_episode(self._pool, row, log)
+        self.context.gauge("environment_reset_s", time.monotonic() - began_s)
+        try:
+            await process.begin()
+            return await self._run(process, self._calls(prompt, log.attempt, ticket))
+        finally:
+            self.generate.forget(prompt.sample_id)
+            with self.context.outside("an agent's end"):
+                await process.close_quietly()
+
+    def _calls(self, prompt: Prompt, number: int, ticket: int) -> AgentCalls:
+        ledger = self.context.ledger
+        return AgentCalls(
+            most_turns=self.limits.turns,
+            turn=partial(self.turn, prompt, attempt=number, ticket=ticket),
+            ask=self.ask,
+            book=ledger.request,
+            abandon=ledger.abandoned if ticket >= 0 else _not_booked,
+        )
+
+    async def _run(self, process: LoggedEpisode, calls: AgentCalls) -> Played:
+        """From the beginning of the session to its end. What the attempt has come to goes with its failure."""
+        session_id, began_s = self._table.begin(calls), time.monotonic()
+        access = self._endpoint.open_session(SessionTask(session_id))
+        try:
+            try:
+                result, cut = await self._to_its_end(process, calls, access.environment)
+            finally:
+                if calls.finished is None:
+                    self._endpoint.end_session(session_id)
+                await calls.closed()
+            played = self._played(calls, time.monotonic() - began_s)
+            assert calls.finished is not None
+            played.cut = cut or self._cut(calls, calls.finished)
+            self._rewarded(played, calls.finished, result)
+        except AttemptFailed as failure:
+            failure.played = self._played(calls, time.monotonic() - began_s)
+            raise
+        calls.abandon_others()
+        return played
+
+    async def _to_its_end(
+        self, process: LoggedEpisode, calls: AgentCalls, access: Mapping[str, str]
+    ) -> tuple[AgentResult, str]:
+        """What the program gives back, and "seconds" if its time was over before."""
+        try:
+            with self.context.outside("an agent"):
+                return await self._result(process, calls, access), ""
+        except EnvironmentFailed as failed:
+            if failed.cause == "env_timed_out":
+                return AgentResult(), "seconds"
+            with as_agents_failure(self._program):
+                raise
+
+    async def _result(self, process: LoggedEpisode, calls: AgentCalls, access: Mapping[str, str]) -> AgentResult:
+        """What the program gives back. Raises EnvironmentFailed, and what the generator raises."""
+        running = asyncio.ensure_future(process.step(Action(text=json.dumps(dict(access)))))
+        ends: set[asyncio.Future[Any]] = {running, calls.broken}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not running.done():
+                running.cancel()
+                await asyncio.wait({running})
+        if calls.broken.done():
+            calls.broken.result()
+            raise AgentFailed("session_idle", f"the agent {self.source!r} asked nothing for {self.idle_s:g} s")
+        return AgentResult.unpacked(running.result().observations[0].text)
+
+    def _cut(self, calls: AgentCalls, finished: FinishedSession) -> str:
+        """The limit that a call has met."""
+        return "turns" if calls.refused else "tokens" if finished.full else ""
+
+    def _played(self, calls: AgentCalls, seconds: float) -> Played:
+        """What the attempt has come to, without reward and metrics. The session has ended."""
+        assert calls.finished is not None
+        used = calls.used()
+        own_s = max(0.0, seconds - calls.generate_s)
+        played = Played(
+            turns=len(used),
+            step_seconds=[own_s / len(used) for _ in used],
+            seconds=seconds,
+            figures=[calls.figures[turn.request_id] for turn, _ in used],
+            malformed=sum(bool(read_action(reply)[1]) for _, reply in used),
+            sequences=calls.finished.sequences,
+        )
+        if used:
+            last = used[-1][1]
+            played.finish_reason, played.generator = last.finish_reason, last.generator
+            played.text = self._templates.decode(used[0][0].token_ids)
+        return played
+
+    def _rewarded(self, played: Played, finished: FinishedSession, result: AgentResult) -> Played:
+        """`played` with the episode's reward, which is given for its last turn. Raises AgentFailed."""
+        reward = self._reward(finished, result, played.cut)
+        if not played.sequences:
+            raise AgentFailed("no_calls", f"the agent {self.source!r} ended without a reply of the policy")
+        *earlier, last = turn_ends(played.sequences)
+        played.rewards = [*((place, 0.0) for place in earlier), (last, reward)]
+        played.metrics = dict(result.metrics)
+        return played
+
+    def _reward(self, finished: FinishedSession, result: AgentResult, cut: str) -> float:
+        """The one that was posted or returned."""
+        found = {reward for reward in (finished.reward, result.reward) if reward is not None}
+        if len(found) == 1:
+            return found.pop()
+        if found:
+            text = f"posted the reward {finished.reward} and gave {result.reward} back; an episode has one"
+            raise AgentFailed("agent_raised", f"the agent {self.source!r} {text}")
+        text = f", after a limit of its {cut}" if cut else "; return a number, or post one to the session"
+        raise AgentFailed("no_reward", f"the agent {self.source!r} gave no reward{text}")
+
+
+def turn_ends(sequences: Sequence[TokenSequence]) -> list[int]:
+    """The index of the last token of each reply, through all sequences; within one, context is between replies."""
+    ends, before = [], 0
+    for sequence in sequences:
+        edges = np.diff(sequence.policy_mask.astype(np.int8), append=0)
+        ends += (before + np.flatnonzero(edges == -1)).tolist()
+        before += sequence.token_ids.size
+    return ends
+
+
+def _not_booked(request_id: str, reason: str) -> None:
+    """Held-out requests have no rows in the ledger."""

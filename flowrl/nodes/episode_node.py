@@ -1,0 +1,252 @@
+"""A node that plays episodes: a prompt's item, and so its ticket, stays with its invocation to the end.
+
+Invariants:
+
+- What others than the policy do wrong voids the attempt; the next one has the same ticket and start. After the last
+  attempt the sample fails, by its cause. There is no reward that nobody gave.
+- Every attempt that has begun is booked: in a finished episode, or as void.
+- A checkpoint has the log of every attempt under way (`episode_log`), and waits for nothing.
+
+Waits: those of an attempt, which subclasses say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from typing import Any
+
+import numpy as np
+
+from flowrl.environments import RESUME_CAUSES
+from flowrl.episode import Episode, Reply, Turn
+from flowrl.errors import AttemptFailed, ConfigError, SampleFailed
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import Call, In, Out, Serve
+from flowrl.messages import Branch, Prompt, Record
+from flowrl.models import Policy, load_tokenizer
+from flowrl.models.directory import context_length
+from flowrl.nodes.attempt import AskedTurn, Played, Templates
+from flowrl.nodes.attempt_outcomes import AttemptOutcomes
+from flowrl.nodes.episode_checks import length_problems
+from flowrl.nodes.episode_log import EpisodeLog
+from flowrl.nodes.episode_reports import EpisodeReports
+from flowrl.nodes.limits import Limits
+from flowrl.nodes.shaping import Shaping
+from flowrl.nodes.vllm_sampler import EVALUATION
+
+
+class EpisodeNode(Node):
+    """Attempts, retries, limits and bookings of episodes. Subclasses play an attempt; their `setup` calls `prepare`."""
+
+    prompts: In[Prompt]
+    episodes: Out[Episode]
+    generate: Call[Turn, Reply]
+    requests: Serve[Prompt, Episode]
+
+    _templates: Templates
+    _tokens: int
+    _reports: EpisodeReports
+    _outcomes: AttemptOutcomes
+
+    def __init__(
+        self, policy: Policy, *, limits: Limits | None, processes: int, memory_bytes: int, shaping: Shaping | None
+    ) -> None:
+        self.policy = policy
+        self.limits = limits or Limits()
+        self.processes = processes
+        self.memory_bytes = memory_bytes
+        self.shaping = shaping or Shaping()
+
+    # What subclasses say
+
+    @property
+    def source(self) -> str:
+        """What plays against the policy, as users have named it."""
+        raise NotImplementedError
+
+    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
+        """Play the attempt of `log`, which has something sampled at its end. Raises AttemptFailed."""
+        raise NotImplementedError
+
+    def row_name(self, prompt: Prompt) -> str:
+        """The name of what plays, without options."""
+        raise NotImplementedError
+
+    # Declarations for the graph
+
+    def facts(self) -> Facts:
+        return Facts(
+            longest_response=self.limits.tokens,
+            concurrency=self.limits.episodes,
+            episodes=self.limits.episodes,
+            drops=True,
+            optional=("requests",),
+        )
+
+    def check(self, facts: Any) -> list[str]:
+        problems = [*self.limits.problems(), *self.shaping.problems()]
+        for name in ("processes", "memory_bytes"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        return [*problems, *length_problems(self.limits, self.policy, None if facts is None else facts.token_budget)]
+
+    def _load(self, model_dir: str) -> None:
+        """Load the tokenizer. Raises ConfigError if an episode may be longer than the model's context."""
+        self._templates = Templates(load_tokenizer(model_dir))
+        longest = context_length(model_dir)
+        self._tokens = longest if self.limits.tokens is None else self.limits.tokens
+        if self._tokens > longest:
+            raise ConfigError(
+                f"limits.tokens is {self._tokens}, but the context of {self.policy.model} takes {longest} tokens; "
+                "lower it"
+            )
+
+    async def prepare(self, model_dir: str) -> None:
+        """What every attempt needs."""
+        await self.blocking(self._load, model_dir)
+        self._reports = EpisodeReports(self.context, self._templates.tokenizer, name_of=self.row_name)
+        self._outcomes = AttemptOutcomes(self.context, self.source)
+
+    # Lifecycle
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            if self.requests.live is not None:
+                tasks.create_task(self.requests.each(self._play_held_out, concurrency=self.limits.episodes))
+            await self.prompts.each(self._play, concurrency=self.limits.episodes)
+            self.episodes.close()  # `run` continues: held-out episodes may still be asked for
+
+    # Episodes
+
+    async def _play(self, prompt: Prompt) -> None:
+        if self.episodes.was_sent():
+            return
+        log = self._new_log(prompt.record)
+        began_s, ticket = time.monotonic() - log.seconds, self.prompts.ticket(prompt)
+        cause, last = "", False
+        while not last:
+            self.prompts.keep(prompt, log.record)
+            try:
+                played = await self.attempt(prompt, log, ticket)
+            except AttemptFailed as failure:
+                cause, last = failure.cause, self._is_last(log, failure)
+                log = self._after_void(prompt, log, failure, last=last)
+                continue
+            self._outcomes.succeeded()
+            await self._settle(prompt, played, log.attempt, time.monotonic() - began_s)
+            return
+        place = (prompt.sample_id, self.row_name(prompt), log.attempt)
+        self.context.ledger.episode_failed(*place, 0, cause, time.monotonic() - began_s)
+        raise SampleFailed(cause)
+
+    def _is_last(self, log: EpisodeLog, failure: AttemptFailed) -> bool:
+        """Whether no attempt follows the one that failed."""
+        return failure.cause not in RESUME_CAUSES and (not failure.again or log.failed >= self.limits.retries)
+
+    def _after_void(self, prompt: Prompt, log: EpisodeLog, failure: AttemptFailed, *, last: bool) -> EpisodeLog:
+        """Book the attempt as void; returns the log of the next one. What a resume cannot continue is no failure."""
+        self.context.ledger.attempt_void(prompt.sample_id, log.attempt, failure.cause)
+        counts = failure.cause not in RESUME_CAUSES
+        if counts:
+            self._reports.failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
+            self._outcomes.failed(failure.cause, str(failure))
+        else:
+            self._outcomes.not_resumed(failure.cause, str(failure))
+        return log.next_attempt(counts=counts)
+
+    def _new_log(self, record: Record | None = None) -> EpisodeLog:
+        return EpisodeLog(record, observation_bytes=self.limits.observation_bytes)
+
+    async def _settle(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
+        """Book the finished episode, and send or drop it."""
+        episode = self.episode(prompt, played, attempt)
+        self._reports.finished(prompt, attempt, played, episode.reward)
+        self.context.ledger.episode(episode, truncated=played.cut or None, seconds=seconds)
+        if played.cut and self.limits.on_truncated == "drop":
+            self.prompts.drop(prompt, "truncated")
+            return
+        self.context.ledger.scored(episode)
+        await self.episodes.send(episode)
+
+    async def _play_held_out(self, prompt: Prompt) -> Episode:
+        """A held-out episode; fails with its cause where training would."""
+        log = self._new_log()
+        while True:
+            try:
+                return self.episode(prompt, await self.attempt(prompt, log, -1), log.attempt)
+            except AttemptFailed as failure:
+                if self._is_last(log, failure):
+                    raise SampleFailed(failure.cause) from None
+                log = log.next_attempt(counts=True)
+
+    async def ask(self, turn: Turn) -> Reply:
+        """The generator's reply, at the place of the turn's ticket."""
+        priority = turn.ticket if turn.ticket >= 0 else EVALUATION
+        return await self.generate(turn, session=turn.sample_id, group=turn.group_id, priority=priority)
+
+    def turn(self, prompt: Prompt, question: AskedTurn, attempt: int, ticket: int) -> Turn:
+        """The request for one reply at this attempt, counted from 0; `ticket` is -1 for a held-out episode."""
+        return Turn(
+            request_id=f"{prompt.sample_id}/{attempt}.{question.turn}",
+            sample_id=prompt.sample_id,
+            group_id=prompt.group_id,
+            turn=question.turn,
+            attempt=attempt,
+            ticket=ticket,
+            seed=turn_seed(prompt.seed, attempt, question.turn),
+            token_ids=question.token_ids,
+            max_tokens=question.max_tokens,
+            stop=question.stop,
+            tools=question.tools,
+        )
+
+    def episode(self, prompt: Prompt, played: Played, attempt: int) -> Episode:
+        """The message of an episode that was played at this attempt, counted from 0."""
+        sequence, *further = played.sequences
+        num_tokens = sum(int(one.policy_mask.sum()) for one in played.sequences)
+        reward = self.shaping.shaped(played.reward, {}, num_tokens=num_tokens, truncated=bool(played.cut))
+        by_turn = self.shaping.by_turn([reward for _, reward in played.rewards], reward)
+        now = time.time()
+        return Episode(
+            sample_id=prompt.sample_id,
+            group_id=prompt.group_id,
+            prompt_id=prompt.prompt_id,
+            epoch=prompt.epoch,
+            member=prompt.member,
+            group_size=prompt.group_size,
+            prompt_text=played.text,
+            response_text=self._response_text(played),
+            token_ids=sequence.token_ids,
+            policy_mask=sequence.policy_mask,
+            behavior_logprobs=sequence.behavior_logprobs,
+            versions=sequence.versions,
+            prompt_tokens=int(np.argmax(sequence.policy_mask)),
+            truncated=bool(played.cut),
+            generator=played.generator,
+            columns=prompt.columns,
+            metrics={**played.metrics, "turns": float(played.turns)},
+            generated_s=now,
+            branches=tuple(Branch(o.token_ids, o.policy_mask, o.behavior_logprobs, o.versions) for o in further),
+            reward=reward,
+            raw_reward=played.reward,
+            scored_s=now,
+            turns=played.turns,
+            attempts=attempt + 1,
+            environment=self.row_name(prompt),
+            cut=played.cut,
+            masked=bool(played.cut) and self.limits.on_truncated == "mask",
+            rewards_by_turn=tuple((place, r) for (place, _), r in zip(played.rewards, by_turn, strict=True)),
+        )
+
+    def _response_text(self, played: Played) -> str:
+        """What follows the first context, and of each further sequence what follows the context of its first reply."""
+        return "".join(self._templates.decode(s.token_ids[int(np.argmax(s.policy_mask)) :]) for s in played.sequences)
+
+
+def turn_seed(seed: int, attempt: int, turn: int) -> int:
+    """The sampler's seed of one reply: 63 bits of a hash over the sample's seed, the attempt and the turn."""
+    digest = hashlib.blake2b(f"{seed}/{attempt}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,72 @@
+"""GRPO on an agent of any code: its program asks the policy over HTTP, and says what its episode was worth.
+
+The default agent does the task of agent_tools.py: it answers questions and may use a calculator before. It is a file
+that imports OpenAI's library and nothing of flowrl. A group is one question, given to `group_size` agents.
+
+    flowrl run graphs/agent_openai.py --steps 40
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flowrl import Graph
+from flowrl.blocks import EpisodeOptions, evaluate_episodes
+from flowrl.nodes import GroupAdvantage, TaskSource
+from flowrl.tasks import Task
+from flowrl.training.loss.policy_objective import PolicyObjective
+
+CALCULATOR_AGENT = str(Path(__file__).resolve().parent / "agents" / "calculator_agent.py")
+
+
+@dataclass(frozen=True)
+class AgentOpenAI(EpisodeOptions):
+    policy: str = "tiny_agent"
+    task: Task = Task("arithmetic")
+    """What agents are to do: a task; each gets a row's columns and its messages."""
+    agent: str = f"{CALCULATOR_AGENT}:play"
+    """FILE.py:FUNCTION, an async function of a client and the task that returns the reward."""
+    command: str = ""
+    """A command line in place of a function: with --agent "" --command "node agent.js"."""
+    processes: int = 32
+    staleness: int = 2
+    groups_per_step: int = 8
+    look_ahead: int = 8
+    max_tokens: int = 40
+    lr: float = 3e-4
+    evaluate: int = 128
+    evaluate_samples: int = 4
+    """Episodes of each held-out question: one is greedy, several are sampled."""
+    advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"] = "group_norm"
+    """What an episode is compared with: the mean of its group, with or without division by the group's standard
+    deviation, or the other episodes."""
+    objective: PolicyObjective = PolicyObjective()
+    """The loss."""
+
+
+def graph(cfg: AgentOpenAI) -> Graph:
+    g = Graph("agent_openai")
+    prompts = g.add("prompts", TaskSource(cfg.task, repeat=cfg.group_size))
+    agents = g.add("agents", cfg.agents(cfg.agent, cfg.command))
+    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
+    advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
+    batcher = g.add("batcher", cfg.batcher())
+    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
+
+    g.connect(prompts.prompts, agents.prompts)
+    g.call(agents.generate, generator.turns, affinity_margin=cfg.affinity_margin)
+    g.connect(agents.episodes, advantage.scored)
+    g.connect(advantage.groups, batcher.groups)
+    g.connect(batcher.batches, trainer.batches, dispatch="gang")
+    g.latest(trainer.weights, generator.weights)
+    g.admit(
+        prompts.prompts,
+        until=generator.weights,
+        staleness=cfg.staleness,
+        on_limit=cfg.on_limit,
+        look_ahead=cfg.look_ahead,
+    )
+    evaluate_episodes(g, cfg, agents, generator)
+    return g

@@ -1,0 +1,58 @@
+"""Agents' programs in a run of one process: the real node with its endpoint, and a generator that computes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrl import Graph
+from flowrl.models import Policy
+from flowrl.nodes import AgentProgram, Evaluation, GroupAdvantage, Limits, TaskSource, TokenBatch
+from flowrl.tasks import Task
+from flowrl.training.advantage.estimate import Estimate
+from tests import agent_programs
+from tests.graphs_episodes.played import Meddler, Speaker, Training
+
+FILE = str(Path(agent_programs.__file__))
+
+
+@dataclass(frozen=True)
+class Config:
+    agent: str = "answers"
+    retries: int = 2
+    group_size: int = 3
+    groups_per_step: int = 2
+    staleness: int = 2
+    most_turns: int = 32
+    meddle: bool = False
+    evaluate: int = 0
+    credit: str = "episode"
+
+
+def graph(cfg: Config) -> Graph:
+    g = Graph("agents_played")
+    task = Task("arithmetic")
+    limits = Limits(tokens=400, retries=cfg.retries, turns=cfg.most_turns)
+    source = g.add("prompts", TaskSource(task, repeat=cfg.group_size))
+    agents = g.add("agents", AgentProgram(Policy("tiny"), agent=f"{FILE}:{cfg.agent}", limits=limits, processes=8))
+    speaker = g.add("generator", Speaker())
+    estimate = Estimate(credit=cfg.credit)  # type: ignore[arg-type]
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
+    batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
+    trainer = g.add("trainer", Training(0.05))
+    g.connect(source.prompts, agents.prompts)
+    g.call(agents.generate, speaker.turns, affinity_margin=2)
+    if cfg.meddle:
+        meddler = g.add("meddler", Meddler())
+        g.connect(agents.episodes, meddler.episodes)
+        g.connect(meddler.out, advantage.scored)
+    else:
+        g.connect(agents.episodes, advantage.scored)
+    g.connect(advantage.groups, batcher.groups)
+    g.connect(batcher.batches, trainer.batches, dispatch="gang")
+    g.latest(trainer.weights, speaker.weights)
+    g.admit(source.prompts, until=speaker.weights, staleness=cfg.staleness)
+    if cfg.evaluate:
+        held_out = Evaluation((), Policy("tiny"), num_prompts=cfg.evaluate, agent_tasks=(task,))
+        g.call(g.add("evaluation", held_out).play, agents.requests)
+    return g

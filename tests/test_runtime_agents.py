@@ -1,0 +1,77 @@
+"""Runs of agents' programs in one process, with real agents and the real endpoint: the books close."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.testing import GraphRun, run_graph
+from tests.test_runtime_half_done import killed
+
+PLAYED = Path(__file__).parent / "graphs_episodes" / "agents_played.py"
+STEPS = 4
+pytestmark = pytest.mark.timeout(120)
+
+
+def play(run_dir: Path, *, steps: int = STEPS, resume: bool = False, **config: Any) -> GraphRun:
+    options: dict[str, Any] = {"steps": steps, "resume": resume, "save_every": 2}
+    return run_graph(PLAYED, run_dir, config, timeout_s=100, **options).raise_for_error()
+
+
+def test_every_trained_token_was_sampled_in_the_session_of_its_agent(tmp_path: Path) -> None:
+    ran = play(tmp_path / "run", evaluate=4)
+    report = ran.audit()
+    assert report.ok, str(report)
+    assert ran.states() == {"trained": STEPS * 6}
+    assert report.figures["requests"] == report.figures["policy spans proven"] == STEPS * 6 * 2
+    assert ran.rows("SELECT phase, COUNT(*) FROM evaluations GROUP BY 1 ORDER BY 1") == [("after", 4), ("before", 4)]
+
+
+def test_one_id_changed_between_endpoint_and_trainer_fails_the_audit(tmp_path: Path) -> None:
+    report = play(tmp_path / "run", steps=2, meddle=True).audit()
+    assert not report.ok and report.figures["policy spans proven"] < report.figures["policy spans"]
+
+
+@pytest.mark.parametrize(
+    ("agent", "replies", "credit"), [("branches", 3, "turn"), ("continues_the_text", 2, "episode")]
+)
+def test_every_reply_of_an_agent_with_branches_is_proven(tmp_path: Path, agent: str, replies: int, credit: str) -> None:
+    ran = play(tmp_path / "run", agent=agent, credit=credit)
+    report = ran.audit()
+    assert report.ok, str(report)
+    assert ran.states() == {"trained": STEPS * 6}
+    assert report.figures["requests"] == report.figures["policy spans proven"] == STEPS * 6 * replies
+    used = ran.rows("SELECT SUM(tokens) FROM uses")
+    assert used == ran.rows("SELECT SUM(tokens) FROM requests") == ran.rows("SELECT SUM(response_tokens) FROM samples")
+    assert ran.rows("SELECT COUNT(*) FROM uses") == [(STEPS * 6,)]
+
+
+def test_half_done_agents_begin_anew_in_a_resumed_run_and_use_up_no_retry(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"agent": "takes_its_time", "retries": 0}
+    play(tmp_path / "run", **config)
+    records = killed(tmp_path / "run", after=2)
+    half_done = {sample_id for sample_id, record in records.items() if record.first is not None}
+    ran = play(tmp_path / "run", resume=True, **config)
+    assert ran.audit().ok, str(ran.audit())
+    assert ran.states() == {"trained": STEPS * 6} and half_done
+    assert {name for (name,) in ran.rows("SELECT sample_id FROM attempts WHERE cause = 'resumed'")} == half_done
+    assert {name for (name,) in ran.rows("SELECT sample_id FROM episodes WHERE attempts = 2")} == half_done
+    redone = ran.rows("SELECT SUM(redone_tokens) FROM samples")
+    assert redone == ran.rows("SELECT SUM(tokens) FROM requests WHERE abandoned = 'resumed'") != [(0,)]
+
+
+def test_what_agents_do_wrong_is_redone_or_abandoned_and_resumed(tmp_path: Path) -> None:
+    first = play(tmp_path / "run", agent="unsteady")
+    assert first.audit().ok, str(first.audit())
+    reasons = {reason for (reason,) in first.rows("SELECT DISTINCT abandoned FROM requests WHERE abandoned NOT NULL")}
+    assert reasons & {"agent_raised", "agent_died"} and reasons & {"cancelled", "not_received"}
+    failures = {"failed: agent_raised", "failed: agent_died"}
+    assert first.states().keys() <= failures | {"trained", "filtered: group_too_small", "dropped: run_end"}
+    redone = first.rows("SELECT SUM(redone_tokens) FROM samples")[0][0]
+    assert redone == first.rows("SELECT SUM(tokens) FROM requests WHERE abandoned NOT NULL")[0][0] > 0
+    assert first.rows("SELECT COUNT(*) FROM samples WHERE state = 'failed' AND reward NOT NULL") == [(0,)]
+    again = play(tmp_path / "run", agent="unsteady", steps=STEPS + 2, resume=True)
+    assert again.audit().ok, str(again.audit())
+    assert again.steps == [STEPS + 1, STEPS + 2]
