@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     titles = [case.title for case in (*CASES, *CHAIN)]
-    parser.add_argument("--only", nargs="+", default=[], choices=titles, metavar="RUNG")
+    parser.add_argument("--only", nargs="+", default=[], choices=titles, metavar="CASE")
     parser.add_argument("--seeds", nargs="+", type=int, default=None, help="training seeds instead of the cases' own")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--chain", action="store_true", help="each stage from the one before, in place of the cases")

@@ -47,7 +47,7 @@ class Control:
 def main(argv: Sequence[str] | None = None) -> int:
     online = {case.title: case for case in CASES if case.online}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], choices=online, metavar="RUNG")
+    parser.add_argument("--only", nargs="+", default=[], choices=online, metavar="CASE")
     parser.add_argument("--home", type=Path, default=Path("runs") / "ladder", help="where runs lie")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way ends too
