@@ -43,10 +43,13 @@ def test_the_documentation_has_every_cause() -> None:
 def test_the_example_offers_the_calculator_of_the_built_in_environment() -> None:
     example = user_module(str(ROOT / "graphs" / "agents" / "calculator_agent.py"), owner="agent")
     assert list(named_tools("calculator").descriptions) == [example.CALCULATOR]
-    for expression in ("37+58", "(3 + 4) * -12", "7 // 2"):
-        arguments = json.dumps({"expression": expression})
-        assert example.calculated("calculator", arguments) == calculator(expression)
-    for wrong in ("{", "{}", '{"expression": "2 ** 9"}', '{"expression": "1 // 0"}'):
+
+    def asked(expression: str) -> str:
+        return json.dumps({"expression": expression})
+
+    for expression in ("37+58", "(3 + 4) * -12", "7 // 2", "7 / 2", "8 / 2", "2 ** 9", "7 % 3"):
+        assert example.calculated("calculator", asked(expression)) == calculator(expression)
+    for wrong in ("{", "{}", *map(asked, ("1 // 0", "2 ** 65", "10 ** 60 ** 2", "1e300 * 1e300", "x", "(-8) ** 0.5"))):
         assert example.calculated("calculator", wrong).startswith("This cannot be calculated")
     assert "There is no tool sum" in example.calculated("sum", "{}")
 

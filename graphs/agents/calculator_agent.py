@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from openai import APIStatusError, AsyncOpenAI
@@ -32,7 +32,9 @@ CALCULATOR: Any = {
         },
     },
 }
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
+MOST_EXPONENT = 64
+LARGEST = 10**1000
+Number = int | float
 
 
 async def play(client: AsyncOpenAI, task: Mapping[str, Any]) -> dict[str, float]:
@@ -65,17 +67,49 @@ def calculated(name: str, arguments: str) -> str:
         return f"There is no tool {name}; the tools are calculator."
     try:
         return str(value(ast.parse(str(json.loads(arguments)["expression"]).strip(), mode="eval").body))
-    except (ValueError, KeyError, TypeError, SyntaxError, ZeroDivisionError, RecursionError) as problem:
+    except (ValueError, KeyError, TypeError, SyntaxError, ArithmeticError, RecursionError) as problem:
         return f"This cannot be calculated: {problem}."
 
 
-def value(node: ast.expr) -> int:
-    """Of an expression of whole numbers, with + - * //."""
+def value(node: ast.expr) -> Number:
+    """Of an arithmetic expression. Raises ValueError for anything else."""
     match node:
-        case ast.Constant(value=int() as number):
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-            return int(OPERATIONS[type(op)](value(left), value(right)))
+            return bounded(OPERATIONS[type(op)](value(left), value(right)))
     raise ValueError(f"{ast.unparse(node)[:80]} is not allowed here")
+
+
+def bounded(number: Number) -> Number:
+    """A policy may ask for anything, and the next operation has to be quick."""
+    if not abs(number) <= LARGEST:  # so that not a number is refused too
+        raise ValueError("the result is too large")
+    return number
+
+
+def divided(a: Number, b: Number) -> Number:
+    """A quotient that is whole stays exact."""
+    return a // b if b and a % b == 0 else a / b
+
+
+def power(a: Number, b: Number) -> Number:
+    if abs(b) > MOST_EXPONENT:
+        raise ValueError(f"the exponent {b} is above {MOST_EXPONENT}")
+    found = a**b
+    if isinstance(found, complex):
+        raise ValueError(f"{a} ** {b} is no real number")
+    return found
+
+
+OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: divided,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: power,
+}
