@@ -16,6 +16,7 @@ from typing import Any
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.runtime.driver.cluster import HEAD_AWAY_S, HostSlot, RayCluster
+from flowrl.runtime.driver.deaths import deaths, ray_errors, rays_detail
 from flowrl.runtime.driver.lifeline import outlive
 from flowrl.runtime.host.actor import HostActor
 from flowrl.runtime.host.host_engine import HostSpec
@@ -122,9 +123,9 @@ class Hosts:
             answer = await asyncio.wrap_future(getattr(self._actors[host], method).remote(*args).future())
         except asyncio.CancelledError:
             raise  # the next lines import Ray, which a run within one process does without
-        except _deaths() as error:
-            raise self._dead(host, _rays_word(error)) from None
-        except _ray_errors() as error:
+        except deaths() as error:
+            raise self._dead(host, rays_detail(error)) from None
+        except ray_errors() as error:
             raise NodeFailed(self._node(host), 0, f"its host {host!r} failed in {method!r}: {error}") from None
         if isinstance(answer, dict) and "failure" in answer:
             raise _failure(answer["failure"])
@@ -191,27 +192,6 @@ class Hosts:
         if isinstance(error := task.exception(), NodeFailed):
             return [error]
         return [_failure(report) for report in task.result()]
-
-
-def _deaths() -> tuple[type[Exception], ...]:
-    """Ray's errors for an actor whose process has died."""
-    from ray.exceptions import ActorDiedError, RayActorError
-
-    return ActorDiedError, RayActorError
-
-
-def _ray_errors() -> type[Exception]:
-    from ray.exceptions import RayError
-
-    error: type[Exception] = RayError
-    return error
-
-
-def _rays_word(error: Exception) -> str:
-    """Ray's own detail about a death, without its list of common causes."""
-    line = next((line for line in str(error).splitlines() if "Worker exit detail:" in line), "")
-    detail = line.partition("Worker exit detail:")[2].partition("Some common causes")[0].strip()
-    return f" ({detail.rstrip('.')})" if detail else ""
 
 
 def _failure(report: Mapping[str, Any]) -> NodeFailed:
