@@ -49,9 +49,9 @@ def schema_problem(spec: LaneSpec, schemas: Iterable[tuple[str, int]]) -> str:
     return ""
 
 
-def session_number(producer_epoch: int, consumer_epoch: int) -> int:
+def session_number(producer_incarnation: int, consumer_incarnation: int) -> int:
     """The session of these two incarnations."""
-    return producer_epoch << 16 | consumer_epoch
+    return producer_incarnation << 16 | consumer_incarnation
 
 
 @dataclass(frozen=True)
