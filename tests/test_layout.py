@@ -16,11 +16,12 @@ CHECKED = (
 )
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
-BASE = {"errors", "message_base", "messages", "episode", "packing"}
+BASE = {"errors", "message_base", "messages", "episode", "orphans", "packing"}
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "orphans": set(),
     "packing": {"errors"},
     "message_base": {"errors"},
     "messages": {"errors", "message_base", "packing"},
