@@ -102,13 +102,17 @@ def test_images_are_refused_in_a_sentence() -> None:
 
 
 def test_episodes_longer_than_the_model_or_a_micro_batch_are_refused() -> None:
-    def problems(tokens: int | None, budget: int | None) -> list[str]:
-        node = Environment("gymnasium/FrozenLake-v1", Policy("tiny"), limits=Limits(tokens=tokens))
+    def problems(tokens: int | None, budget: int | None, model: str = "tiny") -> list[str]:
+        node = Environment("gymnasium/FrozenLake-v1", Policy(model), limits=Limits(tokens=tokens))
         return node.check(SimpleNamespace(token_budget=budget))
 
     assert problems(2048, 4096) == problems(None, 2048) == problems(None, None) == []
     assert "the context of tiny takes 2048" in problems(2049, None)[0]
-    assert "token_budget=1024" in problems(None, 1024)[0]
+    for made, context in (("tiny", 2048), ("tiny_agent", 2048), ("smollm2", 8192)):
+        assert problems(None, context, made) == []
+        (text,) = problems(None, 1024, made)
+        assert f"as the context of {made}, {context}, but a micro-batch takes token_budget=1024" in text
+        assert f"the context of {made} takes {context}" in problems(context + 1, None, made)[0]
 
 
 def test_more_episodes_than_places_are_a_warning() -> None:
