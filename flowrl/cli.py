@@ -28,8 +28,9 @@ HELP = ("-h", "--help", "help")
 USAGE = """\
 usage: flowrl COMMAND
 
-  check GRAPH.py [--draw FILE.svg|FILE.mmd] [--cluster SPEC] [--field value ...]
-        find every problem of a graph and print what follows from it; starts nothing
+  check GRAPH.py [--draw FILE.svg|FILE.mmd] [--cluster SPEC] [--preflight] [--field value ...]
+        find every problem of a graph and print what follows from it; starts nothing.
+        --preflight: also load models, task, reward and environment, and try them out as a run does before it starts
   run   GRAPH.py [--steps N] [--run-dir DIR] [--resume] [--field value ...]
         run a graph; --help after GRAPH.py lists the fields and all options
   audit RUN_DIR
@@ -55,6 +56,8 @@ class CheckOptions:
     """Draw the graph: FILE.svg, FILE.mmd (Mermaid), or both."""
     cluster: str = ""
     """Check against this cluster instead of this machine: "2x cpus=32 gpus=8 memory=256" (GiB)."""
+    preflight: bool = False
+    """Also try out what a run tries out before it starts: models, task, reward, a trial episode, chat template."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +106,19 @@ def check(args: Sequence[str]) -> int:
     if report.problems:
         raise GraphError(report.problems)
     print(render(report))
+    if options.preflight:
+        _print_preflight(graph, file.path)
     return 0
+
+
+def _print_preflight(graph: Graph, path: Path) -> None:
+    from flowrl.runtime.driver.preflight import preflight
+
+    sys.stdout.flush()  # the plan is to be seen while models load
+    findings = preflight(graph, path)
+    print("\npreflight: ok")
+    for name, text in findings.items():
+        print(f"  {name}: {text}")
 
 
 def run(args: Sequence[str]) -> int:

@@ -132,7 +132,6 @@ class Sample(Message):
     """The critic's V of the state before each policy token; 0 elsewhere."""
     values_version: int = -1
     """Version of the critic that gave `values`."""
-    admitted_s: float = 0.0
     generated_s: float = 0.0
     branches: tuple[Branch, ...] = ()
     """The sequences after the first, in the order of their beginnings."""

@@ -1,7 +1,7 @@
 """Iterative DPO: the best and the worst answer to a prompt make a pair; each round samples from the trained policy.
 
 flowrl run graphs/iterative_dpo.py --steps 60
-flowrl run graphs/iterative_dpo.py --judge runs/reward_model/checkpoints/step_000200 --steps 60
+flowrl run graphs/iterative_dpo.py --reward-model runs/reward_model/checkpoints/step_000200 --steps 60
 flowrl run graphs/iterative_dpo.py --reference initial --kind ipo --steps 60
 """
 
@@ -24,7 +24,7 @@ class IterativeDPO(OnlineOptions):
     optimizer_steps: int = 4
     """Mini-batches into which a round is split."""
 
-    judge: str = ""
+    reward_model: str = ""
     """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none."""
     reference: Literal["round", "initial"] = "round"
     """What DPO compares the policy with: the weights that sampled the round, or the initial ones (adds a node)."""
@@ -48,17 +48,19 @@ def graph(cfg: IterativeDPO) -> Graph:
     )
     shaping = Shaping(negate=cfg.negate_rewards)
     judge: Reward | RewardModel = (
-        RewardModel(cfg.judge, cfg.model, cfg.task, shaping=shaping) if cfg.judge else Reward(cfg.task, shaping=shaping)
+        RewardModel(cfg.reward_model, cfg.model, cfg.task, shaping=shaping, dtype=cfg.dtype)
+        if cfg.reward_model
+        else Reward(cfg.task, shaping=shaping)
     )
 
     g = Graph("iterative_dpo")
     prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", judge, gpus=cfg.gpus if cfg.judge else 0)
+    reward = g.add("reward", judge, gpus=cfg.gpus if cfg.reward_model else 0)
     pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference))
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
-    if cfg.judge:
+    if cfg.reward_model:
         g.time_share(trainer, reward)
 
     g.connect(prompts.prompts, generator.prompts)

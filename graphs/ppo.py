@@ -42,7 +42,7 @@ class PPO(OnlineOptions):
     optimizer_steps: int = 2
 
     reward_model: str = ""
-    """Directory of a trained reward model that scores the responses; empty: the task's verifier."""
+    """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none."""
     critic: str = ""
     """Initial model of the critic; empty: the policy. A reward model keeps its head, others get a new one."""
     critic_lr: float = 3e-4

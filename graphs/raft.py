@@ -1,7 +1,7 @@
 """RAFT (arXiv 2304.06767): imitates the best of several answers to a prompt; the trained policy gives the next ones.
 
 flowrl run graphs/raft.py --steps 100
-flowrl run graphs/raft.py --judge runs/reward_model/checkpoints/step_000200 --steps 100
+flowrl run graphs/raft.py --reward-model runs/reward_model/checkpoints/step_000200 --steps 100
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 class RAFT(OnlineOptions):
     groups_per_step: int = 32
 
-    judge: str = ""
+    reward_model: str = ""
     """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none."""
     least_reward: float | None = None
     """Leave out prompts whose best answer has a lower raw reward."""
@@ -26,17 +26,19 @@ def graph(cfg: RAFT) -> Graph:
     imitate = PolicyObjective(kind="reinforce", correction=None)
     shaping = Shaping(negate=cfg.negate_rewards)
     judge: Reward | RewardModel = (
-        RewardModel(cfg.judge, cfg.model, cfg.task, shaping=shaping) if cfg.judge else Reward(cfg.task, shaping=shaping)
+        RewardModel(cfg.reward_model, cfg.model, cfg.task, shaping=shaping, dtype=cfg.dtype)
+        if cfg.reward_model
+        else Reward(cfg.task, shaping=shaping)
     )
 
     g = Graph("raft")
     prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", judge, gpus=cfg.gpus if cfg.judge else 0)
+    reward = g.add("reward", judge, gpus=cfg.gpus if cfg.reward_model else 0)
     best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward))
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.trainer(imitate), replicas=cfg.num_trainers, gpus=cfg.gpus)
-    if cfg.judge:
+    if cfg.reward_model:
         g.time_share(trainer, reward)
 
     g.connect(prompts.prompts, generator.prompts)

@@ -76,6 +76,7 @@ def test_preflight_says_what_a_template_does(name: str) -> None:
     assert (found.sequences > 1) == (found.repeated > 1) == bool(found.rewrites)
     said = str(found)
     assert ("rewrites earlier replies" in said) == rewriting(name) and ("No tools: " in said) == bool(found.no_tools)
+    assert ("does not show which tools there are" in said) == found.hides_tools == (base(name) in WITHOUT_DESCRIPTIONS)
     if found.no_tools:
         with pytest.raises(ConfigError, match="chat template"):
             ChatTemplate(tokenizer_of(name), [ADD]).boundary("tool", calls=True)
@@ -107,7 +108,8 @@ PARSERS = {
 def test_a_rendered_tool_call_is_parsed_back(name: str) -> None:
     tokenizer = tokenizer_of(name)
     tokenizer.response_template = response_templates()[PARSERS[name]]
-    assert examine(tokenizer, [ADD]).no_parsing == ""
+    found = examine(tokenizer, [ADD])
+    assert found.no_parsing == "" and "was parsed back by the tokenizer's response_template." in str(found)
     other = PARSERS["llama3_1" if name.startswith("qwen") else "qwen3"]
     tokenizer.response_template = response_templates()[other]
     assert "instead of {'name': 'add'" in examine(tokenizer, [ADD]).no_parsing

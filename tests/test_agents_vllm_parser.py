@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.agents import ReplyParser, examine, reply_parser
+from flowrl.agents.parser_trial import examine_with_parsers
 from flowrl.environments import Action
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, load_tokenizer, resolve
@@ -115,6 +117,18 @@ def test_preflight_renders_a_call_and_reads_it_back(name: str, parser: str, othe
     known.add_tokens(TOKENS)
     assert examine(known, [ADD], reply_parser(known, tool_parser=parser)).no_parsing == ""
     assert "add" in examine(known, [ADD], reply_parser(known, tool_parser=other)).no_parsing
+
+
+@pytest.mark.timeout(600)  # vLLM is imported anew by each process
+def test_a_run_tries_the_generators_parsers_in_a_process_of_their_own(tmp_path: Path) -> None:
+    with_template(tokenizer(), templates()["qwen2_5"]).save_pretrained(tmp_path)
+
+    def tried(tool: str) -> str:
+        return str(examine_with_parsers(Policy(str(tmp_path)), [ADD], tool_parser=tool, reasoning_parser=None))
+
+    assert tried("hermes").endswith("A rendered tool call was parsed back by vLLM's tool_parser=hermes.")
+    with pytest.raises(ConfigError, match="vLLM has no tool_parser 'herms'"):
+        tried("herms")
 
 
 def test_smollm2s_template_goes_with_no_call_and_its_tokenizer_with_hermes() -> None:

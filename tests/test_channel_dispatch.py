@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,38 @@ def test_a_paused_edge_sends_nothing_until_it_is_resumed() -> None:
         edge.pause(False)
         assert await take_indices(port, 2) == [1, 2]
         await asyncio.gather(*waiting)
+
+    run(body, "local")
+
+
+def test_sends_and_lanes_that_wait_together_are_blocked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("flowrl.channel.ends.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge, ports = edge_to(a, SHARE, 4, capacity=1), inboxes(b, 4, capacity=1)
+
+        def blocked() -> list[float]:
+            return [a.statistics()[one.spec.name].blocked_s for one in edge.lanes]
+
+        for index in range(4):
+            await edge.send(thing(index))
+        assert blocked() == [0.0] * 4
+        waiting = [asyncio.create_task(edge.send(thing(index))) for index in (4, 5)]
+        await ticks()
+        now[0] = 101.0
+        assert blocked() == [1.0] * 4  # while they wait
+        waiting[1].cancel()
+        await take_indices(ports[0], 1)
+        await waiting[0]
+        now[0] = 105.0
+        assert blocked() == [1.0] * 4  # nobody waits any more
+        waiting = [asyncio.create_task(edge.send(thing(6)))]
+        await ticks()
+        now[0] = 105.5
+        await take_indices(ports[1], 1)
+        await waiting[0]
+        assert blocked() == [1.5] * 4
 
     run(body, "local")
 

@@ -86,6 +86,72 @@ def test_a_wrong_graph_is_drawn_too(capsys: Capture, graph_file: str, tmp_path: 
     assert (tmp_path / "g.svg").exists()
 
 
+TRIED = """
+from dataclasses import dataclass
+
+from flowrl import Graph, In, Node, Out, Prompt
+from flowrl.errors import ConfigError
+
+
+class Source(Node):
+    prompts: Out[Prompt]
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def preflight(self) -> str | None:
+        if "?" in self.words:
+            raise ConfigError(f"words are {self.words!r}; leave the question mark out")
+        return f"tried {self.words!r}" if self.words else None
+
+    async def run(self) -> None:
+        pass
+
+
+class Sink(Source):
+    prompts: In[Prompt]
+
+
+@dataclass(frozen=True)
+class Settings:
+    first: str = ""
+    second: str = ""
+
+
+def graph(cfg: Settings) -> Graph:
+    g = Graph("tried")
+    g.connect(g.add("source", Source(cfg.first)).prompts, g.add("sink", Sink(cfg.second)).prompts)
+    return g
+"""
+
+
+@pytest.fixture
+def tried(tmp_path: Path) -> str:
+    path = tmp_path / "tried.py"
+    path.write_text(TRIED)
+    return str(path)
+
+
+def test_check_tries_nothing_out_unless_it_is_asked(capsys: Capture, tried: str) -> None:
+    assert main(["check", tried, "--first", "why?"]) == 0
+    assert "preflight" not in capsys.readouterr().out
+
+
+def test_check_with_preflight_prints_what_the_nodes_found(capsys: Capture, tried: str) -> None:
+    assert main(["check", tried, "--preflight", "--second", "a b"]) == 0
+    plan, found = capsys.readouterr().out.split("\npreflight: ok\n")
+    assert "source" in plan and found == "  sink: tried 'a b'\n"
+
+
+def test_check_with_preflight_refuses_what_a_run_refuses(capsys: Capture, tried: str, tmp_path: Path) -> None:
+    assert main(["check", tried, "--preflight", "--first", "why?"]) == 2
+    assert capsys.readouterr().err == "flowrl: words are 'why?'; leave the question mark out\n"
+    assert main(["check", tried, "--preflight", "--first", "why?", "--second", "who?"]) == 2
+    assert "the run cannot start, 2 problems:\n- words are 'why?'" in capsys.readouterr().err
+    assert main(["run", tried, "--run-dir", str(tmp_path / "run"), "--first", "why?"]) == 2
+    assert "leave the question mark out" in capsys.readouterr().err
+
+
 MISTAKES: dict[str, Callable[[str], list[str]]] = {
     "there is no command 'chekc'; did you mean check?": lambda file: ["chekc", file],
     "there is no command 'fly'; there are check, run": lambda file: ["fly"],

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flowrl import Graph
+from flowrl.agents import Examination, examine
 from flowrl.environments import Observation
 from flowrl.environments.protocol import MalformedValue
 from flowrl.errors import ConfigError
@@ -17,7 +19,7 @@ from flowrl.graph.analysis.check import check
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.models.characters import character_tokenizer
-from flowrl.nodes import Environment, Limits
+from flowrl.nodes import Environment, Generator, Limits
 from flowrl.nodes.episode_reports import retokenizes
 from flowrl.runtime.telemetry.metrics import Metrics
 from flowrl.runtime.telemetry.statistics import Statistics
@@ -102,13 +104,17 @@ def test_images_are_refused_in_a_sentence() -> None:
 
 
 def test_episodes_longer_than_the_model_or_a_micro_batch_are_refused() -> None:
-    def problems(tokens: int | None, budget: int | None) -> list[str]:
-        node = Environment("gymnasium/FrozenLake-v1", Policy("tiny"), limits=Limits(tokens=tokens))
+    def problems(tokens: int | None, budget: int | None, model: str = "tiny") -> list[str]:
+        node = Environment("gymnasium/FrozenLake-v1", Policy(model), limits=Limits(tokens=tokens))
         return node.check(SimpleNamespace(token_budget=budget))
 
     assert problems(2048, 4096) == problems(None, 2048) == problems(None, None) == []
     assert "the context of tiny takes 2048" in problems(2049, None)[0]
-    assert "token_budget=1024" in problems(None, 1024)[0]
+    for made, context in (("tiny", 2048), ("tiny_agent", 2048), ("smollm2", 8192)):
+        assert problems(None, context, made) == []
+        (text,) = problems(None, 1024, made)
+        assert f"as the context of {made}, {context}, but a micro-batch takes token_budget=1024" in text
+        assert f"the context of {made} takes {context}" in problems(context + 1, None, made)[0]
 
 
 def test_more_episodes_than_places_are_a_warning() -> None:
@@ -127,4 +133,22 @@ def test_the_preflight_tells_of_the_template_and_refuses_tools_that_it_cannot_ta
     assert "both histories give the same" in (Environment(f"{PLAYED}:Echo", Policy("tiny")).preflight() or "")
     with pytest.raises(ConfigError, match=r"has tools, but the chat template of tiny cannot take them"):
         Environment(f"{PLAYED}:Echo:tools=1", Policy("tiny")).preflight()
-    assert "Tool calls can be fed" in (Environment(f"{PLAYED}:Echo:tools=1", Policy("tiny_agent")).preflight() or "")
+    found = Environment(f"{PLAYED}:Echo:tools=1", Policy("tiny_agent")).preflight() or ""
+    assert "Tool calls can be fed. A rendered tool call was parsed back by the tokenizer's response_template." in found
+
+
+def test_the_preflight_parses_with_the_parsers_of_the_generator_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def examined(policy: Policy, tools: Any, **parsers: str | None) -> Examination:
+        asked.append((policy.model, len(tools), parsers))
+        return examine(character_tokenizer())
+
+    monkeypatch.setattr("flowrl.nodes.episode_checks.examine_with_parsers", examined)
+    policy, graph = Policy("tiny_agent"), Graph("asks")
+    plays = graph.add("environment", Environment(f"{PLAYED}:Echo:tools=1", policy))
+    answers = graph.add("generator", Generator(policy, tool_parser="hermes"))
+    graph.call(plays.generate, answers.turns)
+    with pytest.raises(ConfigError, match="cannot take them"):
+        plays.preflight()
+    assert asked == [("tiny_agent", 1, {"tool_parser": "hermes", "reasoning_parser": None})]

@@ -1,7 +1,8 @@
 """The generator on the real vLLM: what it samples, under which version, and what an update makes of it.
 
-One engine serves the whole file, on an event loop in a thread of its own as in a run; tests take their
-versions from one counter, as versions only grow. Logprobs are compared in float32.
+One engine serves the whole file, on an event loop in a thread of its own as in a run. Its tests may run in any order:
+what only an engine without weights can show is noted when it starts, and each test looks at its own samples and at the
+growth of versions. Logprobs are compared in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -125,8 +126,8 @@ class Live:
             wanted = {prompt.sample_id for prompt in prompts}
             before = len(self.sent)
             self.rig.feed("prompts", *prompts)
-            await self.arrived(before + len(prompts))
-            return sorted((s for s in self.sent if s.sample_id in wanted), key=lambda s: s.sample_id)
+            arrived = (await self.arrived(before + len(prompts)))[before:]
+            return sorted((s for s in arrived if s.sample_id in wanted), key=lambda s: s.sample_id)
 
         return self.do(all_of_them())
 
@@ -134,11 +135,33 @@ class Live:
         return self.do(self.generator._sampler.score(probe_sequences(99)))
 
 
+class Waited(NamedTuple):
+    """What became of a prompt that arrived before any weights."""
+
+    sent: int
+    """Samples that had been sent when the loop had nothing left to do."""
+    running: int
+    sample: Sample
+
+
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def started_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, Waited]]:
     live = Live(tmp_path_factory.mktemp("tied"), tied=True)
-    yield live
-    live.close()
+    try:
+        live.loop.call_soon_threadsafe(live.rig.feed, "prompts", make_prompt(0))
+        live.do(ticks())
+        sent, running = len(live.sent), len(live.generator._responses.running)
+        live.do(live.held(live.train()))
+        (sample,) = live.do(live.arrived(1))
+        yield live, Waited(sent, running, sample)
+    finally:
+        live.close()
+
+
+@pytest.fixture
+def live(started_live: tuple[Live, Waited]) -> Live:
+    """The engine of all tests; it has weights, at whatever version the tests before have left it."""
+    return started_live[0]
 
 
 def difference(left: Any, right: Any) -> float:
@@ -175,19 +198,13 @@ def update_under_traffic(live: Live) -> list[Sample]:
             await live.held(live.train())
         return (await live.arrived(before + 192))[before:]
 
-    if live.version < 0:
-        live.train()
     return live.do(traffic())
 
 
-def test_nothing_is_sampled_before_the_first_version(live: Live) -> None:
-    first = make_prompt(0)
-    live.loop.call_soon_threadsafe(live.rig.feed, "prompts", first)
-    live.do(ticks())
-    assert live.sent == [] and not live.generator._responses.running
-    live.train()
-    (sample,) = live.do(live.arrived(1))
-    assert set(sample.versions[12:]) == {0}
+def test_nothing_is_sampled_before_the_first_version(started_live: tuple[Live, Waited]) -> None:
+    _, waited = started_live
+    assert (waited.sent, waited.running) == (0, 0)
+    assert set(waited.sample.versions[12:]) == {0}
 
 
 def test_a_sample_is_complete(live: Live) -> None:
@@ -251,6 +268,7 @@ def test_updates_during_live_traffic_tied(live: Live, tmp_path: Path) -> None:
 def test_updates_during_live_traffic_untied(tmp_path: Path) -> None:
     live = Live(tmp_path / "untied", tied=False)
     try:
+        live.do(live.held(live.train()))
         update_under_traffic(live)
         assert max(live.mismatches) <= TOLERANCE
         assert_equal_to_a_fresh_engine(live, tmp_path / "export")

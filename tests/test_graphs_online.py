@@ -198,14 +198,22 @@ def test_a_round_of_iterative_dpo_begins_when_the_last_ones_weights_are_everywhe
     assert node(made, PairMaker).reference == "round"
 
 
-@pytest.mark.parametrize("name", ["raft", "iterative_dpo"])
-def test_a_trained_judge_takes_the_rewards_place_and_turns_with_the_trainer(name: str) -> None:
-    made = graph(name, "--judge", "/a/reward/model", "--negate-rewards")
-    judge = node(made, RewardModel)
-    assert (judge.model, judge.shaping.negate) == ("/a/reward/model", True)
+@pytest.mark.parametrize(
+    ("name", "shares_with"), [("raft", "trainer"), ("iterative_dpo", "trainer"), ("ppo", "reference")]
+)
+def test_a_reward_model_takes_the_rewards_place_and_shares_time(name: str, shares_with: str) -> None:
+    made = graph(name, "--reward-model", "/a/reward/model", "--negate-rewards", "--dtype", "bfloat16")
+    reward = node(made, RewardModel)
+    assert (reward.model, reward.shaping.negate, reward.dtype) == ("/a/reward/model", True, "bfloat16")
     assert not [node for node in made.nodes.values() if isinstance(node, Reward)]
-    assert ["trainer", "reward"] in [list(names) for names in made.time_shared]
+    assert any({shares_with, "reward"} <= set(names) for names in made.time_shared)
     assert check(made, CLUSTER).ok
+
+
+@pytest.mark.parametrize("name", ["raft", "iterative_dpo", "ppo"])
+def test_the_reward_models_former_option_is_refused_with_its_name_now(name: str) -> None:
+    with pytest.raises(ConfigError, match="there is no option --judge; it is --reward-model now"):
+        graph(name, "--judge", "/a/reward/model")
 
 
 MISTAKES = {

@@ -16,11 +16,12 @@ CHECKED = (
 )
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
-BASE = {"errors", "message_base", "messages", "episode", "packing"}
+BASE = {"errors", "message_base", "messages", "episode", "orphans", "packing"}
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "orphans": set(),
     "packing": {"errors"},
     "message_base": {"errors"},
     "messages": {"errors", "message_base", "packing"},
@@ -228,13 +229,13 @@ BROAD_EXCEPTS = {
 """Where any exception is caught: boundaries to foreign code, and places that undo something and raise again."""
 
 
-def broad_excepts(path: Path) -> Iterator[str]:
-    """ "channel/link.py: Listener._drain" for each handler of Exception, BaseException or everything."""
+def broad_excepts(path: Path) -> Iterator[tuple[str, int]]:
+    """("channel/link.py: Listener._drain", line) for each handler of Exception, BaseException or everything."""
 
-    def visit(node: ast.AST, within: tuple[str, ...]) -> Iterator[str]:
+    def visit(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ExceptHandler) and (child.type is None or ast.unparse(child.type) in BROAD):
-                yield f"{path.relative_to(ROOT / 'flowrl')}: {'.'.join(within)}"
+                yield f"{path.relative_to(ROOT / 'flowrl')}: {'.'.join(within)}", child.lineno
             named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             yield from visit(child, (*within, child.name) if named else within)
 
@@ -245,7 +246,15 @@ BROAD = ("Exception", "BaseException")
 
 
 def test_any_exception_is_caught_at_known_boundaries_alone() -> None:
-    assert {place for path in modules() for place in broad_excepts(path)} == BROAD_EXCEPTS
+    assert {place for path in modules() for place, _ in broad_excepts(path)} == BROAD_EXCEPTS
+
+
+def test_whoever_catches_any_exception_says_why_in_its_line() -> None:
+    silent = []
+    for path in modules():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        silent += [f"{place}:{line}" for place, line in broad_excepts(path) if ":  # " not in lines[line - 1]]
+    assert not silent
 
 
 def loaded_by(code: str) -> set[str]:

@@ -82,7 +82,24 @@ def test_an_edge_has_the_depth_of_all_lanes_and_the_blocking_of_the_worst() -> N
     for second in (0, 1, 2):
         statistics.absorb({"lanes": {LANE: lane(3, 0.5 * second), OTHER_LANE: lane(4, 0.25 * second)}}, second)
     assert statistics.edges() == [EdgeNow(EDGE, "generator", "reward", 7, 2, 0.5)]
-    assert statistics.since_line()["edges"] == {EDGE: {"depth": 7, "blocked_s": 1.5}}
+
+
+def test_lanes_that_wait_together_are_blocked_once_and_replicas_add_up() -> None:
+    """Four lanes from each of two producers, which are blocked for 1 s and 0.5 s."""
+    statistics = Statistics()
+    for producer, blocked_s in (("generator/0", 1.0), ("generator/1", 0.5)):
+        lanes = {f"{producer}.rollouts -> reward/{n}.rollouts": lane(1, blocked_s) for n in range(4)}
+        statistics.absorb({"lanes": lanes}, 1.0)
+        statistics.absorb({"lanes": lanes}, 2.0)  # a report holds totals: it adds nothing
+    assert statistics.since_line()["edges"] == {EDGE: {"depth": 8, "blocked_s": 1.5}}
+
+
+def test_a_lane_that_is_used_late_does_not_count_earlier_time_again() -> None:
+    statistics = Statistics()
+    statistics.absorb({"lanes": {LANE: lane(1, 2.0), OTHER_LANE: lane(0, 2.0, sent=0)}}, 1.0)
+    statistics.since_line()
+    statistics.absorb({"lanes": {LANE: lane(1, 2.25), OTHER_LANE: lane(1, 2.25, sent=1)}}, 2.0)
+    assert statistics.since_line()["edges"] == {EDGE: {"depth": 2, "blocked_s": 0.25}}
 
 
 def test_the_receiving_end_of_a_lane_says_nothing_about_blocking() -> None:

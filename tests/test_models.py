@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import ConfigError
-from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
+from flowrl.models import Chat, Policy, check_model, known_context, load_tokenizer, resolve
 from flowrl.models.cache import cached_model
 from flowrl.models.characters import SPECIAL, character_tokenizer
+from flowrl.models.directory import context_length
 from flowrl.models.warm_start import Recipe
 from flowrl.tasks import Task
 
@@ -211,6 +212,7 @@ def test_smollm2_converts_and_answers() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = resolve(Policy("smollm2"))
+    assert context_length(path) == known_context(Policy("smollm2"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     _, ids = Chat(tokenizer).prompt([{"role": "user", "content": "What is the capital of France?"}])
     out = model.generate(torch.tensor(ids[None].astype(np.int64)), max_new_tokens=16, do_sample=False)

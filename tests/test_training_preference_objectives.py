@@ -13,9 +13,9 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Mismatched
 from flowrl.training.batch.micro_batch import make_micro_batch
 from flowrl.training.loss.objective import Objective, Totals
-from flowrl.training.loss.preference_losses import dpo_loss, kto_loss
 from flowrl.training.loss.preference_objectives import DPO, KTO
 from tests.objective_rig import CPU, logprobs, run, samples
+from tests.test_training_preferences import dpo_of_pair, sigmoid
 
 
 def whole(means: bool = False) -> list[torch.Tensor]:
@@ -42,12 +42,14 @@ CUTS = [[[0, 1, 2, 3, 4, 5]], [[2, 3], [0, 1, 4, 5]], [[4, 5], [0, 1], [], [2, 3
 def test_a_dpo_step_is_the_formula_over_the_whole_batch(kind: Any, cut: list[list[int]]) -> None:
     objective = OBJECTIVES[kind]
     found = run(objective, cut)
-    expected, stats = dpo_loss(
-        *whole(means=kind == "ipo"), beta=0.3, kind=kind, label_smoothing=objective.label_smoothing
-    )
-    assert found.loss == pytest.approx(float(expected), rel=1e-5)
-    assert found.stats["preference_accuracy"] == pytest.approx(float(stats["accuracy"]))
-    assert found.stats["reward_margin"] == pytest.approx(float(stats["margin"]), rel=1e-4)
+    chosen, rejected, ref_chosen, ref_rejected = whole(means=kind == "ipo")
+    h = (chosen - rejected) - (ref_chosen - ref_rejected)
+    losses = [dpo_of_pair(of_pair, 0.3, kind, objective.label_smoothing) for of_pair in h.tolist()]
+    assert found.loss == pytest.approx(sum(losses) / 3, rel=1e-5)
+    assert found.stats["preference_accuracy"] == pytest.approx(float((h > 0).float().mean()))
+    assert found.stats["reward_margin"] == pytest.approx(0.3 * float(h.mean()), rel=1e-4)
+    assert found.stats["chosen_reward"] == pytest.approx(0.3 * float((chosen - ref_chosen).mean()), rel=1e-4)
+    assert found.stats["rejected_reward"] == pytest.approx(0.3 * float((rejected - ref_rejected).mean()), rel=1e-4)
     chosen, _, ref_chosen, _ = whole()
     assert found.stats["chosen_logprob_change"] == pytest.approx(float((chosen - ref_chosen).mean()), rel=1e-4)
     torch.testing.assert_close(found.gradient, run(objective, CUTS[0]).gradient)
@@ -75,23 +77,12 @@ def test_a_kto_step_is_the_formula_over_the_whole_batch(cut: list[list[int]]) ->
     objective = KTO(beta=0.2, desirable_weight=1.5, undesirable_weight=0.7)
     found = run(objective, cut, mismatched_kl=0.4)
     chosen, rejected, ref_chosen, ref_rejected = whole()
-    policy, ref = torch.cat([chosen, rejected]), torch.cat([ref_chosen, ref_rejected])
-    desirable = torch.tensor([1, 1, 1, 0, 0, 0])
-    expected, stats = kto_loss(
-        policy,
-        ref,
-        desirable,
-        ref,
-        ref,
-        beta=0.2,
-        desirable_weight=1.5,
-        undesirable_weight=0.7,
-        z0=torch.tensor(0.4),
-    )
-    assert found.loss == pytest.approx(float(expected), rel=1e-5)
+    good, bad = (chosen - ref_chosen).tolist(), (rejected - ref_rejected).tolist()
+    losses = [1.5 * (1 - sigmoid(0.2 * (r - 0.4))) for r in good] + [0.7 * (1 - sigmoid(0.2 * (0.4 - r))) for r in bad]
+    assert found.loss == pytest.approx(sum(losses) / 6, rel=1e-5)
     assert found.stats["z0"] == pytest.approx(0.4)
-    for name in ("desirable_reward", "undesirable_reward"):
-        assert found.stats[name] == pytest.approx(float(stats[name]), rel=1e-4)
+    assert found.stats["desirable_reward"] == pytest.approx(0.2 * sum(good) / 3, rel=1e-4)
+    assert found.stats["undesirable_reward"] == pytest.approx(0.2 * sum(bad) / 3, rel=1e-4)
 
 
 def test_the_baseline_is_never_negative() -> None:

@@ -61,7 +61,8 @@ def test_orphans_are_ended_with_the_rest() -> None:
     """The middle process ends before its child; nobody but `end_descendants` would find that."""
     program = """
         import os, subprocess, sys
-        from flowrl.runtime.host.processes import adopt_orphans, descendants, end_descendants
+        from flowrl.orphans import adopt_orphans
+        from flowrl.runtime.host.processes import descendants, end_descendants
         adopt_orphans()
         sleeper = [sys.executable, "-c", "import signal; signal.pause()"]
         middle = f"import subprocess; print(subprocess.Popen({sleeper!r}, stdout=-3, stderr=-3).pid)"

@@ -42,6 +42,8 @@ GIVEN_UP = {
     "rung": "case",
     "rungs": "cases",
     "tallies": "stats",
+    "producer_epoch": "producer_incarnation",
+    "consumer_epoch": "consumer_incarnation",
 }
 """Identifier -> what the thing is called."""
 

@@ -35,11 +35,24 @@ class Examination:
     """Why tool calls and tools' answers cannot be fed; "" if they can."""
     no_parsing: str
     """Why a rendered tool call was not parsed back; "" if it was, or if there are no tools."""
+    parsed_by: str
+    """The parser, as a user knows it."""
+    hides_tools: bool
+    """Takes tool calls and answers, but does not tell the policy which tools there are."""
 
     def __str__(self) -> str:
-        tools = f"No tools: {self.no_tools}." if self.no_tools else "Tool calls can be fed."
-        parsing = f" Tool calls are not parsed back: {self.no_parsing}." if self.no_parsing else ""
-        return f"{self._history()} {tools}{parsing}"
+        if self.no_tools:
+            return f"{self._history()} No tools: {self.no_tools}."
+        return " ".join([self._history(), "Tool calls can be fed.", *self._shown(), self._parsing()])
+
+    def _shown(self) -> list[str]:
+        text = "The template does not show which tools there are: describe them in the environment's first message."
+        return [text] if self.hides_tools else []
+
+    def _parsing(self) -> str:
+        if self.no_parsing:
+            return f"Tool calls are not parsed back: {self.no_parsing}."
+        return f"A rendered tool call was parsed back by {self.parsed_by}."
 
     def _history(self) -> str:
         if not self.rewrites:
@@ -51,10 +64,17 @@ class Examination:
         )
 
 
-def examine(tokenizer: Any, tools: Messages = (), parser: ReplyParser | None = None) -> Examination:
+def examine(
+    tokenizer: Any,
+    tools: Messages = (),
+    parser: ReplyParser | None = None,
+    *,
+    named: str = "the tokenizer's response_template",
+) -> Examination:
     """Probe the chat template. Raises ConfigError if the boundary after a reply cannot be found.
 
-    `parser` defaults to `reply_parser(tokenizer)`. Reasoning is probed if the template names `</think>`.
+    `parser` defaults to `reply_parser(tokenizer)`; `named` is what it is called. Reasoning is probed if the template
+    names `</think>`.
     """
     template = ChatTemplate(tokenizer, tools)
     no_tools = _no_tools(template)
@@ -62,7 +82,10 @@ def examine(tokenizer: Any, tools: Messages = (), parser: ReplyParser | None = N
     rewrites = tuple(kind for kind, (_, sequences) in found.items() if len(sequences) > 1)
     appended, sequences = max(found.values(), key=lambda sizes: sum(sizes[1]) / sizes[0])
     no_parsing = "" if no_tools else _no_parsing(template, parser)
-    return Examination(rewrites, len(sequences), sum(sequences) / appended, no_tools, no_parsing)
+    hides_tools = not no_tools and _hides_tools(template)
+    return Examination(
+        rewrites, len(sequences), sum(sequences) / appended, no_tools, no_parsing, named, hides_tools=hides_tools
+    )
 
 
 def shown_reply(template: ChatTemplate, reply: Mapping[str, Any]) -> tuple[Int32, str]:
@@ -102,6 +125,13 @@ def _no_tools(template: ChatTemplate) -> str:
     except ConfigError as problem:
         return str(problem)
     return ""
+
+
+def _hides_tools(template: ChatTemplate) -> bool:
+    """Whether the rendering is the same with and without tools."""
+    tokenizer = template.tokenizer
+    with_tools = template if template.tools else ChatTemplate(tokenizer, (ANY_TOOL,))
+    return with_tools.text([ASKED]) == ChatTemplate(tokenizer).text([ASKED])
 
 
 def _kinds(template: ChatTemplate, no_tools: str) -> list[str]:

@@ -7,7 +7,7 @@ both waits: see `flowrl.channel.ends`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +70,7 @@ class OutEdge:
             only.put(envelope)  # most sends: one lane, with credit. This path avoids function calls
         elif rule.any_one:
             if queued or not self._any_ready():
-                await self._wait(self.lanes, self._any_ready)
+                await self.gate.wait(self._any_ready)
             self._freest().put(envelope)
         else:
             lanes = [self.lanes[index] for index in rule.replicas(envelope.group_id, len(self.lanes))]
@@ -106,16 +106,7 @@ class OutEdge:
             return all([lane.can_send() for lane in lanes])  # noqa: C419
 
         if self.gate.paused or self.gate.waiting or not ready():
-            await self._wait(lanes, ready)
-
-    async def _wait(self, lanes: Sequence[SendLane], ready: Callable[[], bool]) -> None:
-        """Wait in the gate's queue until `ready()`; the caller must send before it awaits again.
-
-        Each of `lanes` counts the whole wait as blocked time, also one that has a credit and waits for the others.
-        """
-        waited = await self.gate.wait(ready)
-        for lane in lanes:
-            lane.blocked_s += waited
+            await self.gate.wait(ready)
 
     def _messages(self, envelope: Envelope, count: int) -> list[Envelope]:
         """What `count` lanes get."""

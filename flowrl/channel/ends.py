@@ -34,17 +34,27 @@ class SendGate:
         """The waiting sends, in order: (the future that wakes it, whether it may send, when its wait began)."""
         self.paused = False
         """True during the snapshot of a checkpoint: no send may proceed, whatever its credit."""
+        self._blocked_s = 0.0
+        """Sum of the times in which sends waited, up to the moment when the last of them ended its wait."""
+        self._blocked_since = 0.0
+        """When the queue was empty for the last time (time.monotonic); counts while a send waits."""
 
     def since(self) -> float | None:
         """When the longest wait began (time.monotonic), None if no send waits."""
         return next((began for _, _, began in self.waiting.values()), None)
 
-    async def wait(self, ready: Callable[[], bool]) -> float:
-        """Wait until `ready()` is true, and return the seconds waited; the caller must send before it awaits again.
+    def blocked_s(self) -> float:
+        """Seconds in which one send or more has waited; sends that wait together count once."""
+        return self._blocked_s + (time.monotonic() - self._blocked_since if self.waiting else 0.0)
+
+    async def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready()` is true; the caller must send before it awaits again.
 
         An exception that `ready` raises ends the wait.
         """
         began, me = time.monotonic(), object()
+        if not self.waiting:
+            self._blocked_since = began
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -53,11 +63,13 @@ class SendGate:
                 self.wake()
                 await woken
                 if ready() and not self.paused:
-                    return time.monotonic() - began
+                    return
         finally:
             del self.waiting[me]
             if self.waiting:
                 loop.call_soon(self.wake)  # not now: the caller first uses its credit
+            else:
+                self._blocked_s += time.monotonic() - self._blocked_since
 
     def wake(self) -> None:
         """Wake the first send that may proceed. After it has sent, or was cancelled, it wakes the next."""
@@ -93,7 +105,6 @@ class SendLane:
         self.spec = spec
         self.machine = machine
         self.gate = SendGate()
-        self.blocked_s = 0.0
         self.burst = max(1, min(FRAMES_AT_ONCE, spec.capacity // 2))
         """Number of frames that are sent before the loop's tick ends, so that the consumer can begin earlier."""
         self._owner = owner
@@ -120,7 +131,7 @@ class SendLane:
     async def send(self, envelope: Envelope) -> None:
         """Wait for a credit and send. Sends nothing if cancelled while waiting. Raises LaneFailed."""
         if self.gate.paused or self.gate.waiting or not self.can_send():
-            self.blocked_s += await self.gate.wait(self.can_send)
+            await self.gate.wait(self.can_send)
         self.put(envelope)
 
     def on_taken(self, callback: Ids) -> None:
@@ -152,9 +163,7 @@ class SendLane:
         self.gate.wake()
 
     def statistics(self) -> LaneStatistics:
-        since = self.gate.since()
-        blocked_s = self.blocked_s + (time.monotonic() - since if since is not None else 0.0)
-        return self.machine.statistics(blocked_s)
+        return self.machine.statistics(self.gate.blocked_s())
 
     # Called by the endpoint
 

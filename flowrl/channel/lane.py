@@ -6,8 +6,8 @@ received frames to `on_*`, and sends the frames that the machine collects in `ou
 Invariants
 - At most `capacity` messages are sent and not yet taken by the consumer, replays included.
 - Messages are numbered from 0 within a session, and the consumer takes them in that order. A session is the pair of
-  the two processes' epochs: when either process is replaced, both ends begin a new session, and ignore frames of any
-  other session.
+  the two processes' incarnations: when either process is replaced, both ends begin a new session, and ignore frames
+  of any other session.
 - The sender keeps every message until its ack. In a new session it first sends all kept messages again, in the old
   order, and only then new ones. Otherwise it repeats a message only if the receiver, after a gap, asks for it.
 - Messages that a replaced producer sent and that nobody has taken stay in the queue, outside the new session: the

@@ -49,9 +49,9 @@ def schema_problem(spec: LaneSpec, schemas: Iterable[tuple[str, int]]) -> str:
     return ""
 
 
-def session_number(producer_epoch: int, consumer_epoch: int) -> int:
+def session_number(producer_incarnation: int, consumer_incarnation: int) -> int:
     """The session of these two incarnations."""
-    return producer_epoch << 16 | consumer_epoch
+    return producer_incarnation << 16 | consumer_incarnation
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class LaneStatistics:
     """Messages kept until their ack."""
     unacked_bytes: int = 0
     blocked_s: float = 0.0
-    """Time for which senders have waited for credit."""
+    """Seconds in which sends on the edge waited at this producer: all its lanes of one edge have the same figure."""
     credits: int = 0
     capacity: int = 0
 

@@ -106,7 +106,7 @@ class Slab:
         return Lender(self, borrower)
 
     def open(self) -> None:
-        """Remove the segments of this host's earlier epochs. Views of them in other processes stay valid."""
+        """Remove the segments of this host's earlier incarnations. Views of them in other processes stay valid."""
         for path in SHM.glob(f"{_stem(self._prefix, self._host)}*"):
             path.unlink(missing_ok=True)
 

@@ -7,7 +7,6 @@ by the SIGKILL that the caller has the zygote send. All processes that the envir
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import resource
 import signal
@@ -23,16 +22,11 @@ from flowrl.environments.find import FoundEnvironment
 from flowrl.environments.player import Player, seed_global_state
 from flowrl.environments.protocol import can_save
 from flowrl.errors import ConfigError
+from flowrl.orphans import adopt_orphans
 from flowrl.tasks import child
 
-PR_SET_CHILD_SUBREAPER = 36
 RESERVE_BYTES = 64 << 20
 """Memory beyond the limit, in which an episode that ran out of it can say so."""
-
-
-def adopt_orphans() -> None:
-    """From now on a process becomes this one's child when its own parent, a descendant of this one, has ended."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def play(

@@ -69,7 +69,7 @@ class Episodes:
             return self
         try:
             await self._try_making()
-        except BaseException:
+        except BaseException:  # a cancelled or failed trial ends its processes too
             await self._end()
             raise
         return self
@@ -104,7 +104,7 @@ class Episodes:
         episode.on_close = self._open.discard
         try:
             await episode.begin(row, state, limit_s=self._reset_s)
-        except BaseException:
+        except BaseException:  # a cancelled or failed reset closes the environment too
             await episode.close_quietly()
             raise
         return episode
@@ -113,7 +113,7 @@ class Episodes:
         await self._free.acquire()
         try:
             episode = ProcessEpisode(self._name.text, await self._living(), step_s=self._step_s)
-        except BaseException:
+        except BaseException:  # a cancelled or failed start gives its place back too
             self._free.release()
             raise
         episode.birth.exited.add_done_callback(lambda exited: self._free.release())

@@ -102,7 +102,7 @@ class ProcessEpisode(OpenEpisode):
             if failed.cause == "env_timed_out":
                 self._kill()
             raise EnvironmentFailed(failed.cause, with_tail(str(failed), self._output.tail())) from None
-        except BaseException:
+        except BaseException:  # a cancelled call may still run: only the process's end ends it
             self._kill()
             raise
 

@@ -77,7 +77,7 @@ class ZygoteClient:
             raise ConfigError(
                 f"environment {self._name!r} is not imported after {self._start_s:g} s; raise reset_s, or import less"
             ) from None
-        except BaseException:
+        except BaseException:  # a start that was cancelled or refused leaves no process
             await self.stop(at_once=True)
             raise
 

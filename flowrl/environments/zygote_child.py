@@ -29,6 +29,7 @@ from flowrl.environments import episode_child
 from flowrl.environments.find import FoundEnvironment, find_environment
 from flowrl.environments.zygote import MESSAGE_BYTES
 from flowrl.errors import ConfigError
+from flowrl.orphans import adopt_orphans
 from flowrl.tasks import child
 
 
@@ -44,7 +45,7 @@ def main(text: str, control: socket.socket, memory_bytes: int) -> None:
         return
     gc.collect()
     gc.freeze()  # a collection in a child would write to, and so copy, the pages of every object
-    episode_child.adopt_orphans()
+    adopt_orphans()
     serving = Zygote(found, control, memory_bytes)
     child.die_with_parent(signal.SIGTERM)
     with suppress(BrokenPipeError, ConnectionResetError):

@@ -29,6 +29,8 @@ REWORDED = (
     (r"Unrecognized options: (.*)", "{0} belongs to no option; write --field value"),
 )
 """(tyro's message, our replacement), as regular expression and format string."""
+RENAMED = {"judge": "reward-model"}
+"""Former name of a graph's option -> its name."""
 
 
 def parse_options(config_type: type[Any], args: Sequence[str], *, prog: str, others: Iterable[str] = ()) -> Any:
@@ -81,6 +83,9 @@ def _spell(arg: str, known: Mapping[str, str], prog: str, candidates: Sequence[s
 
 
 def _nearest(name: str, candidates: Sequence[str], prog: str) -> str:
+    renamed = RENAMED.get(name.replace("_", "-"))
+    if renamed in candidates:
+        return f"it is --{renamed} now"
     near = difflib.get_close_matches(name.replace("_", "-"), candidates, 1)
     return f"did you mean --{near[0].replace('-', '_')}?" if near else f"{prog} --help lists the options"
 

@@ -152,6 +152,8 @@ class Graph:
         move. New sessions of one group go together under the same condition.
         """
         self._join(Edge("call", call, serve, capacity, affinity_margin=affinity_margin), Call, Serve)
+        if isinstance(call, Call):
+            call.server = getattr(serve, "node", None)
 
     def admit(
         self,

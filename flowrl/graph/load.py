@@ -118,7 +118,7 @@ def user_code(path: Path) -> Iterator[None]:
         yield
     except FlowrlError:
         raise
-    except Exception as error:
+    except Exception as error:  # the boundary to the graph file's code
         line = _line_in(path, error)
         if line is None:
             raise

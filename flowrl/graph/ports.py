@@ -234,6 +234,9 @@ class Out(Port, Generic[T_co]):
 class Call(Port, Generic[Req, Rep]):
     """The requesting end of a request/reply edge."""
 
+    server: object = None
+    """The node that answers, once `g.call` has named its port."""
+
     async def __call__(
         self,
         request: Req,

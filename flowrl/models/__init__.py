@@ -10,7 +10,7 @@ from flowrl.errors import ConfigError
 from flowrl.models.cache import Progress, cache_dir
 from flowrl.models.chat import Chat, Turns, load_tokenizer
 from flowrl.models.directory import check_directory, context_length
-from flowrl.models.policy import CHARACTER_CONTEXT, CHARACTER_MODELS, TOOL_MODEL, Policy
+from flowrl.models.policy import CHARACTER_CONTEXT, CHARACTER_MODELS, SMOLLM2_CONTEXT, TOOL_MODEL, Policy
 
 __all__ = [
     "Chat",
@@ -65,9 +65,11 @@ def check_model(policy: Policy) -> None:
 
 
 def known_context(policy: Policy) -> int | None:
-    """The most tokens that the model's context takes; None if that is not known before the model is made or found."""
+    """The most tokens that the model's context takes; None if that is not known before the model is found."""
     if policy.model in CHARACTER_MODELS:
         return CHARACTER_CONTEXT
+    if policy.model == "smollm2":
+        return SMOLLM2_CONTEXT
     path = Path(policy.model).expanduser()
     return context_length(path) if not policy.built_in and (path / "config.json").is_file() else None
 

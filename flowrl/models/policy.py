@@ -10,6 +10,7 @@ from flowrl.tasks.task import Task
 TOOL_MODEL = "tiny_agent"
 CHARACTER_MODELS = ("tiny", "tiny_teacher", TOOL_MODEL)
 CHARACTER_CONTEXT = 2048
+SMOLLM2_CONTEXT = 8192
 """Tokens that the context of a character model takes."""
 BUILT_IN = (*CHARACTER_MODELS, "smollm2")
 

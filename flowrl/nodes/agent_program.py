@@ -106,7 +106,7 @@ class AgentProgram(EpisodeNode):
     def preflight(self) -> str | None:
         check_model(self.policy)
         asyncio.run(self._try())
-        return template_findings(self.policy, self.source, ())
+        return template_findings(self.policy, self.source, (), self.generate.server)
 
     async def _try(self) -> None:
         """Import the agent's file."""

@@ -96,7 +96,7 @@ class Environment(EpisodeNode):
                 raise ConfigError(f"the trial episode of {self.environment!r} failed: {failure}") from None
             observation = episode.observation
             await episode.close_quietly()
-        found = template_findings(self.policy, self.environment, observation.tools)
+        found = template_findings(self.policy, self.environment, observation.tools, self.generate.server)
         if not self.policy.built_in:
             self._load(resolve(self.policy))
             size = self._new_attempt(_ask_nobody).begin(observation)

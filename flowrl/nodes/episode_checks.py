@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flowrl.agents import examine
+from flowrl.agents.parser_trial import examine_with_parsers
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, known_context, known_tokenizer
 from flowrl.models.chat import Messages
+from flowrl.nodes.generator import Generator
 from flowrl.nodes.limits import Limits
 
 
@@ -25,15 +27,21 @@ def length_problems(limits: Limits, policy: Policy, token_budget: int | None) ->
         )
 
 
-def template_findings(policy: Policy, environment: str, tools: Messages) -> str | None:
+def template_findings(policy: Policy, environment: str, tools: Messages, generator: object = None) -> str | None:
     """What an examination of the chat template finds; None for a model whose tokenizer is not known yet.
 
-    Raises ConfigError for tools that the template cannot take.
+    `generator` is the node that answers; if it names vLLM's parsers, replies are parsed with those. Raises ConfigError
+    for tools that the template cannot take.
     """
     tokenizer = known_tokenizer(policy)
     if tokenizer is None:
         return None
-    examination = examine(tokenizer, tools)
+    if isinstance(generator, Generator) and (generator.tool_parser or generator.reasoning_parser):
+        examination = examine_with_parsers(
+            policy, tools, tool_parser=generator.tool_parser, reasoning_parser=generator.reasoning_parser
+        )
+    else:
+        examination = examine(tokenizer, tools)
     if tools and examination.no_tools:
         raise ConfigError(
             f"environment {environment!r} has tools, but the chat template of {policy.model} cannot take them "

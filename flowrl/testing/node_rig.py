@@ -106,7 +106,7 @@ class NodeRig:
         self._engine = RigEngine(spec, self._graph.graph, self.node, self.record, num_groups)
         try:
             await self._begin(self._engine)
-        except BaseException:
+        except BaseException:  # a node's setup may raise anything, and what has begun is stopped
             await self._stop()
             raise
         return self

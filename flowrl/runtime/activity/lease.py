@@ -92,7 +92,7 @@ class Lease:
     async def _move(self) -> None:
         try:
             await (self._give_back() if self._held else self._take())
-        except Exception as error:
+        except Exception as error:  # the hooks are user code; whoever asks for the lease next is told too
             self._failed = error
             raise
         finally:
@@ -137,7 +137,7 @@ async def _hook(node: Node, name: str, hook: Callable[[], Awaitable[None]]) -> N
         await hook()
     except GeneratorExit:  # the event loop is closed
         raise
-    except BaseException as error:
+    except BaseException as error:  # the boundary to the node's hook, which may raise anything
         if is_cancel(error):  # a cancel of everything here: the loop ends
             raise
         told = "".join(traceback.format_exception(error))

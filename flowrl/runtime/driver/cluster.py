@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 from flowrl.channel.address import socket_root
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine
+from flowrl.orphans import adopt_orphans
 from flowrl.runtime.driver.guard import Guard
 from flowrl.runtime.driver.unless_ended import ProcessEnded, unless_ended
-from flowrl.runtime.host.processes import adopt_orphans, children, end_descendants
+from flowrl.runtime.host.processes import children, end_descendants
 
 R = TypeVar("R")
 

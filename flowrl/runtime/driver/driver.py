@@ -151,7 +151,7 @@ class Driver:
         """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""
         try:
             evaluations = await self._work()
-        except BaseException as error:
+        except BaseException as error:  # whatever ends the run, the hosts and the records are closed
             if isinstance(error, asyncio.CancelledError):
                 await self.hosts.stop(within_s=STOP_AT_ONCE_S)
             else:

@@ -27,6 +27,7 @@ from flowrl.graph.machine import Cluster
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
 from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.preflight import preflight
 from flowrl.runtime.ledger.terms import Terms
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Launch:
         versions: dict[str, int] = {}
         if resume_from is not None:
             versions = resume.require(resume_from, self.graph, plan, self.options.seed)
-        findings = self._preflight()
+        findings = preflight(self.graph, self.graph_file)
         view = self._open_view(plan, directory.path)
         for name, text in findings.items():
             view.progress(name, text)
@@ -121,28 +122,6 @@ class Launch:
         finally:
             view.close()
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
-
-    def _preflight(self) -> dict[str, str]:
-        """Run every node's preflight; returns what they found, by node.
-
-        All problems become one message; a problem of several nodes appears once.
-        """
-        findings: dict[str, str] = {}
-        found: dict[str, None] = {}
-        for name, node in self.graph.nodes.items():
-            try:
-                with user_code(self.graph_file):
-                    if (text := node.preflight()) is not None:
-                        findings[name] = text
-            except ConfigError as error:
-                found[str(error)] = None
-        if len(found) > 1:
-            raise ConfigError(
-                f"the run cannot start, {len(found)} problems:" + "".join(f"\n- {text}" for text in found)
-            )
-        if found:
-            raise ConfigError(*found)
-        return findings
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
         from rich.console import Console

@@ -163,7 +163,7 @@ def _called(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return fn(*args, **kwargs)
     except StopIteration as error:
         raise RuntimeError(f"{getattr(fn, '__qualname__', fn)} raised StopIteration") from error
-    except BaseException as error:
+    except BaseException as error:  # a thread's boundary: a future cannot hold every exception
         failure = as_failure(error, cancelled=False)
         raise failure from failure.__cause__
 

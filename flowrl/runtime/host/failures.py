@@ -29,7 +29,7 @@ def attributed(replica: Replica) -> Iterator[None]:
     """Exceptions raised inside reach the driver as failures of the node. A node boundary."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # the boundary to the node's code, which may raise anything
         failure = as_failure(error, cancelled=is_cancelled())
         if not isinstance(failure, Exception):
             raise

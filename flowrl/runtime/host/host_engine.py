@@ -180,7 +180,7 @@ class HostEngine:
         """Run a node's coroutine; its failure becomes plain data that names the node. A node boundary."""
         try:
             await body
-        except BaseException as error:
+        except BaseException as error:  # the boundary to the node's code, which may raise anything
             failure = as_failure(error, cancelled=is_cancelled())
             if not isinstance(failure, Exception):
                 raise

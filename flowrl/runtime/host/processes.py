@@ -6,7 +6,6 @@ Waits: `end` waits for the processes to end, and kills them after a time.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import select
 import signal
@@ -21,7 +20,6 @@ KILLED_WITHIN_S = 5.0
 KILLED_AFTER_S = 0.05
 """Time for the kernel to end killed processes before they are looked for again."""
 MOST_GENERATIONS = 20
-PR_SET_CHILD_SUBREAPER = 36
 ENDED = "ZX"
 """States of processes that have ended and that nobody has waited for."""
 
@@ -91,11 +89,6 @@ def pid_space() -> str:
 def children(*names: str) -> dict[str, int]:
     """Name -> pid of this process's children with these names, as the kernel reports them."""
     return {stat.name: pid for pid, stat in _stats().items() if stat.name in names and stat.parent == os.getpid()}
-
-
-def adopt_orphans() -> None:
-    """From now on a process becomes this one's child when its own parent, a descendant of this one, has ended."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_descendants() -> None:

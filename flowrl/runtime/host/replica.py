@@ -73,7 +73,7 @@ class Replica:
         with self.open_items.noting_failure():
             try:
                 await self.node.run()
-            except BaseException as error:
+            except BaseException as error:  # the boundary to the node's code, which may raise anything
                 failure = as_failure(error, cancelled=whole is None or bool(whole.cancelling()))
                 raise failure from failure.__cause__
 

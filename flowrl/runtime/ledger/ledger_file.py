@@ -190,7 +190,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
     db = _connect(path)
     try:
         _require_format(db, path)
-    except BaseException:
+    except BaseException:  # nobody else would close the connection, whatever was raised
         db.close()
         raise
     return db
@@ -202,7 +202,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     try:
         db.execute("PRAGMA query_only = ON")  # mode=ro would leave a WAL file behind
         _require_format(db, path)
-    except BaseException:
+    except BaseException:  # nobody else would close the connection, whatever was raised
         db.close()
         raise
     return db

@@ -219,7 +219,7 @@ class Inbound:
                     if item is None:
                         return
                     tasks.create_task(self._work(each, item))
-            except BaseException:
+            except BaseException:  # the tasks that still run have to know that the loop has ended
                 each.left = True
                 raise
 
@@ -240,7 +240,7 @@ class Inbound:
             await each.body(item.body)
         except SampleFailed as failed:
             self._drop(item, "failed", str(failed))
-        except BaseException as error:
+        except BaseException as error:  # the boundary to the node's body, which may raise anything
             why = given_up.why(group_id)
             if why is None or each.cancelled or not isinstance(error, asyncio.CancelledError):
                 failure = as_failure(error, cancelled=each.cancelled)

@@ -204,7 +204,7 @@ class OpenItems:
         """Record the ticket of the first invocation that raises; the exception propagates."""
         try:
             yield
-        except Exception:
+        except Exception:  # noted and raised again: the body may raise anything
             ticket = at_hand.get()
             if self.failed_ticket is None and ticket >= 0:
                 self.failed_ticket = ticket

@@ -84,7 +84,7 @@ class Statistics:
         self._observed: dict[str, list[float]] = {}
         """Name -> values of all replicas since the last metrics line."""
         self._blocked: dict[str, _Meter] = defaultdict(_Meter)
-        """By lane."""
+        """By producer's end of an edge, as `producer_end` names it: all its lanes report the same time."""
         self._depth: dict[str, int] = {}
         """By lane: messages sent but not yet taken, as its producer last reported."""
 
@@ -96,10 +96,14 @@ class Statistics:
                 self._counters[replica_id, name].read(total, now_s)
             for name, values in meters["observed"].items():
                 self._observed.setdefault(name, []).extend(values)
+        blocked: dict[str, float] = {}
         for lane, report in body.get("lanes", {}).items():
             if report["sent"]:
+                end = producer_end(lane)
                 self._depth[lane] = report["depth"]
-                self._blocked[lane].read(report["blocked_s"], now_s)
+                blocked[end] = max(blocked.get(end, 0.0), report["blocked_s"])
+        for end, blocked_s in blocked.items():
+            self._blocked[end].read(blocked_s, now_s)
 
     def since_line(self) -> dict[str, Any]:
         """Sums, means and edges since the last call, by the names of a metrics line."""
@@ -116,11 +120,12 @@ class Statistics:
         return line
 
     def _edge_lines(self) -> dict[str, dict[str, float]]:
+        """Depths of all lanes, and blocked seconds of all replicas of the producer, added up as busy seconds are."""
         lines: dict[str, dict[str, float]] = {}
-        for lane, meter in self._blocked.items():
-            line = lines.setdefault(edge_of(lane), {"depth": 0, "blocked_s": 0.0})
-            line["depth"] += self._depth[lane]
-            line["blocked_s"] += meter.take()
+        for lane, depth in self._depth.items():
+            lines.setdefault(edge_of(lane), {"depth": 0, "blocked_s": 0.0})["depth"] += depth
+        for end, meter in self._blocked.items():
+            lines[edge_of(end)]["blocked_s"] += meter.take()
         return lines
 
     def counter_rate(self, name: str) -> float:
@@ -141,15 +146,15 @@ class Statistics:
     def edges(self) -> list[EdgeNow]:
         """Every edge with its depth and blocking, in order of first report."""
         lanes: dict[str, list[str]] = {}
-        for lane in self._blocked:
+        for lane in self._depth:
             lanes.setdefault(edge_of(lane), []).append(lane)
         return [self._edge(edge, names) for edge, names in lanes.items()]
 
     def _edge(self, edge: str, lanes: Sequence[str]) -> EdgeNow:
-        """Combine the lanes: depths add up. Blocked times do not, since one send can wait on several lanes at once."""
+        """Combine the lanes: depths add up, and the producer that is blocked most stands for all."""
         producer, consumer = (port.split(".")[0] for port in edge.split(" -> "))
         depth = sum(self._depth[lane] for lane in lanes)
-        blocked = max(min(self._blocked[lane].rate, 1.0) for lane in lanes)
+        blocked = max(min(self._blocked[end].rate, 1.0) for end in {producer_end(lane) for lane in lanes})
         return EdgeNow(edge, producer, consumer, depth, len(lanes), blocked)
 
 
@@ -166,6 +171,12 @@ def node_of(replica_id: str) -> str:
 def edge_of(lane: str) -> str:
     """The edge of a lane: "generator.rollouts -> reward.rollouts"."""
     return REPLICA.sub("", lane)
+
+
+def producer_end(lane: str) -> str:
+    """One producer's end of an edge: "generator/0.rollouts -> reward.rollouts"."""
+    producer, arrow, consumer = lane.partition(" -> ")
+    return producer + arrow + REPLICA.sub("", consumer)
 
 
 def bottleneck(nodes: Iterable[NodeNow], edges: Iterable[EdgeNow]) -> tuple[str, str]:
