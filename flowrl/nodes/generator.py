@@ -39,6 +39,7 @@ from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_sampler import EVALUATION, VllmSampler, priority_of
 from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
 from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
+from flowrl.training.engine.compilers import check_python_headers
 from flowrl.training.settings import LoRA
 from flowrl.weights.backends import receiver
 from flowrl.weights.fetched import Receiver
@@ -135,6 +136,8 @@ class Generator(Node):
 
     async def setup(self) -> None:
         check_vllm_version()
+        if self.context.gpus:
+            check_python_headers("what Triton starts vLLM's kernels with")
         self.context.progress("finding the model")
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self.context.progress("starting vLLM")
