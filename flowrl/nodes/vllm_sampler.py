@@ -62,7 +62,7 @@ class VllmSampler:
 
         With `slots`, versions are LoRA adapters of the model in `model_dir`, otherwise whole weights.
         """
-        prepare_environment(cores=cores, on_gpu=on_gpu, transfer=transfer)
+        prepare_environment(cores=cores, on_gpu=on_gpu)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM

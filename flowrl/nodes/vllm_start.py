@@ -61,15 +61,13 @@ def refused_arguments(engine: Mapping[str, Any]) -> list[str]:
     return [f"the engine argument {name!r} cannot be set: {OURS[name]}; remove it" for name in engine if name in OURS]
 
 
-def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, transfer: TransferEngine) -> None:
+def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool) -> None:
     """Set what vLLM and its child processes read from the environment. Before the first import of vllm."""
     from flowrl.weights.engine_process import PARENT_VARIABLE
 
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if transfer.pickled:
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # what is pickled comes from our trainer
     if on_gpu:
         return
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first request compiles for many seconds

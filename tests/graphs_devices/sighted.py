@@ -1,4 +1,4 @@
-"""Nodes that leave a word about the GPUs that they see: ranks and a reader in turns, two that share one, one with none."""
+"""Nodes that leave a word about the GPUs that they see: ranks and a reader in turns, two that share, one with none."""
 
 from __future__ import annotations
 
