@@ -66,7 +66,7 @@ class PolicyOptions:
     task: Task = Task("arithmetic")
     """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
     gpus: float = 0
-    """GPUs of each process that runs a model; 0: CPU only."""
+    """GPUs of each generator, which splits the policy among them; other models take one at most. 0: CPU only."""
 
     def __init_subclass__(cls) -> None:
         for name in get_annotations(cls):
@@ -80,6 +80,11 @@ class PolicyOptions:
     def problems(self) -> Iterator[str]:
         """Sentences that name an option and say what is wrong with its value. Subclasses add theirs."""
         yield from too_low(self, gpus=0)
+
+    @property
+    def one_gpu(self) -> float:
+        """GPUs of each process that runs a model on one GPU at most: a rank of a trainer, a reference, a critic."""
+        return min(1.0, self.gpus)
 
     @property
     def model(self) -> Policy:

@@ -20,13 +20,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from flowrl.agents.call_parser import ReplyParser, reply_parser
 from flowrl.episode import Reply, Turn
-from flowrl.errors import FlowrlError
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
@@ -36,6 +37,7 @@ from flowrl.models import Policy, resolve
 from flowrl.nodes.responses import Prefix, Responses, TokenRequest
 from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
+from flowrl.nodes.vllm_parallel import Parallel
 from flowrl.nodes.vllm_sampler import EVALUATION, VllmSampler, priority_of
 from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
 from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
@@ -56,7 +58,9 @@ class Generator(Node):
     of additional slots, at lower priority. `dtype` "auto" is the model's own. `kv_cache_bytes` None means: on a
     GPU what vLLM finds free; on CPU space for a prompt and a response in every slot, at most 1 GiB. `lora` is the
     trainer's: if the trainer sends adapters, a request keeps the adapter it started with, and new requests use
-    the newest. `engine` passes further options to vLLM's AsyncEngineArgs.
+    the newest. `engine` passes further options to vLLM's AsyncEngineArgs. A replica with several GPUs splits the model
+    among them: tensor parallel, unless `engine` also has pipeline_parallel_size or data_parallel_size; their product
+    is the number of GPUs.
 
     `turns` answers episodes with the `sampling` of training, or with `evaluation` if an episode is held out; the
     oldest ticket comes first. Calls of tools are parsed by vLLM's `tool_parser` and `reasoning_parser` of these
@@ -120,13 +124,21 @@ class Generator(Node):
         problems = [f"sampling: {text}" for text in self.sampling.problems(trained=True)]
         known = self.sampling.problems(trained=False)
         problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
-        problems += refused_arguments(self.engine)
+        problems += refused_arguments(self.engine) + self.parallel.problems(self.gpus)
         if self.concurrency < 1:
             problems.append(f"concurrency is {self.concurrency}; a generator needs at least 1 slot")
         return problems
 
     def preflight(self) -> None:
         check_vllm_version()
+        if not self.policy.built_in:
+            for problem in self.parallel.problems_with(Path(self.policy.model).expanduser(), self.gpus):
+                raise ConfigError(problem)
+
+    @property
+    def parallel(self) -> Parallel:
+        """How a replica spreads over its GPUs."""
+        return Parallel.of(self.engine)
 
     # Lifecycle
 
@@ -149,7 +161,7 @@ class Generator(Node):
             VllmSampler.start,
             model_dir,
             cores=self.context.cores,
-            on_gpu=bool(self.context.gpus),
+            num_gpus=len(self.context.gpus),
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             max_num_seqs=2 * self.concurrency,

@@ -126,6 +126,8 @@ class Trainer(Node):
             problems.append(f"lr is {self.lr}; it has to be a number from 0 up")
         if self.objective.needs_mismatched and facts.groups_per_batch == 1:
             problems.append("KTO's baseline is a mean over a batch, but a batch is 1 completion; it needs 2 or more")
+        if self.gpus > 1:
+            problems.append(f"gpus is {self.gpus:g}, but a rank trains on one GPU; use more ranks (replicas=)")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):

@@ -17,6 +17,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.nodes.vllm_adapters import AdapterSlots
+from flowrl.nodes.vllm_parallel import Parallel
 from flowrl.weights.fetched import TransferEngine
 
 SUPPORTED = "0.32"
@@ -31,6 +32,7 @@ OURS = {
     "worker_extension_cls": "weight updates are built on it",
     "weight_transfer_config": "weight updates are built on it",
     "scheduling_policy": "evaluation runs below training by priority",
+    "distributed_executor_backend": "vLLM's workers are children of the generator's process",
     "enable_lora": "the generator's `lora` decides",
     "max_loras": "the bound of staleness decides",
 }
@@ -91,7 +93,7 @@ def engine_arguments(
     max_num_seqs: int,
     kv_cache_bytes: int | None,
     seed: int,
-    on_gpu: bool,
+    num_gpus: int,
     transfer: TransferEngine,
     slots: AdapterSlots | None,
     engine: Mapping[str, Any],
@@ -114,8 +116,8 @@ def engine_arguments(
     }
     if slots is not None:
         arguments |= slots.arguments
-    if on_gpu:
-        arguments["enable_sleep_mode"] = True
+    if num_gpus:
+        arguments |= {"enable_sleep_mode": True, **Parallel.of(engine).arguments(num_gpus)}
     else:
         arguments |= {
             "enforce_eager": True,
