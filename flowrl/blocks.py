@@ -167,15 +167,23 @@ class EvaluationOptions(TrainerOptions):
     """Steps between evaluations during training; 0: none."""
     evaluate_also: tuple[str, ...] = ()
     """Further tasks to evaluate, each scored by its own verifier."""
+    probe_tolerance: float | None = None
+    """Largest mean difference between a generator's logprobs of fixed sequences and the trainer's; None: by dtype."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, evaluate=0, evaluate_samples=1, evaluate_every=0)
+        yield from too_low(self, evaluate=0, evaluate_samples=1, evaluate_every=0, probe_tolerance=0)
 
     def generator(self, sampling: Sampling) -> Generator:
         """A generator of the policy. It also answers held-out prompts, with `sampling` if each has several answers."""
         evaluation = sampling if self.evaluate_samples > 1 else None
-        return Generator(self.model, sampling=sampling, evaluation=evaluation, lora=self.lora)
+        return Generator(
+            self.model,
+            sampling=sampling,
+            evaluation=evaluation,
+            lora=self.lora,
+            probe_tolerance=self.probe_tolerance,
+        )
 
 
 @dataclass(frozen=True)

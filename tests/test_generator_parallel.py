@@ -70,6 +70,16 @@ def test_heads_that_cannot_be_split_are_found_before_the_start(tmp_path: Path) -
     assert Parallel(pipeline=2).problems_with(tmp_path, 4) == []
 
 
+def test_quantized_engines_are_refused_before_the_start(tmp_path: Path) -> None:
+    """Whole weights for an fp8 engine lack `weight_scale`: without this check the first update fails halfway."""
+    g = Graph("one")
+    g.add("generator", Generator(Policy("tiny"), engine={"quantization": "fp8"}))
+    assert any("'quantization' cannot be set: weight updates lack the scales" in p for p in check(g, EIGHT).problems)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ConfigError, match=r"is quantized \(fp8\), and weight updates lack the scales \(weight_scale\)"):
+        Generator(Policy(str(tmp_path))).preflight()
+
+
 def test_two_gpus_of_a_generator_are_two_ranks_beside_the_trainer() -> None:
     g = graph(GRPO(gpus=2, num_generators=2, num_trainers=2, evaluate=0))
     assert check(g, EIGHT).problems == ()

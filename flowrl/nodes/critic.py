@@ -28,7 +28,7 @@ from flowrl.packing import PackedUnit, micro_batches_of
 from flowrl.training.settings import Dtype
 from flowrl.weights.backends import receiver
 from flowrl.weights.fetched import Receiver
-from flowrl.weights.probe import TOLERANCE, ProbeMismatch, mismatch
+from flowrl.weights.probe import TOLERANCE, ProbeMismatch, coarser, mismatch
 from flowrl.weights.shm import SegmentLost
 
 if TYPE_CHECKING:
@@ -150,11 +150,12 @@ class Critic(Node):
         found = values_of(self._model, sequences, masks, token_budget=self.token_budget)
         difference = mismatch(manifest, [values[1:].tolist() for values in found])
         self.context.gauge("value_mismatch", difference)
-        if not difference <= TOLERANCE[self.dtype]:
+        dtype = coarser(manifest, self.dtype)
+        if not difference <= TOLERANCE[dtype]:
             raise ProbeMismatch(
                 f"{self._replica} loaded version {manifest.version} of {manifest.policy!r}, but its values of the "
-                f"probe sequences differ from the trainer's by {difference:.4g} on average; with {self.dtype}, "
-                f"rounding explains up to {TOLERANCE[self.dtype]:g}. Give the Critic and its Trainer the same model "
+                f"probe sequences differ from the trainer's by {difference:.4g} on average; with {dtype}, "
+                f"rounding explains up to {TOLERANCE[dtype]:g}. Give the Critic and its Trainer the same model "
                 "and dtype"
             )
 

@@ -39,7 +39,7 @@ from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_parallel import Parallel
 from flowrl.nodes.vllm_sampler import EVALUATION, VllmSampler, priority_of
-from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
+from flowrl.nodes.vllm_start import check_vllm_version, quantized_problems, refused_arguments
 from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
 from flowrl.training.engine.compilers import check_python_headers
 from flowrl.training.settings import LoRA
@@ -61,6 +61,9 @@ class Generator(Node):
     the newest. `engine` passes further options to vLLM's AsyncEngineArgs. A replica with several GPUs splits the model
     among them: tensor parallel, unless `engine` also has pipeline_parallel_size or data_parallel_size; their product
     is the number of GPUs.
+
+    `probe_tolerance` is the largest mean difference of its logprobs of the probe from the trainer's; None: what the
+    dtypes of both explain.
 
     `turns` answers episodes with the `sampling` of training, or with `evaluation` if an episode is held out; the
     oldest ticket comes first. Calls of tools are parsed by vLLM's `tool_parser` and `reasoning_parser` of these
@@ -95,6 +98,7 @@ class Generator(Node):
         engine: Mapping[str, Any] | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        probe_tolerance: float | None = None,
     ) -> None:
         self.policy = policy
         self.sampling = sampling or Sampling()
@@ -107,6 +111,7 @@ class Generator(Node):
         self.engine = dict(engine or {})
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
+        self.probe_tolerance = probe_tolerance
         self._gate = UpdateGate()
         self._asleep = False
 
@@ -125,6 +130,8 @@ class Generator(Node):
         known = self.sampling.problems(trained=False)
         problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
         problems += refused_arguments(self.engine) + self.parallel.problems(self.gpus)
+        if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
+            problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number from 0 up")
         if self.concurrency < 1:
             problems.append(f"concurrency is {self.concurrency}; a generator needs at least 1 slot")
         return problems
@@ -132,7 +139,8 @@ class Generator(Node):
     def preflight(self) -> None:
         check_vllm_version()
         if not self.policy.built_in:
-            for problem in self.parallel.problems_with(Path(self.policy.model).expanduser(), self.gpus):
+            model_dir = Path(self.policy.model).expanduser()
+            for problem in (*self.parallel.problems_with(model_dir, self.gpus), *quantized_problems(model_dir)):
                 raise ConfigError(problem)
 
     @property
@@ -184,6 +192,7 @@ class Generator(Node):
             self.context,
             self.replica_name,
             running=lambda: bool(self._responses.running),
+            probe_tolerance=self.probe_tolerance,
         )
         self._responses = Responses(self._sampler, self._updates, self._gate, self.context)
         self.context.progress("vLLM is ready")

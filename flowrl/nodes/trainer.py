@@ -33,7 +33,7 @@ from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import LoRA, Start, ZeroSettings
+from flowrl.training.settings import LoRA, Start, ZeroSettings, attention_problems
 
 if TYPE_CHECKING:
     from flowrl.training.engine.zero import ZeroEngine
@@ -132,7 +132,7 @@ class Trainer(Node):
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
-        problems += self.objective.problems()
+        problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
         return problems + lora_problems(self.lora, self.zero)
 
     def preflight(self) -> None:

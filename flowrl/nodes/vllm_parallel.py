@@ -64,11 +64,15 @@ class Parallel:
         ]
 
 
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """The model's config.json, empty if there is none."""
+    file = model_dir / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return config
+
+
 def _attention_heads(model_dir: Path) -> int | None:
     """As its config.json says; None if there is none."""
-    file = model_dir / "config.json"
-    if not file.is_file():
-        return None
-    config = json.loads(file.read_text())
+    config = read_config(model_dir)
     found = {**config, **config.get("text_config", {})}.get("num_attention_heads")
     return int(found) if found is not None else None

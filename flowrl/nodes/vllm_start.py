@@ -17,7 +17,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.nodes.vllm_adapters import AdapterSlots
-from flowrl.nodes.vllm_parallel import Parallel
+from flowrl.nodes.vllm_parallel import Parallel, read_config
 from flowrl.weights.fetched import TransferEngine
 
 SUPPORTED = "0.32"
@@ -33,6 +33,7 @@ OURS = {
     "weight_transfer_config": "weight updates are built on it",
     "scheduling_policy": "evaluation runs below training by priority",
     "distributed_executor_backend": "vLLM's workers are children of the generator's process",
+    "quantization": "weight updates lack the scales (weight_scale) of quantized layers",
     "enable_lora": "the generator's `lora` decides",
     "max_loras": "the bound of staleness decides",
 }
@@ -61,6 +62,18 @@ def check_vllm_version() -> str:
 def refused_arguments(engine: Mapping[str, Any]) -> list[str]:
     """Engine arguments that flowrl sets itself, as complete sentences."""
     return [f"the engine argument {name!r} cannot be set: {OURS[name]}; remove it" for name in engine if name in OURS]
+
+
+def quantized_problems(model_dir: Path) -> list[str]:
+    """Whether the model in `model_dir` is stored quantized, as a complete sentence."""
+    quantized = read_config(model_dir).get("quantization_config")
+    if not quantized:
+        return []
+    method = quantized.get("quant_method", "unknown")
+    return [
+        f"the model in {model_dir} is quantized ({method}), and weight updates lack the scales (weight_scale) of its "
+        "layers; use the model as it was before quantization"
+    ]
 
 
 def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool) -> None:
