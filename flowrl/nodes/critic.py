@@ -20,10 +20,10 @@ import numpy as np
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Serve
 from flowrl.messages import Batch, Float32, Sample, Values, Weights
 from flowrl.models import Policy, check_model, resolve
+from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.packing import PackedUnit, micro_batches_of
 from flowrl.training.settings import Dtype
 from flowrl.weights.backends import receiver
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from flowrl.weights.module import ModuleWeights
 
 
-class Critic(Node):
+class Critic(ScoringNode):
     """Computes values for a batcher's samples, with the newest weights from the trainer on its latest edge.
 
     `policy` is that trainer's. `token_budget` bounds the tokens of one forward pass, padding included.
@@ -90,9 +90,12 @@ class Critic(Node):
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         model = load_scalar_model(source, start="policy", dtype=self.dtype).eval()
-        self._model = model.to("cuda" if self.context.gpus else "cpu")
+        self._model = model.to(self.load_device)
         self._loader = ModuleWeights(dict(model.network.named_parameters()))
         self.context.progress("ready")
+
+    def scoring_model(self) -> ScalarModel:
+        return self._model
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:

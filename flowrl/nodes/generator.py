@@ -170,6 +170,7 @@ class Generator(Node):
             model_dir,
             cores=self.context.cores,
             num_gpus=len(self.context.gpus),
+            sleeps=self.context.in_turns,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             max_num_seqs=2 * self.concurrency,

@@ -48,6 +48,7 @@ class VllmSampler:
         *,
         cores: tuple[int, ...] = (),
         num_gpus: int = 0,
+        sleeps: bool = False,
         dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 128,
@@ -60,6 +61,7 @@ class VllmSampler:
     ) -> VllmSampler:
         """Load the model in a child process. Blocks; the child process ends with this process.
 
+        `sleeps`: it has to release its GPUs between its turns.
         With `slots`, versions are LoRA adapters of the model in `model_dir`, otherwise whole weights.
         """
         prepare_environment(cores=cores, on_gpu=bool(num_gpus))
@@ -75,6 +77,7 @@ class VllmSampler:
             kv_cache_bytes=kv_cache_bytes,
             seed=seed,
             num_gpus=num_gpus,
+            sleeps=sleeps,
             transfer=transfer,
             slots=slots,
             engine=engine or {},

@@ -107,6 +107,7 @@ def engine_arguments(
     kv_cache_bytes: int | None,
     seed: int,
     num_gpus: int,
+    sleeps: bool,
     transfer: TransferEngine,
     slots: AdapterSlots | None,
     engine: Mapping[str, Any],
@@ -130,7 +131,7 @@ def engine_arguments(
     if slots is not None:
         arguments |= slots.arguments
     if num_gpus:
-        arguments |= {"enable_sleep_mode": True, **Parallel.of(engine).arguments(num_gpus)}
+        arguments |= {"enable_sleep_mode": sleeps, **Parallel.of(engine).arguments(num_gpus)}
     else:
         arguments |= {
             "enforce_eager": True,
