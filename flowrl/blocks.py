@@ -66,7 +66,7 @@ class PolicyOptions:
     task: Task = Task("arithmetic")
     """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
     gpus: float = 0
-    """GPUs of each process that runs a model; 0: CPU only."""
+    """GPUs of each generator, which splits the policy among them; other models take one at most. 0: CPU only."""
 
     def __init_subclass__(cls) -> None:
         for name in get_annotations(cls):
@@ -80,6 +80,11 @@ class PolicyOptions:
     def problems(self) -> Iterator[str]:
         """Sentences that name an option and say what is wrong with its value. Subclasses add theirs."""
         yield from too_low(self, gpus=0)
+
+    @property
+    def one_gpu(self) -> float:
+        """GPUs of each process that runs a model on one GPU at most: a rank of a trainer, a reference, a critic."""
+        return min(1.0, self.gpus)
 
     @property
     def model(self) -> Policy:
@@ -162,15 +167,23 @@ class EvaluationOptions(TrainerOptions):
     """Steps between evaluations during training; 0: none."""
     evaluate_also: tuple[str, ...] = ()
     """Further tasks to evaluate, each scored by its own verifier."""
+    probe_tolerance: float | None = None
+    """Largest mean difference between a generator's logprobs of fixed sequences and the trainer's; None: by dtype."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, evaluate=0, evaluate_samples=1, evaluate_every=0)
+        yield from too_low(self, evaluate=0, evaluate_samples=1, evaluate_every=0, probe_tolerance=0)
 
     def generator(self, sampling: Sampling) -> Generator:
         """A generator of the policy. It also answers held-out prompts, with `sampling` if each has several answers."""
         evaluation = sampling if self.evaluate_samples > 1 else None
-        return Generator(self.model, sampling=sampling, evaluation=evaluation, lora=self.lora)
+        return Generator(
+            self.model,
+            sampling=sampling,
+            evaluation=evaluation,
+            lora=self.lora,
+            probe_tolerance=self.probe_tolerance,
+        )
 
 
 @dataclass(frozen=True)

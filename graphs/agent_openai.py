@@ -53,7 +53,7 @@ def graph(cfg: AgentOpenAI) -> Graph:
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
 
     g.connect(prompts.prompts, agents.prompts)
     g.call(agents.generate, generator.turns, affinity_margin=cfg.affinity_margin)

@@ -42,7 +42,7 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
 
     g.connect(prompts.prompts, environment.prompts)
     g.call(environment.generate, generator.turns, affinity_margin=cfg.affinity_margin)

@@ -48,7 +48,7 @@ def graph(cfg: Custom) -> Graph:
     reward = g.add("reward", scoring)
     advantage = g.add("advantage", GroupAdvantage("group_norm", size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(PolicyObjective()), replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", cfg.trainer(PolicyObjective()), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, no_echo.rollouts)

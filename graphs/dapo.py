@@ -40,7 +40,7 @@ def graph(cfg: DAPO) -> Graph:
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(overlong=overlong, negate=cfg.negate_rewards)))
     advantage = g.add("advantage", GroupAdvantage("group_norm", size=cfg.group_size, dynamic=dynamic))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)

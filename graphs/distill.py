@@ -43,12 +43,12 @@ def graph(cfg: Distill) -> Graph:
     judge = g.add(
         "teacher",
         Teacher(teacher, student=student, temperature=cfg.temperature, dtype=cfg.teacher_dtype, exact=cfg.exact),
-        gpus=cfg.gpus,
+        gpus=cfg.one_gpu,
     )
     advantage = g.add("advantage", TeacherAdvantage(size=cfg.group_size, negate=cfg.negate_rewards))
     batcher = g.add("batcher", cfg.batcher())
     learner = cfg.trainer(objective, teacher=teacher if cfg.exact else None)
-    trainer = g.add("trainer", learner, replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", learner, replicas=cfg.num_trainers, gpus=cfg.one_gpu)
     g.time_share(trainer, judge)
 
     g.connect(prompts.prompts, generator.prompts)

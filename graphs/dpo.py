@@ -63,11 +63,11 @@ def preference_graph(name: str, cfg: ReferencedPreferences, data: Preferences, o
     reference = g.add(
         "reference",
         PreferenceReference(data, dtype=cfg.dtype, token_budget=cfg.token_budget, num_held_out=cfg.held_out),
-        gpus=cfg.gpus,
+        gpus=cfg.one_gpu,
     )
     batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
     learner = cfg.trainer(objective, judge_every=cfg.judge_every)
-    trainer = g.add("trainer", learner, replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", learner, replicas=cfg.num_trainers, gpus=cfg.one_gpu)
 
     g.connect(prompts.prompts, dataset.prompts)
     g.connect(dataset.groups, reference.groups)

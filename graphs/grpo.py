@@ -72,7 +72,7 @@ def graph(cfg: GRPO) -> Graph:
         adaptive_kl=None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target),
     )
     batcher = g.add("batcher", batch)
-    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, cpus=cfg.cpus, gpus=cfg.gpus)
+    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, cpus=cfg.cpus, gpus=cfg.one_gpu)
     if cfg.time_share:
         g.time_share(generator, trainer)
 
@@ -80,7 +80,7 @@ def graph(cfg: GRPO) -> Graph:
     # A trainer of adapters has the reference in itself, but only when the samples have reached it.
     if cfg.reward_kl_coef or (cfg.objective.kl_coef and not cfg.lora.rank):
         initial = Reference(cfg.model, temperature=cfg.temperature, dtype=cfg.dtype)
-        reference = g.add("reference", initial, gpus=cfg.gpus)
+        reference = g.add("reference", initial, gpus=cfg.one_gpu)
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
         g.time_share(trainer, reference)

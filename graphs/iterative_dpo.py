@@ -56,17 +56,17 @@ def graph(cfg: IterativeDPO) -> Graph:
     g = Graph("iterative_dpo")
     prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", judge, gpus=cfg.gpus if cfg.reward_model else 0)
+    reward = g.add("reward", judge, gpus=cfg.one_gpu if cfg.reward_model else 0)
     pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
     if cfg.reward_model:
         g.time_share(trainer, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     if cfg.reference == "initial":
         initial = Reference(cfg.model, temperature=cfg.temperature, dtype=cfg.dtype)
-        reference = g.add("reference", initial, gpus=cfg.gpus)
+        reference = g.add("reference", initial, gpus=cfg.one_gpu)
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
         g.time_share(trainer, reference)

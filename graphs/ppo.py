@@ -86,20 +86,20 @@ def graph(cfg: PPO) -> Graph:
         if cfg.reward_model
         else Reward(cfg.task, shaping=shaping)
     )
-    judge_cpus, judge_gpus = (cpus, cfg.gpus) if cfg.reward_model else (None, None)
+    judge_cpus, judge_gpus = (cpus, cfg.one_gpu) if cfg.reward_model else (None, None)
     reward = g.add("reward", judge, cpus=judge_cpus, gpus=judge_gpus)
     initial = Reference(cfg.model, temperature=cfg.temperature, dtype=cfg.dtype)
-    reference = g.add("reference", initial, cpus=cpus, gpus=cfg.gpus)
+    reference = g.add("reference", initial, cpus=cpus, gpus=cfg.one_gpu)
     advantage = g.add("advantage", JoinedAdvantage(estimate, size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher(whiten="full", estimate=estimate, adaptive_kl=adaptive_kl))
     values = Critic(critic_model, dtype=cfg.dtype, token_budget=cfg.token_budget)
-    critic = g.add("critic", values, cpus=cpus, gpus=cfg.gpus)
+    critic = g.add("critic", values, cpus=cpus, gpus=cfg.one_gpu)
     actor = g.add(
         "actor",
         cfg.trainer(PolicyObjective(clip_low=cfg.clip, clip_high=cfg.clip), start_after=cfg.critic_warmup),
         replicas=cfg.num_trainers,
         cpus=cpus,
-        gpus=cfg.gpus,
+        gpus=cfg.one_gpu,
     )
     critic_trainer = g.add(
         "critic_trainer",
@@ -113,7 +113,7 @@ def graph(cfg: PPO) -> Graph:
         ),
         replicas=cfg.num_trainers,
         cpus=cpus,
-        gpus=cfg.gpus,
+        gpus=cfg.one_gpu,
     )
     g.time_share(actor, reference)
     g.time_share(critic_trainer, critic)

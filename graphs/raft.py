@@ -34,10 +34,10 @@ def graph(cfg: RAFT) -> Graph:
     g = Graph("raft")
     prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", judge, gpus=cfg.gpus if cfg.reward_model else 0)
+    reward = g.add("reward", judge, gpus=cfg.one_gpu if cfg.reward_model else 0)
     best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(imitate), replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", cfg.trainer(imitate), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
     if cfg.reward_model:
         g.time_share(trainer, reward)
 

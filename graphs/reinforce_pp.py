@@ -39,12 +39,12 @@ def graph(cfg: ReinforcePP) -> Graph:
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher(whiten="full", estimate=estimate, adaptive_kl=adaptive_kl))
-    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
 
     g.connect(prompts.prompts, generator.prompts)
     if cfg.kl_coef:
         initial = Reference(cfg.model, temperature=cfg.temperature, dtype=cfg.dtype)
-        reference = g.add("reference", initial, gpus=cfg.gpus)
+        reference = g.add("reference", initial, gpus=cfg.one_gpu)
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
         g.time_share(trainer, reference)

@@ -51,7 +51,7 @@ def graph(cfg: RewardModel) -> Graph:
     batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
     held_out = g.add("held_out", HeldOutPreferences(data, num_rows=cfg.held_out, token_budget=cfg.token_budget))
     learner = cfg.trainer(objective, judge_every=cfg.judge_every)
-    trainer = g.add("trainer", learner, replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", learner, replicas=cfg.num_trainers, gpus=cfg.one_gpu)
 
     g.connect(prompts.prompts, dataset.prompts)
     g.connect(dataset.groups, batcher.groups)

@@ -32,12 +32,12 @@ def graph(cfg: RLOO) -> Graph:
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
-    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
 
     g.connect(prompts.prompts, generator.prompts)
     if cfg.kl_coef:
         initial = Reference(cfg.model, temperature=cfg.temperature, dtype=cfg.dtype)
-        reference = g.add("reference", initial, gpus=cfg.gpus)
+        reference = g.add("reference", initial, gpus=cfg.one_gpu)
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
         g.time_share(trainer, reference)

@@ -44,7 +44,7 @@ def graph(cfg: SFT) -> Graph:
     prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, epochs=cfg.epochs))
     dataset = g.add("dataset", Demonstrations(cfg.task, cfg.model, max_tokens=cfg.max_tokens))
     batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
-    trainer = g.add("trainer", cfg.trainer(SFTObjective()), replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", cfg.trainer(SFTObjective()), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
 
     g.connect(prompts.prompts, dataset.prompts)
     g.connect(dataset.groups, batcher.groups)

@@ -17,6 +17,7 @@ class RecordingContext:
 
     def __init__(self) -> None:
         self.replica = 0
+        self.gpus: tuple[int, ...] = ()
         self.ledger = self
         self.gauges: dict[str, list[float]] = {}
         self.held: list[tuple[str, str, int]] = []

@@ -79,7 +79,7 @@ def test_turns_share_devices_and_a_lease() -> None:
     assert {(h.name, h.cores, h.gpus, h.lease) for h in plan.hosts if h.name != "core"} == {
         (f"{name}/{i}", (i,), (i,), "generator+trainer") for name in ("generator", "trainer") for i in (0, 1)
     }
-    assert {way.transport for way in plan.weights} == {"cuda_handles", "nccl"}
+    assert {way.transport for way in plan.weights} == {"shm"}
 
 
 def test_together_is_one_host() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -167,7 +168,7 @@ def test_the_mismatch_is_a_mean_over_tokens() -> None:
     found = [list(row) for row in probed(-2.0).probe_logprobs]
     num_tokens = sum(map(len, found))
     found[2][5] += 0.001
-    difference = probe.check(probed(-2.0), found, dtype="float32", replica="generator/0")
+    difference = probe.ProbeCheck("generator/0", "float32").check(probed(-2.0), found)
     assert difference == pytest.approx(0.001 / num_tokens)
 
 
@@ -176,4 +177,39 @@ def test_a_mismatch_above_rounding_stops_the_run(wrong: float) -> None:
     found = [list(row) for row in probed(-2.0).probe_logprobs]
     found[3][0] += wrong
     with pytest.raises(probe.ProbeMismatch, match=r"generator/1 loaded version 9 .* not hold the trainer's weights"):
-        probe.check(probed(-2.0), found, dtype="float32", replica="generator/1")
+        probe.ProbeCheck("generator/1", "float32").check(probed(-2.0), found)
+
+
+def off_by(difference: float, dtype: str = "float32") -> tuple[Weights, list[list[float]]]:
+    """A probe published in `dtype`, and logprobs that differ from it by so much at every token."""
+    manifest = replace(probed(-2.0), tensors=(("a.weight", dtype, (1,), 0, 4),))
+    return manifest, [[-2.0 - difference] * len(row) for row in manifest.probe_logprobs]
+
+
+def test_the_coarser_dtype_decides_whichever_side_has_it() -> None:
+    assert probe.ProbeCheck("g/0", "float32").check(*off_by(0.027, "bfloat16")) == pytest.approx(0.027)
+    assert probe.ProbeCheck("g/0", "bfloat16").check(*off_by(0.027)) == pytest.approx(0.027)
+    with pytest.raises(probe.ProbeMismatch, match=r"with bfloat16, rounding explains up to 0\.25"):
+        probe.ProbeCheck("g/0", "float32").check(*off_by(0.3, "bfloat16"))
+
+
+def test_float32_on_a_gpu_may_be_tf32() -> None:
+    assert probe.ProbeCheck("g/0", "float32", on_gpu=True).check(*off_by(0.0018)) == pytest.approx(0.0018)
+    with pytest.raises(probe.ProbeMismatch, match=r"with float32 on a GPU, attention in TF32 explains up to 0\.01"):
+        probe.ProbeCheck("g/0", "float32", on_gpu=True).check(*off_by(0.02))
+
+
+def test_later_probes_are_compared_with_the_first() -> None:
+    check = probe.ProbeCheck("g/0", "bfloat16")
+    for difference in (0.2, 0.5, 0.1):
+        check.check(*off_by(difference))
+    with pytest.raises(probe.ProbeMismatch, match=r"first probe differed by 0.2, which explains up to 0.6.*a layer"):
+        check.check(*off_by(0.7))
+    with pytest.raises(probe.ProbeMismatch, match=r"It is the first probe, so usual causes are: .* different models"):
+        probe.ProbeCheck("g/0", "bfloat16").check(*off_by(0.5))
+
+
+def test_an_own_tolerance_replaces_all_others() -> None:
+    assert probe.ProbeCheck("g/0", "float32", tolerance=2.0).check(*off_by(1.5)) == pytest.approx(1.5)
+    with pytest.raises(probe.ProbeMismatch, match=r"probe_tolerance allows up to 1e-05"):
+        probe.ProbeCheck("g/0", "bfloat16", tolerance=1e-5).check(*off_by(0.001))

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
+import pytest
+import torch
+
+from flowrl import Cluster, Machine
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.plan import make_plan, routes_of
 from flowrl.graph.routes import WeightRoute, WeightTransport, common_transport, rank_offset, world_size
+from flowrl.messages import Weights
 from flowrl.weights.backends import BACKENDS, receiver, sender
-from flowrl.weights.device_receive import CudaHandleReceiver, NcclReceiver
+from flowrl.weights.device_receive import NcclReceiver
+from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver
 from flowrl.weights.send import SegmentSender
+from flowrl.weights.whole_tensors import copied
 from tests.graph_nodes import grpo
+from tests.test_weights_publish import Engine
 
 
 def test_trainer_and_generators_are_told_the_same_routes() -> None:
@@ -22,7 +32,7 @@ def test_trainer_and_generators_are_told_the_same_routes() -> None:
     assert routes_of(plan, "reward") == ()
 
 
-SHM, TCP, NCCL, HANDLES = WeightTransport
+SHM, TCP, NCCL = WeightTransport
 
 
 def routed(*transports: WeightTransport) -> list[WeightRoute]:
@@ -31,7 +41,7 @@ def routed(*transports: WeightTransport) -> list[WeightRoute]:
 
 @pytest.mark.parametrize(
     ("kinds", "transport"),
-    [((), SHM), ((SHM,), SHM), ((TCP,), TCP), ((SHM, TCP), TCP), ((NCCL, NCCL), NCCL), ((HANDLES,), HANDLES)],
+    [((), SHM), ((SHM,), SHM), ((TCP,), TCP), ((SHM, TCP), TCP), ((NCCL, NCCL), NCCL)],
 )
 def test_one_transport_serves_all_readers(kinds: tuple[WeightTransport, ...], transport: WeightTransport) -> None:
     assert common_transport(routed(*kinds)) is transport
@@ -48,7 +58,7 @@ def test_there_is_a_backend_for_every_transport() -> None:
 
 
 def test_both_ends_choose_the_same_backend() -> None:
-    ends = {SHM: SegmentReceiver, TCP: SegmentReceiver, NCCL: NcclReceiver, HANDLES: CudaHandleReceiver}
+    ends = {SHM: SegmentReceiver, TCP: SegmentReceiver, NCCL: NcclReceiver}
     assert {kind: type(receiver(routed(kind), "generator/0", "run")) for kind in WeightTransport} == ends
     assert isinstance(receiver(routed(NCCL), "critic/0", "run"), SegmentReceiver)
     for kind in (SHM, TCP):
@@ -67,3 +77,114 @@ def test_every_worker_has_a_rank_of_its_own_after_the_sender() -> None:
     assert ranks == [1, 2, 3, 4, 5, 6]
     with pytest.raises(ValueError, match="generator/9 is not among the readers"):
         rank_offset(routes, "generator/9")
+
+
+class RecordingSender:
+    """A sender whose `transmit` would not return before every reader has taken part."""
+
+    copy_s = 0.0
+
+    def __init__(self) -> None:
+        self.transmitted: list[int] = []
+        self._version = -1
+
+    def stage(self, source: Engine, policy: str, version: int) -> Weights:
+        self._version = version
+        return Weights(
+            policy=policy,
+            version=version,
+            base_version=version,
+            kind="full",
+            transport="nccl:127.0.0.1/1",
+            num_bytes=0,
+            checksum=0,
+            tensors=(),
+        )
+
+    def transmit(self) -> None:
+        self.transmitted.append(self._version)
+
+    def close(self) -> None: ...
+
+
+def test_nobody_waits_for_readers_of_an_unchanged_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have its tensors and take part in no transfer, so a broadcast of it would never end."""
+    recording = RecordingSender()
+    monkeypatch.setattr("flowrl.weights.publish.sender", lambda *args, **options: recording)
+    publisher = Publisher(Engine(), "policy", run_id="unit", routes=routed(NCCL), probe_every=0)
+    for version, kind in ((0, "full"), (1, "unchanged"), (2, "unchanged"), (3, "full"), (4, "unchanged")):
+        manifest = publisher.publish(version, kind)
+        assert manifest is not None and manifest.version == version
+        publisher.transmit()
+    assert recording.transmitted == [0, 3]
+
+
+def test_tensors_are_copied_between_synchronizations() -> None:
+    """Before the optimizer's stream is done nothing is gathered; no bucket is released before its copies are made."""
+    events: list[str] = []
+
+    class Gathered(Engine):
+        def buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]]:
+            for index, (names, tensors) in enumerate(super().buckets(max_bytes)):
+                events.append(f"gather {index}")
+                yield names, tensors
+                events.append(f"release {index}")
+
+    engine = Gathered()
+    for name, tensor in copied(engine, 1, lambda: events.append("synchronize")):
+        assert torch.equal(tensor, engine.tensors()[name])
+        events.append(name)
+    assert events == [
+        *("synchronize", "gather 0", "synchronize", "a.weight", "a.bias", "synchronize", "release 0"),
+        *("gather 1", "synchronize", "b.weight", "synchronize", "release 1"),
+    ]
+
+
+def planned(
+    num_generators: int, *, in_turns: bool = False, trainer: float = 1, generator: float = 1
+) -> set[str | None]:
+    """The transports by which the readers of a trainer on a GPU get its weights."""
+    parts = grpo(num_generators=num_generators)
+    for name, gpus in (("trainer", trainer), ("generator", generator)):
+        parts.graph.placed[name] = replace(parts.graph.placed[name], cpus=1, gpus=gpus)
+    if in_turns:
+        parts.graph.time_share(parts.generator, parts.trainer)
+    plan = make_plan(parts.graph, Cluster((Machine(tuple(range(8)), gpus=4),)))
+    assert common_transport(routes_of(plan, "trainer"))
+    return {weights.transport for weights in plan.weights}
+
+
+def test_readers_that_cannot_all_take_part_in_a_broadcast_read_host_memory() -> None:
+    assert planned(2) == {NCCL}
+    assert planned(1, in_turns=True) == {SHM}, "never at the same time"
+    assert planned(3, in_turns=True) == {SHM}, "also those on other GPUs than the trainer"
+    assert planned(1, trainer=0.5, generator=0.5) == {SHM}, "NCCL refuses two ranks on one GPU"
+
+
+@pytest.mark.slow
+def test_a_sender_gives_vllm_synchronized_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The factory at vLLM's edge is replaced by one that records; vLLM's own classes are imported."""
+    from flowrl.weights import device
+
+    events: list[str] = []
+
+    class Recording:
+        def __init__(self, info: Any, client: Any, source: Any) -> None:
+            events.append(f"group of {info.world_size}, {info.packed_buffer_size_bytes >> 20} MiB")
+            self.source = source
+
+        def send_weights(self) -> None:
+            events.extend(name for name, _ in self.source)
+
+    monkeypatch.setattr(device, "_synchronize", lambda: events.append("synchronize"))
+    monkeypatch.setattr(device.WeightTransferTrainerFactory, "trainer_init", Recording)
+    sender = device.NcclSender([WeightRoute("generator/0", NCCL, 2)])
+    source: Any = Engine()
+    manifest = sender.stage(source, "policy", 3)
+    sender.transmit()
+    assert manifest is not None and manifest.transport.startswith("nccl:") and len(manifest.tensors) == 3
+    assert events == [
+        "group of 3, 256 MiB",
+        *("synchronize", "synchronize", "a.weight", "a.bias", "synchronize"),
+        *("synchronize", "b.weight", "synchronize"),
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ import torch
 from flowrl.errors import FlowrlError
 from flowrl.graph.routes import WeightRoute, WeightTransport
 from flowrl.messages import Weights
-from flowrl.weights.handles import HandleReader, HandleServer
 from flowrl.weights.manifest import views
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver
@@ -121,26 +119,3 @@ def test_nothing_is_left_behind(publisher: Publisher) -> None:
     publisher.close()
     reader.close()
     assert not list(SHM.glob(f"{prefix}*"))
-
-
-def test_handles_are_kept_until_every_reader_has_loaded() -> None:
-    server = HandleServer("handles")
-    path = server.open()
-    order: list[str] = []
-
-    def trainer() -> None:
-        server.hand_out(7, {"names": ["a"]}, 2)
-        order.append("released")
-
-    handing_out = threading.Thread(target=trainer)
-    handing_out.start()
-    readers = [HandleReader(path), HandleReader(path)]
-    for reader in readers:
-        assert reader.ask(7) == {"names": ["a"]}
-        order.append("loaded")
-        reader.loaded()
-    handing_out.join(10)
-    assert order == ["loaded", "loaded", "released"]
-    for reader in readers:
-        reader.close()
-    server.close()

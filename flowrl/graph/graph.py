@@ -109,7 +109,7 @@ class Graph:
         """
         self.mistakes += _node_mistakes(self, name, node, replicas, cpus, gpus)
         if isinstance(node, Node) and not node.name and name not in self.nodes:
-            node.name = name
+            node.name, node.gpus = name, node.gpus if gpus is None else gpus
             self.nodes[name] = node
             self.placed[name] = Placed(name, node, replicas, cpus, gpus)
         return node

@@ -58,6 +58,8 @@ class Context(Protocol):
     """Total number of steps of this run, None if the data determine it."""
     cores: tuple[int, ...]
     gpus: tuple[int, ...]
+    in_turns: bool
+    """Whether the node uses its cores and GPUs alternately with others (`g.time_share`)."""
     resume_dir: str | None
     """Checkpoint to load, None for a fresh start."""
     start_version: int
@@ -107,7 +109,8 @@ class Node:
 
     cpus: ClassVar[float] = 0
     """Cores that a replica needs exclusively. 0: cheap, shares a host with other cheap nodes."""
-    gpus: ClassVar[float] = 0
+    gpus: float = 0
+    """GPUs of a replica; in a graph, those that `Graph.add` was given."""
     gang: ClassVar[bool] = False
     """Replicas run in lockstep (ZeRO ranks); incoming edges need `dispatch="gang"`."""
     keyed_state: ClassVar[bool] = False

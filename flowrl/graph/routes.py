@@ -22,8 +22,6 @@ class WeightTransport(StrEnum):
     """Host memory, copied once to every other machine."""
     NCCL = "nccl"
     """A broadcast between GPUs."""
-    CUDA_HANDLES = "cuda_handles"
-    """Handles to the trainer's tensors, on the GPU that both use."""
 
     @property
     def in_host_memory(self) -> bool:
@@ -67,8 +65,8 @@ def common_transport(routes: Sequence[WeightRoute]) -> WeightTransport:
         return WeightTransport.TCP
     readers = ", ".join(f"{route.consumer} by {route.transport}" for route in routes)
     raise ConfigError(
-        f"one trainer cannot publish over different GPU transports at once ({readers}); "
-        "place its generators in the same way: all on their own GPUs, all on the trainer's, or all without GPUs"
+        f"one trainer cannot publish between GPUs and through host memory at once ({readers}); "
+        "place its generators in the same way: all on their own GPUs, or all without GPUs"
     )
 
 

@@ -126,7 +126,7 @@ class _Pass:
         del logprobs  # flushes the memory map
 
     def _fill(self, logprobs: Float32, found: Sequence[tuple[Int32, Bool]], offsets: npt.NDArray[np.int64]) -> None:
-        attention = choose_attention(None, self._device)
+        attention = choose_attention(None, self._device, self._dtype)
         model = load_policy_model(self._model_dir, dtype=self._dtype, attention=attention).eval().to(self._device)
         units = [PackedUnit((number,), len(tokens), len(tokens)) for number, (tokens, _) in enumerate(found)]
         told = 0

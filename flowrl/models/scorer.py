@@ -29,7 +29,7 @@ class Scorer:
     """Scores with one reward model, in the calling thread; see `load_scorer`."""
 
     def __init__(self, model: ScalarModel, tokenizer: Any, *, system_prompt: str = "") -> None:
-        self._model = model
+        self.model = model
         self.chat = Chat(tokenizer, system_prompt)
         config = model.network.config
         self.mean = float(getattr(config, "reward_mean", 0.0))
@@ -62,11 +62,11 @@ class Scorer:
         from flowrl.training.model.row_layout import lay_out_ends
 
         scores = [0.0] * len(token_ids)
-        device = self._model.network.score.weight.device
+        device = self.model.network.score.weight.device
         for indices in _passes([len(tokens) for tokens in token_ids]):
             rows = lay_out_ends([token_ids[i] for i in indices], packed=False, device=device)
             with torch.no_grad():
-                found = self._model(rows).tolist()
+                found = self.model(rows).tolist()
             for index, value in zip(indices, found, strict=True):
                 scores[index] = value
         return scores

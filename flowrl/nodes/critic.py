@@ -20,15 +20,15 @@ import numpy as np
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Serve
 from flowrl.messages import Batch, Float32, Sample, Values, Weights
 from flowrl.models import Policy, check_model, resolve
+from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.packing import PackedUnit, micro_batches_of
 from flowrl.training.settings import Dtype
 from flowrl.weights.backends import receiver
 from flowrl.weights.fetched import Receiver
-from flowrl.weights.probe import TOLERANCE, ProbeMismatch, mismatch
+from flowrl.weights.probe import TOLERANCE, ProbeMismatch, coarser, mismatch
 from flowrl.weights.shm import SegmentLost
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from flowrl.weights.module import ModuleWeights
 
 
-class Critic(Node):
+class Critic(ScoringNode):
     """Computes values for a batcher's samples, with the newest weights from the trainer on its latest edge.
 
     `policy` is that trainer's. `token_budget` bounds the tokens of one forward pass, padding included.
@@ -90,9 +90,12 @@ class Critic(Node):
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         model = load_scalar_model(source, start="policy", dtype=self.dtype).eval()
-        self._model = model.to("cuda" if self.context.gpus else "cpu")
+        self._model = model.to(self.load_device)
         self._loader = ModuleWeights(dict(model.network.named_parameters()))
         self.context.progress("ready")
+
+    def scoring_model(self) -> ScalarModel:
+        return self._model
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -150,11 +153,12 @@ class Critic(Node):
         found = values_of(self._model, sequences, masks, token_budget=self.token_budget)
         difference = mismatch(manifest, [values[1:].tolist() for values in found])
         self.context.gauge("value_mismatch", difference)
-        if not difference <= TOLERANCE[self.dtype]:
+        dtype = coarser(manifest, self.dtype)
+        if not difference <= TOLERANCE[dtype]:
             raise ProbeMismatch(
                 f"{self._replica} loaded version {manifest.version} of {manifest.policy!r}, but its values of the "
-                f"probe sequences differ from the trainer's by {difference:.4g} on average; with {self.dtype}, "
-                f"rounding explains up to {TOLERANCE[self.dtype]:g}. Give the Critic and its Trainer the same model "
+                f"probe sequences differ from the trainer's by {difference:.4g} on average; with {dtype}, "
+                f"rounding explains up to {TOLERANCE[dtype]:g}. Give the Critic and its Trainer the same model "
                 "and dtype"
             )
 

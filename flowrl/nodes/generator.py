@@ -20,13 +20,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from flowrl.agents.call_parser import ReplyParser, reply_parser
 from flowrl.episode import Reply, Turn
-from flowrl.errors import FlowrlError
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
@@ -36,9 +37,11 @@ from flowrl.models import Policy, resolve
 from flowrl.nodes.responses import Prefix, Responses, TokenRequest
 from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
+from flowrl.nodes.vllm_parallel import Parallel
 from flowrl.nodes.vllm_sampler import EVALUATION, VllmSampler, priority_of
-from flowrl.nodes.vllm_start import check_vllm_version, refused_arguments
+from flowrl.nodes.vllm_start import check_vllm_version, quantized_problems, refused_arguments
 from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
+from flowrl.training.engine.compilers import check_python_headers
 from flowrl.training.settings import LoRA
 from flowrl.weights.backends import receiver
 from flowrl.weights.fetched import Receiver
@@ -55,7 +58,12 @@ class Generator(Node):
     of additional slots, at lower priority. `dtype` "auto" is the model's own. `kv_cache_bytes` None means: on a
     GPU what vLLM finds free; on CPU space for a prompt and a response in every slot, at most 1 GiB. `lora` is the
     trainer's: if the trainer sends adapters, a request keeps the adapter it started with, and new requests use
-    the newest. `engine` passes further options to vLLM's AsyncEngineArgs.
+    the newest. `engine` passes further options to vLLM's AsyncEngineArgs. A replica with several GPUs splits the model
+    among them: tensor parallel, unless `engine` also has pipeline_parallel_size or data_parallel_size; their product
+    is the number of GPUs.
+
+    `probe_tolerance` is the largest mean difference of its logprobs of the probe from the trainer's; None: what the
+    dtypes of both explain.
 
     `turns` answers episodes with the `sampling` of training, or with `evaluation` if an episode is held out; the
     oldest ticket comes first. Calls of tools are parsed by vLLM's `tool_parser` and `reasoning_parser` of these
@@ -90,6 +98,7 @@ class Generator(Node):
         engine: Mapping[str, Any] | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        probe_tolerance: float | None = None,
     ) -> None:
         self.policy = policy
         self.sampling = sampling or Sampling()
@@ -102,6 +111,7 @@ class Generator(Node):
         self.engine = dict(engine or {})
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
+        self.probe_tolerance = probe_tolerance
         self._gate = UpdateGate()
         self._asleep = False
 
@@ -119,13 +129,24 @@ class Generator(Node):
         problems = [f"sampling: {text}" for text in self.sampling.problems(trained=True)]
         known = self.sampling.problems(trained=False)
         problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
-        problems += refused_arguments(self.engine)
+        problems += refused_arguments(self.engine) + self.parallel.problems(self.gpus)
+        if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
+            problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number from 0 up")
         if self.concurrency < 1:
             problems.append(f"concurrency is {self.concurrency}; a generator needs at least 1 slot")
         return problems
 
     def preflight(self) -> None:
         check_vllm_version()
+        if not self.policy.built_in:
+            model_dir = Path(self.policy.model).expanduser()
+            for problem in (*self.parallel.problems_with(model_dir, self.gpus), *quantized_problems(model_dir)):
+                raise ConfigError(problem)
+
+    @property
+    def parallel(self) -> Parallel:
+        """How a replica spreads over its GPUs."""
+        return Parallel.of(self.engine)
 
     # Lifecycle
 
@@ -135,6 +156,8 @@ class Generator(Node):
 
     async def setup(self) -> None:
         check_vllm_version()
+        if self.context.gpus:
+            check_python_headers("what Triton starts vLLM's kernels with")
         self.context.progress("finding the model")
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self.context.progress("starting vLLM")
@@ -146,7 +169,8 @@ class Generator(Node):
             VllmSampler.start,
             model_dir,
             cores=self.context.cores,
-            on_gpu=bool(self.context.gpus),
+            num_gpus=len(self.context.gpus),
+            sleeps=self.context.in_turns,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             max_num_seqs=2 * self.concurrency,
@@ -169,6 +193,7 @@ class Generator(Node):
             self.context,
             self.replica_name,
             running=lambda: bool(self._responses.running),
+            probe_tolerance=self.probe_tolerance,
         )
         self._responses = Responses(self._sampler, self._updates, self._gate, self.context)
         self.context.progress("vLLM is ready")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Sample
 from flowrl.models import Policy, check_model, resolve
 from flowrl.nodes.one_sequence import require_one_sequence
+from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.nodes.shared_pass import SharedPass
 from flowrl.packing import micro_batches_of, units_of
 from flowrl.training.settings import Dtype
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flowrl.training.model.policy_model import PolicyModel
 
 
-class Reference(Node):
+class Reference(ScoringNode):
     """Adds `ref_logprobs` to samples. `temperature` has to equal the generator's: logits are divided by it.
 
     `dtype` applies to weights and computation, as in the trainer. At most `batch` samples wait for a pass at the
@@ -75,8 +75,10 @@ class Reference(Node):
         from flowrl.training.model.policy_model import load_policy_model
 
         torch.set_num_threads(max(1, len(self.context.cores)))
-        device = "cuda" if self.context.gpus else "cpu"
-        return load_policy_model(source, dtype=self.dtype).eval().to(device)
+        return load_policy_model(source, dtype=self.dtype).eval().to(self.load_device)
+
+    def scoring_model(self) -> PolicyModel:
+        return self._model
 
     async def run(self) -> None:
         await self.rollouts.each(self._refer, concurrency=self.batch)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError, SampleFailed
 from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Int32, Sample, Scored
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
+from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.shared_pass import SharedPass
 from flowrl.tasks import Task, load_rows
@@ -27,12 +27,13 @@ from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
     from flowrl.models.scorer import Scorer
+    from flowrl.training.model.value_model import ScalarModel
 
 TRIED_ROWS = 8
 """Number of rows that have to render identically before two templates count as equal."""
 
 
-class RewardModel(Node):
+class RewardModel(ScoringNode):
     """Scores samples by the reward model in the directory `model`; `policy` and `task` are the generator's.
 
     With `normalise` the reward is the score minus the model's mean, divided by its standard deviation, both
@@ -97,9 +98,8 @@ class RewardModel(Node):
         from flowrl.models.scorer import load_scorer
 
         torch.set_num_threads(max(1, len(self.context.cores)))
-        device = "cuda" if self.context.gpus else "cpu"
         self._scorer = load_scorer(
-            resolve(Policy(self.model)), device, self.dtype, system_prompt=self.task.system_prompt
+            resolve(Policy(self.model)), self.load_device, self.dtype, system_prompt=self.task.system_prompt
         )
         rows = load_rows(self.task)
         self._turns = {row.prompt_id: row.turns for row in (*rows.train, *rows.held_out)}
@@ -108,6 +108,9 @@ class RewardModel(Node):
         self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)
         if not self._same_tokens:
             self.context.progress("its tokenizer or template differs from the policy's: responses are rendered again")
+
+    def scoring_model(self) -> ScalarModel:
+        return self._scorer.model
 
     async def run(self) -> None:
         await self.rollouts.each(self._score, concurrency=self.batch)

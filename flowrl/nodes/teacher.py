@@ -16,6 +16,7 @@ from flowrl.messages import Float32, Group, Sample, Scored
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.vocabulary import difference, untold, vocabulary_problem
 from flowrl.nodes.one_sequence import require_one_sequence
+from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.training.advantage.advantages import Array, distillation_advantages
 from flowrl.training.advantage.estimate import trainable
 from flowrl.training.settings import Dtype
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from flowrl.training.model.policy_model import PolicyModel
 
 
-class Teacher(Node):
+class Teacher(ScoringNode):
     """Adds `teacher_logprobs` to the samples of `student`, whose vocabulary has to equal the teacher's.
 
     A sample's reward is the mean over its policy tokens of log π_teacher − log π_b, a per-token estimate
@@ -77,8 +78,10 @@ class Teacher(Node):
         from flowrl.training.model.policy_model import load_policy_model
 
         torch.set_num_threads(max(1, len(self.context.cores)))
-        device = "cuda" if self.context.gpus else "cpu"
-        return load_policy_model(source, dtype=self.dtype).eval().to(device)
+        return load_policy_model(source, dtype=self.dtype).eval().to(self.load_device)
+
+    def scoring_model(self) -> PolicyModel:
+        return self._model
 
     async def run(self) -> None:
         async for sample in self.rollouts:

@@ -33,7 +33,7 @@ from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import LoRA, Start, ZeroSettings
+from flowrl.training.settings import LoRA, Start, ZeroSettings, attention_problems
 
 if TYPE_CHECKING:
     from flowrl.training.engine.zero import ZeroEngine
@@ -126,11 +126,13 @@ class Trainer(Node):
             problems.append(f"lr is {self.lr}; it has to be a number from 0 up")
         if self.objective.needs_mismatched and facts.groups_per_batch == 1:
             problems.append("KTO's baseline is a mean over a batch, but a batch is 1 completion; it needs 2 or more")
+        if self.gpus > 1:
+            problems.append(f"gpus is {self.gpus:g}, but a rank trains on one GPU; use more ranks (replicas=)")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
-        problems += self.objective.problems()
+        problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
         return problems + lora_problems(self.lora, self.zero)
 
     def preflight(self) -> None:

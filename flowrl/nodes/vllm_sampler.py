@@ -47,7 +47,8 @@ class VllmSampler:
         model_dir: str,
         *,
         cores: tuple[int, ...] = (),
-        on_gpu: bool = False,
+        num_gpus: int = 0,
+        sleeps: bool = False,
         dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 128,
@@ -60,9 +61,10 @@ class VllmSampler:
     ) -> VllmSampler:
         """Load the model in a child process. Blocks; the child process ends with this process.
 
+        `sleeps`: it has to release its GPUs between its turns.
         With `slots`, versions are LoRA adapters of the model in `model_dir`, otherwise whole weights.
         """
-        prepare_environment(cores=cores, on_gpu=on_gpu, transfer=transfer)
+        prepare_environment(cores=cores, on_gpu=bool(num_gpus))
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -74,13 +76,14 @@ class VllmSampler:
             max_num_seqs=max_num_seqs,
             kv_cache_bytes=kv_cache_bytes,
             seed=seed,
-            on_gpu=on_gpu,
+            num_gpus=num_gpus,
+            sleeps=sleeps,
             transfer=transfer,
             slots=slots,
             engine=engine or {},
         )
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if kv_cache_bytes is None and not on_gpu:
+        if kv_cache_bytes is None and not num_gpus:
             config.cache_config.kv_cache_memory_bytes = kv_cache_room(config, longest_response)
         with begun_by_us():
             return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), slots)

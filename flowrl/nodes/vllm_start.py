@@ -17,6 +17,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.nodes.vllm_adapters import AdapterSlots
+from flowrl.nodes.vllm_parallel import Parallel, read_config
 from flowrl.weights.fetched import TransferEngine
 
 SUPPORTED = "0.32"
@@ -31,6 +32,8 @@ OURS = {
     "worker_extension_cls": "weight updates are built on it",
     "weight_transfer_config": "weight updates are built on it",
     "scheduling_policy": "evaluation runs below training by priority",
+    "distributed_executor_backend": "vLLM's workers are children of the generator's process",
+    "quantization": "weight updates lack the scales (weight_scale) of quantized layers",
     "enable_lora": "the generator's `lora` decides",
     "max_loras": "the bound of staleness decides",
 }
@@ -61,15 +64,25 @@ def refused_arguments(engine: Mapping[str, Any]) -> list[str]:
     return [f"the engine argument {name!r} cannot be set: {OURS[name]}; remove it" for name in engine if name in OURS]
 
 
-def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, transfer: TransferEngine) -> None:
+def quantized_problems(model_dir: Path) -> list[str]:
+    """Whether the model in `model_dir` is stored quantized, as a complete sentence."""
+    quantized = read_config(model_dir).get("quantization_config")
+    if not quantized:
+        return []
+    method = quantized.get("quant_method", "unknown")
+    return [
+        f"the model in {model_dir} is quantized ({method}), and weight updates lack the scales (weight_scale) of its "
+        "layers; use the model as it was before quantization"
+    ]
+
+
+def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool) -> None:
     """Set what vLLM and its child processes read from the environment. Before the first import of vllm."""
     from flowrl.weights.engine_process import PARENT_VARIABLE
 
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if transfer.pickled:
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # what is pickled comes from our trainer
     if on_gpu:
         return
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first request compiles for many seconds
@@ -93,7 +106,8 @@ def engine_arguments(
     max_num_seqs: int,
     kv_cache_bytes: int | None,
     seed: int,
-    on_gpu: bool,
+    num_gpus: int,
+    sleeps: bool,
     transfer: TransferEngine,
     slots: AdapterSlots | None,
     engine: Mapping[str, Any],
@@ -116,8 +130,8 @@ def engine_arguments(
     }
     if slots is not None:
         arguments |= slots.arguments
-    if on_gpu:
-        arguments["enable_sleep_mode"] = True
+    if num_gpus:
+        arguments |= {"enable_sleep_mode": sleeps, **Parallel.of(engine).arguments(num_gpus)}
     else:
         arguments |= {
             "enforce_eager": True,

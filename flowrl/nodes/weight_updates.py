@@ -20,8 +20,8 @@ from contextlib import AsyncExitStack
 from flowrl.graph.node import Context
 from flowrl.messages import Weights
 from flowrl.nodes.vllm_sampler import VllmSampler
-from flowrl.weights import probe
 from flowrl.weights.fetched import Fetched, Receiver
+from flowrl.weights.probe import ProbeCheck
 from flowrl.weights.shm import SegmentLost
 
 
@@ -61,6 +61,7 @@ class WeightUpdates:
         replica: str,
         *,
         running: Callable[[], bool],
+        probe_tolerance: float | None = None,
     ) -> None:
         self.version = -1
         self._content = -1
@@ -71,6 +72,7 @@ class WeightUpdates:
         self._context = context
         self._replica = replica
         self._running = running
+        self._probes = ProbeCheck(replica, sampler.dtype, bool(context.gpus), probe_tolerance)
 
     async def take(self, manifest: Weights) -> bool:
         """Bring the sampler to the manifest's version; False if a newer version exists already."""
@@ -122,5 +124,4 @@ class WeightUpdates:
         if not manifest.probe_logprobs:
             return
         found = await self._sampler.score(manifest.probe_token_ids)
-        difference = probe.check(manifest, found, dtype=self._sampler.dtype, replica=self._replica)
-        self._context.gauge("logprob_mismatch", difference)
+        self._context.gauge("logprob_mismatch", self._probes.check(manifest, found))

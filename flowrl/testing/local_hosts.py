@@ -31,7 +31,7 @@ class LocalCluster:
         return None
 
     def spawn(self, actor_class: type, index: int, slot: Any, spec: HostSpec) -> LocalHost:
-        self.actors[slot.host] = LocalHost(spec)
+        self.actors[slot.host] = LocalHost(spec, slot.gpus)
         return self.actors[slot.host]
 
     def kill(self, host: str) -> None:
@@ -44,14 +44,19 @@ class LocalCluster:
 class LocalHost:
     """One host's engine with the methods of `HostActor`."""
 
-    def __init__(self, spec: HostSpec) -> None:
+    def __init__(self, spec: HostSpec, num_gpus: int) -> None:
         engine = self.engine = HostEngine(spec)
-        self.open = LocalMethod(engine.open)
-        self.wire = LocalMethod(lambda addresses, gangs: engine.guarded(engine.wire(addresses, gangs)))
+        self._gpus = [f"{spec.host}/{index}" for index in range(num_gpus)]
+        """Names of the GPUs that Ray would reserve."""
+        self.open = LocalMethod(self._opened)
+        self.wire = LocalMethod(lambda addresses, gangs, devices: engine.guarded(engine.wire(addresses, gangs)))
         self.setup = LocalMethod(lambda: engine.guarded(engine.setup()))
         self.run = LocalMethod(lambda: engine.guarded(engine.run()))
         self.waits = LocalMethod(engine.waits)
         self.stop = LocalMethod(engine.stop)
+
+    async def _opened(self) -> dict[str, Any]:
+        return {**await self.engine.open(), "gpus": self._gpus}
 
 
 class LocalMethod:

@@ -23,6 +23,13 @@ MOST_RANK = 512
 """The largest rank that vLLM serves."""
 
 
+def attention_problems(attention: str | None, dtype: Dtype) -> list[str]:
+    """Whether the attention cannot compute in that dtype, as a complete sentence."""
+    if dtype != "float32" or attention is None or not attention.startswith("flash_attention"):
+        return []
+    return [f"attention is {attention!r}, which computes in 16 bits only, but dtype is float32; set bfloat16, or sdpa"]
+
+
 @dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters, trained in place of the weights (arXiv 2106.09685), optionally on a quantized base."""
@@ -90,7 +97,7 @@ class ZeroSettings:
     clip_grad_norm: float | None = None
     """Largest norm of the whole gradient; 0 does not clip. None: 1, or 0 with muon, whose steps have one size."""
     attention: Attention | None = None
-    """transformers' attention implementation; None: flash attention on a GPU if it is installed, else sdpa."""
+    """transformers' implementation; None: flash attention for bfloat16 on a GPU if it is installed, else sdpa."""
     packing: bool | None = None
     """Put the sequences of a micro-batch into one row without padding; None: only with flash attention."""
     gradient_checkpointing: bool = False

@@ -1,6 +1,6 @@
 """The registry of weight backends: for every `WeightTransport`, the trainer's end and the generator's.
 
-Both ends get the same routes, so they choose the same backend. Those on GPUs need vLLM, so each is imported when it
+Both ends get the same routes, so they choose the same backend. The one on GPUs needs vLLM, so it is imported when it
 is used.
 """
 
@@ -66,21 +66,8 @@ def _from_group(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Rec
     return NcclReceiver(routes, replica)
 
 
-def _to_handles(publication: Publication) -> Sender:
-    from flowrl.weights.device import CudaHandleSender
-
-    return CudaHandleSender(publication.routes, publication.run_id)
-
-
-def _from_handles(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Receiver:
-    from flowrl.weights.device_receive import CudaHandleReceiver
-
-    return CudaHandleReceiver()
-
-
 BACKENDS: Mapping[WeightTransport, WeightBackend] = {
     WeightTransport.SHM: WeightBackend(partial(_to_segments, serve=False), _from_segments),
     WeightTransport.TCP: WeightBackend(partial(_to_segments, serve=True), _from_segments),
     WeightTransport.NCCL: WeightBackend(_to_group, _from_group),
-    WeightTransport.CUDA_HANDLES: WeightBackend(_to_handles, _from_handles),
 }

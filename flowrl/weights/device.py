@@ -1,8 +1,8 @@
-"""The trainer's side on GPUs: vLLM's own engines for NCCL and for CUDA memory handles, fed from ZeRO-3 shards.
+"""The trainer's side on GPUs: vLLM's own engine for NCCL, fed from ZeRO-3 shards.
 
-vLLM's trainer engines control the inference side through a client. Here the manifest on the latest edge
-does that: every generator starts, loads and finishes by itself when it receives one. So the clients below
-do little. Ranks and generators synchronize in `transmit`, which runs after the manifest was sent. It ends
+vLLM's trainer engine controls the inference side through a client. Here the manifest on the latest edge
+does that: every generator starts, loads and finishes by itself when it receives one. So the client below
+does nothing. Ranks and generators synchronize in `transmit`, which runs after the manifest was sent. It ends
 when every generator has the version, or when the run ends because one of them died.
 
 Written from the source of vLLM 0.32; not yet run on a GPU.
@@ -10,9 +10,7 @@ Written from the source of vLLM 0.32; not yet run on a GPU.
 
 from __future__ import annotations
 
-import base64
 import os
-import pickle
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -21,14 +19,14 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from flowrl.channel.address import local_ip
 from flowrl.graph.routes import WeightRoute, WeightTransport, world_size
 from flowrl.messages import Weights
-from flowrl.weights.handles import HandleServer
+from flowrl.weights.fetched import PACKED_BYTES
 from flowrl.weights.send import BUCKET_BYTES, Source
+from flowrl.weights.whole_tensors import copied
 
 
 class ZeroSource(WeightSource):  # type: ignore[misc]
@@ -46,9 +44,7 @@ class ZeroSource(WeightSource):  # type: ignore[misc]
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # Clone: vLLM packs across buckets, and a bucket's tensors are invalid once the next one is gathered.
-        for name, tensor in self._gathered():
-            yield name, tensor.clone()
+        return copied(self._source, self._bucket_bytes, _synchronize)
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         for names, tensors in self._source.buckets(self._bucket_bytes):
@@ -64,43 +60,31 @@ class _Announced:
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
-class _Handles(_Announced):
-    """Sends CUDA memory handles to the generators that request them, and returns when all have loaded the tensors."""
-
-    def __init__(self, server: HandleServer, num_readers: int) -> None:
-        self._server = server
-        self._num_readers = num_readers
-        self.version = -1
-
-    def update_weights(self, update_info: Any) -> None:
-        fields = {key: value for key, value in update_info.items() if value is not None}
-        handles = pickle.dumps(fields.pop("ipc_handles"))
-        fields["ipc_handles_pickled"] = base64.b64encode(handles).decode()
-        self._server.hand_out(self.version, fields, self._num_readers)
-
-
-class _DeviceSender:
-    """Common base: the manifest names the tensors, and `transmit` moves them."""
+class NcclSender:
+    """One broadcast, packed by vLLM, from rank 0 to every worker of every generator."""
 
     def __init__(self, routes: Sequence[WeightRoute]) -> None:
         self.copy_s = 0.0
         self._routes = tuple(routes)
         self._source: ZeroSource | None = None
         self._engine: Any = None
+        self._port = 0
 
     def stage(self, source: Source, policy: str, version: int) -> Weights | None:
         if self._source is None:
             self._source = ZeroSource(source)
         rows = [_row(meta) for meta in self._source.metadata()]
-        self._rank, self._version = source.rank, version
+        self._rank = source.rank
         if source.rank != 0:
             return None
+        if not self._port:
+            self._port = _free_port()
         return Weights(
             policy=policy,
             version=version,
             base_version=version,
             kind="full",
-            transport=self._meeting(),
+            transport=WeightTransport.NCCL.at(f"{_address()}/{self._port}"),
             num_bytes=sum(row[4] for row in rows),
             checksum=0,
             tensors=tuple(rows),
@@ -111,67 +95,31 @@ class _DeviceSender:
         began = time.perf_counter()
         if self._engine is None:
             self._engine = self._open(self._source)
-        self._send()
+        self._engine.send_weights()
         self.copy_s = time.perf_counter() - began
+
+    def _open(self, source: ZeroSource) -> Any:
+        info = NCCLTrainerInitInfo(
+            master_address=_address(),
+            master_port=self._port,
+            world_size=world_size(self._routes),
+            rank=self._rank,
+            packed_buffer_size_bytes=PACKED_BYTES,
+        )
+        return WeightTransferTrainerFactory.trainer_init(info, client=_Announced(), source=source)
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
 
-    def _send(self) -> None:
-        self._engine.send_weights()
-
-    def _meeting(self) -> str:
-        raise NotImplementedError
-
-    def _open(self, source: ZeroSource) -> Any:
-        raise NotImplementedError
-
-
-class NcclSender(_DeviceSender):
-    """One broadcast, packed by vLLM, from rank 0 to every worker of every generator."""
-
-    _port = 0
-
-    def _meeting(self) -> str:
-        if not self._port:
-            self._port = _free_port()
-        return WeightTransport.NCCL.at(f"{_address()}/{self._port}")
-
-    def _open(self, source: ZeroSource) -> Any:
-        info = NCCLTrainerInitInfo(
-            master_address=_address(), master_port=self._port, world_size=world_size(self._routes), rank=self._rank
-        )
-        return WeightTransferTrainerFactory.trainer_init(info, client=_Announced(), source=source)
-
-
-class CudaHandleSender(_DeviceSender):
-    """Sends CUDA memory handles to generators that share the trainer's GPUs."""
-
-    def __init__(self, routes: Sequence[WeightRoute], run_id: str) -> None:
-        super().__init__(routes)
-        self._server = HandleServer(run_id)
-        self._client = _Handles(self._server, len(routes))
-
-    def _meeting(self) -> str:
-        return WeightTransport.CUDA_HANDLES.at(self._server.open())
-
-    def _open(self, source: ZeroSource) -> Any:
-        info = IPCTrainerInitInfo(rank=self._rank, packed=False)
-        return WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
-
-    def _send(self) -> None:
-        self._client.version = self._version
-        super()._send()
-
-    def close(self) -> None:
-        super().close()
-        self._server.close()
-
 
 def _row(meta: ParamMeta) -> tuple[str, str, tuple[int, ...], int, int]:
     dtype = str(meta.dtype).removeprefix("torch.")
     return meta.name, dtype, tuple(meta.shape), 0, torch.Size(meta.shape).numel() * meta.dtype.itemsize
+
+
+def _synchronize() -> None:
+    torch.cuda.synchronize()
 
 
 def _address() -> str:

@@ -1,6 +1,6 @@
-"""The generator's side on GPUs: joins the trainer's NCCL group, or reads its CUDA memory handles.
+"""The generator's side on GPUs: joins the trainer's NCCL group.
 
-Both transfers happen inside the update itself, while generation is paused: there is no memory to fetch into first.
+The transfer happens inside the update itself, while generation is paused: there is no memory to fetch into first.
 Written from the source of vLLM 0.32; not yet run on a GPU.
 """
 
@@ -11,8 +11,7 @@ from typing import Any
 
 from flowrl.graph.routes import WeightRoute, WeightTransport, rank_offset, world_size
 from flowrl.messages import Weights
-from flowrl.weights.fetched import HANDLE_ENGINE, NCCL_ENGINE, Fetched
-from flowrl.weights.handles import HandleReader
+from flowrl.weights.fetched import NCCL_ENGINE, PACKED_BYTES, Fetched
 
 
 class NcclReceiver:
@@ -37,6 +36,7 @@ class NcclReceiver:
             "rank_offset": rank_offset(self._routes, self._replica),
             "world_size": world_size(self._routes),
             "packed": True,
+            "packed_buffer_size_bytes": PACKED_BYTES,
         }
 
     def fetch(self, manifest: Weights) -> Fetched:
@@ -51,27 +51,3 @@ class NcclReceiver:
 
     def close(self) -> None:
         """vLLM leaves the group when it shuts down."""
-
-
-class CudaHandleReceiver:
-    """Maps the trainer's tensors on the GPU that both use, and reports when they are copied."""
-
-    engine = HANDLE_ENGINE
-
-    def __init__(self) -> None:
-        self._reader: HandleReader | None = None
-
-    def join(self, manifest: Weights) -> Mapping[str, Any] | None:
-        if self._reader is not None:
-            return None
-        _, place = WeightTransport.parse(manifest.transport)
-        self._reader = HandleReader(place)
-        return {"packed": False}
-
-    def fetch(self, manifest: Weights) -> Fetched:
-        assert self._reader is not None
-        return Fetched(self._reader.ask(manifest.base_version), self._reader.loaded)
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()

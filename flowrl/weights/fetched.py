@@ -17,14 +17,13 @@ class TransferEngine:
     """As vLLM's registry has it."""
     one_by_one: bool = True
     """Whether replicas may update one after another. False if a transfer needs all of them at once."""
-    pickled: bool = False
-    """Whether its update info contains pickled objects, which vLLM unpickles only if its environment allows that."""
 
 
 SEGMENT_ENGINE = TransferEngine("flowrl_shm")
 """Ours: `flowrl.weights.vllm_worker` registers it."""
 NCCL_ENGINE = TransferEngine("nccl", one_by_one=False)
-HANDLE_ENGINE = TransferEngine("ipc", pickled=True)
+PACKED_BYTES = 256 << 20
+"""Size of each of the two buffers in which vLLM packs a broadcast, on the trainer's GPU and on every generator's."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ class Publisher:
         self._adapter = adapter
         self._probe_every = probe_every
         self._num_published = 0
+        self._untransmitted = False
+        """Whether tensors are staged that receivers wait for. Not after an unchanged version: they have its tensors."""
         self._last: Weights | None = None
 
     def publish(self, version: int, kind: str = "full") -> Weights | None:
@@ -79,8 +81,13 @@ class Publisher:
         return self._last
 
     def transmit(self) -> None:
-        """Move the tensors, if the receivers have to take part; collective. Call it after sending the manifest."""
-        self._sender.transmit()
+        """Move the tensors, if the receivers have to take part; collective. Call it after sending the manifest.
+
+        Does nothing after an unchanged version, for which receivers do not take part either.
+        """
+        if self._untransmitted:
+            self._untransmitted = False
+            self._sender.transmit()
 
     def close(self) -> None:
         """Remove what the transport provides for readers."""
@@ -89,6 +96,7 @@ class Publisher:
     def _stage(self, version: int) -> Weights | None:
         began = time.perf_counter()
         manifest = self._sender.stage(self._source, self.policy, version)
+        self._untransmitted = True
         if manifest is not None and self._adapter is not None:
             manifest = replace(manifest, kind="adapter", adapter=self._adapter)
         staged = time.perf_counter()

@@ -3,7 +3,8 @@
 Cheap nodes (no cpus, no gpus) share the host "core". Every replica of another node has its own host;
 nodes that are `together` share one, replica by replica. Hosts of one `time_share` share devices.
 
-Invariant: a core or GPU belongs to one host, or to several that requested a part of it or use it alternately.
+Invariant: a core or GPU belongs to one host, or to several that requested a part of it or use it alternately. The
+ranks of a gang are on different GPUs, because NCCL refuses two ranks on one.
 If the class default of a gang does not fit, its ranks share one rank's cores, because they work in
 lockstep anyway. Anything else that does not fit is reported and not placed.
 """
@@ -57,6 +58,11 @@ class PlacedUnit:
         return self.nodes[0].replicas
 
     @property
+    def gang(self) -> bool:
+        """Whether its replicas are ranks of one gang."""
+        return any(placed.node.gang for placed in self.nodes)
+
+    @property
     def shrinks(self) -> bool:
         """Whether this is a gang with its class's default cpus; then its ranks may share one rank's cores."""
         gang = all(placed.node.gang or not placed.heavy for placed in self.nodes)
@@ -84,10 +90,12 @@ class Devices:
     def of(cluster: Cluster) -> Devices:
         return Devices((index, m.cores, range(m.gpus)) for index, m in enumerate(cluster.machines))
 
-    def take(self, cpus: float, gpus: float) -> DeviceSlot | None:
-        """Take devices from the first machine that has enough; None if no machine has."""
+    def take(self, cpus: float, gpus: float, *, apart: Iterable[DeviceSlot] = ()) -> DeviceSlot | None:
+        """Take devices from the first machine that has enough, without the GPUs of `apart`; None if no machine has."""
+        used = {(slot.machine, gpu) for slot in apart for gpu in slot.gpus}
         for machine, cores_left, gpus_left in self._machines:
-            cores, boards = _pick(cores_left, cpus), _pick(gpus_left, gpus)
+            free = {gpu: left for gpu, left in gpus_left.items() if (machine, gpu) not in used}
+            cores, boards = _pick(cores_left, cpus), _pick(free, gpus)
             if cores is not None and boards is not None:
                 _spend(cores_left, cores)
                 _spend(gpus_left, boards)
@@ -107,13 +115,21 @@ def _pick(left: dict[int, float], amount: float) -> dict[int, float] | None:
     free = [device for device in left if left[device] > 1 - ROUNDING]
     if len(free) < whole:
         return None
-    picked = dict.fromkeys(free[:whole], 1.0)
+    picked = dict.fromkeys(_neighbours(free, whole), 1.0)
     if part > ROUNDING:
         shared = [device for device in left if device not in picked and left[device] >= part - ROUNDING]
         if not shared:
             return None
         picked[min(shared, key=lambda device: left[device])] = part
     return picked
+
+
+def _neighbours(free: list[int], count: int) -> list[int]:
+    """`count` of the free devices: a block that starts at a multiple of its size, if there is one, then any block, then
+    the first ones. Devices with neighbouring numbers usually have the fastest link and the same memory."""
+    blocks = [range(first, first + count) for first in free if set(range(first, first + count)) <= set(free)]
+    aligned = [block for block in blocks if count and block[0] % count == 0]
+    return list(next(iter([*aligned, *blocks]), free[:count]))
 
 
 def _spend(left: dict[int, float], picked: dict[int, float]) -> None:
@@ -127,7 +143,7 @@ def place(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...], tuple[s
     for lease, units in pools(graph, cluster):
         shared = Devices(())
         for unit in sorted(units, key=lambda unit: -unit.replicas * (unit.cpus + unit.gpus)):
-            slots = [shared.take(unit.cpus, unit.gpus) or free.take(unit.cpus, unit.gpus) for _ in range(unit.replicas)]
+            slots = _slots(unit, shared, free)
             hosts += [_host(unit, replica, slot, lease) for replica, slot in enumerate(slots)]
             homeless += [f"{unit.name}/{replica}" for replica, slot in enumerate(slots) if slot is None]
             if lease:
@@ -135,6 +151,16 @@ def place(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...], tuple[s
     core = tuple(f"{p.name}/{i}" for p in graph.placed.values() if _is_core(graph, p) for i in range(p.replicas))
     cores = free.whole(0) or cluster.machines[0].cores
     return (*((HostPlan(CORE, core, cores=cores),) if core else ()), *hosts), tuple(homeless)
+
+
+def _slots(unit: PlacedUnit, shared: Devices, free: Devices) -> list[DeviceSlot | None]:
+    """The devices of every replica: those lent by its lease if there are enough, else free ones."""
+    slots: list[DeviceSlot | None] = []
+    for _ in range(unit.replicas):
+        apart = [slot for slot in slots if slot is not None] if unit.gang else []
+        found = shared.take(unit.cpus, unit.gpus, apart=apart) or free.take(unit.cpus, unit.gpus, apart=apart)
+        slots.append(found)
+    return slots
 
 
 def _host(unit: PlacedUnit, replica: int, slot: DeviceSlot | None, lease: str) -> HostPlan:

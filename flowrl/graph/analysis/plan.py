@@ -160,7 +160,7 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
         edges=tuple(_edge(graph, edge, numbers, (*lanes, *calls)) for edge in graph.edges),
         lanes=lanes,
         calls=calls,
-        weights=tuple(weights for edge in graph.edges for weights in _weights(graph, edge, lanes, by_replica)),
+        weights=_weights(graph, lanes, by_replica),
         nodes=tuple(_node(graph, name) for name in graph.nodes),
         admission=_admission(graph),
         trainers=branches.trainers,
@@ -250,22 +250,41 @@ def _edge(graph: Graph, edge: Edge, numbers: Numbers, links: tuple[LanePlan | Ca
     )
 
 
-def _weights(graph: Graph, edge: Edge, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPlan]) -> Iterator[WeightPlan]:
-    if edge.kind == "latest" and issubclass(carried(edge.out), Weights):
-        in_host_memory = graph.nodes[owner(edge.into)].facts().weights_in_host_memory
-        for lane in (lane for lane in lanes if lane.edge == edge.name):
-            transport = _weight_transport(hosts[lane.producer], hosts[lane.consumer], in_host_memory=in_host_memory)
-            yield WeightPlan(edge.name, lane.producer, lane.consumer, transport)
+def _weights(graph: Graph, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPlan]) -> tuple[WeightPlan, ...]:
+    """The transport to every reader. One trainer publishes in one way: between GPUs if all its readers can do so."""
+    edges = {
+        edge.name: edge for edge in graph.edges if edge.kind == "latest" and issubclass(carried(edge.out), Weights)
+    }
+    lanes = tuple(lane for lane in lanes if lane.edge in edges)
+    in_host_memory = {
+        lane.producer
+        for lane in lanes
+        if graph.nodes[owner(edges[lane.edge].into)].facts().weights_in_host_memory
+        or not _at_once_on_gpus(hosts[lane.producer], hosts[lane.consumer])
+    }
+    return tuple(
+        WeightPlan(
+            lane.edge,
+            lane.producer,
+            lane.consumer,
+            _weight_transport(hosts[lane.producer], hosts[lane.consumer], lane.producer in in_host_memory),
+        )
+        for lane in lanes
+    )
 
 
-def _weight_transport(trainer: HostPlan, reader: HostPlan, *, in_host_memory: bool) -> WeightTransport | None:
-    same_machine = trainer.machine == reader.machine
-    if in_host_memory or not reader.num_gpus:
-        return WeightTransport.SHM if same_machine else WeightTransport.TCP
-    if not trainer.num_gpus:
+def _at_once_on_gpus(trainer: HostPlan, reader: HostPlan) -> bool:
+    """Whether both can take part in a broadcast: at the same time, and on different GPUs, as NCCL requires."""
+    apart = trainer.machine != reader.machine or not set(trainer.gpus) & set(reader.gpus)
+    return bool(trainer.gpus and reader.gpus) and apart and not trainer.lease and not reader.lease
+
+
+def _weight_transport(trainer: HostPlan, reader: HostPlan, in_host_memory: bool) -> WeightTransport | None:
+    if reader.num_gpus and not trainer.num_gpus:
         return None
-    same_gpu = same_machine and set(trainer.gpus) & set(reader.gpus)
-    return WeightTransport.CUDA_HANDLES if same_gpu else WeightTransport.NCCL
+    if not in_host_memory:
+        return WeightTransport.NCCL
+    return WeightTransport.SHM if trainer.machine == reader.machine else WeightTransport.TCP
 
 
 def _node(graph: Graph, name: str) -> dict[str, Any]:
@@ -294,11 +313,7 @@ def _admission(graph: Graph) -> dict[str, Any] | None:
 
 
 def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
-    """The routes that concern `node`: its own if it is a trainer, else those of the trainer whose weights it reads.
-
-    A GPU transfer needs trainer and generator to work at the same time. Under a lease they never do, so the
-    weights wait in host memory there.
-    """
+    """The routes that concern `node`: its own if it is a trainer, else those of the trainer whose weights it reads."""
 
     def name(replica_id: str) -> str:
         return replica_id.split("/")[0]
@@ -310,6 +325,4 @@ def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
 
 def _route(reader: str, transport: WeightTransport | None, host: HostPlan) -> WeightRoute:
     assert transport is not None, "`check` refuses a reader that no transport reaches"
-    if transport is WeightTransport.CUDA_HANDLES and host.lease:
-        transport = WeightTransport.SHM
     return WeightRoute(reader, transport, len(host.gpus) or 1)

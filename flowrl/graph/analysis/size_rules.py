@@ -134,6 +134,13 @@ def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[st
     if cores > cluster.num_cores:
         parts = _parts(units, "cpus")
         yield f"the graph needs {cores:g} cores ({parts}) but {where} has {cluster.num_cores}; {_relief('cpus')}."
+    for _, pool in units:
+        yield from (
+            f"the {unit.replicas} ranks of {unit.name} need different GPUs, and {where} has {cluster.num_gpus}; use "
+            "fewer ranks, or declare a larger cluster."
+            for unit in pool
+            if unit.gang and 0 < unit.gpus < 1 and unit.replicas > cluster.num_gpus
+        )
     if plan.homeless and gpus <= cluster.num_gpus and cores <= cluster.num_cores:
         yield (
             f"no single machine has enough left for {', '.join(plan.homeless)}, although all machines together do; "

@@ -44,7 +44,8 @@ class HostSlot:
 
     host: str
     cpus: float
-    gpus: float
+    gpus: int
+    """Whole devices that Ray reserves; the host sees those of its plan, see `claims`."""
     cores: tuple[int, ...]
     machine: int = 0
     """Index into the cluster's machines."""
@@ -61,6 +62,7 @@ def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
         **dict.fromkeys(names, threads),
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # the plan decides, see `claims`
         "PYTHONUNBUFFERED": "1",
         **({name: os.environ.get(name, value) for name, value in LOOPBACK.items()} if alone else {}),
     }

@@ -15,6 +15,7 @@ from typing import Any
 
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.errors import FlowrlError, NodeFailed
+from flowrl.runtime.driver.claims import visible_devices
 from flowrl.runtime.driver.cluster import HEAD_AWAY_S, HostSlot, RayCluster
 from flowrl.runtime.driver.deaths import deaths, ray_errors, rays_detail
 from flowrl.runtime.driver.lifeline import outlive
@@ -70,7 +71,12 @@ class Hosts:
             if answer["pids"] == pid_space() and answer["pid"] != os.getpid():
                 self._processes.follow(host, answer["pid"], self._has_ended)
         meeting = {host: answer["meeting"] for host, answer in opened.items()}
-        await self.ask("wire", addresses, self._gang_addresses(meeting))
+        await self.ask("wire", addresses, self._gang_addresses(meeting), self._devices(opened))
+
+    def _devices(self, opened: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+        """Host -> the GPUs that it sees."""
+        hosts = next(iter(self._specs.values())).plan.hosts
+        return visible_devices(hosts, {host: answer["gpus"] for host, answer in opened.items()})
 
     def _follow_ray(self) -> None:
         for name, pid in self._cluster.processes().items():

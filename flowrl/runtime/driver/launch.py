@@ -7,7 +7,6 @@ node's preflight (models, tokenizer, task, reward, one trial reward).
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 import sys
@@ -26,6 +25,7 @@ from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
+from flowrl.runtime.driver.claims import claims
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.preflight import preflight
 from flowrl.runtime.ledger.terms import Terms
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from flowrl.runtime.driver.cluster import RayCluster
     from flowrl.runtime.driver.driver import Driver, Outcome
     from flowrl.runtime.telemetry.view import View
-
-RAY_PARTS = 10_000
-"""Ray counts resources in ten-thousandths. Shares are rounded down, so their sum never exceeds the whole."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +207,10 @@ class PreparedRun:
             failed=lambda error: driver.fail(error),
         )
         await endpoint.open()
-        slots = tuple(HostSlot(h.name, *self._claim(h), h.cores, h.machine) for h in self.plan.hosts)
+        claimed = claims(self.plan.hosts)
+        slots = tuple(
+            HostSlot(h.name, claimed[h.name].cpus, claimed[h.name].gpus, h.cores, h.machine) for h in self.plan.hosts
+        )
         cluster.place(slots)
         job = Job(
             graph=self.launch.graph,
@@ -240,12 +240,6 @@ class PreparedRun:
             terms = Terms.of(self.plan.to_json())
             resume.rewind(self.directory.path, self.resume_from, self.version, terms)
             self.launch.describe(self.directory, self.plan)
-
-    def _claim(self, host: HostPlan) -> tuple[float, float]:
-        """(cpus, gpus) that Ray reserves: hosts that share a lease reserve its devices once, in equal parts."""
-        sharers = sum(other.lease == host.lease for other in self.plan.hosts) if host.lease else 1
-        cpus, gpus = (math.floor(amount / sharers * RAY_PARTS) / RAY_PARTS for amount in (host.cpus, host.num_gpus))
-        return cpus, gpus
 
     def _spec(self, host: HostPlan, run_id: str, transport: EndpointTransport) -> Any:
         from flowrl.runtime.host.host_engine import HostSpec

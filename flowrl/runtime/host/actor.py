@@ -47,6 +47,14 @@ def pin(cores: tuple[int, ...]) -> None:
             continue
 
 
+def reserved_gpus() -> list[str]:
+    """Ids of the GPUs that Ray reserves for this process; none outside of Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return []
+    return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+
 class HostActor:
     """Wrapped by `ray.remote` in the launcher; every method returns plain data."""
 
@@ -83,9 +91,17 @@ class HostActor:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def open(self) -> dict[str, Any]:
-        return await self._on_loop(self._engine.open())
+        return {**await self._on_loop(self._engine.open()), "gpus": reserved_gpus()}
 
-    async def wire(self, addresses: Mapping[str, Address], gangs: Mapping[str, str]) -> dict[str, Any] | None:
+    async def wire(
+        self,
+        addresses: Mapping[str, Address],
+        gangs: Mapping[str, str],
+        devices: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> dict[str, Any] | None:
+        """Connect the nodes. `devices`: host -> the GPUs that it sees; None: every GPU of the machine."""
+        if devices is not None:  # before a node is built, which may ask CUDA for its devices
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[self._spec.host])
         return await self._on_loop(self._engine.guarded(self._engine.wire(addresses, gangs)))
 
     async def setup(self) -> dict[str, Any] | None:

@@ -60,7 +60,7 @@ class NodeContext:
         self.place = place
         self.replica, self.num_replicas = place.replica, place.num_replicas
         self.run_dir, self.seed, self.steps = place.run_dir, place.seed, place.steps
-        self.cores, self.gpus = place.cores, place.gpus
+        self.cores, self.gpus, self.in_turns = place.cores, place.gpus, bool(place.lease)
         self.resume_dir, self.start_version = place.resume_dir, place.start_version
         self.max_staleness, self.window = place.max_staleness, place.window
         self.own_clock = place.own_clock

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.errors import FlowrlError
+
 
 class Ema:
     """The average of one rank's master weights; it starts from their current values.
@@ -60,12 +62,21 @@ class Ema:
             average.copy_(tensor)
 
 
+MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+"""Where DeepSpeed's optimizers keep this rank's fp32 weights: stage 3, stages 1 and 2, stage 1 with bfloat16."""
+
+
 def master_weights(engine: Any) -> list[Tensor]:
     """This rank's fp32 weights, as DeepSpeed's optimizer holds them, detached from the autograd graph."""
     optimizer = engine.optimizer
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+    for name in MASTERS:
         if hasattr(optimizer, name):
             return [tensor.detach() for tensor in getattr(optimizer, name)]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise FlowrlError(
+            f"ema_decay: DeepSpeed's {type(optimizer).__name__} keeps its fp32 weights where flowrl does not find "
+            "them; leave ema_decay out, or the deepspeed settings that choose this optimizer"
+        )
     return [p.detach() for p in engine.module.parameters() if p.requires_grad]
 
 

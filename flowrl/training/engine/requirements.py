@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flowrl.errors import ConfigError
+from flowrl.training.engine.compilers import check_nvcc, check_python_headers
 from flowrl.training.settings import LoRA, ZeroSettings
 
 TAG = "zero"
@@ -72,6 +73,8 @@ def _check_nvme(path: str) -> None:
         raise ConfigError(f"nvme_path {path} is not a directory; create it on a local disk")
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
+    check_python_headers("DeepSpeed's async_io (nvme_path)")
+    check_nvcc("DeepSpeed's async_io (nvme_path)")
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise ConfigError(
             "nvme_path needs DeepSpeed's async_io, which cannot be compiled on this machine; install libaio with its "

@@ -80,7 +80,7 @@ class ZeroEngine:
         self.lora = lora or LoRA()
         self.source = Path(path)
         self._beside = companions(path) if gang.rank == 0 else {}
-        attention = choose_attention(settings.attention, gang.device)
+        attention = choose_attention(settings.attention, gang.device, settings.dtype)
         self.packed = splits_packed_rows(attention) if settings.packing is None else settings.packing
         config = deepspeed_config(settings, gang.size)
         self._stage: int = config["zero_optimization"]["stage"]

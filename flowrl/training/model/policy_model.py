@@ -16,7 +16,7 @@ from flowrl.training.model.adapter import add_adapter, quantization
 from flowrl.training.model.logprobs import LogprobHead
 from flowrl.training.model.row_layout import RowLayout
 from flowrl.training.model.tensors import adapted_layers
-from flowrl.training.settings import Dtype, LoRA
+from flowrl.training.settings import Dtype, LoRA, attention_problems
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -73,13 +73,19 @@ def _refuse_scaled_logits(config: Any) -> None:
             )
 
 
-def choose_attention(attention: str | None, device: torch.device) -> str:
-    """`attention` if given, else flash attention on a GPU with the package installed, else torch's own kernels."""
+def choose_attention(attention: str | None, device: torch.device, dtype: Dtype) -> str:
+    """`attention` if given, else flash attention on a GPU with the package installed, else torch's own kernels.
+
+    Flash attention computes in 16 bits only. Raises ConfigError if it is given for float32.
+    """
     if attention is not None:
+        for problem in attention_problems(attention, dtype):
+            raise ConfigError(problem)
         return attention
     from transformers.utils import is_flash_attn_2_available
 
-    return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
+    flash = device.type == "cuda" and dtype != "float32" and is_flash_attn_2_available()
+    return "flash_attention_2" if flash else "sdpa"
 
 
 def splits_packed_rows(attention: str) -> bool:

@@ -1,0 +1,92 @@
+"""Models that only score leave the GPU while other nodes of their lease use it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl.models import Policy
+from flowrl.nodes import Critic, Reference, RewardModel, Teacher
+from flowrl.nodes.scoring_model import ScoringNode
+from flowrl.tasks import Task
+
+
+class Model(torch.nn.Module):
+    """Notes where it is moved to; there is no GPU here."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def to(self, device: str) -> Model:  # type: ignore[override]
+        self.events.append(device)
+        return self
+
+
+def reference(model: Any) -> ScoringNode:
+    node = Reference(Policy("tiny"))
+    node._model = model
+    return node
+
+
+def teacher(model: Any) -> ScoringNode:
+    node = Teacher(Policy("tiny"), student=Policy("tiny"))
+    node._model = model
+    return node
+
+
+def critic(model: Any) -> ScoringNode:
+    node = Critic(Policy("tiny"))
+    node._model = model
+    return node
+
+
+def reward_model(model: Any) -> ScoringNode:
+    node = RewardModel("models/reward", Task("arithmetic"), Policy("tiny"))
+    scorer: Any = SimpleNamespace(model=model)
+    node._scorer = scorer
+    return node
+
+
+def placed(node: ScoringNode, *, gpus: tuple[int, ...], in_turns: bool) -> ScoringNode:
+    async def blocking(fn: Callable[..., Any], *args: Any) -> Any:
+        return fn(*args)
+
+    context: Any = SimpleNamespace(gpus=gpus, in_turns=in_turns, blocking=blocking)
+    node.context = context
+    return node
+
+
+MADE = [reference, teacher, critic, reward_model]
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_a_model_is_on_the_gpu_in_its_own_turns_alone(
+    made: Callable[[Any], ScoringNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: events.append("freed"))
+    node = placed(made(Model(events)), gpus=(0,), in_turns=True)
+    assert node.load_device == "cpu", "another node of the lease may have the device"
+    for _ in range(2):
+        asyncio.run(node.on_acquire())
+        asyncio.run(node.on_release())
+    assert events == ["cuda", "cpu", "freed"] * 2
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_without_a_gpu_nothing_is_moved(made: Callable[[Any], ScoringNode]) -> None:
+    events: list[str] = []
+    node = placed(made(Model(events)), gpus=(), in_turns=True)
+    asyncio.run(node.on_acquire())
+    asyncio.run(node.on_release())
+    assert events == [] and node.load_device == "cpu"
+
+
+def test_a_model_with_a_gpu_of_its_own_is_loaded_there() -> None:
+    assert placed(reference(Model([])), gpus=(2,), in_turns=False).load_device == "cuda"
