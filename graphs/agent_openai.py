@@ -3,7 +3,7 @@
 The default agent does the task of agent_tools.py: it answers questions and may use a calculator before. It is a file
 that imports OpenAI's library and nothing of flowrl. A group is one question, given to `group_size` agents.
 
-    flowrl run graphs/agent_openai.py --steps 40
+    flowrl run agent_openai --steps 40
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GRPO with a custom node, which filters samples that repeat the question, and a custom reward.
 
-flowrl run graphs/custom_node.py --steps 60
+flowrl run custom_node --steps 60
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """DAPO (arXiv 2503.14476): replaces groups that teach nothing, clips wider above, and penalises long responses.
 
-flowrl run graphs/dapo.py --steps 60
+flowrl run dapo --steps 60
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """On-policy distillation: the student samples, a teacher scores every token, and the student learns from the scores.
 
-flowrl run graphs/distill.py --steps 60
-flowrl run graphs/distill.py --policy /models/Qwen3-0.6B --teacher /models/Qwen3-8B --task train.jsonl --steps 200
+flowrl run distill --steps 60
+flowrl run distill --policy /models/Qwen3-0.6B --teacher /models/Qwen3-8B --task train.jsonl --steps 200
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """GRPO (arXiv 2402.03300): compares the samples of a prompt with each other; sampling and training run side by side.
 
-flowrl run graphs/grpo.py --steps 60
-flowrl run graphs/grpo.py --policy smollm2 --task reasoning_gym/chain_sum --steps 60
+flowrl run grpo --steps 60
+flowrl run grpo --policy smollm2 --task reasoning_gym/chain_sum --steps 60
 """
 
 from dataclasses import dataclass

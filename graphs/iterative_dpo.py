@@ -1,8 +1,8 @@
 """Iterative DPO: the best and the worst answer to a prompt make a pair; each round samples from the trained policy.
 
-flowrl run graphs/iterative_dpo.py --steps 60
-flowrl run graphs/iterative_dpo.py --judge runs/reward_model/checkpoints/step_000200 --steps 60
-flowrl run graphs/iterative_dpo.py --reference initial --kind ipo --steps 60
+flowrl run iterative_dpo --steps 60
+flowrl run iterative_dpo --judge runs/reward_model/checkpoints/step_000200 --steps 60
+flowrl run iterative_dpo --reference initial --kind ipo --steps 60
 """
 
 from collections.abc import Iterator

@@ -3,8 +3,8 @@
 The reward and the reference work on each sample at the same time; their results are joined by sample. When a
 batch is formed, the critic values all of it at one version, and GAE computes the advantages.
 
-flowrl run graphs/ppo.py --steps 60
-flowrl run graphs/ppo.py --reward-model runs/reward_model/checkpoints/step_000100 --steps 60
+flowrl run ppo --steps 60
+flowrl run ppo --reward-model runs/reward_model/checkpoints/step_000100 --steps 60
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """REINFORCE++ (arXiv 2501.03262): no critic; advantages normalised over the whole batch, KL inside the reward.
 
-flowrl run graphs/reinforce_pp.py --steps 60
-flowrl run graphs/reinforce_pp.py --baseline --steps 60
+flowrl run reinforce_pp --steps 60
+flowrl run reinforce_pp --baseline --steps 60
 """
 
 from dataclasses import dataclass

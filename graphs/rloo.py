@@ -1,6 +1,6 @@
 """RLOO (arXiv 2402.14740): compares each sample with the mean of the others of its prompt; a response is one action.
 
-flowrl run graphs/rloo.py --steps 60
+flowrl run rloo --steps 60
 """
 
 from dataclasses import dataclass

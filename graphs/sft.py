@@ -1,7 +1,7 @@
 """Supervised fine-tuning on a task's own answers.
 
-flowrl run graphs/sft.py --policy smollm2 --task questions.jsonl --steps 100
-flowrl run graphs/sft.py --evaluate 256 --steps 100
+flowrl run sft --policy smollm2 --task questions.jsonl --steps 100
+flowrl run sft --evaluate 256 --steps 100
 """
 
 from collections.abc import Iterator

@@ -89,8 +89,8 @@ def test_a_wrong_graph_is_drawn_too(capsys: Capture, graph_file: str, tmp_path: 
 MISTAKES: dict[str, Callable[[str], list[str]]] = {
     "there is no command 'chekc'; did you mean check?": lambda file: ["chekc", file],
     "there is no command 'fly'; there are check, run": lambda file: ["fly"],
-    "flowrl check needs a graph file first": lambda file: ["check"],
-    "flowrl run needs a graph file first": lambda file: ["run", "--steps", "3"],
+    "flowrl check needs a graph first, a name or a file: flowrl check grpo": lambda file: ["check"],
+    "flowrl run needs a graph first": lambda file: ["run", "--steps", "3"],
     "did you mean": lambda file: ["run", file.replace("grpo", "grop")],
     "there is no option --stpes; did you mean --steps?": lambda file: ["run", file, "--stpes", "3"],
     "there is no option --stalenes; did you mean --staleness?": lambda file: ["run", file, "--stalenes", "3"],

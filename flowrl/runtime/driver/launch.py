@@ -95,7 +95,7 @@ class Launch:
         versions: dict[str, int] = {}
         if resume_from is not None:
             versions = resume.require(resume_from, self.graph, plan, self.options.seed)
-        findings = self._preflight()
+        findings = self.preflight()
         view = self._open_view(plan, directory.path)
         for name, text in findings.items():
             view.progress(name, text)
@@ -122,7 +122,7 @@ class Launch:
             view.close()
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
 
-    def _preflight(self) -> dict[str, str]:
+    def preflight(self) -> dict[str, str]:
         """Run every node's preflight; returns what they found, by node.
 
         All problems become one message; a problem of several nodes appears once.
