@@ -48,7 +48,7 @@ class AgentOpenAI(EpisodeOptions):
 
 def graph(cfg: AgentOpenAI) -> Graph:
     g = Graph("agent_openai")
-    prompts = g.add("prompts", TaskSource(cfg.task, repeat=cfg.group_size))
+    prompts = g.add("prompts", TaskSource(cfg.task, repeat=cfg.group_size, part=cfg.trained_part))
     agents = g.add("agents", cfg.agents(cfg.agent, cfg.command))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))

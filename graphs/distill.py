@@ -38,7 +38,7 @@ def graph(cfg: Distill) -> Graph:
     objective = ReverseKL(negate=cfg.negate_rewards) if cfg.exact else PolicyObjective()
 
     g = Graph("distill")
-    prompts = g.add("prompts", PromptSource(cfg.task, student, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, student, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     judge = g.add(
         "teacher",

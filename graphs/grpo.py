@@ -59,7 +59,7 @@ def graph(cfg: GRPO) -> Graph:
     dynamic = DynamicSampling(cfg.groups_per_step) if cfg.dynamic_sampling else None
 
     g = Graph("grpo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add(
         "generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, cpus=cfg.cpus, gpus=cfg.gpus
     )

@@ -52,7 +52,7 @@ def graph(cfg: IterativeDPO) -> Graph:
     )
 
     g = Graph("iterative_dpo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", judge, gpus=cfg.gpus if cfg.judge else 0)
     pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference))

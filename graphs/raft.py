@@ -30,7 +30,7 @@ def graph(cfg: RAFT) -> Graph:
     )
 
     g = Graph("raft")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", judge, gpus=cfg.gpus if cfg.judge else 0)
     best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward))

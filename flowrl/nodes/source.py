@@ -23,6 +23,8 @@ class PromptSource(RowSource):
     limits the source to the first that many rows.
     """
 
+    row_noun = "prompts"
+
     def __init__(
         self,
         task: Task,
@@ -63,8 +65,17 @@ class PromptSource(RowSource):
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
         await super().setup()
-        self.context.progress(f"{len(self._rows)} prompts")
-        if skipped := (await self.blocking(self.read)).skipped:
+        self._say(await self.blocking(self.read))
+
+    def _say(self, found: Rows) -> None:
+        """Say how many rows are used, and what became of the others."""
+        unused = len(found.train) + len(found.held_out) - len(self._rows)
+        others = [f"{unused} held out or not asked for"] if unused else []
+        others += [f"{found.repeated} with the prompt of another row left out"] if found.repeated else []
+        self.context.progress(", ".join([f"{len(self._rows)} {self.row_noun}", *others]))
+        if found.repeated:
+            self.context.metric("rows_repeated", found.repeated)
+        if skipped := found.skipped:
             self.context.metric("rows_skipped", len(skipped))
             self.context.progress(f"{len(skipped)} malformed rows are skipped, the first: {skipped[0]}")
 
@@ -74,7 +85,7 @@ class PromptSource(RowSource):
 
     def read(self) -> Rows:
         """All rows; a process reads them only once."""
-        return load_rows(self.task)
+        return load_rows(self.task, whole=self.part == "all")
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:
         text, token_ids = self._chat.prompt(row.turns)

@@ -26,6 +26,7 @@ __all__ = [
     "Task",
     "conversation",
     "demonstrator",
+    "load_demonstrations",
     "load_preferences",
     "load_rows",
     "reward_parts",
@@ -52,11 +53,24 @@ Demonstrator = Callable[[Row, random.Random], str]
 
 
 @functools.lru_cache(maxsize=8)
-def load_rows(task: Task) -> Rows:
-    """Read or generate all rows of `task`, once per process. Raises ConfigError if the task is invalid."""
+def load_rows(task: Task, *, whole: bool = False) -> Rows:
+    """Read or generate all rows of `task`, once per process. Raises ConfigError if the task is invalid.
+
+    `whole`: both parts are used alike, so all rows may be in the part that others hold out.
+    """
     reading = _reading(task)
     rows = _mixed(task, reading, load_rows) if len(task.sources) > 1 else _source(task, reading)
-    return _split(task, rows, reading)
+    return _parted(task, Rows.split(rows), reading, whole)
+
+
+@functools.lru_cache(maxsize=8)
+def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
+    """`load_rows` to learn from the answers: of a file also those that answer one prompt in several ways."""
+    if task.generated:
+        return load_rows(task, whole=whole)
+    reading = _reading(task)
+    rows = _mixed(task, reading, load_demonstrations) if len(task.sources) > 1 else _source(task, reading)
+    return _parted(task, Rows.every(rows), reading, whole)
 
 
 @functools.lru_cache(maxsize=8)
@@ -68,7 +82,7 @@ def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
     reading = _reading(task)
     rows: Iterable[Row]
     if len(task.sources) > 1:
-        rows = _mixed(task, reading, functools.partial(load_preferences, kind=kind))
+        rows = _mixed(task, reading, lambda term, whole: load_preferences(term, kind))
     elif task.source == "arithmetic":
         rows = preference_rows.careless(_source(task, reading), kind)
     elif is_file_task(task.path):
@@ -78,27 +92,27 @@ def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
             f"task {task.name!r} has no preferences: it is neither arithmetic nor a .jsonl or .parquet file or dataset "
             "directory on this machine; name one with the columns chosen and rejected, or completion and label"
         )
-    return _split(task, rows, reading)
+    return _parted(task, Rows.split(rows), reading)
 
 
 def _reading(task: Task) -> Reading:
     return Reading(str(task.options.get("malformed", "stop")) if len(task.sources) == 1 else "stop")
 
 
-def _split(task: Task, found: Iterable[Row], reading: Reading) -> Rows:
-    rows = Rows.split(found)
+def _parted(task: Task, rows: Rows, reading: Reading, whole: bool = False) -> Rows:
+    """`rows` with what was skipped. Raises ConfigError if there are none to train on."""
     if not rows.train and not rows.held_out:
         skipped = f", {len(reading.skipped)} are skipped: {reading.skipped[0]}" if reading.skipped else ""
         raise ConfigError(f"task {task.name!r} has no rows at all{skipped}; write one problem per line")
-    if not rows.train:
+    if not rows.train and not whole:
         raise ConfigError(f"task {task.name!r} has no training rows ({len(rows.held_out)} are held out); add rows")
     return dataclasses.replace(rows, skipped=tuple(reading.skipped))
 
 
-def _mixed(task: Task, reading: Reading, load: Callable[[Task], Rows]) -> Iterator[Row]:
+def _mixed(task: Task, reading: Reading, load: Callable[..., Rows]) -> Iterator[Row]:
     """The rows of all sources; a column of each row names its source."""
     for term in task.sources:
-        found = load(Task(term.text))
+        found = load(Task(term.text), whole=True)
         reading.skipped += found.skipped
         for row in (*found.train, *found.held_out):
             yield dataclasses.replace(row, columns={**row.columns, OF_TASK: term.text})

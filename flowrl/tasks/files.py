@@ -175,7 +175,11 @@ def _files(path: Path, split: str) -> list[Path]:
             f"{path} is no dataset directory: it was not written by save_to_disk and holds no .jsonl or .parquet "
             "file; name a file, or save a dataset there"
         )
-    return [file for file in found if file.name.startswith(split)] or found
+    of_split = [file for file in found if file.name.startswith(split)]
+    if not of_split and split != "train":
+        names = ", ".join(file.name for file in found[:5])
+        raise ConfigError(f"{path} has no file of the split {split!r}, whose name begins with it; it has {names}")
+    return of_split or found
 
 
 def _parse(place: str, line: str) -> Record:

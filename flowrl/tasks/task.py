@@ -12,6 +12,8 @@ from flowrl.tasks.name_options import parse_options, split_name
 from flowrl.tasks.rewards import parse_reward
 from flowrl.tasks.weighted_sums import PLUS, Term, terms
 
+GENERATED = ("arithmetic", "reasoning_gym/")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -57,6 +59,11 @@ class Task:
     def sources(self) -> tuple[Term, ...]:
         """The sources of a mixture with their weights, else the task's name alone."""
         return terms(self.name) if len(PLUS.split(self.name)) > 1 else (Term(self.name),)
+
+    @property
+    def generated(self) -> bool:
+        """Whether a source of the task makes its rows, so that there is no file whose rows are all wanted."""
+        return any(split_name(term.text)[0].startswith(GENERATED) for term in self.sources)
 
     @property
     def source(self) -> str:
