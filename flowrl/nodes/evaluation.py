@@ -24,7 +24,7 @@ from flowrl.nodes.held_out_rows import HeldOutEpisodes, HeldOutRows, HeldOutTask
 from flowrl.nodes.row_source import SourceRow
 from flowrl.nodes.task_source import task_fields
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
-from flowrl.tasks import Row, Rows, Task, load_rows, reward_parts
+from flowrl.tasks import Row, Rows, Task, check_answers, load_rows, reward_parts
 from flowrl.tasks.evaluation_set import EvaluationSet, too_few
 from flowrl.tasks.rewards import check_reward, open_reward, uses_http
 
@@ -130,6 +130,7 @@ class Evaluation(Node):
         """The prompts of a set. Raises ConfigError if they are too few."""
         rows = one.chosen(load_rows(one.task, whole=one.whole))
         one.require_enough(rows)
+        check_answers(one.task, rows)
         return rows
 
     def _said(self, one: EvaluationSet) -> str:

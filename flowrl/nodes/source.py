@@ -10,8 +10,7 @@ from flowrl.graph.facts import Facts
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, check_model, check_prompts, load_tokenizer, resolve
 from flowrl.nodes.row_source import Part, RowSource
-from flowrl.tasks import Row, Rows, Task, load_rows
-from flowrl.tasks.maths import check as check_answers
+from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.mixture import mixed_order
 
 
@@ -56,9 +55,7 @@ class PromptSource(RowSource):
     def preflight(self) -> None:
         check_model(self.policy)
         rows = self.rows()
-        for term in self.task.sources:
-            if Task(term.text).options.get("check") == "math":
-                check_answers([row.answer for row in load_rows(Task(term.text)).train if row.answer is not None])
+        check_answers(self.task, rows)
         check_prompts(self.policy, [row.turns for row in rows], self.task.system_prompt)
 
     async def setup(self) -> None:

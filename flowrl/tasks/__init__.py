@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
-from flowrl.tasks import preference_rows
+from flowrl.tasks import maths, preference_rows
+from flowrl.tasks.answer_checks import check_references
 from flowrl.tasks.arithmetic import Arithmetic, demonstrate
-from flowrl.tasks.files import Keys, Reading, is_file_task
+from flowrl.tasks.files import Keys
 from flowrl.tasks.files import rows as file_rows
+from flowrl.tasks.formats import FORMATS, is_file_task
 from flowrl.tasks.judge import place_of
+from flowrl.tasks.malformed import Reading
 from flowrl.tasks.rewards import Part, parse_reward
 from flowrl.tasks.rows import OF_TASK, Row, Rows
 from flowrl.tasks.task import Task
@@ -24,6 +27,7 @@ __all__ = [
     "Row",
     "Rows",
     "Task",
+    "check_answers",
     "conversation",
     "demonstrator",
     "load_demonstrations",
@@ -44,9 +48,22 @@ def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -
 
 
 def conversation(task: Task, row: Row) -> list[dict[str, str]]:
-    """The messages before the response to `row`, as the model receives them."""
-    system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
+    """The messages before the response to `row`, as the model receives them: a row's own system message comes first."""
+    own = row.turns[0]["role"] == "system"
+    system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt and not own else []
     return [*system, *(dict(turn) for turn in row.turns)]
+
+
+def check_answers(task: Task, rows: Iterable[Row]) -> None:
+    """Raise ConfigError if answers are not what the check of the rows' own source compares with."""
+    rows = tuple(rows)
+    for term in task.sources:
+        check = str(Task(term.text).options.get("check", "exact"))
+        mine = [row for row in rows if row.columns.get(OF_TASK, term.text) == term.text]
+        answers = [row.answer for row in mine if row.answer is not None]
+        if check == "math":
+            maths.check(answers)
+        check_references(check, answers)
 
 
 Demonstrator = Callable[[Row, random.Random], str]
@@ -89,7 +106,7 @@ def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
         rows = preference_rows.rows(task.path, _options(Keys, task), reading, kind)
     else:
         raise ConfigError(
-            f"task {task.name!r} has no preferences: it is neither arithmetic nor a .jsonl or .parquet file or dataset "
+            f"task {task.name!r} has no preferences: it is neither arithmetic nor a file ({FORMATS}) or dataset "
             "directory on this machine; name one with the columns chosen and rejected, or completion and label"
         )
     return _parted(task, Rows.split(rows), reading)
@@ -142,8 +159,8 @@ def _source(task: Task, reading: Reading) -> Iterable[Row]:
     close = difflib.get_close_matches(task.source, ["arithmetic", "reasoning_gym/chain_sum"], 1, 0.5)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"there is no task {task.source!r}: it is neither arithmetic, nor reasoning_gym/NAME, nor a .jsonl or "
-        f".parquet file or dataset directory on this machine.{hint}"
+        f"there is no task {task.source!r}: it is neither arithmetic, nor reasoning_gym/NAME, nor a file "
+        f"({FORMATS}), pattern or dataset directory on this machine.{hint}"
     )
 
 
