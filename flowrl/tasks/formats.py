@@ -145,7 +145,9 @@ def _check_header(path: Path, header: list[str]) -> None:
 def _cells(place: str, header: list[str], values: list[str]) -> Record:
     _require_utf8(place, "".join(values))
     if values and len(values) != len(header):
-        raise Malformed(f"{place}: {len(values)} values for {len(header)} columns; quote values that hold a delimiter")
+        raise Malformed(
+            f"{place}: the row has {len(values)} cells, the header {len(header)}; quote what holds a delimiter"
+        )
     return {name: _turns(value) for name, value in zip(header, values, strict=False)}
 
 
