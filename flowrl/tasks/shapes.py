@@ -28,7 +28,7 @@ def of_sharegpt(value: object) -> object:
     """A list of {from, value} as one of {role, content}; anything else as it is."""
     if not (isinstance(value, Sequence) and value and all(_is_sharegpt(turn) for turn in value)):
         return value
-    return [{"role": SHAREGPT[turn["from"]], "content": turn["value"]} for turn in value]  # type: ignore[index]
+    return [{"role": SHAREGPT[turn["from"]], "content": turn["value"]} for turn in value]
 
 
 def _is_sharegpt(turn: object) -> bool:
