@@ -40,7 +40,9 @@ from flowrl.nodes import (
     TokenBatch,
     Trainer,
 )
+from flowrl.nodes.row_source import Part
 from flowrl.tasks import Task
+from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.advantage.advantages import Estimator
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.advantage.turn_credit import Credit
@@ -167,16 +169,41 @@ class EvaluationOptions(TrainerOptions):
     """Steps between evaluations during training; 0: none."""
     evaluate_also: tuple[str, ...] = ()
     """Further tasks to evaluate, each scored by its own verifier."""
+    evaluate_task: tuple[str, ...] = ()
+    """Evaluate on all rows of these files or splits, and train on all rows of --task: test.jsonl:check=math, or with
+    a name and its own numbers gsm8k=test.jsonl:check=math,num=500,samples=4. --evaluate is not looked at then."""
+
     probe_tolerance: float | None = None
     """Largest mean difference between a generator's logprobs of fixed sequences and the trainer's; None: by dtype."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, evaluate=0, evaluate_samples=1, evaluate_every=0, probe_tolerance=0)
+        names = [one.name for one in self.evaluation_sets]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield f"--evaluate-task has two sets of the name {twice[0]}; name one of them, as in other=FILE"
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the policy is evaluated."""
+        return bool(self.evaluate or self.evaluate_task)
+
+    @property
+    def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
+        """The sets of --evaluate-task."""
+        return tuple(
+            EvaluationSet.parse(text, like=self.task, samples=self.evaluate_samples) for text in self.evaluate_task
+        )
+
+    @property
+    def trained_part(self) -> Part:
+        """The rows of --task that are trained on: all of a file, unless some are held out for the evaluation."""
+        return "all" if self.evaluate_task or not (self.evaluate or self.task.generated) else "train"
 
     def generator(self, sampling: Sampling) -> Generator:
         """A generator of the policy. It also answers held-out prompts, with `sampling` if each has several answers."""
-        evaluation = sampling if self.evaluate_samples > 1 else None
+        several = self.evaluate_samples > 1 or any(one.samples > 1 for one in self.evaluation_sets)
+        evaluation = sampling if several else None
         return Generator(
             self.model,
             sampling=sampling,
@@ -266,6 +293,11 @@ class EnvironmentOptions(EpisodeOptions):
     """Contexts keep what was sampled, or are what the template makes of the messages: then an episode has a further
     sequence for each context that the template rewrites."""
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.evaluate_task:
+            yield "--evaluate-task is for graphs that ask the rows of a task; episodes are evaluated on the environment"
+
     def episodes(self, environment: str) -> Environment:
         """The node that plays the environment of that name."""
         return Environment(
@@ -314,16 +346,19 @@ class PreferenceOptions(DatasetOptions):
 
 
 def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator) -> None:
-    """Add the evaluation node, whose held-out prompts `generator` answers, unless `cfg.evaluate` is 0."""
-    if not cfg.evaluate:
+    """Add the evaluation node, whose prompts `generator` answers, unless `cfg` has none to ask."""
+    if not cfg.evaluates:
         return
+    sets = cfg.evaluation_sets
     held_out = Evaluation(
-        cfg.task,
+        () if sets else cfg.task,
         cfg.model,
-        num_prompts=cfg.evaluate,
+        num_prompts=max(1, cfg.evaluate),
         num_samples=cfg.evaluate_samples,
         every=cfg.evaluate_every,
-        also=cfg.evaluate_also,
+        also=cfg.evaluate_also if cfg.evaluate else (),
+        sets=sets,
+        training=None if isinstance(cfg, PreferenceOptions) else cfg.task,
     )
     evaluation = g.add("evaluation", held_out)
     g.call(evaluation.generate, generator.requests)
@@ -334,20 +369,24 @@ def evaluate_episodes(
 ) -> None:
     """Let `generator` serve episodes alone, and add the evaluation node, whose held-out rows `player` plays.
 
-    They are those of its environment, or of the task for agents. There is no evaluation if `cfg.evaluate` is 0.
+    They are those of its environment, or of the task for agents. There is no evaluation if `cfg` has none to ask.
     """
     g.ignore(generator.prompts)
     g.ignore(generator.rollouts)
-    if not cfg.evaluate:
+    if not cfg.evaluates:
         return
+    agents = isinstance(player, AgentProgram)
     held_out = Evaluation(
         (),
         cfg.model,
-        num_prompts=cfg.evaluate,
+        num_prompts=max(1, cfg.evaluate),
         num_samples=cfg.evaluate_samples,
         every=cfg.evaluate_every,
         environments=(player.environment,) if isinstance(player, Environment) else (),
-        agent_tasks=() if isinstance(player, Environment) else (cfg.task,),
+        agent_tasks=(cfg.task,) if agents and not cfg.evaluate_task else (),
+        sets=cfg.evaluation_sets if agents else (),
+        agents=agents,
+        training=cfg.task,
     )
     evaluation = g.add("evaluation", held_out)
     g.call(evaluation.play, player.requests)
@@ -361,7 +400,7 @@ def evaluate_offline(
     The groups of `prompts` then need tickets, because the generator's version has to be known. If `cfg.evaluate`
     is 0, nothing is added and the trainer's weights are ignored.
     """
-    if not cfg.evaluate:
+    if not cfg.evaluates:
         g.ignore(trainer.weights)
         return
     generator = g.add("generator", cfg.generator(sampling), gpus=cfg.gpus)

@@ -1,4 +1,4 @@
-"""The `flowrl` command: check, run, audit, show, serve-reward, version.
+"""The `flowrl` command: graphs, new, check, run, quickstart, audit, show, serve-reward, version.
 
 What a user got wrong is printed as one message without frames, and exits with 2. Everything heavy is
 imported inside the command that needs it.
@@ -6,7 +6,6 @@ imported inside the command that needs it.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import sys
@@ -14,25 +13,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from flowrl.commands.copy_graph import parse_new
+from flowrl.commands.prepare import Prepared, prepare
 from flowrl.errors import ConfigError, FlowrlError, GraphError
-from flowrl.graph.command_line import option_names, parse_options
-from flowrl.graph.graph import Graph
-from flowrl.graph.load import GraphFile, load_file, user_code
+from flowrl.graph.command_line import parse_options
+from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
-
-Options = TypeVar("Options")
+from flowrl.graph.run_file import run_file_text, write_run_file
+from flowrl.graph.shipped import shipped_names, summary
 
 HELP = ("-h", "--help", "help")
 USAGE = """\
 usage: flowrl COMMAND
 
-  check GRAPH.py [--draw FILE.svg|FILE.mmd] [--cluster SPEC] [--preflight] [--field value ...]
+  quickstart [--steps N] [--control]
+        train a small model on addition, in some minutes on a CPU, and print what it learnt
+  graphs
+        list the graphs that come with flowrl, which run by name
+  new   MY_GRAPH.py --from NAME
+        copy one of them to a file, to be edited
+  check GRAPH [--draw FILE.svg|FILE.mmd] [--cluster SPEC] [--config FILE] [--preflight] [--field value ...]
         find every problem of a graph and print what follows from it; starts nothing.
         --preflight: also load models, task, reward and environment, and try them out as a run does before it starts
-  run   GRAPH.py [--steps N] [--run-dir DIR] [--resume] [--field value ...]
-        run a graph; --help after GRAPH.py lists the fields and all options
+  run   GRAPH [--steps N] [--run-dir DIR] [--resume] [--config FILE] [--field value ...]
+        run a graph; --help after GRAPH lists the fields and all options.
+        --save-config FILE writes them to a file that --config reads;
+        --dry-run prints them, checks graph, model, data and reward, and starts nothing
   audit RUN_DIR
         prove a run's ledger and its staleness bound from its own records
   show  RUN_DIR [SAMPLE] [--plain]
@@ -41,11 +49,15 @@ usage: flowrl COMMAND
         answer rewards over HTTP, for graphs that name the address as their reward
   version
 
+GRAPH is the name of a graph of flowrl, such as grpo, or a file of your own.
+
 to begin with:
 
-  flowrl check graphs/grpo.py
-  flowrl run graphs/grpo.py --steps 20 --run-dir runs/first
+  flowrl check grpo
+  flowrl run grpo --steps 20 --run-dir runs/first
   flowrl audit runs/first"""
+OWN_HELP = ("quickstart",)
+"""Commands that print a help of their own."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +70,27 @@ class CheckOptions:
     """Check against this cluster instead of this machine: "2x cpus=32 gpus=8 memory=256" (GiB)."""
     preflight: bool = False
     """Also try out what a run tries out before it starts: models, task, reward, a trial episode, chat template."""
+    config: Path | None = None
+    """Read options from this run file (YAML). Those given here have precedence."""
+
+
+@dataclass(frozen=True)
+class RunFileOptions:
+    """Options of `flowrl run` about its options."""
+
+    config: Path | None = None
+    """Read options from this run file (YAML). Those given here have precedence."""
+    save_config: Path | None = None
+    """Write all options to this run file before the run begins."""
+    dry_run: bool = False
+    """Print all options, check the graph, models, data and reward, and start nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 fine, 1 an audit that failed, 2 a mistake or failure told."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in HELP or (len(args) == 2 and args[0] in COMMANDS and args[1] in HELP):
+    asks = len(args) == 2 and args[0] in COMMANDS and args[0] not in OWN_HELP and args[1] in HELP
+    if not args or args[0] in HELP or asks:
         print(USAGE)
         return 0 if args else 2
     status = _status(args)
@@ -91,48 +118,100 @@ def _status(args: Sequence[str]) -> int:
     return 2
 
 
-def check(args: Sequence[str]) -> int:
-    """`flowrl check GRAPH.py`: problems to stderr and status 2, or the plan to stdout."""
-    from flowrl.graph.analysis.check import check as find
-    from flowrl.graph.analysis.report import render
-    from flowrl.graph.drawing.draw import draw
-
-    file, graph, _, options = _prepare("check", CheckOptions, args)
-    cluster = Cluster.parse(options.cluster) if options.cluster else Cluster.here()
-    with user_code(file.path):
-        report = find(graph, cluster)
-    for path in options.draw:
-        draw(graph, report.plan, path)
-    if report.problems:
-        raise GraphError(report.problems)
-    print(render(report))
-    if options.preflight:
-        _print_preflight(graph, file.path)
+def graphs(args: Sequence[str]) -> int:
+    """`flowrl graphs`: a line for each graph that comes with flowrl."""
+    _no_arguments("graphs", args)
+    width = max(map(len, shipped_names()))
+    for name in shipped_names():
+        print(f"{name:<{width}}  {summary(name)}")
     return 0
 
 
-def _print_preflight(graph: Graph, path: Path) -> None:
+def new(args: Sequence[str]) -> int:
+    """`flowrl new MY_GRAPH.py --from NAME`: prints the files written and what to do next."""
+    copy = parse_new(list(args))
+    for path in copy.write():
+        print(f"wrote {path}")
+    print(f"next: flowrl check {copy.target}, then flowrl run {copy.target} --steps 20")
+    return 0
+
+
+def quickstart(args: Sequence[str]) -> int:
+    """`flowrl quickstart`: status 0 when the audit is ok."""
+    from flowrl.commands.quickstart import QuickstartOptions, train
+
+    return train(parse_options(QuickstartOptions, args, prog="flowrl quickstart"))
+
+
+def check(args: Sequence[str]) -> int:
+    """`flowrl check GRAPH`: problems to stderr and status 2, or the plan to stdout."""
+    from flowrl.graph.drawing.draw import draw
+
+    prepared = prepare("check", (CheckOptions,), args)
+    (options,) = prepared.own
+    report = _report(prepared, Cluster.parse(options.cluster) if options.cluster else Cluster.here())
+    for path in options.draw:
+        draw(prepared.graph, report.plan, path)
+    _print_report(report)
+    if options.preflight:
+        _print_preflight(prepared)
+    return 0
+
+
+def _print_preflight(prepared: Prepared) -> None:
     from flowrl.runtime.driver.preflight import preflight
 
     sys.stdout.flush()  # the plan is to be seen while models load
-    findings = preflight(graph, path)
+    findings = preflight(prepared.graph, prepared.file.path)
     print("\npreflight: ok")
     for name, text in findings.items():
         print(f"  {name}: {text}")
 
 
 def run(args: Sequence[str]) -> int:
-    """`flowrl run GRAPH.py`: status 0 when it ended well and, where there is a ledger, the audit is ok."""
+    """`flowrl run GRAPH`: status 0 when it ended well and, where there is a ledger, the audit is ok."""
     from flowrl.runtime.driver.options import RunOptions
 
-    file, graph, cfg, options = _prepare("run", RunOptions, args)
-    from flowrl.runtime.driver.launch import run as launch
+    prepared = prepare("run", (RunOptions, RunFileOptions), args)
+    options, of_files = prepared.own
+    described = (prepared.file.shown, dump(options), dump(prepared.cfg))
+    if of_files.save_config is not None:
+        write_run_file(of_files.save_config, *described)
+    from flowrl.runtime.driver.launch import Launch
 
-    result = launch(file.path, graph, cfg, options)
+    launch = Launch(prepared.file.path, prepared.graph, prepared.cfg, options)
+    if of_files.dry_run:
+        return _dry_run(prepared, run_file_text(*described))
+    result = launch.run()
     if result.audit is None:
         return 0
     print(result.audit)
     return 0 if result.audit.ok else 1
+
+
+def _dry_run(prepared: Prepared, text: str) -> int:
+    """Print the options and the plan, and what a run finds out before it starts anything."""
+    print(text)
+    _print_report(_report(prepared, Cluster.here()))
+    _print_preflight(prepared)
+    print("dry run: graph, models, data and reward are fine; nothing was started")
+    return 0
+
+
+def _report(prepared: Prepared, cluster: Cluster) -> Any:
+    from flowrl.graph.analysis.check import check as find
+
+    with user_code(prepared.file.path):
+        return find(prepared.graph, cluster)
+
+
+def _print_report(report: Any) -> None:
+    """Raises GraphError for its problems."""
+    from flowrl.graph.analysis.report import render
+
+    if report.problems:
+        raise GraphError(report.problems)
+    print(render(report))
 
 
 def audit(args: Sequence[str]) -> int:
@@ -181,15 +260,22 @@ def serve_reward(args: Sequence[str]) -> int:
 
 def show_version(args: Sequence[str]) -> int:
     """`flowrl version`"""
-    if args:
-        raise ConfigError(f"flowrl version takes no arguments, found {' '.join(args)}; leave them out")
+    _no_arguments("version", args)
     print(version("flowrl"))
     return 0
+
+
+def _no_arguments(command: str, args: Sequence[str]) -> None:
+    if args:
+        raise ConfigError(f"flowrl {command} takes no arguments, found {' '.join(args)}; leave them out")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "check": check,
     "run": run,
+    "graphs": graphs,
+    "new": new,
+    "quickstart": quickstart,
     "audit": audit,
     "show": show,
     "serve-reward": serve_reward,
@@ -203,55 +289,6 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {name!r}; {hint}")
     return COMMANDS[name]
-
-
-def _prepare(command: str, own_type: type[Options], args: Sequence[str]) -> tuple[GraphFile, Graph, Any, Options]:
-    """Load the graph file, split the options into flowrl's and the graph's own, build the graph."""
-    if not args or args[0].startswith("-"):
-        raise ConfigError(f"flowrl {command} needs a graph file first: flowrl {command} GRAPH.py --field value")
-    file = load_file(args[0])
-    _refuse_shadowing(file, own_type)
-    own, rest = _split(args[1:], own_type)
-    if "--help" in own + rest:
-        _print_help(command, file, own_type)
-    options = parse_options(own_type, own, prog=f"flowrl {command} {file.path}")
-    cfg = file.parse(rest, prog=f"flowrl {command}", others=option_names(own_type))
-    return file, file.build(cfg), cfg, options
-
-
-def _split(args: Sequence[str], own_type: type[Any]) -> tuple[list[str], list[str]]:
-    """(flowrl's own options with their values, everything else)"""
-    own = option_names(own_type)
-    parts: tuple[list[str], list[str]] = ([], [])
-    target = parts[1]
-    for arg in args:
-        if arg.startswith("--"):
-            target = parts[0] if arg[2:].partition("=")[0].replace("_", "-") in own else parts[1]
-        target.append(arg)
-    return parts
-
-
-def _refuse_shadowing(file: GraphFile, own_type: type[Any]) -> None:
-    own = {field.name for field in dataclasses.fields(own_type)}
-    for field in dataclasses.fields(file.config_type):
-        if field.name in own:
-            raise ConfigError(
-                f"{file.config_type.__name__}.{field.name} in {file.path} has the name of flowrl's own option "
-                f"--{field.name}; rename the field"
-            )
-
-
-def _print_help(command: str, file: GraphFile, own_type: type[Any]) -> None:
-    """Both lists of options; ends the process."""
-    for kind, prog in ((own_type, f"flowrl {command} GRAPH.py"), (file.config_type, f"flowrl {command} {file.path}")):
-        try:
-            parse_options(kind, ["--help"], prog=prog)
-        except SystemExit:
-            print()
-    for name, leaf in option_names(file.config_type).items():
-        if leaf.startswith(f"{name}."):
-            print(f"--{name} VALUE is short for --{leaf} VALUE")
-    raise SystemExit(0)
 
 
 def _count(error: GraphError) -> str:

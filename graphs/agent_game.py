@@ -1,8 +1,8 @@
-"""GRPO on episodes with any environment; the graph is that of graphs/agent_tools.py.
+"""GRPO on episodes with any environment; the graph is that of agent_tools.
 
-    flowrl run graphs/agent_game.py --steps 60
-    flowrl run graphs/agent_game.py --policy smollm2 --environment gymnasium/FrozenLake-v1:actions=left/down/right/up
-    flowrl run graphs/agent_game.py --policy /models/Qwen3-8B --environment my_env.py:MyEnv:size=4 --limits.turns 8
+    flowrl run agent_game --steps 60
+    flowrl run agent_game --policy smollm2 --environment gymnasium/FrozenLake-v1:actions=left/down/right/up
+    flowrl run agent_game --policy /models/Qwen3-8B --environment my_env.py:MyEnv:size=4 --limits.turns 8
 
 The default is a sum with two tries: a reply that is wrong is told so, and the policy may try again.
 """

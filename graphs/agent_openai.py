@@ -3,7 +3,7 @@
 The default agent does the task of agent_tools.py: it answers questions and may use a calculator before. It is a file
 that imports OpenAI's library and nothing of flowrl. A group is one question, given to `group_size` agents.
 
-    flowrl run graphs/agent_openai.py --steps 40
+    flowrl run agent_openai --steps 40
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AgentOpenAI(EpisodeOptions):
 
 def graph(cfg: AgentOpenAI) -> Graph:
     g = Graph("agent_openai")
-    prompts = g.add("prompts", TaskSource(cfg.task, repeat=cfg.group_size))
+    prompts = g.add("prompts", TaskSource(cfg.task, repeat=cfg.group_size, part=cfg.trained_part))
     agents = g.add("agents", cfg.agents(cfg.agent, cfg.command))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))

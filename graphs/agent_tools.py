@@ -4,7 +4,7 @@ A group is one question played `group_size` times; the reward of an episode is t
 task's verifier. Calls and the tools' answers stay in the episode by token id, and only what the policy sampled is
 trained.
 
-    flowrl run graphs/agent_tools.py --steps 40
+    flowrl run agent_tools --steps 40
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GRPO with a custom node, which filters samples that repeat the question, and a custom reward.
 
-flowrl run graphs/custom_node.py --steps 60
+flowrl run custom_node --steps 60
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Custom(OnlineOptions):
 
 def graph(cfg: Custom) -> Graph:
     g = Graph("custom_node")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     no_echo = g.add("no_echo", NoEcho())
     scoring = Reward(cfg.task, function=short_and_right, shaping=Shaping(negate=cfg.negate_rewards))

@@ -1,6 +1,6 @@
 """DAPO (arXiv 2503.14476): replaces groups that teach nothing, clips wider above, and penalises long responses.
 
-flowrl run graphs/dapo.py --steps 60
+flowrl run dapo --steps 60
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def graph(cfg: DAPO) -> Graph:
     overlong = Overlong(cfg.max_tokens, cfg.overlong_buffer, cfg.overlong_factor) if cfg.overlong_buffer else None
 
     g = Graph("dapo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(overlong=overlong, negate=cfg.negate_rewards)))
     advantage = g.add("advantage", GroupAdvantage("group_norm", size=cfg.group_size, dynamic=dynamic))

@@ -1,7 +1,7 @@
 """On-policy distillation: the student samples, a teacher scores every token, and the student learns from the scores.
 
-flowrl run graphs/distill.py --steps 60
-flowrl run graphs/distill.py --policy /models/Qwen3-0.6B --teacher /models/Qwen3-8B --task train.jsonl --steps 200
+flowrl run distill --steps 60
+flowrl run distill --policy /models/Qwen3-0.6B --teacher /models/Qwen3-8B --task train.jsonl --steps 200
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def graph(cfg: Distill) -> Graph:
     objective = ReverseKL(negate=cfg.negate_rewards) if cfg.exact else PolicyObjective()
 
     g = Graph("distill")
-    prompts = g.add("prompts", PromptSource(cfg.task, student, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, student, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     judge = g.add(
         "teacher",

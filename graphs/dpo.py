@@ -1,7 +1,7 @@
 """DPO, IPO and conservative DPO on preference pairs; the reference's logprobs are computed once and kept on disk.
 
-flowrl run graphs/dpo.py --steps 60
-flowrl run graphs/dpo.py --policy smollm2 --pairs pairs.jsonl --evaluate 0 --steps 200
+flowrl run dpo --steps 60
+flowrl run dpo --policy smollm2 --pairs pairs.jsonl --evaluate 0 --steps 200
 """
 
 from collections.abc import Iterator

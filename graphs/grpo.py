@@ -1,7 +1,7 @@
 """GRPO (arXiv 2402.03300): compares the samples of a prompt with each other; sampling and training run side by side.
 
-flowrl run graphs/grpo.py --steps 60
-flowrl run graphs/grpo.py --policy smollm2 --task reasoning_gym/chain_sum --steps 60
+flowrl run grpo --steps 60
+flowrl run grpo --policy smollm2 --task reasoning_gym/chain_sum --steps 60
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def graph(cfg: GRPO) -> Graph:
     dynamic = DynamicSampling(cfg.groups_per_step) if cfg.dynamic_sampling else None
 
     g = Graph("grpo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add(
         "generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, cpus=cfg.cpus, gpus=cfg.gpus
     )

@@ -1,8 +1,8 @@
 """Iterative DPO: the best and the worst answer to a prompt make a pair; each round samples from the trained policy.
 
-flowrl run graphs/iterative_dpo.py --steps 60
-flowrl run graphs/iterative_dpo.py --reward-model runs/reward_model/checkpoints/step_000200 --steps 60
-flowrl run graphs/iterative_dpo.py --reference initial --kind ipo --steps 60
+flowrl run iterative_dpo --steps 60
+flowrl run iterative_dpo --reward-model runs/reward_model/checkpoints/step_000200 --steps 60
+flowrl run iterative_dpo --reference initial --kind ipo --steps 60
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def graph(cfg: IterativeDPO) -> Graph:
     )
 
     g = Graph("iterative_dpo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", judge, gpus=cfg.one_gpu if cfg.reward_model else 0)
     pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference))

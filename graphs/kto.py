@@ -1,7 +1,7 @@
-"""KTO on completions that are each labelled desirable or not; the graph is that of graphs/dpo.py.
+"""KTO on completions that are each labelled desirable or not; the graph is that of dpo.
 
-flowrl run graphs/kto.py --steps 60
-flowrl run graphs/kto.py --policy smollm2 --labelled judged.jsonl --evaluate 0 --steps 200
+flowrl run kto --steps 60
+flowrl run kto --policy smollm2 --labelled judged.jsonl --evaluate 0 --steps 200
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Preference pairs for a reward model or DPO: two answers of one policy, of which the task's verifier prefers one.
 
-flowrl run graphs/pairs.py --pairs pairs.jsonl --num-prompts 4000
+flowrl run pairs --pairs pairs.jsonl --num-prompts 4000
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,8 @@
 The reward and the reference work on each sample at the same time; their results are joined by sample. When a
 batch is formed, the critic values all of it at one version, and GAE computes the advantages.
 
-flowrl run graphs/ppo.py --steps 60
-flowrl run graphs/ppo.py --reward-model runs/reward_model/checkpoints/step_000100 --steps 60
+flowrl run ppo --steps 60
+flowrl run ppo --reward-model runs/reward_model/checkpoints/step_000100 --steps 60
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def graph(cfg: PPO) -> Graph:
     cpus = cfg.cpus if cfg.cpus is not None else 1 if cfg.gpus else 0.5 / cfg.num_trainers
 
     g = Graph("ppo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     judge: Reward | RewardModel = (
         RewardModel(cfg.reward_model, cfg.model, cfg.task, normalise=True, shaping=shaping, dtype=cfg.dtype)

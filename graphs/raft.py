@@ -1,7 +1,7 @@
 """RAFT (arXiv 2304.06767): imitates the best of several answers to a prompt; the trained policy gives the next ones.
 
-flowrl run graphs/raft.py --steps 100
-flowrl run graphs/raft.py --reward-model runs/reward_model/checkpoints/step_000200 --steps 100
+flowrl run raft --steps 100
+flowrl run raft --reward-model runs/reward_model/checkpoints/step_000200 --steps 100
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def graph(cfg: RAFT) -> Graph:
     )
 
     g = Graph("raft")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", judge, gpus=cfg.one_gpu if cfg.reward_model else 0)
     best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward))

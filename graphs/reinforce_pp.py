@@ -1,7 +1,7 @@
 """REINFORCE++ (arXiv 2501.03262): no critic; advantages normalised over the whole batch, KL inside the reward.
 
-flowrl run graphs/reinforce_pp.py --steps 60
-flowrl run graphs/reinforce_pp.py --baseline --steps 60
+flowrl run reinforce_pp --steps 60
+flowrl run reinforce_pp --baseline --steps 60
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def graph(cfg: ReinforcePP) -> Graph:
     adaptive_kl = None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target)
 
     g = Graph("reinforce_pp")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))

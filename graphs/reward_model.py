@@ -1,7 +1,7 @@
 """A reward model: a language model with a scalar head, trained to score the chosen of a pair above the rejected.
 
-flowrl run graphs/pairs.py --pairs pairs.jsonl
-flowrl run graphs/reward_model.py --pairs pairs.jsonl --steps 300
+flowrl run pairs --pairs pairs.jsonl
+flowrl run reward_model --pairs pairs.jsonl --steps 300
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class RewardModel(PreferenceOptions):
     schedule: Schedule = Schedule(warmup_steps=10)
 
     pairs: str = ""
-    """File or dataset of rows with `prompt`, `chosen` and `rejected`, such as graphs/pairs.py writes."""
+    """File or dataset of rows with `prompt`, `chosen` and `rejected`, such as the graph pairs writes."""
     margin: bool = False
     """The score of the chosen one has to be above that of the rejected by the row's `margin`."""
     centring: float = 0.001

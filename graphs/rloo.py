@@ -1,6 +1,6 @@
 """RLOO (arXiv 2402.14740): compares each sample with the mean of the others of its prompt; a response is one action.
 
-flowrl run graphs/rloo.py --steps 60
+flowrl run rloo --steps 60
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ def graph(cfg: RLOO) -> Graph:
     objective = PolicyObjective(kind="reinforce", aggregation="constant", length=cfg.max_tokens)
 
     g = Graph("rloo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size))
+    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))

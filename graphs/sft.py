@@ -1,16 +1,17 @@
 """Supervised fine-tuning on a task's own answers.
 
-flowrl run graphs/sft.py --policy smollm2 --task questions.jsonl --steps 100
-flowrl run graphs/sft.py --evaluate 256 --steps 100
+flowrl run sft --policy smollm2 --task questions.jsonl --steps 100
+flowrl run sft --evaluate 256 --steps 100
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import DatasetOptions, EvaluationOptions, evaluate_offline, too_low
 from flowrl.models import Policy
-from flowrl.nodes import Demonstrations, PromptSource, Sampling, TokenBatch
+from flowrl.nodes import Demonstrations, DemonstrationSource, Sampling, TokenBatch
 from flowrl.training.loss.sft_objective import SFT as SFTObjective
 
 
@@ -26,6 +27,8 @@ class SFT(EvaluationOptions, DatasetOptions):
 
     max_tokens: int = 1024
     """Most tokens of a conversation; longer ones are dropped."""
+    assistant: Literal["all", "last"] = "all"
+    """Train every assistant turn of a conversation, or the last alone."""
     answer_tokens: int = 32
     """Most tokens of an answer in evaluations."""
 
@@ -41,8 +44,14 @@ class SFT(EvaluationOptions, DatasetOptions):
 
 def graph(cfg: SFT) -> Graph:
     g = Graph("sft")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, epochs=cfg.epochs))
-    dataset = g.add("dataset", Demonstrations(cfg.task, cfg.model, max_tokens=cfg.max_tokens))
+    source = DemonstrationSource(
+        cfg.task, cfg.model, epochs=cfg.epochs, max_tokens=cfg.max_tokens, part=cfg.trained_part
+    )
+    answers = Demonstrations(
+        cfg.task, cfg.model, max_tokens=cfg.max_tokens, part=cfg.trained_part, trained=cfg.assistant
+    )
+    prompts = g.add("prompts", source)
+    dataset = g.add("dataset", answers)
     batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
     trainer = g.add("trainer", cfg.trainer(SFTObjective()), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
 

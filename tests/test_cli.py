@@ -155,8 +155,8 @@ def test_check_with_preflight_refuses_what_a_run_refuses(capsys: Capture, tried:
 MISTAKES: dict[str, Callable[[str], list[str]]] = {
     "there is no command 'chekc'; did you mean check?": lambda file: ["chekc", file],
     "there is no command 'fly'; there are check, run": lambda file: ["fly"],
-    "flowrl check needs a graph file first": lambda file: ["check"],
-    "flowrl run needs a graph file first": lambda file: ["run", "--steps", "3"],
+    "flowrl check needs a graph first, a name or a file: flowrl check grpo": lambda file: ["check"],
+    "flowrl run needs a graph first": lambda file: ["run", "--steps", "3"],
     "did you mean": lambda file: ["run", file.replace("grpo", "grop")],
     "there is no option --stpes; did you mean --steps?": lambda file: ["run", file, "--stpes", "3"],
     "there is no option --stalenes; did you mean --staleness?": lambda file: ["run", file, "--stalenes", "3"],

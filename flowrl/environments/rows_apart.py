@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 from flowrl.errors import ConfigError
 from flowrl.tasks import Rows, Task, child, load_rows
-from flowrl.tasks.files import is_file_task
+from flowrl.tasks.formats import is_file_task
 
 
 def load_rows_apart(task: Task) -> Rows:

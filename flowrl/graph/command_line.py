@@ -33,8 +33,10 @@ RENAMED = {"judge": "reward-model"}
 """Former name of a graph's option -> its name."""
 
 
-def parse_options(config_type: type[Any], args: Sequence[str], *, prog: str, others: Iterable[str] = ()) -> Any:
-    """An instance of `config_type` with `--field value` overrides of its leaves.
+def parse_options(
+    config_type: type[Any], args: Sequence[str], *, prog: str, others: Iterable[str] = (), default: Any = None
+) -> Any:
+    """An instance of `config_type`, or of the values of `default`, with `--field value` overrides of its leaves.
 
     A nested dataclass may be given by the value of its first field: `--policy tiny`. Raises
     ConfigError for unknown options and invalid values; `--help` prints and exits. `others` are options
@@ -47,7 +49,9 @@ def parse_options(config_type: type[Any], args: Sequence[str], *, prog: str, oth
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
-            return tyro.cli(config_type, args=spelled, prog=prog)
+            if default is None:
+                return tyro.cli(config_type, args=spelled, prog=prog)
+            return tyro.cli(config_type, args=spelled, prog=prog, default=default)
     except SystemExit as end:
         if not end.code:
             raise

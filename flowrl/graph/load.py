@@ -26,6 +26,7 @@ from typing import Any, get_type_hints
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.graph import Graph
+from flowrl.graph.shipped import find_graph, shipped_names
 from flowrl.message_base import name_module
 
 EXAMPLE = "def graph(cfg: MyConfig) -> Graph, with MyConfig a frozen dataclass"
@@ -38,14 +39,19 @@ class GraphFile:
     path: Path
     module: ModuleType
     config_type: type[Any]
+    shown: str
+    """What the user called it: its path, or the name of a graph of flowrl."""
 
-    def parse(self, args: Sequence[str], *, prog: str = "flowrl run", others: Iterable[str] = ()) -> Any:
+    def parse(
+        self, args: Sequence[str], *, prog: str = "flowrl run", others: Iterable[str] = (), default: Any = None
+    ) -> Any:
         """The configuration with `--field value` overrides. Raises ConfigError for invalid options or values.
 
-        `others` are further valid options; suggestions for an unknown option consider them too.
+        `others` are further valid options; suggestions for an unknown option consider them too. `default` has the
+        values of the fields that no option sets; its values need not be checked yet.
         """
         with user_code(self.path):
-            return parse_options(self.config_type, args, prog=f"{prog} {self.path}", others=others)
+            return parse_options(self.config_type, args, prog=f"{prog} {self.shown}", others=others, default=default)
 
     def build(self, cfg: Any) -> Graph:
         """The graph of `cfg`. Errors raised in the file become a ConfigError with file and line."""
@@ -56,9 +62,9 @@ class GraphFile:
         return graph
 
 
-def load_file(path: str | Path) -> GraphFile:
-    """Run a graph file and find its `graph` and configuration. Raises ConfigError."""
-    path = Path(path)
+def load_file(graph: str | Path) -> GraphFile:
+    """Run the file of a graph, given by path or name, and find its `graph` and configuration. Raises ConfigError."""
+    path = find_graph(graph)
     _exists(path)
     with user_code(path):
         module = _module(str(path.resolve()))
@@ -74,7 +80,7 @@ def load_file(path: str | Path) -> GraphFile:
             f"{name}, the configuration of {path}, is not a frozen dataclass; decorate it with @dataclass(frozen=True)"
         )
     assert isinstance(config_type, type)
-    return GraphFile(path, module, config_type)
+    return GraphFile(path, module, config_type, str(graph))
 
 
 def rebuild(path: str | Path, config: Mapping[str, Any]) -> tuple[Graph, Any]:
@@ -160,6 +166,11 @@ def _exists(path: Path) -> None:
     if path.is_dir():
         files = ", ".join(str(file) for file in sorted(path.glob("*.py"))) or "none"
         raise ConfigError(f"{path} is a directory; name a graph file (the directory contains {files})")
+    if path.stem in shipped_names() and str(path) in (path.name, f"graphs/{path.name}"):
+        raise ConfigError(
+            f"graph file {path} does not exist here; the graph of flowrl is called {path.stem}, and "
+            f"flowrl new {path.name} --from {path.stem} copies it"
+        )
     near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.py")], 1)
     hint = f"; did you mean {path.parent / near[0]}?" if near else f" (looked in {path.parent.resolve()})"
     raise ConfigError(f"graph file {path} does not exist{hint}")

@@ -125,7 +125,8 @@ class Chat:
         return np.concatenate([prompt, answer]).astype(np.int32), mask
 
     def _template(self, turns: Messages, *, add_generation_prompt: bool = False) -> str:
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        own = bool(turns) and turns[0]["role"] == "system"
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt and not own else []
         return render(self.tokenizer, [*system, *turns], add_generation_prompt=add_generation_prompt, tools=self.tools)
 
     def _ids(self, text: str) -> Int32:

@@ -4,7 +4,7 @@ from flowrl.nodes.advantage import GroupAdvantage, JoinedAdvantage
 from flowrl.nodes.agent_program import AgentProgram
 from flowrl.nodes.batch import TokenBatch
 from flowrl.nodes.critic import Critic
-from flowrl.nodes.dataset import Demonstrations
+from flowrl.nodes.dataset import Demonstrations, DemonstrationSource
 from flowrl.nodes.dynamic import DynamicSampling
 from flowrl.nodes.environment import Environment
 from flowrl.nodes.environment_source import EnvironmentSource
@@ -32,6 +32,7 @@ __all__ = [
     "AgentProgram",
     "BestOfN",
     "Critic",
+    "DemonstrationSource",
     "Demonstrations",
     "DynamicSampling",
     "Environment",

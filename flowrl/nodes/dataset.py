@@ -6,6 +6,8 @@ They are recorded in the same ledger as rollouts, so an SFT run can be audited l
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -15,22 +17,48 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Group, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
-from flowrl.tasks import Task, load_rows
+from flowrl.nodes.row_source import Part
+from flowrl.nodes.source import PromptSource
+from flowrl.tasks import Row, Rows, Task, load_demonstrations
+
+Trained = Literal["all", "last"]
+
+
+class DemonstrationSource(PromptSource):
+    """Sends the prompt of every row of a task, also of those that answer the same prompt in several ways."""
+
+    row_noun = "conversations"
+
+    def __init__(
+        self, task: Task, policy: Policy, *, epochs: int | None = None, max_tokens: int = 2048, part: Part = "train"
+    ) -> None:
+        super().__init__(task, policy, epochs=epochs, max_prompt_tokens=max_tokens, part=part)
+
+    def facts(self) -> Facts:
+        return replace(super().facts(), longest_prompt=None)  # the limit is that of the whole conversation
+
+    def read(self) -> Rows:
+        return load_demonstrations(self.task, whole=self.part == "all")
 
 
 class Demonstrations(Node):
-    """Turns each prompt into a conversation that ends with its row's answer; every assistant token is trained.
+    """Turns each prompt into a conversation that ends with its row's answer.
 
-    Rows of more than `max_tokens` tokens are dropped with the reason `too_long`.
+    `trained` says which assistant turns are trained: all, or the last, which is the answer. Rows of more than
+    `max_tokens` tokens are dropped with the reason `too_long`.
     """
 
     prompts: In[Prompt]
     groups: Out[Group]
 
-    def __init__(self, task: Task, policy: Policy, *, max_tokens: int = 2048) -> None:
+    def __init__(
+        self, task: Task, policy: Policy, *, max_tokens: int = 2048, part: Part = "train", trained: Trained = "all"
+    ) -> None:
         self.task = task
         self.policy = policy
         self.max_tokens = max_tokens
+        self.part: Part = part
+        self.trained: Trained = trained
 
     def facts(self) -> Facts:
         return Facts(group_size=1, longest_response=self.max_tokens, drops=True, keeps_lineage=False)
@@ -40,7 +68,7 @@ class Demonstrations(Node):
 
     def preflight(self) -> None:
         check_model(self.policy)
-        without = sum(row.answer is None for row in load_rows(self.task).train)
+        without = sum(row.answer is None for row in self._rows())
         if without:
             raise ConfigError(
                 f"{without} training rows of {self.task.name!r} have no answer to learn from; set the option "
@@ -50,7 +78,11 @@ class Demonstrations(Node):
     async def setup(self) -> None:
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
-        self._turns = {row.prompt_id: row.turns for row in (await self.blocking(load_rows, self.task)).train}
+        self._turns = {row.prompt_id: row.turns for row in await self.blocking(self._rows)}
+
+    def _rows(self) -> tuple[Row, ...]:
+        found = load_demonstrations(self.task, whole=self.part == "all")
+        return {"train": found.train, "held_out": found.held_out, "all": (*found.train, *found.held_out)}[self.part]
 
     async def run(self) -> None:
         async for prompt in self.prompts:
@@ -65,7 +97,8 @@ class Demonstrations(Node):
     def demonstration(self, prompt: Prompt) -> Trainable:
         """The sample of a model that gives the row's answer."""
         answer = str(prompt.columns["answer"])
-        token_ids, mask = self._chat.demonstration(self._turns[prompt.prompt_id], answer)
+        render = self._chat.demonstration if self.trained == "all" else self._chat.completion
+        token_ids, mask = render(self._turns[prompt.prompt_id], answer)
         return Trainable(
             sample_id=prompt.sample_id,
             group_id=prompt.group_id,

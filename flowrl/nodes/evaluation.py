@@ -24,9 +24,9 @@ from flowrl.nodes.held_out_rows import HeldOutEpisodes, HeldOutRows, HeldOutTask
 from flowrl.nodes.row_source import SourceRow
 from flowrl.nodes.task_source import task_fields
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
-from flowrl.tasks import Task, load_rows, reward_parts
+from flowrl.tasks import Row, Rows, Task, check_answers, load_rows, reward_parts
+from flowrl.tasks.evaluation_set import EvaluationSet, too_few
 from flowrl.tasks.rewards import check_reward, open_reward, uses_http
-from flowrl.tasks.rows import HELD_OUT_ONE_IN
 
 R = TypeVar("R", bound=SourceRow)
 CORRECT = 1.0 - 1e-6
@@ -43,6 +43,10 @@ class Evaluation(Node):
     task's system prompt and their own verifiers. `environments` are played by the node that `play` asks, one
     episode for each held-out row and sample: the score is the episode's reward, and an episode that fails has none.
     `agent_tasks` are given to that node's agents in the same way.
+
+    With `sets`, these are asked in place of the held-out rows of `task`, each with its own number of prompts and
+    samples, and the figures of every one of them are named after it; with `agents`, agents are given them. `training`
+    is the task that is trained on: prompts that a set shares with it are counted.
     """
 
     generate: Call[Prompt, Sample]
@@ -59,27 +63,42 @@ class Evaluation(Node):
         also: Sequence[str] = (),
         environments: Sequence[str] = (),
         agent_tasks: Sequence[Task] = (),
+        sets: Sequence[EvaluationSet] = (),
+        agents: bool = False,
+        training: Task | None = None,
         function: str | Callable[..., Any] | None = None,
         concurrency: int = 64,
         timeout_s: float = 10.0,
     ) -> None:
         first = (task,) if isinstance(task, Task) else tuple(task)
-        self.tasks = (*first, *(Task(name, system_prompt=first[0].system_prompt) for name in also if first))
+        like = (*first, *(one.task for one in sets))
+        further = tuple(Task(name, system_prompt=like[0].system_prompt) for name in also if like)
+        asked, played = (
+            tuple(EvaluationSet(one.name, one, num=num_prompts, samples=num_samples) for one in tasks)
+            for tasks in ((*first, *further), agent_tasks)
+        )
+        self.sets = asked if agents else (*sets, *asked)
+        self.agent_sets = (*sets, *played) if agents else played
         self.environments = tuple(environments)
-        self.agent_tasks = tuple(agent_tasks)
+        self.training = training
         self.policy = policy
         self.num_prompts = num_prompts
         self.num_samples = num_samples
         self.every = every
-        self.parts = {task.name: reward_parts(task, function) for task in self.tasks}
+        self.parts = {one.name: reward_parts(one.task, function) for one in self.sets}
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self._finished = asyncio.Event()
         self._held_out: list[HeldOutRows] = []
 
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks that a generator answers."""
+        return tuple(one.task for one in self.sets)
+
     def facts(self) -> Facts:
-        played = (*self.environments, *self.agent_tasks)
-        unused = [port for port, asked in (("generate", self.tasks), ("play", played)) if not asked]
+        played = (*self.environments, *self.agent_sets)
+        unused = [port for port, asked in (("generate", self.sets), ("play", played)) if not asked]
         return Facts(concurrency=self.concurrency, optional=tuple(unused))
 
     def check(self, facts: Any) -> list[str]:
@@ -89,46 +108,69 @@ class Evaluation(Node):
             for name, low in least.items()
             if getattr(self, name) < low
         ]
-        names = [*(task.name for task in (*self.tasks, *self.agent_tasks)), *self.environments]
+        names = [*(one.name for one in (*self.sets, *self.agent_sets)), *self.environments]
         if not names or len(set(names)) < len(names):
             problems.append("it needs one or more tasks or environments, each once")
         return problems
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         check_model(self.policy)
-        for task in self.tasks:
-            rows = self._enough(task.name, self._rows(load_rows(task).held_out))
-            check_reward(self.parts[task.name], (row.columns for row in rows))
-        for task in self.agent_tasks:
-            self._enough(task.name, self._rows(load_rows(task).held_out))
+        for one in self.sets:
+            rows = self._checked(one)
+            check_reward(self.parts[one.name], (row.columns for row in rows))
+        for one in self.agent_sets:
+            self._checked(one)
         for name in self.environments:
-            self._enough(name, self._rows(environment_rows(name).held_out))
+            rows_played = self._rows(environment_rows(name).held_out)
+            if len(rows_played) < self.num_prompts:
+                raise ConfigError(too_few(name, len(rows_played), self.num_prompts))
+        return "; ".join(self._said(one) for one in (*self.sets, *self.agent_sets) if one.whole) or None
+
+    def _checked(self, one: EvaluationSet) -> Sequence[Row]:
+        """The prompts of a set. Raises ConfigError if they are too few."""
+        rows = one.chosen(load_rows(one.task, whole=one.whole))
+        one.require_enough(rows)
+        check_answers(one.task, rows)
+        return rows
+
+    def _said(self, one: EvaluationSet) -> str:
+        """What a set asks, and how much of it is trained on."""
+        found = load_rows(one.task, whole=one.whole)
+        rows = one.chosen(found)
+        trained = load_rows(self.training, whole=True) if self.training is not None else Rows((), ())
+        known = {row.prompt_id for row in (*trained.train, *trained.held_out)}
+        shared = sum(row.prompt_id in known for row in rows)
+        text = f"{one.name}: {len(rows)} prompts, {one.samples} answer{'s' if one.samples > 1 else ''} each"
+        text += f", {found.repeated} rows with the prompt of another left out" if found.repeated else ""
+        return text + (f", {shared} of them are in the training data too" if shared else "")
 
     async def setup(self) -> None:
-        if self.tasks:
+        if self.sets:
             model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
             tokenizer = await self.blocking(load_tokenizer, model_dir)
-            self._held_out += [await self._task(task, tokenizer) for task in self.tasks]
+            self._held_out += [await self._task(one, tokenizer) for one in self.sets]
         for name in self.environments:
-            self._held_out.append(self._played(name, environment_rows(name).held_out, prompt_fields))
-        for task in self.agent_tasks:
-            rows = await self.blocking(load_rows, task)
-            self._held_out.append(self._played(task.name, rows.held_out, partial(task_fields, task)))
+            rows = self._rows(environment_rows(name).held_out)
+            self._held_out.append(self._played(name, rows, self.num_samples, prompt_fields))
+        for one in self.agent_sets:
+            asked = one.chosen(await self.blocking(load_rows, one.task, whole=one.whole))
+            self._held_out.append(self._played(one.name, asked, one.samples, partial(task_fields, one.task)))
 
     def _played(
-        self, name: str, held_out: Sequence[SourceRow], fields: Callable[[Any], Mapping[str, Any]]
+        self, name: str, rows: Sequence[SourceRow], num_samples: int, fields: Callable[[Any], Mapping[str, Any]]
     ) -> HeldOutEpisodes:
-        rows = self._rows(held_out)
-        return HeldOutEpisodes(name, rows, fields=fields, play=self.play, count=self.context.metric)
+        return HeldOutEpisodes(
+            name, rows, num_samples=num_samples, fields=fields, play=self.play, count=self.context.metric
+        )
 
-    async def _task(self, task: Task, tokenizer: Any) -> HeldOutTask:
-        parts = self.parts[task.name]
-        rows = await self.blocking(load_rows, task)
+    async def _task(self, one: EvaluationSet, tokenizer: Any) -> HeldOutTask:
+        parts = self.parts[one.name]
+        rows = await self.blocking(load_rows, one.task, whole=one.whole)
         await self.blocking(check_reward, parts, ())
         return HeldOutTask(
-            task,
-            self._rows(rows.held_out),
-            Chat(tokenizer, task.system_prompt),
+            one,
+            one.chosen(rows),
+            Chat(tokenizer, one.task.system_prompt),
             open_reward(parts, timeout_s=self.timeout_s),
             generate=self.generate,
             with_messages=uses_http(parts),
@@ -155,8 +197,10 @@ class Evaluation(Node):
             rows = await self._answers(held_out, phase, step, slots)
             _require_one_version(self.name, phase, rows)
             self.context.ledger.evaluation(rows)
-            prefix = f"{held_out.name}/" if index else ""
-            figures |= {f"{prefix}{name}": value for name, value in summary(rows, self.num_samples).items()}
+            found = summary(rows, held_out.num_samples)
+            figures |= found if index == 0 else {}
+            if index or held_out.name in self._named:
+                figures |= {f"{held_out.name}/{name}": value for name, value in found.items()}
         return figures
 
     async def _answers(
@@ -166,7 +210,7 @@ class Evaluation(Node):
             asked = [
                 tasks.create_task(self._answer(held_out, row, member, phase, step, slots))
                 for row in held_out.rows
-                for member in range(self.num_samples)
+                for member in range(held_out.num_samples)
             ]
         rows = [row for task in asked if (row := task.result()) is not None]
         if not rows:
@@ -181,7 +225,7 @@ class Evaluation(Node):
     ) -> EvaluationRow | None:
         async with slots:
             where = (self.name, phase, step)
-            prompt = held_out_prompt(held_out, row, member=member, num_samples=self.num_samples, where=where)
+            prompt = held_out_prompt(held_out, row, member=member, where=where)
             marked = await held_out.judge(prompt, row)
         if marked is None:
             return None
@@ -203,14 +247,10 @@ class Evaluation(Node):
         """The rows to use; they do not depend on the order of the data."""
         return tuple(sorted(held_out, key=lambda row: row.prompt_id)[: self.num_prompts])
 
-    def _enough(self, name: str, rows: Sequence[R]) -> Sequence[R]:
-        """`rows` if they are as many as wanted. Raises ConfigError."""
-        if len(rows) < self.num_prompts:
-            raise ConfigError(
-                f"{name!r} has {len(rows) or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held out), but "
-                f"{self.num_prompts} are to be evaluated; ask for at most {len(rows)}, or add rows"
-            )
-        return rows
+    @property
+    def _named(self) -> set[str]:
+        """The names of sets whose figures are named even where they come first."""
+        return {one.name for one in (*self.sets, *self.agent_sets) if one.whole}
 
 
 def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:

@@ -12,7 +12,8 @@ from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat
 from flowrl.nodes.row_source import SourceRow, sampling_seed
-from flowrl.tasks import Row, Task, conversation
+from flowrl.tasks import Row, conversation
+from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.tasks.judge import BadReward
 from flowrl.tasks.reward_client import RewardClient
 
@@ -29,6 +30,8 @@ class HeldOutRows(Protocol):
     """The rows of one task or environment."""
 
     name: str
+    num_samples: int
+    """Answers to each row."""
 
     @property
     def rows(self) -> Sequence[SourceRow]: ...
@@ -49,7 +52,7 @@ class HeldOutTask:
 
     def __init__(
         self,
-        task: Task,
+        asked: EvaluationSet,
         rows: Sequence[Row],
         chat: Chat,
         client: RewardClient,
@@ -59,8 +62,8 @@ class HeldOutTask:
         count: Callable[[str, float], None],
     ) -> None:
         """`with_messages`: the reward is a server, which gets the conversation too."""
-        self.name, self.rows, self.client = task.name, rows, client
-        self._task, self._chat = task, chat
+        self.name, self.num_samples, self.rows, self.client = asked.name, asked.samples, rows, client
+        self._task, self._chat = asked.task, chat
         self._generate, self._with_messages, self._count = generate, with_messages, count
 
     def fields(self, row: Row) -> Mapping[str, Any]:
@@ -95,11 +98,12 @@ class HeldOutEpisodes:
         name: str,
         rows: Sequence[SourceRow],
         *,
+        num_samples: int,
         fields: Callable[[Any], Mapping[str, Any]],
         play: Call[Prompt, Episode],
         count: Callable[[str, float], None],
     ) -> None:
-        self.name, self.rows = name, rows
+        self.name, self.num_samples, self.rows = name, num_samples, rows
         self._fields, self._play, self._count = fields, play, count
 
     def fields(self, row: SourceRow) -> Mapping[str, Any]:
@@ -116,9 +120,7 @@ class HeldOutEpisodes:
     async def close(self) -> None: ...
 
 
-def held_out_prompt(
-    asked: HeldOutRows, row: SourceRow, *, member: int, num_samples: int, where: tuple[str, str, int]
-) -> Prompt:
+def held_out_prompt(asked: HeldOutRows, row: SourceRow, *, member: int, where: tuple[str, str, int]) -> Prompt:
     """The prompt of one member; `where` is the evaluation's name, phase and step."""
     name, phase, step = where
     group_id = f"{name}:{asked.name}:{phase}:{step}:{row.prompt_id}"
@@ -128,7 +130,7 @@ def held_out_prompt(
         prompt_id=row.prompt_id,
         epoch=0,
         member=member,
-        group_size=num_samples,
+        group_size=asked.num_samples,
         seed=sampling_seed(0, row.prompt_id, 0, member),
         **asked.fields(row),
     )

@@ -73,9 +73,10 @@ class Reward(Node):
 
     def preflight(self) -> None:
         """Load the functions, check their columns in every row, and try the reward on the first row."""
-        rows = load_rows(self.task)
-        check_reward(self.parts, (row.columns for row in (*rows.train, *rows.held_out)))
-        asyncio.run(self._trial(rows.train[0]))
+        found = load_rows(self.task, whole=True)
+        rows = (*found.train, *found.held_out)
+        check_reward(self.parts, (row.columns for row in rows))
+        asyncio.run(self._trial(rows[0]))
 
     async def _trial(self, row: Row) -> None:
         client = open_reward(self.parts, timeout_s=self.timeout_s, retries=0)

@@ -101,7 +101,7 @@ class RewardModel(ScoringNode):
         self._scorer = load_scorer(
             resolve(Policy(self.model)), self.load_device, self.dtype, system_prompt=self.task.system_prompt
         )
-        rows = load_rows(self.task)
+        rows = load_rows(self.task, whole=True)
         self._turns = {row.prompt_id: row.turns for row in (*rows.train, *rows.held_out)}
         theirs = load_tokenizer(resolve(self.policy, progress=self.context.progress))
         some = [list(turns) for turns in list(self._turns.values())[:TRIED_ROWS]]

@@ -10,8 +10,7 @@ from flowrl.graph.facts import Facts
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, check_model, check_prompts, load_tokenizer, resolve
 from flowrl.nodes.row_source import Part, RowSource
-from flowrl.tasks import Row, Rows, Task, load_rows
-from flowrl.tasks.maths import check as check_answers
+from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.mixture import mixed_order
 
 
@@ -22,6 +21,8 @@ class PromptSource(RowSource):
     None means the run's seed. Prompts of more than `max_prompt_tokens` are skipped and counted. `num_prompts`
     limits the source to the first that many rows.
     """
+
+    row_noun = "prompts"
 
     def __init__(
         self,
@@ -54,17 +55,24 @@ class PromptSource(RowSource):
     def preflight(self) -> None:
         check_model(self.policy)
         rows = self.rows()
-        for term in self.task.sources:
-            if Task(term.text).options.get("check") == "math":
-                check_answers([row.answer for row in load_rows(Task(term.text)).train if row.answer is not None])
+        check_answers(self.task, rows)
         check_prompts(self.policy, [row.turns for row in rows], self.task.system_prompt)
 
     async def setup(self) -> None:
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
         await super().setup()
-        self.context.progress(f"{len(self._rows)} prompts")
-        if skipped := (await self.blocking(self.read)).skipped:
+        self._say(await self.blocking(self.read))
+
+    def _say(self, found: Rows) -> None:
+        """Say how many rows are used, and what became of the others."""
+        unused = len(found.train) + len(found.held_out) - len(self._rows)
+        others = [f"{unused} held out or not asked for"] if unused else []
+        others += [f"{found.repeated} with the prompt of another row left out"] if found.repeated else []
+        self.context.progress(", ".join([f"{len(self._rows)} {self.row_noun}", *others]))
+        if found.repeated:
+            self.context.metric("rows_repeated", found.repeated)
+        if skipped := found.skipped:
             self.context.metric("rows_skipped", len(skipped))
             self.context.progress(f"{len(skipped)} malformed rows are skipped, the first: {skipped[0]}")
 
@@ -74,7 +82,7 @@ class PromptSource(RowSource):
 
     def read(self) -> Rows:
         """All rows; a process reads them only once."""
-        return load_rows(self.task)
+        return load_rows(self.task, whole=self.part == "all")
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:
         text, token_ids = self._chat.prompt(row.turns)

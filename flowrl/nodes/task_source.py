@@ -42,7 +42,7 @@ class TaskSource(RowSource):
             raise ConfigError(f"the task {self.task.name!r} has a column {MESSAGES!r}, which agents get; rename it")
 
     def rows(self) -> tuple[Row, ...]:
-        rows = load_rows(self.task)
+        rows = load_rows(self.task, whole=self.part == "all")
         return self.chosen(rows.train, rows.held_out)
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:

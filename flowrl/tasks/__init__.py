@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
-from flowrl.tasks import preference_rows
+from flowrl.tasks import maths, preference_rows
+from flowrl.tasks.answer_checks import check_references
 from flowrl.tasks.arithmetic import Arithmetic, demonstrate
-from flowrl.tasks.files import Keys, Reading, is_file_task
+from flowrl.tasks.files import Keys
 from flowrl.tasks.files import rows as file_rows
+from flowrl.tasks.formats import FORMATS, is_file_task
 from flowrl.tasks.judge import place_of
+from flowrl.tasks.malformed import Reading
 from flowrl.tasks.rewards import Part, parse_reward
 from flowrl.tasks.rows import OF_TASK, Row, Rows
 from flowrl.tasks.task import Task
@@ -24,8 +27,10 @@ __all__ = [
     "Row",
     "Rows",
     "Task",
+    "check_answers",
     "conversation",
     "demonstrator",
+    "load_demonstrations",
     "load_preferences",
     "load_rows",
     "reward_parts",
@@ -43,20 +48,46 @@ def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -
 
 
 def conversation(task: Task, row: Row) -> list[dict[str, str]]:
-    """The messages before the response to `row`, as the model receives them."""
-    system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
+    """The messages before the response to `row`, as the model receives them: a row's own system message comes first."""
+    own = row.turns[0]["role"] == "system"
+    system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt and not own else []
     return [*system, *(dict(turn) for turn in row.turns)]
+
+
+def check_answers(task: Task, rows: Iterable[Row]) -> None:
+    """Raise ConfigError if answers are not what the check of the rows' own source compares with."""
+    rows = tuple(rows)
+    for term in task.sources:
+        check = str(Task(term.text).options.get("check", "exact"))
+        mine = [row for row in rows if row.columns.get(OF_TASK, term.text) == term.text]
+        answers = [row.answer for row in mine if row.answer is not None]
+        if check == "math":
+            maths.check(answers)
+        check_references(check, answers)
 
 
 Demonstrator = Callable[[Row, random.Random], str]
 
 
 @functools.lru_cache(maxsize=8)
-def load_rows(task: Task) -> Rows:
-    """Read or generate all rows of `task`, once per process. Raises ConfigError if the task is invalid."""
+def load_rows(task: Task, *, whole: bool = False) -> Rows:
+    """Read or generate all rows of `task`, once per process. Raises ConfigError if the task is invalid.
+
+    `whole`: both parts are used alike, so all rows may be in the part that others hold out.
+    """
     reading = _reading(task)
     rows = _mixed(task, reading, load_rows) if len(task.sources) > 1 else _source(task, reading)
-    return _split(task, rows, reading)
+    return _parted(task, Rows.split(rows), reading, whole)
+
+
+@functools.lru_cache(maxsize=8)
+def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
+    """`load_rows` to learn from the answers: of a file also those that answer one prompt in several ways."""
+    if task.generated:
+        return load_rows(task, whole=whole)
+    reading = _reading(task)
+    rows = _mixed(task, reading, load_demonstrations) if len(task.sources) > 1 else _source(task, reading)
+    return _parted(task, Rows.every(rows), reading, whole)
 
 
 @functools.lru_cache(maxsize=8)
@@ -68,37 +99,37 @@ def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
     reading = _reading(task)
     rows: Iterable[Row]
     if len(task.sources) > 1:
-        rows = _mixed(task, reading, functools.partial(load_preferences, kind=kind))
+        rows = _mixed(task, reading, lambda term, whole: load_preferences(term, kind))
     elif task.source == "arithmetic":
         rows = preference_rows.careless(_source(task, reading), kind)
     elif is_file_task(task.path):
         rows = preference_rows.rows(task.path, _options(Keys, task), reading, kind)
     else:
         raise ConfigError(
-            f"task {task.name!r} has no preferences: it is neither arithmetic nor a .jsonl or .parquet file or dataset "
+            f"task {task.name!r} has no preferences: it is neither arithmetic nor a file ({FORMATS}) or dataset "
             "directory on this machine; name one with the columns chosen and rejected, or completion and label"
         )
-    return _split(task, rows, reading)
+    return _parted(task, Rows.split(rows), reading)
 
 
 def _reading(task: Task) -> Reading:
     return Reading(str(task.options.get("malformed", "stop")) if len(task.sources) == 1 else "stop")
 
 
-def _split(task: Task, found: Iterable[Row], reading: Reading) -> Rows:
-    rows = Rows.split(found)
+def _parted(task: Task, rows: Rows, reading: Reading, whole: bool = False) -> Rows:
+    """`rows` with what was skipped. Raises ConfigError if there are none to train on."""
     if not rows.train and not rows.held_out:
         skipped = f", {len(reading.skipped)} are skipped: {reading.skipped[0]}" if reading.skipped else ""
         raise ConfigError(f"task {task.name!r} has no rows at all{skipped}; write one problem per line")
-    if not rows.train:
+    if not rows.train and not whole:
         raise ConfigError(f"task {task.name!r} has no training rows ({len(rows.held_out)} are held out); add rows")
     return dataclasses.replace(rows, skipped=tuple(reading.skipped))
 
 
-def _mixed(task: Task, reading: Reading, load: Callable[[Task], Rows]) -> Iterator[Row]:
+def _mixed(task: Task, reading: Reading, load: Callable[..., Rows]) -> Iterator[Row]:
     """The rows of all sources; a column of each row names its source."""
     for term in task.sources:
-        found = load(Task(term.text))
+        found = load(Task(term.text), whole=True)
         reading.skipped += found.skipped
         for row in (*found.train, *found.held_out):
             yield dataclasses.replace(row, columns={**row.columns, OF_TASK: term.text})
@@ -128,8 +159,8 @@ def _source(task: Task, reading: Reading) -> Iterable[Row]:
     close = difflib.get_close_matches(task.source, ["arithmetic", "reasoning_gym/chain_sum"], 1, 0.5)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"there is no task {task.source!r}: it is neither arithmetic, nor reasoning_gym/NAME, nor a .jsonl or "
-        f".parquet file or dataset directory on this machine.{hint}"
+        f"there is no task {task.source!r}: it is neither arithmetic, nor reasoning_gym/NAME, nor a file "
+        f"({FORMATS}), pattern or dataset directory on this machine.{hint}"
     )
 
 

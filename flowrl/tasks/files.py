@@ -1,63 +1,27 @@
-"""Rows from disk: JSON lines, Parquet, directories of either, and datasets saved by `save_to_disk`.
+"""Rows of records: which column holds what, in the shapes that data come in.
 
-Every record has a place, such as `train.jsonl:17`, which errors name. A malformed record stops the
-reading before anything has started, or is skipped and counted: `Reading` decides.
+A record has a prompt and an answer, a conversation (`messages`, or ShareGPT's `conversations`), or Alpaca's
+`instruction`, `input` and `output`. Every record has a place, such as `train.jsonl:17`, which errors name.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.answer_checks import CHECKS
+from flowrl.tasks.formats import Record, records
+from flowrl.tasks.malformed import Malformed, Reading
 from flowrl.tasks.rows import Row
+from flowrl.tasks.shapes import ALPACA, ROLES, alpaca, is_alpaca, of_sharegpt, with_system
 
-T = TypeVar("T")
-Record = Mapping[str, Any]
-SUFFIXES = (".jsonl", ".json", ".parquet")
-ROLES = ("system", "user", "assistant", "tool")
-
-
-class Malformed(ConfigError):
-    """A record cannot be used. The error text starts with the record's place."""
-
-
-@dataclass
-class Reading:
-    """How to handle malformed records: stop at the first, or skip them and keep their errors."""
-
-    malformed: str = "stop"
-    skipped: list[str] = field(default_factory=list)
-
-    def attempt(self, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`, None if it raised for a malformed record that is skipped."""
-        try:
-            return make()
-        except Malformed as problem:
-            if self.malformed == "stop":
-                raise
-            self.skipped.append(str(problem))
-            return None
-
-    def at(self, place: str, make: Callable[[], T]) -> T | None:
-        """`attempt` of a `make` for the record at `place`. Values that no message can carry make it malformed."""
-
-        def named() -> T:
-            try:
-                return make()
-            except Malformed:
-                raise
-            except ConfigError as problem:
-                raise Malformed(f"{place}: {problem}") from None
-            except RecursionError:
-                raise Malformed(f"{place}: values nested too deep; flatten them, or write them as text") from None
-
-        return self.attempt(named)
+NUMERAL = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
 @dataclass(frozen=True)
@@ -83,19 +47,15 @@ class Keys:
     split: str = "train"
     """Datasets with several splits: the one to read."""
     check: str = "exact"
-    """How responses are compared with answers: exact, or math (the last number or formula, by math-verify)."""
+    """How responses are compared with answers: exact, math (the last number or formula, by math-verify), gsm8k (the
+    number after ####, or the last one), boxed (the last \\boxed{}), choice (the letter of a multiple choice)."""
     malformed: str = "stop"
     """Rows that cannot be used: stop before training, or skip and count them."""
 
     def __post_init__(self) -> None:
-        for name, known in (("check", ("exact", "math")), ("malformed", ("stop", "skip"))):
+        for name, known in (("check", tuple(CHECKS)), ("malformed", ("stop", "skip"))):
             if getattr(self, name) not in known:
-                raise ConfigError(f"option {name} of a task is {getattr(self, name)!r}; it needs {' or '.join(known)}")
-
-
-def is_file_task(path: Path) -> bool:
-    """Whether `path` is a file or directory that `records` may be able to read."""
-    return path.is_dir() or (path.suffix in SUFFIXES and path.is_file())
+                raise ConfigError(f"option {name} of a task is {getattr(self, name)!r}; it needs {', or '.join(known)}")
 
 
 def rows(path: Path, keys: Keys, reading: Reading) -> Iterator[Row]:
@@ -106,119 +66,60 @@ def rows(path: Path, keys: Keys, reading: Reading) -> Iterator[Row]:
             yield row
 
 
-def records(path: Path, reading: Reading, *, split: str = "train") -> Iterator[tuple[str, Record]]:
-    """(place, record) of everything at `path`, a file or a directory."""
-    if path.is_file():
-        yield from _file(path, reading)
-    elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        yield from _saved(path, split)
-    else:
-        for file in _files(path, split):
-            yield from _file(file, reading)
-
-
-def _file(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
-    return _parquet(path) if path.suffix == ".parquet" else _lines(path, reading)
-
-
-def _lines(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            place = f"{path}:{number}"
-            record = reading.attempt(lambda place=place, line=line: _parse(place, line)) if line.strip() else None  # type: ignore[misc]
-            if record is not None:
-                yield place, record
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"{path}: reading Parquet needs the package pyarrow; pip install pyarrow") from None
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as problem:
-        raise ConfigError(f"{path} is no Parquet file ({problem}); write it again, or name a .jsonl file") from None
-    number = 0
-    for batch in file.iter_batches():
-        for record in batch.to_pylist():
-            number += 1
-            yield f"{path}, row {number}", record
-
-
-def _saved(path: Path, split: str) -> Iterator[tuple[str, Record]]:
-    """A dataset, or one split of several, saved by `datasets`."""
-    try:
-        from datasets import Dataset, DatasetDict, load_from_disk
-    except ImportError:
-        raise ConfigError(f"{path}: reading it needs the package datasets; pip install datasets") from None
-    try:
-        found: Dataset | DatasetDict = load_from_disk(str(path))
-    except (FileNotFoundError, ValueError) as refusal:
-        raise ConfigError(
-            f"{path} is no dataset directory written by save_to_disk ({str(refusal).rstrip('.')}); save one there"
-        ) from None
-    if isinstance(found, DatasetDict):
-        if split not in found:
-            raise ConfigError(f"{path} has no split {split!r}; it has {', '.join(found)}: set the option split")
-        found = found[split]
-    for number, record in enumerate(found, start=1):
-        yield f"{path}, row {number}", record
-
-
-def _files(path: Path, split: str) -> list[Path]:
-    """The files of a downloaded dataset: those named after the split, or all if none is."""
-    found = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet"))
-    if not found:
-        raise ConfigError(
-            f"{path} is no dataset directory: it was not written by save_to_disk and holds no .jsonl or .parquet "
-            "file; name a file, or save a dataset there"
-        )
-    return [file for file in found if file.name.startswith(split)] or found
-
-
-def _parse(place: str, line: str) -> Record:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as problem:
-        raise Malformed(f"{place}: invalid JSON ({problem.msg}); write one object per line") from None
-    except ValueError as problem:  # an integer of more digits than Python converts
-        raise Malformed(f"{place}: {str(problem).partition(';')[0]}; write it as text") from None
-    except RecursionError:
-        raise Malformed(f"{place}: values nested too deep; flatten them, or write them as text") from None
-    if not isinstance(record, dict):
-        raise Malformed(f"{place}: a {type(record).__name__} where an object was needed; write one object per line")
-    return record
-
-
 def _row(place: str, record: Record, keys: Keys) -> Row:
     turns, answer = _asked(place, record, keys)
-    used = (keys.prompt, keys.messages, keys.answer)
+    used = {keys.prompt, keys.messages, keys.answer, *_of_shape(record, keys)}
     columns = {key: plain(value) for key, value in record.items() if key not in used}
     if answer is not None:
         columns["answer"] = answer
     return Row(turns, columns, _score(place, record, keys))
 
 
+def _of_shape(record: Record, keys: Keys) -> tuple[str, ...]:
+    """Further columns that the record's shape uses up."""
+    if keys.prompt in record:
+        return ("system",)
+    if keys.messages in record:
+        return ("system",)
+    return ("system", "conversations") if "conversations" in record else ("system", *ALPACA)
+
+
 def _asked(place: str, record: Record, keys: Keys) -> tuple[tuple[Mapping[str, str], ...], str | None]:
     """The messages before the response, and the reference response if there is one."""
+    turns, answer = _shaped(place, record, keys)
+    return with_system(turns, record), answer
+
+
+def _shaped(place: str, record: Record, keys: Keys) -> tuple[tuple[Mapping[str, str], ...], str | None]:
     if keys.prompt in record:
         return conversation(place, record[keys.prompt], "prompt"), _answer(place, record, keys)
-    if keys.messages in record:
-        turns = conversation(place, record[keys.messages], "messages", may_end=True)
-        if turns[-1]["role"] != "assistant":
-            return turns, _answer(place, record, keys)
-        if len(turns) < 2:
-            raise Malformed(f"{place}: messages holds only an answer; it needs the prompt before the answer")
-        return turns[:-1], _text(place, turns[-1]["content"], "last message")
+    own = keys.prompt == "prompt" and keys.messages == "messages"  # a column that was named has to be there
+    column = "conversations" if own and keys.messages not in record else keys.messages
+    if column in record:
+        return _messages(place, record, keys, column)
+    if own and is_alpaca(record):
+        turns = conversation(place, alpaca(record), "instruction with its input and history")
+        return turns, _answer(place, {"answer": record["output"], **record}, keys)
     close = difflib.get_close_matches(keys.prompt, record, 1)
     hint = f"did you mean prompt={close[0]}?" if close else f"set prompt= to one of {', '.join(record) or 'none'}"
     raise Malformed(f"{place}: no column {keys.prompt!r}; {hint} (after the task's name: FILE:prompt=COLUMN)")
 
 
+def _messages(place: str, record: Record, keys: Keys, column: str) -> tuple[tuple[Mapping[str, str], ...], str | None]:
+    turns = conversation(place, record[column], column, may_end=True)
+    if turns[-1]["role"] != "assistant":
+        return turns, _answer(place, record, keys)
+    if len(turns) < 2:
+        raise Malformed(f"{place}: {column} holds only an answer; it needs the prompt before the answer")
+    return turns[:-1], _text(place, turns[-1]["content"], "last message")
+
+
 def conversation(place: str, value: object, what: str, *, may_end: bool = False) -> tuple[Mapping[str, str], ...]:
-    """The turns of a text or a list of turns. Raises Malformed; with `may_end` the last turn may be the assistant's."""
+    """The turns of a text or a list of turns, ShareGPT's too. With `may_end` the last may be the assistant's.
+
+    Raises Malformed.
+    """
+    value = of_sharegpt(value)
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)
     if isinstance(value, list) and value and all(_is_turn(turn) for turn in value):
@@ -246,6 +147,8 @@ def _text(place: str, text: str, what: str) -> str:
 
 def _score(place: str, record: Record, keys: Keys) -> float:
     value = record.get(keys.score, 0.0)
+    if isinstance(value, str) and NUMERAL.fullmatch(value):  # a cell of a CSV file
+        value = float(value)
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
     if keys.score == "score" and keys.min_score == -math.inf:  # a column that happens to have this name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -24,6 +24,16 @@ def parse_options(what: str, text: str) -> Mapping[str, Any]:
     `what` names the owner in errors, as "task 'arithmetic:digits'". Raises ConfigError.
     """
     return dict(_option(what, part) for part in _COMMA_OUTSIDE_BRACKETS.split(text) if part)
+
+
+def take_options(what: str, name: str, taken: Collection[str]) -> tuple[str, Mapping[str, Any]]:
+    """The name without the options `taken`, and those of them that it has. Raises ConfigError."""
+    source, text = split_name(name)
+    own = {key: value for key, value in parse_options(what, text).items() if key in taken} if text else {}
+    if not own:
+        return name, {}
+    parts = [part for part in _COMMA_OUTSIDE_BRACKETS.split(text) if part.partition("=")[0].strip() not in own]
+    return (f"{source}:{','.join(parts)}" if parts else source), own
 
 
 def _option(what: str, part: str) -> tuple[str, Any]:

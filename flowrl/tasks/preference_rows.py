@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.tasks.arithmetic import careless_answer
-from flowrl.tasks.files import Keys, Malformed, Reading, Record, conversation, plain, records
+from flowrl.tasks.files import Keys, conversation, plain
+from flowrl.tasks.formats import Record, records
+from flowrl.tasks.malformed import Malformed, Reading
 from flowrl.tasks.rows import Row
 
 Kind = Literal["pairs", "labelled"]
@@ -111,6 +113,8 @@ def _completion(place: str, record: Record, keys: Keys, name: str, turns: Any) -
 
 def _label(place: str, record: Record, keys: Keys) -> bool:
     found = record.get(keys.label)
+    if isinstance(found, str):  # a cell of a CSV file
+        found = {"true": True, "1": True, "false": False, "0": False}.get(found.strip().lower(), found)
     if found not in (True, False):  # 1 and 0 also match, as they equal True and False
         raise Malformed(
             f"{place}: the column {keys.label!r} is {found!r}; it needs true for a desirable completion and false for "

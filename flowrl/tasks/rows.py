@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -78,24 +78,61 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Demonstration(Row):
+    """A row whose prompt may be that of other rows: of those, it is number `occurrence`."""
+
+    occurrence: int = 0
+
+    @cached_property
+    def prompt_id(self) -> str:
+        """16 hex digits, others for each row of a prompt; the first has those of a plain row."""
+        turns = [dict(turn) for turn in self.turns]
+        return digest([*turns, self.occurrence] if self.occurrence else turns)
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the row is held out; depends only on the prompt."""
+        return Row(self.turns).held_out
+
+
+@dataclass(frozen=True)
 class Rows:
-    """The two disjoint parts of a task, without repeated prompts, each in the order of its source."""
+    """The two disjoint parts of a task, each in the order of its source."""
 
     train: tuple[Row, ...]
     held_out: tuple[Row, ...]
     skipped: tuple[str, ...] = ()
     """What was wrong with the rows that were skipped as malformed, each with its place."""
+    repeated: int = 0
+    """Rows that were left out because another row with the same prompt was taken."""
 
     @classmethod
     def split(cls, rows: Iterable[Row]) -> Rows:
         """Split by hash; of several rows with the same prompt, the first one with the highest score is kept."""
         unique: dict[str, Row] = {}
+        read = 0
         for row in rows:
+            read += 1
             known = unique.get(row.prompt_id)
             if known is None or row.score > known.score:
                 unique[row.prompt_id] = row
-        ordered = list(unique.values())
-        return cls(tuple(r for r in ordered if not r.held_out), tuple(r for r in ordered if r.held_out))
+        return cls._parted(list(unique.values()), read)
+
+    @classmethod
+    def every(cls, rows: Iterable[Row]) -> Rows:
+        """Split by hash, with all rows of a prompt; where their scores differ, those with the highest."""
+        of_prompt: dict[str, list[Row]] = {}
+        for row in (found := list(rows)):
+            of_prompt.setdefault(Row(row.turns).prompt_id, []).append(row)
+        best = [[row for row in same if row.score == max(r.score for r in same)] for same in of_prompt.values()]
+        taken = [Demonstration(row.turns, row.columns, row.score, n) for same in best for n, row in enumerate(same)]
+        return cls._parted(taken, len(found))
+
+    @classmethod
+    def _parted(cls, ordered: Sequence[Row], read: int) -> Rows:
+        """Both parts of the rows that were taken, of those that were read."""
+        train, held_out = (tuple(r for r in ordered if r.held_out is part) for part in (False, True))
+        return cls(train, held_out, repeated=read - len(ordered))
 
 
 MAX_NESTED = 32

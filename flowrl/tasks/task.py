@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.answer_checks import CHECKS
 from flowrl.tasks.name_options import parse_options, split_name
 from flowrl.tasks.rewards import parse_reward
 from flowrl.tasks.weighted_sums import PLUS, Term, terms
@@ -18,7 +19,7 @@ class Task:
     """Prompts with answers, split into training and held-out rows, and the reward that judges responses."""
 
     name: str = "arithmetic"
-    """`arithmetic`, `reasoning_gym/NAME`, a `.jsonl` or `.parquet` file, or a dataset directory.
+    """`arithmetic`, `reasoning_gym/NAME`, a file of rows, a pattern of files, or a dataset directory (docs/data.md).
 
     Options follow a colon: `reasoning_gym/chain_sum:max_terms=3,max_digits=1`, `questions.jsonl:prompt=problem`,
     `gsm8k.jsonl:prompt=question,check=math`. Several sources with weights: `0.7*problems.jsonl + 0.3*arithmetic`.
@@ -59,6 +60,12 @@ class Task:
         return terms(self.name) if len(PLUS.split(self.name)) > 1 else (Term(self.name),)
 
     @property
+    def generated(self) -> bool:
+        """Whether a source of the task makes its rows, so that there is no file whose rows are all wanted."""
+        names = [split_name(term.text)[0] for term in self.sources]
+        return any(name == "arithmetic" or name.startswith("reasoning_gym/") for name in names)
+
+    @property
     def source(self) -> str:
         """The name without its options."""
         return split_name(self.name)[0]
@@ -78,8 +85,8 @@ class Task:
         """The source's own verifier function, as `place:function`."""
         if len(self.sources) > 1:
             return "flowrl.tasks.mixture:score"
-        if self.options.get("check") == "math":
-            return "flowrl.tasks.maths:score"
+        if (check := self.options.get("check")) in CHECKS and check != "exact":
+            return CHECKS[str(check)]
         if self.source.startswith("reasoning_gym/"):
             return "flowrl.tasks.reasoning:score"
         return "flowrl.tasks.verify:exact_match"

@@ -1,0 +1,1 @@
+"""What commands of `flowrl` do that is more than a call."""

@@ -1,0 +1,127 @@
+"""What `flowrl check` and `flowrl run` begin with: the graph, and its options of a run file and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.command_line import option_names, parse_options
+from flowrl.graph.graph import Graph
+from flowrl.graph.load import GraphFile, load_file
+from flowrl.graph.option_types import filled
+from flowrl.graph.run_file import RunFile
+from flowrl.graph.shipped import shipped_names
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A graph that was built with the options of the command line and of a run file."""
+
+    file: GraphFile
+    graph: Graph
+    cfg: Any
+    own: tuple[Any, ...]
+    """The command's own options, one instance for each of its dataclasses."""
+
+
+def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str]) -> Prepared:
+    """Load the graph file, split the options into flowrl's and the graph's own, build the graph."""
+    run_file = _run_file(args)
+    named = bool(args) and not args[0].startswith("-")
+    file = _load(command, args[0] if named else run_file.graph if run_file is not None else "", run_file)
+    _refuse_shadowing(file, own_types)
+    parts = _split(args[1:] if named else args, own_types)
+    given = run_file.values(file.config_type, *_in_run_files()) if run_file is not None else {}
+    defaults = [filled(kind, given) if given else None for kind in (*own_types, file.config_type)]
+    if any("--help" in part for part in parts):
+        _print_help(command, file, own_types, defaults)
+    prog = f"flowrl {command} {file.shown}"
+    own = [
+        parse_options(kind, part, prog=prog, default=default)
+        for kind, part, default in zip(own_types, parts, defaults, strict=False)
+    ]
+    others = [name for kind in own_types for name in option_names(kind)]
+    cfg = file.parse(parts[-1], prog=f"flowrl {command}", others=others, default=defaults[-1])
+    return Prepared(file, file.build(cfg), cfg, tuple(own))
+
+
+def _load(command: str, graph: str, run_file: RunFile | None) -> GraphFile:
+    if graph:
+        return _loaded(graph)
+    if run_file is not None:
+        raise ConfigError(f"{run_file.path} names no graph; add `graph: grpo` to it, or write the graph first")
+    raise ConfigError(
+        f"flowrl {command} needs a graph first, a name or a file: flowrl {command} grpo --field value; "
+        "flowrl graphs lists the names"
+    )
+
+
+def _loaded(graph: str) -> GraphFile:
+    """The graph; of a name that is a file here too, a line says which one is meant."""
+    if graph in shipped_names() and Path(f"{graph}.py").is_file():
+        print(f"flowrl: {graph} is the graph of flowrl; the file here is {graph}.py", file=sys.stderr)
+    return load_file(graph)
+
+
+def _run_file(args: Sequence[str]) -> RunFile | None:
+    """The run file that --config names."""
+    paths = [args[i + 1 : i + 2] if arg == "--config" else [arg[9:]] for i, arg in enumerate(args) if _is_config(arg)]
+    if len(paths) > 1:
+        raise ConfigError("--config is given twice; a run has one run file, and options given beside it win")
+    return RunFile.read(Path(paths[0][0])) if paths and paths[0] else None
+
+
+def _is_config(arg: str) -> bool:
+    return arg == "--config" or arg.startswith("--config=")
+
+
+def _in_run_files() -> tuple[type[Any], ...]:
+    """The dataclasses, besides the graph's, whose options a run file may have."""
+    from flowrl.runtime.driver.options import RunOptions
+
+    return (RunOptions,)
+
+
+def _split(args: Sequence[str], own_types: Sequence[type[Any]]) -> list[list[str]]:
+    """The options of each of `own_types` with their values, then everything else."""
+    own = [option_names(kind) for kind in own_types]
+    parts: list[list[str]] = [[] for _ in (*own, "rest")]
+    target = parts[-1]
+    for arg in args:
+        if arg.startswith("--"):
+            name = arg[2:].partition("=")[0].replace("_", "-")
+            target = next((part for part, names in zip(parts, own, strict=False) if name in names), parts[-1])
+        target.append(arg)
+    return parts
+
+
+def _refuse_shadowing(file: GraphFile, own_types: Sequence[type[Any]]) -> None:
+    own = {field.name for kind in own_types for field in dataclasses.fields(kind)}
+    for field in dataclasses.fields(file.config_type):
+        if field.name in own:
+            raise ConfigError(
+                f"{file.config_type.__name__}.{field.name} in {file.path} has the name of flowrl's own option "
+                f"--{field.name}; rename the field"
+            )
+
+
+def _print_help(command: str, file: GraphFile, own_types: Sequence[type[Any]], defaults: Sequence[Any]) -> None:
+    """All lists of options; ends the process."""
+    kinds = [
+        *((kind, f"flowrl {command} GRAPH") for kind in own_types),
+        (file.config_type, f"flowrl {command} {file.shown}"),
+    ]
+    for (kind, prog), default in zip(kinds, defaults, strict=True):
+        try:
+            parse_options(kind, ["--help"], prog=prog, default=default)
+        except SystemExit:
+            print()
+    for name, leaf in option_names(file.config_type).items():
+        if leaf.startswith(f"{name}."):
+            print(f"--{name} VALUE is short for --{leaf} VALUE")
+    raise SystemExit(0)

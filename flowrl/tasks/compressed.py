@@ -1,0 +1,73 @@
+"""Opens text files that may be compressed: gzip, bzip2, xz and zstandard."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from flowrl.errors import ConfigError
+
+DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error)
+"""What reading a damaged file raises."""
+
+
+def _zstandard(path: Path) -> IO[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"{path}: reading .zst files needs the package zstandard; pip install zstandard") from None
+
+    class Frames(io.RawIOBase):
+        """The decompressed bytes, in which a damaged frame is an OSError as in other formats."""
+
+        def __init__(self) -> None:
+            self._reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            try:
+                found = self._reader.read(len(buffer))
+            except zstandard.ZstdError as problem:
+                raise OSError(str(problem)) from None
+            buffer[: len(found)] = found
+            return len(found)
+
+        def close(self) -> None:
+            self._reader.close()
+            super().close()
+
+    return io.BufferedReader(Frames())
+
+
+def _bzip2(path: Path) -> IO[bytes]:
+    return bz2.open(path, "rb")
+
+
+def _gzip(path: Path) -> IO[bytes]:
+    return io.BufferedReader(gzip.open(path, "rb"))
+
+
+def _xz(path: Path) -> IO[bytes]:
+    return lzma.open(path, "rb")
+
+
+SUFFIXES: dict[str, Callable[[Path], IO[bytes]]] = {
+    ".gz": _gzip,
+    ".bz2": _bzip2,
+    ".xz": _xz,
+    ".zst": _zstandard,
+}
+
+
+def open_text(path: Path, *, newline: str | None) -> IO[str]:
+    """The text of a file, decompressed if its name says so. Bytes that are not UTF-8 become lone surrogates."""
+    raw = SUFFIXES[path.suffix](path) if path.suffix in SUFFIXES else path.open("rb")
+    return io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline=newline)

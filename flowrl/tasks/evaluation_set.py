@@ -1,0 +1,84 @@
+"""Sets of prompts that a policy is evaluated on: the held-out rows of a task, or all rows of a file or split.
+
+As text: `test.jsonl:prompt=question,check=math`, with a name `gsm8k=test.jsonl:check=math`, and with options of the set
+beside those of the task: `gsm8k=test.jsonl:check=math,num=200,samples=4,reward=rules.py:score`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flowrl.errors import ConfigError
+from flowrl.tasks.name_options import take_options
+from flowrl.tasks.rows import HELD_OUT_ONE_IN, Row, Rows
+from flowrl.tasks.task import Task
+
+NAMED = re.compile(r"([A-Za-z_][\w.-]*)=([^:]*.*)", re.DOTALL)
+OWN_OPTIONS = ("num", "samples", "reward")
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """One set. Its figures are named after it."""
+
+    name: str
+    task: Task
+    num: int | None = None
+    """Number of prompts, chosen by their digests; None: all."""
+    samples: int = 1
+    """Answers to each prompt."""
+    whole: bool = False
+    """All rows, not only those that are held out."""
+
+    @classmethod
+    def parse(cls, text: str, *, like: Task, samples: int) -> EvaluationSet:
+        """The set that `text` names, with the system prompt of `like`.
+
+        Answers are scored by the set's `reward`, else by its own verifier if it says `check`, else by the reward of
+        `like`, which is its own verifier if `like` has none. Raises ConfigError.
+        """
+        named = NAMED.fullmatch(text)
+        name, rest = named.groups() if named else ("", text)
+        plain, own = take_options(f"evaluation set {text!r}", rest, OWN_OPTIONS)
+        task = Task(plain, system_prompt=like.system_prompt)
+        reward = (
+            str(own["reward"])
+            if "reward" in own
+            else ""
+            if len(task.sources) == 1 and "check" in task.options
+            else like.reward
+        )
+        found = cls(
+            name or plain,
+            replace(task, reward=reward),
+            num=own.get("num"),
+            samples=own.get("samples", samples),
+            whole=True,
+        )
+        for option, value in (("num", found.num), ("samples", found.samples)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"evaluation set {text!r}: {option} is {value!r}; it needs an integer of at least 1")
+        return found
+
+    def chosen(self, rows: Rows) -> tuple[Row, ...]:
+        """The prompts to ask; they do not depend on the order of the data."""
+        part = (*rows.train, *rows.held_out) if self.whole else rows.held_out
+        return tuple(sorted(part, key=lambda row: row.prompt_id)[: self.num])
+
+    def require_enough(self, found: Sequence[object]) -> None:
+        """Raise ConfigError if there are fewer prompts than `num`."""
+        if self.num is None or len(found) >= self.num:
+            return
+        if self.whole:
+            raise ConfigError(f"{self.name!r} has {len(found)} rows, but num is {self.num}; leave num out to ask all")
+        raise ConfigError(too_few(self.name, len(found), self.num))
+
+
+def too_few(name: str, found: int, wanted: int) -> str:
+    """What to do about too few held-out rows."""
+    return (
+        f"{name!r} has {found or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held out), but {wanted} are to "
+        f"be evaluated; ask for at most {found}, add rows, or name a file whose rows are all asked with --evaluate-task"
+    )

@@ -1,0 +1,245 @@
+"""Records from disk: JSON lines and arrays, CSV, TSV, Parquet, compressed files, directories, patterns, saved datasets.
+
+Text is UTF-8. A line with other bytes is malformed, and so is a line that its format does not allow.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from flowrl.errors import ConfigError
+from flowrl.tasks.compressed import DAMAGED, SUFFIXES, open_text
+from flowrl.tasks.malformed import Malformed, Reading
+
+Record = Mapping[str, Any]
+LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
+TEXTS = (*LINES, ".json", *TABLES)
+FORMATS = ".jsonl, .json, .csv, .tsv, .parquet"
+PATTERN = re.compile(r"[*?\[]")
+OTHER_BYTE = re.compile("[\udc80-\udcff]")
+"""How Python's surrogateescape keeps a byte that is not UTF-8."""
+
+
+def format_of(path: Path) -> str:
+    """The suffix that says how a file is read, without that of its compression; "" if none is known."""
+    name = path.with_suffix("") if path.suffix in SUFFIXES else path
+    known = TEXTS if name is not path else (*TEXTS, ".parquet")
+    return name.suffix if name.suffix in known else ""
+
+
+def is_file_task(path: Path) -> bool:
+    """Whether `path` is a file, a directory or a pattern of files that `records` may be able to read."""
+    return path.is_dir() or (path.is_file() and format_of(path) != "") or (not path.exists() and is_pattern(path))
+
+
+def is_pattern(path: Path) -> bool:
+    """Whether `path` stands for the files that match it, as data/part-*.jsonl does."""
+    return PATTERN.search(str(path)) is not None
+
+
+def records(path: Path, reading: Reading, *, split: str = "train") -> Iterator[tuple[str, Record]]:
+    """(place, record) of everything at `path`. Raises ConfigError if it cannot be read."""
+    if path.is_file():
+        yield from _file(path, reading)
+    elif is_pattern(path) and not path.exists():
+        for file in _matching(path):
+            yield from _file(file, reading)
+    elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        yield from _saved(path, split)
+    else:
+        for file in _files(path, split):
+            yield from _file(file, reading)
+
+
+def _file(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
+    kind = format_of(path)
+    if kind == ".parquet":
+        yield from _parquet(path)
+        return
+    try:
+        with open_text(path, newline="" if kind in TABLES else None) as text:
+            yield from _table(path, text, TABLES[kind], reading) if kind in TABLES else _json(path, text, reading)
+    except DAMAGED as problem:
+        raise ConfigError(f"{path} cannot be read: {problem}; write it again") from None
+
+
+def _json(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, Record]]:
+    """JSON lines, or a file that is one array."""
+    first, blank = text.readline(), ""
+    while first and not first.strip():
+        first, blank = text.readline(), blank + first
+    if format_of(path) == ".json" and first.lstrip().startswith("["):
+        yield from _array(path, blank + first + text.read(), reading)
+        return
+    for number, line in enumerate(itertools.chain([first], text), start=blank.count("\n") + 1):
+        place = f"{path}:{number}"
+        record = reading.attempt(lambda place=place, line=line: _parse(place, line)) if line.strip() else None  # type: ignore[misc]
+        if record is not None:
+            yield place, record
+
+
+def _array(path: Path, content: str, reading: Reading) -> Iterator[tuple[str, Record]]:
+    _require_utf8(str(path), content)
+    try:
+        found = json.loads(content)
+    except json.JSONDecodeError as problem:
+        raise ConfigError(f"{path}:{problem.lineno}: invalid JSON ({problem.msg}); write the array again") from None
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError(f"{path}: {str(problem).partition(';')[0]}; write it as text") from None
+    for number, record in enumerate(found, start=1):
+        place = f"{path}, row {number}"
+        if (checked := reading.attempt(lambda place=place, record=record: _object(place, record))) is not None:  # type: ignore[misc]
+            yield place, checked
+
+
+def _parse(place: str, line: str) -> Record:
+    _require_utf8(place, line)
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as problem:
+        raise Malformed(f"{place}: invalid JSON ({problem.msg}); write one object per line") from None
+    except ValueError as problem:  # an integer of more digits than Python converts
+        raise Malformed(f"{place}: {str(problem).partition(';')[0]}; write it as text") from None
+    except RecursionError:
+        raise Malformed(f"{place}: values nested too deep; flatten them, or write them as text") from None
+    return _object(place, record)
+
+
+def _object(place: str, record: object) -> Record:
+    if not isinstance(record, dict):
+        raise Malformed(f"{place}: a {type(record).__name__} where an object was needed; write one object per line")
+    return record
+
+
+def _table(path: Path, text: IO[str], delimiter: str, reading: Reading) -> Iterator[tuple[str, Record]]:
+    """CSV with a header. Every value is text; a list of turns may be written as JSON."""
+    csv.field_size_limit(sys.maxsize)
+    lines = csv.reader(text, delimiter=delimiter, strict=True)
+    try:
+        header = next(lines, [])
+        _check_header(path, header)
+        for values in lines:
+            place = f"{path}:{lines.line_num}"
+            record = reading.attempt(lambda place=place, values=values: _cells(place, header, values))  # type: ignore[misc]
+            if values and record is not None:
+                yield place, record
+    except csv.Error as problem:
+        raise ConfigError(f"{path}:{lines.line_num}: invalid CSV ({problem}); quote values as CSV does") from None
+
+
+def _check_header(path: Path, header: list[str]) -> None:
+    _require_utf8(f"{path}:1", "".join(header))
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if not header or twice or "" in header:
+        found = f"has the column {twice[0]!r} twice" if twice and twice[0] else "does not name every column"
+        raise ConfigError(f"{path}: its first line {found}; it has to name the columns, each once")
+
+
+def _cells(place: str, header: list[str], values: list[str]) -> Record:
+    _require_utf8(place, "".join(values))
+    if values and len(values) != len(header):
+        raise Malformed(
+            f"{place}: the row has {len(values)} cells, the header {len(header)}; quote what holds a delimiter"
+        )
+    return {name: _turns(value) for name, value in zip(header, values, strict=False)}
+
+
+def _turns(value: str) -> Any:
+    """The turns that a cell holds as JSON, else its text."""
+    if not value.startswith("[{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _require_utf8(place: str, text: str) -> None:
+    if (found := OTHER_BYTE.search(text)) is not None:
+        byte = ord(found.group()) - 0xDC00
+        raise Malformed(
+            f"{place}: the byte 0x{byte:02x} at position {found.start()} is not UTF-8; save the file as UTF-8"
+        )
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"{path}: reading Parquet needs the package pyarrow; pip install pyarrow") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as problem:
+        raise ConfigError(f"{path} is no Parquet file ({problem}); write it again, or name a .jsonl file") from None
+    number = 0
+    for batch in file.iter_batches():
+        for record in batch.to_pylist():
+            number += 1
+            yield f"{path}, row {number}", record
+
+
+def _saved(path: Path, split: str) -> Iterator[tuple[str, Record]]:
+    """A dataset, or one split of several, saved by `datasets`."""
+    try:
+        from datasets import Dataset, DatasetDict, load_from_disk
+    except ImportError:
+        raise ConfigError(f"{path}: reading it needs the package datasets; pip install datasets") from None
+    try:
+        found: Dataset | DatasetDict = load_from_disk(str(path))
+    except (FileNotFoundError, ValueError) as refusal:
+        raise ConfigError(
+            f"{path} is no dataset directory written by save_to_disk ({str(refusal).rstrip('.')}); save one there"
+        ) from None
+    if isinstance(found, DatasetDict):
+        if split not in found:
+            raise ConfigError(f"{path} has no split {split!r}; it has {', '.join(found)}: set the option split")
+        found = found[split]
+    for number, record in enumerate(found, start=1):
+        yield f"{path}, row {number}", record
+
+
+def _matching(pattern: Path) -> list[Path]:
+    """The files that match a pattern, in the order of their names."""
+    base = Path(*(part for part in pattern.parts[: _first_pattern(pattern)])) if pattern.parts else Path()
+    rest = str(Path(*pattern.parts[_first_pattern(pattern) :]))
+    found = sorted(path for path in base.glob(rest) if path.is_file())
+    if not found:
+        raise ConfigError(f"no file matches {pattern}; quote the pattern, and look at its folder")
+    if other := [path for path in found if not format_of(path)]:
+        raise ConfigError(f"{other[0]}, which matches {pattern}, is no file of rows; they end in {FORMATS}")
+    return found
+
+
+def _first_pattern(path: Path) -> int:
+    return next(index for index, part in enumerate(path.parts) if PATTERN.search(part))
+
+
+def _files(path: Path, split: str) -> list[Path]:
+    """The files of a downloaded dataset: those named after the split, or all if none is.
+
+    A .json file counts only where there is no other: datasets describe themselves in such files.
+    """
+    known = sorted(file for file in path.rglob("*") if file.is_file() and format_of(file))
+    found = _without_descriptions(known) or known
+    if not found:
+        raise ConfigError(
+            f"{path} is no dataset directory: it was not written by save_to_disk and holds no file of rows "
+            f"({FORMATS}); name a file, or save a dataset there"
+        )
+    of_split = [file for file in found if file.name.startswith(split)]
+    if not of_split and split != "train":
+        names = ", ".join(file.name for file in found[:5])
+        raise ConfigError(f"{path} has no file of the split {split!r}, whose name begins with it; it has {names}")
+    return of_split or found
+
+
+def _without_descriptions(files: Iterable[Path]) -> list[Path]:
+    return [file for file in files if format_of(file) != ".json"]

@@ -1,0 +1,48 @@
+"""Records that cannot be used: they stop the reading before anything has started, or are skipped and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from flowrl.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Malformed(ConfigError):
+    """A record cannot be used. The error text starts with the record's place."""
+
+
+@dataclass
+class Reading:
+    """How to handle malformed records: stop at the first, or skip them and keep their errors."""
+
+    malformed: str = "stop"
+    skipped: list[str] = field(default_factory=list)
+
+    def attempt(self, make: Callable[[], T]) -> T | None:
+        """Return the result of `make`, None if it raised for a malformed record that is skipped."""
+        try:
+            return make()
+        except Malformed as problem:
+            if self.malformed == "stop":
+                raise
+            self.skipped.append(str(problem))
+            return None
+
+    def at(self, place: str, make: Callable[[], T]) -> T | None:
+        """`attempt` of a `make` for the record at `place`. Values that no message can carry make it malformed."""
+
+        def named() -> T:
+            try:
+                return make()
+            except Malformed:
+                raise
+            except ConfigError as problem:
+                raise Malformed(f"{place}: {problem}") from None
+            except RecursionError:
+                raise Malformed(f"{place}: values nested too deep; flatten them, or write them as text") from None
+
+        return self.attempt(named)

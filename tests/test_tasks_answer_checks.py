@@ -1,0 +1,119 @@
+"""Checks by name: which answer is found in a response, and which references are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.models import Policy
+from flowrl.nodes import PromptSource
+from flowrl.tasks import Task
+from flowrl.tasks.answer_checks import CHECKS, boxed, choice, gsm8k
+from flowrl.tasks.judge import load_judge
+
+SOLUTION = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nShe makes 9 * 2 = $<<9*2=18>>18.\n#### 18"
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "score"),
+    [
+        ("The answer is 18.", SOLUTION, 1),
+        ("#### 18", SOLUTION, 1),
+        ("First 7, then 18.00 dollars", SOLUTION, 1),
+        ("#### 18\nNow I add 5 more.", SOLUTION, 1),
+        ("18, or rather 19", SOLUTION, 0),
+        ("none", SOLUTION, 0),
+        ("", SOLUTION, 0),
+        ("It costs $1,234.50", "#### 1234.5", 1),
+        ("1,2,3", "#### 123", 0),
+        ("20-15=5", "5", 1),
+        ("20-15", "-15", 0),
+        ("It is -5", "-5", 1),
+        ("It is 5", "-5", 0),
+        (".5", "0.5", 1),
+    ],
+)
+def test_the_last_number_or_the_marked_one(response: str, reference: str, score: float) -> None:
+    assert gsm8k([""], [response], answer=[reference]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "score"),
+    [
+        ("so \\boxed{42}", "42", 1),
+        ("so \\boxed{ 42.0 }", "\\boxed{42}", 1),
+        ("\\boxed{1} and then \\boxed{2}", "2", 1),
+        ("\\boxed{1} and then \\boxed{2}", "1", 0),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}", 1),
+        ("\\boxed{7} then \\boxed{8", "7", 1),
+        ("\\boxed{\\text{Evelyn}}", "Evelyn", 1),
+        ("\\boxed{1,000}", "1000", 1),
+        ("\\boxed{50\\%}", "50%", 1),
+        ("42", "42", 0),
+        ("\\boxed{}", "42", 0),
+    ],
+)
+def test_the_last_box(response: str, reference: str, score: float) -> None:
+    assert boxed([""], [response], answer=[reference]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "score"),
+    [
+        ("B", "B", 1),
+        ("(b)", "B", 1),
+        ("B. Paris", "B", 1),
+        ("The answer is (C).", "C", 1),
+        ("Answer: **D**", "D", 1),
+        ("\\boxed{A}", "0", 1),
+        ("\\boxed{\\text{C}}", "2", 1),
+        ("The answer is A. No: the answer is B.", "B", 1),
+        ("the answer is a question", "A", 0),
+        ("A good question", "A", 0),
+        ("I'm not sure", "I", 0),
+        ("", "A", 0),
+        ("C", "B", 0),
+        ("C", "(C)", 1),
+        ("\\boxed{7}", "B", 0),
+    ],
+)
+def test_the_letter_that_is_chosen(response: str, reference: str, score: float) -> None:
+    assert choice([""], [response], answer=[reference]) == [score]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_every_check_is_the_verifier_of_its_task_and_scores(check: str) -> None:
+    task = Task(f"t.jsonl:check={check}")
+    assert task.own_verifier == CHECKS[check]
+    answer = "A" if check == "choice" else "7"
+    said = f"\\boxed{{{answer}}}" if check != "exact" else answer
+    columns = [{"answer": answer}, {"answer": answer}]
+    assert load_judge(task.own_verifier)(["", ""], [said, "nothing"], columns).rewards == (1.0, 0.0)
+
+
+def rows_of(path: Path, *answers: str) -> str:
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{path.stem} {n}", "answer": a}) + "\n" for n, a in enumerate(answers))
+    )
+    return str(path)
+
+
+def test_references_that_the_check_cannot_use_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    file = rows_of(tmp_path / "rows.jsonl", "1", "two", "3", "four")
+    PromptSource(Task(f"{file}:check=boxed"), Policy("tiny"), part="all").preflight()
+    with pytest.raises(ConfigError, match="check=gsm8k needs a number in every answer, but 2 of 4 have none"):
+        PromptSource(Task(f"{file}:check=gsm8k"), Policy("tiny"), part="all").preflight()
+    with pytest.raises(ConfigError, match=r"check=choice needs a letter, .* but 2 of 4 have none"):
+        PromptSource(Task(f"{file}:check=choice"), Policy("tiny"), part="all").preflight()
+    with pytest.raises(ConfigError, match="option check of a task is 'gsm8'; it needs exact, or math"):
+        PromptSource(Task(f"{file}:check=gsm8"), Policy("tiny"), part="all").preflight()
+
+
+def test_each_source_of_a_mixture_has_its_own_check(tmp_path: Path) -> None:
+    one, other = rows_of(tmp_path / "a.jsonl", *map(str, range(40))), rows_of(tmp_path / "b.jsonl", *["B"] * 40)
+    PromptSource(Task(f"{one}:check=gsm8k + {other}:check=choice"), Policy("tiny")).preflight()
+    with pytest.raises(ConfigError, match="check=gsm8k needs a number"):
+        PromptSource(Task(f"{one} + {other}:check=gsm8k"), Policy("tiny")).preflight()

@@ -1,0 +1,212 @@
+"""Evaluation on whole files: what a set's text says, which rows are asked, and which rows remain for training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.errors import ConfigError
+from flowrl.graph.load import load_file
+from flowrl.models import Policy
+from flowrl.nodes import Evaluation, PromptSource
+from flowrl.nodes.dataset import DemonstrationSource
+from flowrl.tasks import Task, load_demonstrations, load_rows
+from flowrl.tasks.evaluation_set import EvaluationSet
+from flowrl.testing import NodeRig
+from tests.test_nodes_evaluation import Answers, rows
+
+TRAIN = Task("arithmetic:max_value=9", system_prompt="Add.")
+
+
+def file_of(path: Path, count: int, first: int = 0) -> str:
+    """GSM8K's shape: worked solutions that end with the answer."""
+    records = [
+        {"question": f"{n}+1", "answer": f"One more than {n}.\n#### {n + 1}"} for n in range(first, first + count)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return f"{path}:prompt=question,check=math"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def parse(text: str, like: Task = TRAIN) -> EvaluationSet:
+    return EvaluationSet.parse(text, like=like, samples=2)
+
+
+def test_the_text_of_a_set() -> None:
+    plain, named = parse("test.jsonl"), parse("gsm8k=t.jsonl:num=7,check=math,samples=4")
+    assert (plain.name, plain.task, plain.num, plain.samples, plain.whole) == (
+        "test.jsonl",
+        Task("test.jsonl", system_prompt="Add."),
+        None,
+        2,
+        True,
+    )
+    assert (named.name, named.task.name, named.num, named.samples) == ("gsm8k", "t.jsonl:check=math", 7, 4)
+    assert parse("a=t.jsonl:num=7").task.name == "t.jsonl"
+    assert parse("data/x=1.jsonl").name == "data/x=1.jsonl", "a path is no name"
+    assert parse("t.jsonl:prompt=q").name == "t.jsonl:prompt=q"
+
+
+def test_what_scores_a_set() -> None:
+    own = Task("train.jsonl", reward="rules.py:score")
+    assert parse("t.jsonl", own).task.verifier == "rules.py:score"
+    assert parse("t.jsonl:check=math", own).task.verifier == "flowrl.tasks.maths:score"
+    assert parse("t.jsonl:reward=other.py:score,check=math", own).task.verifier == "other.py:score"
+    assert parse("t.jsonl").task.verifier == "flowrl.tasks.verify:exact_match"
+
+
+@pytest.mark.parametrize("text", ["t.jsonl:num=0", "t.jsonl:num=few", "t.jsonl:samples=1.5"])
+def test_numbers_of_a_set(text: str) -> None:
+    with pytest.raises(ConfigError, match="it needs an integer of at least 1"):
+        parse(text)
+
+
+def ask(asked: EvaluationSet, training: Task | None = None, right: int = 99) -> tuple[dict[str, float], Any, Answers]:
+    answers = Answers(right=right)
+    node = Evaluation((), Policy("tiny"), sets=(asked,), training=training)
+
+    async def life() -> tuple[dict[str, float], Any]:
+        async with NodeRig(node, name="evaluation", answers={"generate": answers}, preflight=False) as rig:
+            figures = await node.evaluate(phase="before", step=0)
+            await node.finish()
+            return figures, await rig.finished()
+
+    return (*asyncio.run(life()), answers)
+
+
+def test_all_rows_of_a_file_are_asked_by_name_with_several_answers(tmp_path: Path) -> None:
+    text = f"gsm8k={file_of(tmp_path / 'test.jsonl', 1319)},samples=4".replace("check=math,", "")
+    figures, record, answers = ask(EvaluationSet.parse(text, like=TRAIN, samples=1), right=1)
+    assert figures["gsm8k/num_answers"] == figures["num_answers"] == 1319 * 4
+    assert (figures["gsm8k/pass_at_4"], figures["pass_at_4"], figures["gsm8k/pass_at_2"]) == (1.0, 1.0, 0.5)
+    assert figures["mean_at_4"] == 0.25
+    assert len({prompt.prompt_id for prompt in answers.asked}) == 1319
+    (booked,) = rows(record)
+    assert {row.task for row in booked} == {"gsm8k"}
+
+
+def test_of_30_rows_30_are_asked_and_fewer_by_num(tmp_path: Path) -> None:
+    file = file_of(tmp_path / "test.jsonl", 30).replace(",check=math", "")
+    assert len(load_rows(Task(file)).held_out) < 6
+    assert len(parse(file).chosen(load_rows(Task(file)))) == 30
+    some = parse(f"{file},num=7")
+    assert len(some.chosen(load_rows(some.task))) == 7
+    many = parse(f"{file},num=31")
+    with pytest.raises(ConfigError, match="has 30 rows, but num is 31; leave num out to ask all"):
+        many.require_enough(many.chosen(load_rows(many.task)))
+
+
+def test_a_file_of_one_row_can_be_asked_and_trained(tmp_path: Path) -> None:
+    for n in range(12):  # one of them is in the part that is held out elsewhere
+        task = Task(file_of(tmp_path / f"{n}.jsonl", 1, first=n).replace(",check=math", ""))
+        assert len(parse(task.name).chosen(load_rows(task, whole=True))) == 1
+        assert len(PromptSource(task, Policy("tiny"), part="all").rows()) == 1
+
+
+def test_the_log_counts_prompts_that_are_trained_too(tmp_path: Path) -> None:
+    train = Task(file_of(tmp_path / "train.jsonl", 40))
+    asked = parse(f"mine={file_of(tmp_path / 'test.jsonl', 20, first=35)}", train)
+    node = Evaluation((), Policy("tiny"), sets=(asked,), training=train)
+    assert node.preflight() == "mine: 20 prompts, 2 answers each, 5 of them are in the training data too"
+
+
+def config(graph: str, *args: str) -> Any:
+    file = load_file(graph)
+    cfg = file.parse(args)
+    return cfg, file.build(cfg)
+
+
+@pytest.mark.parametrize(
+    "graph", ["grpo", "dapo", "ppo", "rloo", "raft", "reinforce_pp", "distill", "sft", "custom_node"]
+)
+def test_an_explicit_set_leaves_the_training_file_whole(tmp_path: Path, graph: str) -> None:
+    train, test = file_of(tmp_path / "train.jsonl", 40), file_of(tmp_path / "test.jsonl", 30, first=100)
+    _, built = config(graph, "--task", train, "--evaluate-task", f"mine={test}", "--evaluate-samples", "4")
+    prompts, evaluation = (built.nodes[name] for name in ("prompts", "evaluation"))
+    assert isinstance(prompts, PromptSource) and isinstance(evaluation, Evaluation)
+    assert len(prompts.rows()) == 40
+    (asked,) = evaluation.sets
+    assert (asked.name, asked.samples, len(asked.chosen(load_rows(asked.task)))) == ("mine", 4, 30)
+    _, without = config(graph, "--task", train, "--evaluate", "3")
+    held_out = without.nodes["prompts"]
+    assert isinstance(held_out, PromptSource)
+    assert len(held_out.rows()) + len(load_rows(Task(train)).held_out) == 40 > len(held_out.rows())
+
+
+def test_agents_get_whole_sets_and_environments_refuse_them(tmp_path: Path) -> None:
+    test = file_of(tmp_path / "test.jsonl", 30)
+    _, built = config("agent_openai", "--evaluate-task", f"mine={test}")
+    evaluation = built.nodes["evaluation"]
+    assert isinstance(evaluation, Evaluation)
+    assert ([one.name for one in evaluation.agent_sets], evaluation.sets) == (["mine"], ())
+    with pytest.raises(ConfigError, match="--evaluate-task is for graphs that ask the rows of a task"):
+        config("agent_tools", "--evaluate-task", test)
+
+
+def test_two_sets_need_two_names(tmp_path: Path) -> None:
+    test = file_of(tmp_path / "test.jsonl", 30)
+    cfg, _ = config("grpo", "--evaluate-task", f"a={test}", f"b={test},num=5")
+    assert [(one.name, one.num) for one in cfg.evaluation_sets] == [("a", None), ("b", 5)]
+    with pytest.raises(ConfigError, match="--evaluate-task has two sets of the name a; name one of them"):
+        config("grpo", "--evaluate-task", f"a={test}", f"a={test},num=5")
+
+
+def test_too_few_held_out_rows_point_to_whole_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = file_of(tmp_path / "train.jsonl", 30)
+    assert main(["run", "grpo", "--task", train, "--dry-run"]) == 2
+    assert "or name a file whose rows are all asked with --evaluate-task" in capsys.readouterr().err
+
+
+def test_a_split_that_is_not_there_is_no_other_split(tmp_path: Path) -> None:
+    file_of(tmp_path / "train-0.jsonl", 30)
+    assert len(load_rows(Task(f"{tmp_path}:prompt=question"), whole=True).train) > 20
+    with pytest.raises(ConfigError, match="has no file of the split 'test', whose name begins with it"):
+        load_rows(Task(f"{tmp_path}:prompt=question,split=test"))
+
+
+# Supervised fine-tuning keeps every row
+
+
+def answered(path: Path, prompts: int, answers: int, **columns: Any) -> Task:
+    records = [
+        {"prompt": f"q{p}", "answer": f"a{p}.{a % 7}", **columns} for a in range(answers) for p in range(prompts)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return Task(str(path))
+
+
+def test_sft_keeps_all_answers_to_a_prompt_repeated_ones_too(tmp_path: Path) -> None:
+    task = answered(tmp_path / "rows.jsonl", 100, 10)
+    found = load_demonstrations(task)
+    assert len(found.train) + len(found.held_out) == 1000 and found.repeated == 0
+    ids = [row.prompt_id for row in (*found.train, *found.held_out)]
+    assert len(set(ids)) == 1000
+    assert not {row.prompt for row in found.train} & {row.prompt for row in found.held_out}
+    assert load_rows(task).repeated == 900, "where answers are sampled, a prompt is one row"
+    _, built = config("sft", "--task", task.name)
+    source = built.nodes["prompts"]
+    assert isinstance(source, DemonstrationSource) and len(source.rows()) == 1000
+
+
+def test_the_first_row_of_a_prompt_keeps_its_id(tmp_path: Path) -> None:
+    task = answered(tmp_path / "rows.jsonl", 10, 3)
+    assert {row.prompt_id for row in load_rows(task).train} <= {r.prompt_id for r in load_demonstrations(task).train}
+
+
+def test_of_scored_answers_the_best_are_kept_and_the_others_counted(tmp_path: Path) -> None:
+    records = [{"prompt": f"q{p}", "answer": f"a{n}", "score": n % 2} for p in range(20) for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = load_demonstrations(Task(str(tmp_path / "rows.jsonl")))
+    assert len(found.train) + len(found.held_out) == 40 and found.repeated == 40
+    assert {row.answer for row in found.train} == {"a1", "a3"}
