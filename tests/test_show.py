@@ -42,12 +42,14 @@ def record(sample_id: str = "g:0", ended_s: float = 1.0, **fields: Any) -> dict[
         "cause": "",
         "text": "",
         "metrics": {"steps": 2.0},
-        "roles": [["system", "user"], ["tool"]],
+        "seat_rewards": [],
         "rewards": [[3, 0.0], [6, 0.5]],
         "sequences": [
             {
                 "pieces": ["<q>", "1+1", "a", "b\n", "<t>", "2", "\x1b[2J"],
                 "spans": [[2, -1], [1, 3], [1, 4], [1, -1], [2, 4]],
+                "roles": [["system", "user"], ["tool"]],
+                "seat": None,
             }
         ],
     }

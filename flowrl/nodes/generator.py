@@ -274,9 +274,9 @@ class Generator(Node):
         )
         reply = self._replied(turn, await self._responses.respond(asked), arrived_s)
         sampled = reply.token_ids.size - turn.prefix_token_ids.size
-        self.context.metric("tokens_evaluated" if held_out else "tokens_generated", sampled)
-        if not held_out:
-            self.context.ledger.request(turn, reply)
+        of_training = "tokens_of_opponents" if turn.opponent else "tokens_generated"
+        self.context.metric("tokens_evaluated" if held_out else of_training, sampled)
+        self.context.ledger.request(turn, reply)
         return reply
 
     def _replied(self, turn: Turn, response: Response, arrived_s: float) -> Reply:
