@@ -26,7 +26,7 @@ import numpy as np
 
 from flowrl.agents.call_parser import ReplyParser, reply_parser
 from flowrl.episode import Reply, Turn
-from flowrl.errors import FlowrlError
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
@@ -60,6 +60,9 @@ class Generator(Node):
     `turns` answers episodes with the `sampling` of training, or with `evaluation` if an episode is held out; the
     oldest ticket comes first. Calls of tools are parsed by vLLM's `tool_parser` and `reasoning_parser` of these
     names, or by the tokenizer's response template.
+
+    An opponent of the policy may take every nth version only, with `every`: a version that n divides, or the next one
+    that it can get. A resumed run begins with the newest. On a GPU `every` has to be 1.
     """
 
     cpus = 1
@@ -90,6 +93,7 @@ class Generator(Node):
         engine: Mapping[str, Any] | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        every: int = 1,
     ) -> None:
         self.policy = policy
         self.sampling = sampling or Sampling()
@@ -102,6 +106,7 @@ class Generator(Node):
         self.engine = dict(engine or {})
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
+        self.every = every
         self._gate = UpdateGate()
         self._asleep = False
 
@@ -120,6 +125,8 @@ class Generator(Node):
         known = self.sampling.problems(trained=False)
         problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
         problems += refused_arguments(self.engine)
+        if self.every < 1:
+            problems.append(f"every is {self.every}; it needs at least 1; for version 0 alone, ignore the weights port")
         if self.concurrency < 1:
             problems.append(f"concurrency is {self.concurrency}; a generator needs at least 1 slot")
         return problems
@@ -135,6 +142,11 @@ class Generator(Node):
 
     async def setup(self) -> None:
         check_vllm_version()
+        if self.every > 1 and self.context.gpus:
+            raise ConfigError(
+                f"{self.name} takes every {self.every}th version, but on GPUs a generator takes part in every transfer "
+                "of weights; set every=1, or ignore its weights port to stay at version 0"
+            )
         self.context.progress("finding the model")
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self.context.progress("starting vLLM")
@@ -195,7 +207,10 @@ class Generator(Node):
             await self._updates.stay(self.context.start_version)
             return
         async for manifest in self.weights:
-            await self._updates.take(manifest)
+            if skips(self._updates.version, manifest.version, every=self.every):
+                self._updates.skip(manifest)
+            else:
+                await self._updates.take(manifest)
             self.weights.finish(manifest)
         if self._updates.version < 0:
             raise FlowrlError(
@@ -318,6 +333,11 @@ class Generator(Node):
             columns=prompt.columns,
             generated_s=time.time(),
         )
+
+
+def skips(held: int, version: int, *, every: int) -> bool:
+    """Whether a generator that holds the version `held`, -1 if none, waits for a later one than `version`."""
+    return held >= 0 and version // every == held // every
 
 
 def _prefix(asked: Prompt | Turn) -> Completion:

@@ -18,7 +18,7 @@ class Task:
     """Prompts with answers, split into training and held-out rows, and the reward that judges responses."""
 
     name: str = "arithmetic"
-    """`arithmetic`, `reasoning_gym/NAME`, a `.jsonl` or `.parquet` file, or a dataset directory.
+    """`arithmetic`, `sticks`, `reasoning_gym/NAME`, a `.jsonl` or `.parquet` file, or a dataset directory.
 
     Options follow a colon: `reasoning_gym/chain_sum:max_terms=3,max_digits=1`, `questions.jsonl:prompt=problem`,
     `gsm8k.jsonl:prompt=question,check=math`. Several sources with weights: `0.7*problems.jsonl + 0.3*arithmetic`.
