@@ -97,5 +97,12 @@ def evaluate_against(g: Graph, cfg: SelfPlay, first: Generator, generator: Gener
     g.ignore(arena.episodes)
     g.call(arena.generate, generator.turns, affinity_margin=cfg.affinity_margin)
     g.call(arena.opponent, first.turns)
-    held_out = Evaluation((), cfg.model, num_prompts=cfg.evaluate, environments=(cfg.environment,))
+    held_out = Evaluation(
+        (),
+        cfg.model,
+        num_prompts=cfg.evaluate,
+        num_samples=cfg.evaluate_samples,
+        every=cfg.evaluate_every,
+        environments=(cfg.environment,),
+    )
     g.call(g.add("evaluation", held_out).play, arena.requests)
