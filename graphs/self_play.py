@@ -39,9 +39,9 @@ class SelfPlay(GroupedEpisodes):
         if (self.opponent_every or 0) > 1 and self.gpus:
             yield f"--opponent-every is {self.opponent_every}; with --gpus it has to be 0 or 1"
 
-    def player(self, **settings: int) -> Generator:
+    def player(self, every: int = 1) -> Generator:
         """A generator that samples held-out games too: a greedy player would repeat itself."""
-        return Generator(self.model, sampling=self.sampling, evaluation=self.sampling, lora=self.lora, **settings)
+        return Generator(self.model, sampling=self.sampling, evaluation=self.sampling, lora=self.lora, every=every)
 
 
 def graph(cfg: SelfPlay) -> Graph:

@@ -26,7 +26,7 @@ class Sticks(Env):
         self.left = self.rules.start(random.Random(seed))
         return Observation(str(self.left)), Observation()
 
-    async def step(self, action: Action, seat: int = 0) -> Step:  # type: ignore[override]
+    async def step(self, action: Action, seat: int = 0) -> Step:
         taken = self.rules.move(action.text, self.left)
         self.left -= taken
         if taken and self.left:
