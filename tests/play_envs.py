@@ -72,3 +72,9 @@ class Bids(Env):
         heard = [Observation(), Observation()]
         heard[1 - seat] = Observation(f"other said {said}")
         return Step(tuple(heard), tuple(rewards), terminated=said == "end")
+
+
+class BidsApart(Bids):
+    """The same in a process of its own."""
+
+    cooperative = False

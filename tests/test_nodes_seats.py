@@ -73,6 +73,11 @@ def test_each_seat_gets_its_own_reward_at_its_last_turn() -> None:
     assert episode.metrics["seat_0_reward"] == 7.0 and episode.metrics["seat_1_reward"] == 15.0
 
 
+def test_an_environment_in_a_process_of_its_own_is_played_alike() -> None:
+    here, apart = (only_game(play(Script("3", "5", "4", "end"), environment=name)) for name in ("Bids", "BidsApart"))
+    assert texts(here) == texts(apart) and here.rewards_by_turn == apart.rewards_by_turn
+
+
 def test_a_reward_for_what_another_seat_did_is_added_to_the_last_turn() -> None:
     episode = only_game(play(Script("3", "5", "give", "end")))
     assert episode.seat_rewards == ((0, 3.0), (1, 25.0))

@@ -206,6 +206,28 @@ def test_an_attempt_is_printed_by_turns_with_marks_versions_and_rewards() -> Non
     ]
 
 
+def test_seats_are_named_and_each_turn_has_the_reward_of_its_own_seat() -> None:
+    one = {"pieces": ["5", "1"], "spans": [[1, -1], [1, 0]], "roles": [["user"]]}
+    kept = record(
+        sequences=[{**one, "seat": 0}, {**one, "seat": 1}],
+        seat_rewards=[[0, 0.0], [1, 1.0]],
+        rewards=[[1, 0.0], [3, 1.0]],
+        metrics={},
+    )
+    assert [line.plain for line in attempt_text(kept)][1:] == [
+        "sequence 1  seat 0  reward 0",
+        "turn 1  user  1 tokens",
+        "| 5",
+        "turn 1  policy  1 tokens  v0  reward 0",
+        "> 1",
+        "sequence 2  seat 1  reward 1",
+        "turn 1  user  1 tokens",
+        "| 5",
+        "turn 1  policy  1 tokens  v0  reward 1",
+        "> 1",
+    ]
+
+
 def test_text_of_a_policy_cannot_move_the_cursor() -> None:
     assert shown("a\x1b[2J\r\u202eb\n\tü🙂") == "a\\x1b[2J\\r\\u202eb\n\tü🙂"
 
