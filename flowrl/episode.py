@@ -16,7 +16,9 @@ from flowrl.messages import Float32, Int32, Message, Record, Scored, no_ids, no_
 class Episode(Scored):
     """A finished episode: a scored sample whose reply tokens alternate with what the environment said.
 
-    The reward is the sum of what the environment gave in each turn; `turn_rewards` is empty.
+    The reward is the sum of what the environment gave in each turn; `turn_rewards` is empty. If the environment has
+    several seats, the sequences are those of the seats that the policy has played, seat by seat, and the reward is
+    the mean of `seat_rewards`.
     """
 
     turns: int = 0
@@ -31,7 +33,7 @@ class Episode(Scored):
     """Whether it stays out of the loss, and is only compared with its group."""
     rewards_by_turn: tuple[tuple[int, float], ...] = ()
     """(index of the turn's last policy token, reward) of each turn, in order. The index counts through all sequences;
-    the rewards are those after shaping, so their sum is `reward`."""
+    the rewards are those after shaping, so their sum is `reward`, or of a seat's turns the seat's."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Turn(Message):
     ticket: int
     """Of the group; requests with a smaller one are served first. -1 for held-out episodes, which come last."""
     seed: int
-    """Of the sampler: a hash of the sample's seed, the attempt and the turn."""
+    """Of the sampler: a hash of the sample's seed, the attempt, the turn, and whether an opponent is asked."""
     token_ids: Int32
     """The whole context."""
     max_tokens: int
@@ -62,6 +64,8 @@ class Turn(Message):
     """The beginning of the reply, which was sampled before a checkpoint; these arrays are equally long."""
     prefix_logprobs: Float32 = field(default_factory=no_logprobs)
     prefix_versions: Int32 = field(default_factory=no_ids)
+    opponent: bool = False
+    """Asked of an opponent of the policy: its tokens are the environment's, and are not booked."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,8 @@ class EpisodeRecord(Record):
     """Of the attempt's turns, in order."""
     context_ids: Int32 = field(default_factory=no_ids)
     """[T], everything fed and sampled until the newest request that it has asked."""
-    first: Mapping[str, Any] | None = None
-    """What the environment showed at first, as plain data; None until it has."""
+    first: tuple[Mapping[str, Any], ...] | None = None
+    """What the environment showed each seat at first, as plain data; None until it has."""
     steps: tuple[Mapping[str, Any], ...] = ()
     """The environment's steps, as plain data."""
     state: bytes | None = None

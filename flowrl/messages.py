@@ -170,6 +170,10 @@ class Scored(Sample):
     raw_reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     scored_s: float = 0.0
+    seats: tuple[int, ...] = ()
+    """Of an episode: the seat of each sequence; () if the environment has one seat."""
+    seat_rewards: tuple[tuple[int, float], ...] = ()
+    """(seat, its reward after shaping) of each seat that the policy has played, also of one without a turn."""
 
 
 @dataclass(frozen=True)

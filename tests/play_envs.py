@@ -56,14 +56,25 @@ class Failing(Env):
         raise LookupError("no such move")
 
 
-class Two(Env):
-    """Two seats."""
+class Bids(Env):
+    """Two seats hear each other; a number is the reward of who says it, "give" one for the other, "end" the end."""
 
     seats = 2
     cooperative = True
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
-        return (Observation("a"), Observation("b"))
+        return (Observation("you are 0"), Observation("you are 1"))
 
     async def step(self, action: Action, seat: int = 0) -> Step:  # type: ignore[override]
-        return Step((Observation(), Observation()), reward=(0.0, 0.0), terminated=True)
+        said = action.text
+        rewards = [0.0, 0.0]
+        rewards[1 - seat if said == "give" else seat] = float(said) if said.isdigit() else 10.0
+        heard = [Observation(), Observation()]
+        heard[1 - seat] = Observation(f"other said {said}")
+        return Step(tuple(heard), tuple(rewards), terminated=said == "end")
+
+
+class BidsApart(Bids):
+    """The same in a process of its own."""
+
+    cooperative = False

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.messages import Weights
+from flowrl.nodes.generator import skips
 from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
@@ -140,3 +141,25 @@ def test_the_gate_opens_when_all_have_opened_it() -> None:
     assert not gate.is_open
     gate.open("checkpoint")
     assert gate.is_open
+
+
+def taken(versions: Sequence[int], *, every: int) -> list[int]:
+    """Those of the versions that arrive which a generator takes; the latest edge has lost the others."""
+    held = [-1]
+    for version in versions:
+        if not skips(held[-1], version, every=every):
+            held.append(version)
+    return held[1:]
+
+
+def test_a_generator_may_take_every_nth_version() -> None:
+    assert taken(range(8), every=1) == list(range(8))
+    assert taken(range(8), every=3) == [0, 3, 6]
+    assert taken([5, 6, 7, 8, 9, 13], every=3) == [5, 6, 9, 13], "begins with the newest, and takes up what it has lost"
+
+
+def test_a_version_that_is_left_out_holds_no_ticket_back(publisher: Publisher) -> None:
+    rig = Rig()
+    rig.updates.skip(published(publisher, 4))
+    assert rig.context.held == [("generator/0", "policy", 4)]
+    assert rig.updates.version == -1 and not rig.sampler.events

@@ -35,6 +35,7 @@ ONLINE = {
     "iterative_dpo": (*SMALL, *EVALUATED, "--reference", "initial", "--optimizer-steps", "2"),
     "raft": (*SMALL, *EVALUATED, "--evaluate-also", "arithmetic:max_value=12", "--look-ahead", "2"),
     "reinforce_pp": (*SMALL, *EVALUATED, "--kl-target", "0.5"),
+    "self_play": (*SMALL, *EVALUATED, "--opponent-every", "0", "--look-ahead", "4"),
     "rloo": (*SMALL, *EVALUATED, "--normalise-rewards", "--optimizer-steps", "2", "--epochs", "2"),
     "custom_node": (*SMALL, "--on-limit", "mask"),
 }
@@ -92,6 +93,9 @@ def test_two_steps_of_an_online_graph(graph: str, tmp_path: Path, ray: dict[str,
     assert asked(tmp_path / "run") == (BOTH if EVALUATED[0] in ONLINE[graph] else {})
     if graph == "raft":
         assert f"after training ({PROMPTS * ANSWERS} answers, arithmetic:max_value=12)" in printed
+    if graph == "self_play":
+        assert sum(record["tokens_of_opponents"] for record in lines(tmp_path / "run")) > 0
+        assert report.figures["policy spans proven"] == report.figures["requests"] > 0
 
 
 @pytest.mark.parametrize("graph", OFFLINE)

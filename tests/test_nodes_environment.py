@@ -17,10 +17,11 @@ from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.models.characters import character_tokenizer
 from flowrl.nodes import Environment, EnvironmentSource, Limits
-from flowrl.nodes.attempt import messages_of, read_action
+from flowrl.nodes.attempt import read_action
 from flowrl.nodes.attempt_outcomes import FIRST_ATTEMPTS
 from flowrl.nodes.environment_source import prompt_fields
 from flowrl.nodes.episode_node import turn_seed
+from flowrl.nodes.seat import messages_of
 from flowrl.testing import NodeRecord, NodeRig
 from tests import play_envs
 
@@ -261,7 +262,7 @@ def test_held_out_episodes_come_last_and_are_not_booked() -> None:
 
 
 def test_an_environment_that_cannot_be_played_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    for name, text in (("Two", "has 2 seats"), ("Nothing", "has no class 'Nothing'")):
+    for name, text in (("Nothing", "has no class 'Nothing'"),):
         with pytest.raises(ConfigError, match=text):
             Environment(f"{PLAYED}:{name}", Policy("tiny")).preflight()
     bad = tmp_path / "bad.py"

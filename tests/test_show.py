@@ -42,12 +42,14 @@ def record(sample_id: str = "g:0", ended_s: float = 1.0, **fields: Any) -> dict[
         "cause": "",
         "text": "",
         "metrics": {"steps": 2.0},
-        "roles": [["system", "user"], ["tool"]],
+        "seat_rewards": [],
         "rewards": [[3, 0.0], [6, 0.5]],
         "sequences": [
             {
                 "pieces": ["<q>", "1+1", "a", "b\n", "<t>", "2", "\x1b[2J"],
                 "spans": [[2, -1], [1, 3], [1, 4], [1, -1], [2, 4]],
+                "roles": [["system", "user"], ["tool"]],
+                "seat": None,
             }
         ],
     }
@@ -201,6 +203,28 @@ def test_an_attempt_is_printed_by_turns_with_marks_versions_and_rewards() -> Non
         "turn 2  policy  2 tokens  v4  reward 0.5",
         "> 2\\x1b[2J",
         "metrics  steps 2",
+    ]
+
+
+def test_seats_are_named_and_each_turn_has_the_reward_of_its_own_seat() -> None:
+    one = {"pieces": ["5", "1"], "spans": [[1, -1], [1, 0]], "roles": [["user"]]}
+    kept = record(
+        sequences=[{**one, "seat": 0}, {**one, "seat": 1}],
+        seat_rewards=[[0, 0.0], [1, 1.0]],
+        rewards=[[1, 0.0], [3, 1.0]],
+        metrics={},
+    )
+    assert [line.plain for line in attempt_text(kept)][1:] == [
+        "sequence 1  seat 0  reward 0",
+        "turn 1  user  1 tokens",
+        "| 5",
+        "turn 1  policy  1 tokens  v0  reward 0",
+        "> 1",
+        "sequence 2  seat 1  reward 1",
+        "turn 1  user  1 tokens",
+        "| 5",
+        "turn 1  policy  1 tokens  v0  reward 1",
+        "> 1",
     ]
 
 

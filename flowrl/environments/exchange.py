@@ -34,7 +34,7 @@ def observation(found: Any) -> Observation:
 
 def observations(found: Any) -> tuple[Observation, ...]:
     """Those of all seats. Raises MalformedValue."""
-    if not isinstance(found, list) or not found:
+    if not isinstance(found, list | tuple) or not found:
         raise MalformedValue("the process answered without observations")
     return tuple(map(observation, found))
 
@@ -44,7 +44,8 @@ def step(found: Any) -> Step:
     if not isinstance(found, dict):
         raise MalformedValue("the process answered without a step")
     seen = found.get("observation")
-    return _made(Step, {**found, "observation": observations(seen) if isinstance(seen, list) else observation(seen)})
+    several = isinstance(seen, list | tuple)
+    return _made(Step, {**found, "observation": observations(seen) if several else observation(seen)})
 
 
 def state(found: Any) -> bytes | None:

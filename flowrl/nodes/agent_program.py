@@ -32,11 +32,12 @@ from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.messages import Prompt
 from flowrl.models import Policy, check_model, resolve
 from flowrl.nodes.agent_calls import AgentCalls, AgentCallTable
-from flowrl.nodes.attempt import Played, read_action
+from flowrl.nodes.attempt import read_action
 from flowrl.nodes.episode_checks import template_findings
 from flowrl.nodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
 from flowrl.nodes.episode_node import EpisodeNode, turn_seed
 from flowrl.nodes.limits import Limits
+from flowrl.nodes.played import Played
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.shaping import Shaping
 
@@ -237,11 +238,13 @@ class AgentProgram(EpisodeNode):
         assert calls.finished is not None
         used = calls.used()
         own_s = max(0.0, seconds - calls.generate_s)
+        figures = [calls.figures[turn.request_id] for turn, _ in used]
         played = Played(
             turns=len(used),
             step_seconds=[own_s / len(used) for _ in used],
             seconds=seconds,
-            figures=[calls.figures[turn.request_id] for turn, _ in used],
+            figures=figures,
+            later_figures=figures[1:],
             malformed=sum(bool(read_action(reply)[1]) for _, reply in used),
             sequences=calls.finished.sequences,
         )

@@ -1,23 +1,28 @@
 """One attempt at an episode: observations and replies by turns, until the environment or a limit ends it.
 
-Waits: for replies of the generator, and for the environment, whose every call has a limit in seconds.
+The seats act in their order; `seat` says what one of them sees. The policy plays the trained seats, its opponents the
+others.
+
+Waits: for replies of generators, and for the environment, whose every call has a limit in seconds.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flowrl.agents import ChatTemplate, Conversation, History, TokenSequence
+from flowrl.agents import ChatTemplate, History
 from flowrl.environments import Action, Observation, Step
 from flowrl.environments.middle import without_middle
 from flowrl.episode import Reply
 from flowrl.messages import Int32
 from flowrl.nodes.limits import Limits
+from flowrl.nodes.played import Played, note_no_turn, note_seats
+from flowrl.nodes.seat import Seat
 from flowrl.nodes.turn_figures import TurnFigures
 
 MALFORMED_IN_A_ROW = 3
@@ -27,13 +32,16 @@ NAME_BYTES = 256
 
 @dataclass(frozen=True)
 class AskedTurn:
-    """What an attempt asks the generator."""
+    """What an attempt asks a generator."""
 
     turn: int
+    """From 0, of the policy's turns in the attempt, or of its opponents'."""
     token_ids: Int32
     max_tokens: int
     stop: tuple[str, ...]
     tools: tuple[Mapping[str, Any], ...]
+    opponent: bool = False
+    """An opponent of the policy is asked."""
 
 
 Ask = Callable[[AskedTurn], Awaitable[Reply]]
@@ -43,42 +51,8 @@ class PlayedEpisode(Protocol):
     """What an attempt needs of the environment's episode."""
 
     @property
-    def observation(self) -> Observation: ...
-    async def step(self, action: Action) -> Step: ...
-
-
-@dataclass
-class Played:
-    """What an attempt has come to."""
-
-    cut: str = ""
-    """turns, tokens, seconds, malformed_calls or environment; "" if the episode ended by its own rules."""
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(index of the turn's last policy token, through all sequences, reward)"""
-    turns: int = 0
-    finish_reason: str = ""
-    """Of the last reply."""
-    step_seconds: list[float] = field(default_factory=list)
-    """Of each of the environment's steps."""
-    seconds: float = 0.0
-    """From the first observation to the end."""
-    figures: list[TurnFigures] = field(default_factory=list)
-    """Of each reply."""
-    malformed: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    """What the environment counted: of each name, its last value."""
-    sequences: tuple[TokenSequence, ...] = ()
-    """() if nothing was sampled."""
-    text: str = ""
-    """The first context, decoded."""
-    generator: str = ""
-    messages: tuple[Mapping[str, Any], ...] = ()
-    """Everything fed and answered."""
-
-    @property
-    def reward(self) -> float:
-        """The sum over turns."""
-        return sum(reward for _, reward in self.rewards)
+    def observations(self) -> Sequence[Observation]: ...
+    async def step(self, action: Action, seat: int) -> Step: ...
 
 
 class Templates:
@@ -103,7 +77,8 @@ class Templates:
 class Attempt:
     """Plays one episode. `tokens` is the most that a sequence of it may have.
 
-    `elapsed` gives the seconds that count against `limits.episode_s`; without it they count from here.
+    `trained` are the seats that the policy plays, all if it is None. `elapsed` gives the seconds that count against
+    `limits.episode_s`; without it they count from here.
     """
 
     def __init__(
@@ -114,6 +89,7 @@ class Attempt:
         *,
         ask: Ask,
         history: History = "append",
+        trained: Collection[int] | None = None,
         elapsed: Callable[[], float] | None = None,
         outside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -122,91 +98,126 @@ class Attempt:
         self._tokens = tokens
         self._ask = ask
         self._history: History = history
+        self._trained = trained
         self._outside = outside
         self._played = Played()
-        self._malformed_in_a_row = 0
+        self._seats: list[Seat] = []
         self._elapsed = elapsed or _stopwatch()
 
-    def begin(self, observation: Observation) -> int:
-        """Feed the first observation; returns the number of its tokens. Raises ConfigError if it cannot be rendered."""
-        self._tools = observation.tools
-        self._conversation = Conversation(self._templates.of(self._tools), history=self._history)
-        self._conversation.feed(messages_of(observation, (), self._limits.observation_bytes))
-        self._count(observation.metrics)
-        return int(self._conversation.context().size)
+    def begin(self, observations: Sequence[Observation]) -> int:
+        """Show each seat its first observation; returns the number of tokens that the first seat then reads.
+
+        Raises ConfigError if something cannot be rendered.
+        """
+        self._seats = [self._seat(number, first) for number, first in enumerate(observations)]
+        for observation in observations:
+            self._count(observation.metrics)
+        self._context = self._seats[0].read()
+        return int(self._context.size)
+
+    def _seat(self, number: int, first: Observation) -> Seat:
+        return Seat(
+            number,
+            first,
+            self._templates.of(first.tools),
+            history=self._history,
+            observation_bytes=self._limits.observation_bytes,
+            trained=self._trained is None or number in self._trained,
+        )
 
     async def play(self, episode: PlayedEpisode) -> Played:
         """From the first observation to the end. Raises EnvironmentFailed, and what `ask` raises."""
-        self.begin(episode.observation)
-        step = Step(Observation())
+        self.begin(episode.observations)
+        seat, step = self._seats[0], Step(Observation())
         while not (cut := self._limit_reached()):
-            action, unread = await self._turn(step)
-            step = self._complaint(action, unread) or await self._step(episode, action)
-            self._reward(step)
+            action, unread = await self._turn(seat, step)
+            complaint = self._complaint(seat, action, unread)
+            step = complaint or await self._step(episode, action, seat)
+            self._reward(seat, step, made=not complaint)
             if step.over:
                 cut = "environment" if step.truncated and not step.terminated else ""
                 break
-            if self._malformed_in_a_row == MALFORMED_IN_A_ROW:
+            if seat.malformed_in_a_row == MALFORMED_IN_A_ROW:
                 cut = "malformed_calls"
                 break
-            self._conversation.feed(
-                messages_of(step.observations[0], action.tool_calls, self._limits.observation_bytes)
-            )
-        return self.finished(cut)
+            seat = self._next_seat(seat, step, made=not complaint)
+            self._context = seat.read()
+        self.finished(cut)
+        if not self._played.turns and cut != "tokens" and any(seat.turns for seat in self._seats):
+            note_no_turn(self._played, self._seats)
+        return self._played
 
     def _limit_reached(self) -> str:
-        if self._played.turns == self._limits.turns:
+        if sum(seat.turns for seat in self._seats) == self._limits.turns:
             return "turns"
-        if self._conversation.context().size >= self._tokens:
+        if self._context.size >= self._tokens:
             return "tokens"
         return "seconds" if self._elapsed() >= self._limits.episode_s else ""
 
-    async def _turn(self, step: Step) -> tuple[Action, str]:
-        """The next reply, and why its calls cannot be made ("" if they can); `step` is the one before it."""
-        context = self._conversation.context()
+    async def _turn(self, seat: Seat, step: Step) -> tuple[Action, str]:
+        """The seat's reply, and why its calls cannot be made ("" if they can); `step` is the one before it."""
+        context = self._context
         limits = (self._tokens - context.size, self._limits.turn_tokens, step.max_tokens)
         most = min(limit for limit in limits if limit is not None)
-        played, began_s = self._played, time.monotonic()
-        if not played.turns:
-            played.text = self._conversation.template.decode(context)
-        reply = await self._ask(AskedTurn(played.turns, context, most, step.stop, self._tools))
+        began_s = time.monotonic()
+        turn = sum(other.turns for other in self._seats if other.trained == seat.trained)
+        if seat.trained and not turn:
+            self._played.text = self._templates.decode(context)
+        reply = await self._ask(AskedTurn(turn, context, most, step.stop, seat.tools, opponent=not seat.trained))
         seconds = time.monotonic() - began_s
         action, unread = read_action(reply)
         message = {"role": "assistant", "content": action.text} if unread else reply.message
-        self._conversation.sampled(reply.token_ids, reply.behavior_logprobs, reply.versions, message)
-        played.turns += 1
-        played.figures.append(TurnFigures.of(reply, context_tokens=int(context.size), seconds=seconds))
-        played.finish_reason, played.generator = reply.finish_reason, reply.generator
-        self._last_token = self._conversation.num_tokens - 1
+        if seat.trained:
+            self._note_turn(reply, TurnFigures.of(reply, context_tokens=int(context.size), seconds=seconds), seat)
+        seat.sampled(reply, message, action.tool_calls)
         return action, unread
 
-    def _complaint(self, action: Action, unread: str) -> Step | None:
-        """What the policy is told in place of a step if it called what cannot be called; None if it did not."""
-        known = [str(tool["function"]["name"]) for tool in self._tools]
+    def _note_turn(self, reply: Reply, figures: TurnFigures, seat: Seat) -> None:
+        played = self._played
+        played.turns += 1
+        played.figures.append(figures)
+        played.later_figures += [figures] if seat.turns else []
+        played.finish_reason, played.generator = reply.finish_reason, reply.generator
+
+    def _complaint(self, seat: Seat, action: Action, unread: str) -> Step | None:
+        """What the seat is told in place of a step if it called what cannot be called; None if it did not."""
+        known = [str(tool["function"]["name"]) for tool in seat.tools]
         strange = [call.name for call in action.tool_calls if call.name not in known]
         if not unread and not strange:
-            self._malformed_in_a_row = 0
+            seat.malformed_in_a_row = 0
             return None
-        self._malformed_in_a_row += 1
-        self._played.malformed += 1
+        seat.malformed_in_a_row += 1
+        self._played.malformed += seat.trained
         if unread:
             return Step(Observation(f"The call could not be read: {unread.rstrip('.')}. Nothing was called."))
         names = ", ".join(without_middle(name, NAME_BYTES) for name in strange)
         return Step(Observation(f"There is no tool {names}; the tools are {', '.join(known)}. Nothing was called."))
 
-    async def _step(self, episode: PlayedEpisode, action: Action) -> Step:
+    async def _step(self, episode: PlayedEpisode, action: Action, seat: Seat) -> Step:
         began_s = time.monotonic()
         with self._outside("an environment's step"):
-            step = await episode.step(action)
+            step = await episode.step(action, seat.number)
         self._played.step_seconds.append(time.monotonic() - began_s)
         self._count(step.metrics)
         for observation in step.observations:
             self._count(observation.metrics)
         return step
 
-    def _reward(self, step: Step) -> None:
-        (reward,) = step.rewards
-        self._played.rewards.append((self._last_token, reward))
+    def _reward(self, seat: Seat, step: Step, *, made: bool) -> None:
+        if not made:
+            seat.rewarded(0.0)
+            return
+        for other, reward in zip(self._seats, step.rewards, strict=True):
+            other.rewarded(reward)
+
+    def _next_seat(self, seat: Seat, step: Step, *, made: bool) -> Seat:
+        """Show what the step led to; returns the seat that acts now: after a complaint the same one again."""
+        if not made:
+            seat.show(step.observations[0])
+            return seat
+        for other, observation in zip(self._seats, step.observations, strict=True):
+            other.show(observation)
+        return self._seats[(seat.number + 1) % len(self._seats)]
 
     def _count(self, metrics: Mapping[str, float]) -> None:
         self._played.metrics.update(metrics)
@@ -215,8 +226,7 @@ class Attempt:
         """What the attempt has come to until now."""
         self._played.cut = cut
         self._played.seconds = self._elapsed()
-        self._played.messages = self._conversation.messages
-        self._played.sequences = self._conversation.sequences()
+        note_seats(self._played, self._seats)
         return self._played
 
 
@@ -236,22 +246,3 @@ def read_action(reply: Reply) -> tuple[Action, str]:
         unread = "the reply was cut off at its limit of tokens"
     message = {"content": reply.message.get("content") or ""} if unread else reply.message
     return Action.of_message(message, token_ids=ids, finish_reason=reason), unread
-
-
-def messages_of(observation: Observation, calls: Sequence[Any], most_bytes: int) -> list[Mapping[str, Any]]:
-    """An observation as messages, each at most `most_bytes` long.
-
-    A text is one message of the user. After `calls` it is the answer to the first of them, and the others have an
-    empty one.
-    """
-    if observation.messages:
-        return [
-            {**message, "content": without_middle(message["content"], most_bytes)} for message in observation.messages
-        ]
-    text = without_middle(observation.text, most_bytes)
-    if not calls:
-        return [{"role": "user", "content": text}]
-    return [
-        {"role": "tool", "content": "" if index else text, "name": call.name, "tool_call_id": call.call_id}
-        for index, call in enumerate(calls)
-    ]

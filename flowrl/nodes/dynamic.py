@@ -15,6 +15,7 @@ import numpy as np
 from flowrl.errors import FlowrlError
 from flowrl.messages import Scored
 from flowrl.nodes.judged import Judged
+from flowrl.training.advantage.seat_credit import require_one_seat
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class GroupFilter:
         """The reason why these members of a group are not trained on; "" if they are."""
         if self._settings is None:
             return ""
+        require_one_seat(samples, "dynamic sampling")
         reason = self._settings.reason([sample.raw_reward for sample in samples])
         self._judged.add(samples, passed_on=() if reason else samples)
         if reason:

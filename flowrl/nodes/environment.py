@@ -6,6 +6,8 @@ Invariants:
   an environment of its own.
 - The tokens of an episode are those that the generator sampled and those that the template wrote between them, by id.
 - A half-done attempt goes on in a resumed run, with its replies and what the environment showed (`episode_log`).
+- Of an environment with several seats the policy plays all, or one against opponents whose replies are asked of
+  another generator: what opponents say is part of the environment, and never trained.
 
 Waits: for replies, and for the environment (`context.outside`), whose every call has a limit in seconds.
 """
@@ -14,22 +16,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, get_args
 
 from flowrl.agents import History
 from flowrl.environments import EnvironmentFailed, EnvironmentName, Episodes, environment_rows
-from flowrl.episode import Reply
+from flowrl.episode import Reply, Turn
 from flowrl.errors import AttemptFailed, ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.ports import Call
 from flowrl.messages import Prompt
 from flowrl.models import Policy, check_model, resolve
-from flowrl.nodes.attempt import Ask, AskedTurn, Attempt, Played
+from flowrl.nodes.attempt import Ask, AskedTurn, Attempt
 from flowrl.nodes.environment_source import row_of
 from flowrl.nodes.episode_checks import template_findings
 from flowrl.nodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
 from flowrl.nodes.episode_node import EpisodeNode
 from flowrl.nodes.limits import Limits
+from flowrl.nodes.played import Played
 from flowrl.nodes.shaping import Shaping
 
 NO_ROOM = "no_room"
@@ -44,7 +50,12 @@ class Environment(EpisodeNode):
     episodes, without tickets. `shaping` applies to the reward of a whole episode. `history` is what a context is made
     of: with "append" of what was sampled and fed; with "template" of what the template makes of all messages, so that
     an episode has a further sequence (`branches`) for each context that the template rewrote.
+
+    If the environment has several seats, the policy plays all of them. With an edge from `opponent`, it plays one seat,
+    the row's seed plus the epoch modulo the number of seats, and the generator at the end of that edge the others.
     """
+
+    opponent: Call[Turn, Reply]
 
     _pool: Episodes
 
@@ -72,6 +83,10 @@ class Environment(EpisodeNode):
 
     # Declarations for the graph
 
+    def facts(self) -> Facts:
+        facts = super().facts()
+        return replace(facts, optional=(*facts.optional, "opponent"))
+
     def check(self, facts: Any) -> list[str]:
         problems = super().check(facts)
         if self.history not in get_args(History):
@@ -89,17 +104,16 @@ class Environment(EpisodeNode):
     async def _try(self) -> str | None:
         """Begin one episode; returns what is known of the chat template. With a model on disk, also render it."""
         async with self._episodes() as pool:
-            _require_one_seat(self.environment, pool.seats)
             try:
                 episode = await pool.reset(environment_rows(self.environment, number=1).all[0])
             except EnvironmentFailed as failure:
                 raise ConfigError(f"the trial episode of {self.environment!r} failed: {failure}") from None
-            observation = episode.observation
+            observations = episode.observations
             await episode.close_quietly()
-        found = template_findings(self.policy, self.environment, observation.tools, self.generate.server)
+        found = template_findings(self.policy, self.environment, observations[0].tools, self.generate.server)
         if not self.policy.built_in:
             self._load(resolve(self.policy))
-            size = self._new_attempt(_ask_nobody).begin(observation)
+            size = self._new_attempt(_ask_nobody).begin(observations)
             if size >= self._tokens:
                 raise ConfigError(
                     f"the first observation of {self.environment!r} has {size} tokens, but an episode may have "
@@ -107,7 +121,9 @@ class Environment(EpisodeNode):
                 )
         return found
 
-    def _new_attempt(self, ask: Ask, elapsed: Callable[[], float] | None = None) -> Attempt:
+    def _new_attempt(
+        self, ask: Ask, elapsed: Callable[[], float] | None = None, trained: Collection[int] | None = None
+    ) -> Attempt:
         outside = self.context.outside if hasattr(self, "context") else nullcontext
         return Attempt(
             self._templates,
@@ -115,6 +131,7 @@ class Environment(EpisodeNode):
             self._tokens,
             ask=ask,
             history=self.history,
+            trained=trained,
             elapsed=elapsed,
             outside=outside,
         )
@@ -134,7 +151,11 @@ class Environment(EpisodeNode):
         await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
         self._pool = self._episodes()
         await self._pool.__aenter__()
-        _require_one_seat(self.environment, self._pool.seats)
+        if self.opponent.connected and self._pool.seats == 1:
+            raise ConfigError(
+                f"environment {self.environment!r} has one seat, so there is no opponent to play; leave {self.name}."
+                "opponent unconnected, or choose an environment with several seats"
+            )
 
     async def close(self) -> None:
         if hasattr(self, "_pool"):
@@ -146,7 +167,8 @@ class Environment(EpisodeNode):
         async def ask(question: AskedTurn) -> Reply:
             if (known := log.known_reply(question)) is not None:
                 return known
-            reply = await self.ask(log.asking(self.turn(prompt, question, log.attempt, ticket)))
+            turn = log.asking(self.turn(prompt, question, log.attempt, ticket))
+            reply = await self.ask(turn, self.opponent if turn.opponent else self.generate)
             log.replied(reply)
             return reply
 
@@ -157,11 +179,18 @@ class Environment(EpisodeNode):
         try:
             with self.context.outside("an environment's state"):
                 await episode.begin()
-            return await self._to_its_end(self._new_attempt(ask, log.elapsed), episode)
+            return await self._to_its_end(self._new_attempt(ask, log.elapsed, self._trained(prompt)), episode)
         finally:
-            self.generate.forget(prompt.sample_id)
+            for port in (self.generate, self.opponent) if self.opponent.connected else (self.generate,):
+                port.forget(prompt.sample_id)
             with self.context.outside("an environment's end"):
                 await episode.close_quietly()
+
+    def _trained(self, prompt: Prompt) -> Collection[int] | None:
+        """The seats that the policy plays; None: all. The same for all members of a group."""
+        if not self.opponent.connected:
+            return None
+        return ((row_of(prompt).seed + prompt.epoch) % self._pool.seats,)
 
     async def _to_its_end(self, attempt: Attempt, episode: LoggedEpisode) -> Played:
         """Play the attempt. What it has come to goes with its failure."""
@@ -178,10 +207,3 @@ class Environment(EpisodeNode):
 
 async def _ask_nobody(question: AskedTurn) -> Reply:
     raise AssertionError("a trial asks for no reply")
-
-
-def _require_one_seat(environment: str, seats: int) -> None:
-    if seats != 1:
-        raise ConfigError(
-            f"environment {environment!r} has {seats} seats, and one policy plays one; choose an environment with one"
-        )

@@ -14,7 +14,7 @@ Waits: for the environment, whose every call has a limit in seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,16 +94,15 @@ class EpisodeLog:
 
     def known_reply(self, question: AskedTurn) -> Reply | None:
         """The reply to a turn, None if it has to be asked for. Raises EnvironmentFailed for another context."""
-        newest = len(self._before.replies) - (not self._before.asked)
-        if question.turn == newest and not np.array_equal(question.token_ids, self._before.context_ids):
-            text = f"the context of turn {question.turn} has other tokens than before"
-            raise EnvironmentFailed("replay_differs", text)
-        if question.turn >= len(self._replies):
+        number, newest = self._num_answered, len(self._before.replies) - (not self._before.asked)
+        if number == newest and not np.array_equal(question.token_ids, self._before.context_ids):
+            raise EnvironmentFailed("replay_differs", f"the context of turn {number} has other tokens than before")
+        if number >= len(self._replies):
             return None
         self._num_answered += 1
         if not self._replaying:
             self._began_s = time.monotonic()
-        return self._replies[question.turn]
+        return self._replies[number]
 
     def asking(self, turn: Turn) -> Turn:
         """Note a request, and give it the tokens that a checkpoint found of it."""
@@ -129,16 +128,17 @@ class EpisodeLog:
         """The next step that the log has, None if the environment has to make it."""
         return self._steps[self._num_stepped] if self._num_stepped < len(self._steps) else None
 
-    def began(self, observation: Observation, state: bytes | None) -> None:
-        """Note what a fresh environment shows, or compare it with what is known."""
-        shown = exchange.plain(self._cut(observation))
+    def began(self, observations: Sequence[Observation], state: bytes | None) -> None:
+        """Note what a fresh environment shows to each seat, or compare it with what is known."""
+        shown = tuple(exchange.plain(self._cut(observation)) for observation in observations)
         if self.first is None:
             self.first, self.state = shown, state
         _require_equal("the first observation", shown, self.first)
 
     def stepped(self, step: Step, state: bytes | None) -> None:
         """Note a step of the environment, or compare it with the known one."""
-        shown = exchange.plain(replace(step, observation=replace(self._cut(step.observations[0]), tools=())))
+        seen = tuple(replace(self._cut(observation), tools=()) for observation in step.observations)
+        shown = exchange.plain(replace(step, observation=seen))
         known = self.known_step()
         if known is None:
             self._steps.append(shown)
@@ -169,20 +169,21 @@ class LoggedEpisode:
     async def begin(self) -> None:
         """Log what the environment shows first; call it once. Raises EnvironmentFailed if it showed something else."""
         if not self._restored:
-            self._log.began(self._episode.observation, await self._state())
+            self._log.began(self._episode.observations, await self._state())
 
     @property
-    def observation(self) -> Observation:
+    def observations(self) -> tuple[Observation, ...]:
+        """What each seat sees first."""
         assert self._log.first is not None, "`begin` has logged it"
-        return exchange.observation(self._log.first)
+        return tuple(exchange.observation(shown) for shown in self._log.first)
 
-    async def step(self, action: Action) -> Step:
-        """Play one action. Raises EnvironmentFailed, also if the step is not what it was before."""
+    async def step(self, action: Action, seat: int = 0) -> Step:
+        """Play one action of a seat. Raises EnvironmentFailed, also if the step is not what it was before."""
         known = self._log.known_step()
         if known is not None and self._restored:
             self._log.pass_step()
             return exchange.step(dict(known))
-        step = await self._episode.step(action)
+        step = await self._episode.step(action, seat)
         self._log.stepped(step, None if step.over else await self._state())
         return step
 
@@ -205,15 +206,17 @@ async def open_episode(pool: Episodes, row: EnvironmentRow, log: EpisodeLog) -> 
     return LoggedEpisode(opened, log, restored=state is not None, saves=pool.saves)
 
 
-def _require_equal(what: str, shown: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+def _require_equal(what: str, shown: Any, before: Any) -> None:
     now, then = _compared(shown), _compared(before)
     if now != then:
         text = f"{what} of the replay is {str(now)[:SHOWN_CHARACTERS]}, and was {str(then)[:SHOWN_CHARACTERS]}"
         raise EnvironmentFailed("replay_differs", text)
 
 
-def _compared(shown: Mapping[str, Any]) -> dict[str, Any]:
+def _compared(shown: Any) -> Any:
     """All that an environment shows but metrics: they may be times."""
+    if not isinstance(shown, Mapping):
+        return [_compared(one) for one in shown]
     return {
         name: _compared(value) if name == "observation" else value for name, value in shown.items() if name != "metrics"
     }

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.agents import TokenSequence
 from flowrl.environments import RESUME_CAUSES
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.errors import AttemptFailed, ConfigError, SampleFailed
@@ -28,14 +29,18 @@ from flowrl.graph.ports import Call, In, Out, Serve
 from flowrl.messages import Branch, Prompt, Record
 from flowrl.models import Policy, load_tokenizer
 from flowrl.models.directory import context_length
-from flowrl.nodes.attempt import AskedTurn, Played, Templates
+from flowrl.nodes.attempt import AskedTurn, Templates
 from flowrl.nodes.attempt_outcomes import AttemptOutcomes
 from flowrl.nodes.episode_checks import length_problems
 from flowrl.nodes.episode_log import EpisodeLog
 from flowrl.nodes.episode_reports import EpisodeReports
 from flowrl.nodes.limits import Limits
+from flowrl.nodes.played import Played
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.vllm_sampler import EVALUATION
+
+NO_TURN = "no_turn"
+"""Why an episode is dropped that opponents of the policy have ended before its first turn."""
 
 
 class EpisodeNode(Node):
@@ -168,6 +173,9 @@ class EpisodeNode(Node):
         if played.cut and self.limits.on_truncated == "drop":
             self.prompts.drop(prompt, "truncated")
             return
+        if not played.turns:
+            self.prompts.drop(prompt, NO_TURN)
+            return
         self.context.ledger.scored(episode)
         await self.episodes.send(episode)
 
@@ -182,33 +190,32 @@ class EpisodeNode(Node):
                     raise SampleFailed(failure.cause) from None
                 log = log.next_attempt(counts=True)
 
-    async def ask(self, turn: Turn) -> Reply:
-        """The generator's reply, at the place of the turn's ticket."""
+    async def ask(self, turn: Turn, port: Call[Turn, Reply] | None = None) -> Reply:
+        """The reply of the generator behind `port`, the policy's by default, at the place of the turn's ticket."""
         priority = turn.ticket if turn.ticket >= 0 else EVALUATION
-        return await self.generate(turn, session=turn.sample_id, group=turn.group_id, priority=priority)
+        return await (port or self.generate)(turn, session=turn.sample_id, group=turn.group_id, priority=priority)
 
     def turn(self, prompt: Prompt, question: AskedTurn, attempt: int, ticket: int) -> Turn:
         """The request for one reply at this attempt, counted from 0; `ticket` is -1 for a held-out episode."""
         return Turn(
-            request_id=f"{prompt.sample_id}/{attempt}.{question.turn}",
+            request_id=f"{prompt.sample_id}/{attempt}.{'o' * question.opponent}{question.turn}",
             sample_id=prompt.sample_id,
             group_id=prompt.group_id,
             turn=question.turn,
             attempt=attempt,
             ticket=ticket,
-            seed=turn_seed(prompt.seed, attempt, question.turn),
+            seed=turn_seed(prompt.seed, attempt, question.turn, opponent=question.opponent),
             token_ids=question.token_ids,
             max_tokens=question.max_tokens,
             stop=question.stop,
             tools=question.tools,
+            opponent=question.opponent,
         )
 
     def episode(self, prompt: Prompt, played: Played, attempt: int) -> Episode:
         """The message of an episode that was played at this attempt, counted from 0."""
         sequence, *further = played.sequences
-        num_tokens = sum(int(one.policy_mask.sum()) for one in played.sequences)
-        reward = self.shaping.shaped(played.reward, {}, num_tokens=num_tokens, truncated=bool(played.cut))
-        by_turn = self.shaping.by_turn([reward for _, reward in played.rewards], reward)
+        by_seat, by_turn = self._shaped(played)
         now = time.time()
         return Episode(
             sample_id=prompt.sample_id,
@@ -223,14 +230,14 @@ class EpisodeNode(Node):
             policy_mask=sequence.policy_mask,
             behavior_logprobs=sequence.behavior_logprobs,
             versions=sequence.versions,
-            prompt_tokens=int(np.argmax(sequence.policy_mask)),
+            prompt_tokens=before_reply(sequence),
             truncated=bool(played.cut),
             generator=played.generator,
             columns=prompt.columns,
             metrics={**played.metrics, "turns": float(played.turns)},
             generated_s=now,
             branches=tuple(Branch(o.token_ids, o.policy_mask, o.behavior_logprobs, o.versions) for o in further),
-            reward=reward,
+            reward=sum(by_seat) / len(by_seat),
             raw_reward=played.reward,
             scored_s=now,
             turns=played.turns,
@@ -238,15 +245,33 @@ class EpisodeNode(Node):
             environment=self.row_name(prompt),
             cut=played.cut,
             masked=bool(played.cut) and self.limits.on_truncated == "mask",
-            rewards_by_turn=tuple((place, r) for (place, _), r in zip(played.rewards, by_turn, strict=True)),
+            rewards_by_turn=tuple(by_turn),
+            seats=played.seats,
+            seat_rewards=tuple((seat, r) for (seat, _), r in zip(played.seat_rewards, by_seat, strict=False)),
         )
+
+    def _shaped(self, played: Played) -> tuple[list[float], list[tuple[int, float]]]:
+        """The reward of each seat, and the rewards of all turns with their places."""
+        by_seat, by_turn = [], []
+        for reward, turns, num_tokens in played.of_seats():
+            shaped = self.shaping.shaped(reward, {}, num_tokens=num_tokens, truncated=bool(played.cut))
+            rewards = self.shaping.by_turn([one for _, one in turns], shaped)
+            by_seat.append(shaped)
+            by_turn += [(place, one) for (place, _), one in zip(turns, rewards, strict=True)]
+        return by_seat, by_turn
 
     def _response_text(self, played: Played) -> str:
         """What follows the first context, and of each further sequence what follows the context of its first reply."""
-        return "".join(self._templates.decode(s.token_ids[int(np.argmax(s.policy_mask)) :]) for s in played.sequences)
+        return "".join(self._templates.decode(s.token_ids[before_reply(s) :]) for s in played.sequences)
 
 
-def turn_seed(seed: int, attempt: int, turn: int) -> int:
+def before_reply(sequence: TokenSequence) -> int:
+    """The number of tokens before the first sampled one."""
+    return int(np.argmax(sequence.policy_mask)) if sequence.policy_mask.any() else sequence.token_ids.size
+
+
+def turn_seed(seed: int, attempt: int, turn: int, *, opponent: bool = False) -> int:
     """The sampler's seed of one reply: 63 bits of a hash over the sample's seed, the attempt and the turn."""
-    digest = hashlib.blake2b(f"{seed}/{attempt}/{turn}".encode(), digest_size=8).digest()
+    who = "/opponent" * opponent
+    digest = hashlib.blake2b(f"{seed}/{attempt}/{turn}{who}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -12,7 +12,7 @@ import numpy as np
 from flowrl.agents import TokenSequence
 from flowrl.agents.token_pieces import TokenPieces
 from flowrl.messages import Prompt
-from flowrl.nodes.attempt import Played
+from flowrl.nodes.played import Played
 
 MOST_TEXT = 8192
 """Characters of a failure's text, from its end."""
@@ -49,14 +49,20 @@ class EpisodeRecords:
             "cause": cause,
             "text": text[-MOST_TEXT:],
             "metrics": played.metrics,
-            "roles": fed_roles(played.messages),
+            "seat_rewards": played.seat_rewards,
             "rewards": played.rewards,
-            "sequences": [self._sequence(sequence) for sequence in played.sequences],
+            "sequences": [self._sequence(played, number) for number in range(len(played.sequences))],
         }
         return json.dumps(record)
 
-    def _sequence(self, sequence: TokenSequence) -> dict[str, Any]:
-        return {"pieces": self._pieces.of(sequence.token_ids.tolist()), "spans": spans_of(sequence)}
+    def _sequence(self, played: Played, number: int) -> dict[str, Any]:
+        sequence = played.sequences[number]
+        return {
+            "pieces": self._pieces.of(sequence.token_ids.tolist()),
+            "spans": spans_of(sequence),
+            "roles": fed_roles(played.messages[number]) if played.messages else [],
+            "seat": played.seats[number] if played.seats else None,
+        }
 
 
 def spans_of(sequence: TokenSequence) -> list[tuple[int, int]]:

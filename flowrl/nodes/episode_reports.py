@@ -13,9 +13,9 @@ import numpy as np
 from flowrl.agents import TokenSequence
 from flowrl.graph.node import Context
 from flowrl.messages import Prompt
-from flowrl.nodes.attempt import Played
 from flowrl.nodes.episode_record import EpisodeRecords
 from flowrl.nodes.failing_by_length import FailingByLength
+from flowrl.nodes.played import Played
 
 RETOKENIZED_ONE_IN = 8
 """Of the episodes, so many are tokenized again: at 0.1 ms and more a reply it would cost as much as all the rest."""
@@ -76,10 +76,9 @@ class EpisodeReports:
         for figures in played.figures:
             gauge("turn_generate_s", figures.generate_s)
             gauge("turn_slot_s", figures.slot_s)
-        later = played.figures[1:]
         metric("turns", played.turns)
-        metric("later_context_tokens", sum(figures.context_tokens for figures in later))
-        metric("later_cached_tokens", sum(figures.cached_tokens for figures in later))
+        metric("later_context_tokens", sum(figures.context_tokens for figures in played.later_figures))
+        metric("later_cached_tokens", sum(figures.cached_tokens for figures in played.later_figures))
         metric("malformed_calls", played.malformed)
         metric("episodes", 1)
         metric("episodes_truncated", int(bool(played.cut)))

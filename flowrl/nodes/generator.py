@@ -68,6 +68,9 @@ class Generator(Node):
     `turns` answers episodes with the `sampling` of training, or with `evaluation` if an episode is held out; the
     oldest ticket comes first. Calls of tools are parsed by vLLM's `tool_parser` and `reasoning_parser` of these
     names, or by the tokenizer's response template.
+
+    An opponent of the policy may take every nth version only, with `every`: a version that n divides, or the next one
+    that it can get. A resumed run begins with the newest. On a GPU `every` has to be 1.
     """
 
     cpus = 1
@@ -99,6 +102,7 @@ class Generator(Node):
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         probe_tolerance: float | None = None,
+        every: int = 1,
     ) -> None:
         self.policy = policy
         self.sampling = sampling or Sampling()
@@ -112,6 +116,7 @@ class Generator(Node):
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.probe_tolerance = probe_tolerance
+        self.every = every
         self._gate = UpdateGate()
         self._asleep = False
 
@@ -132,6 +137,8 @@ class Generator(Node):
         problems += refused_arguments(self.engine) + self.parallel.problems(self.gpus)
         if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
             problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number from 0 up")
+        if self.every < 1:
+            problems.append(f"every is {self.every}; it needs at least 1; for version 0 alone, ignore the weights port")
         if self.concurrency < 1:
             problems.append(f"concurrency is {self.concurrency}; a generator needs at least 1 slot")
         return problems
@@ -158,6 +165,11 @@ class Generator(Node):
         check_vllm_version()
         if self.context.gpus:
             check_python_headers("what Triton starts vLLM's kernels with")
+        if self.every > 1 and self.context.gpus:
+            raise ConfigError(
+                f"{self.name} takes every {self.every}th version, but on GPUs a generator takes part in every transfer "
+                "of weights; set every=1, or ignore its weights port to stay at version 0"
+            )
         self.context.progress("finding the model")
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self.context.progress("starting vLLM")
@@ -220,7 +232,10 @@ class Generator(Node):
             await self._updates.stay(self.context.start_version)
             return
         async for manifest in self.weights:
-            await self._updates.take(manifest)
+            if skips(self._updates.version, manifest.version, every=self.every):
+                self._updates.skip(manifest)
+            else:
+                await self._updates.take(manifest)
             self.weights.finish(manifest)
         if self._updates.version < 0:
             raise FlowrlError(
@@ -299,9 +314,9 @@ class Generator(Node):
         )
         reply = self._replied(turn, await self._responses.respond(asked), arrived_s)
         sampled = reply.token_ids.size - turn.prefix_token_ids.size
-        self.context.metric("tokens_evaluated" if held_out else "tokens_generated", sampled)
-        if not held_out:
-            self.context.ledger.request(turn, reply)
+        of_training = "tokens_of_opponents" if turn.opponent else "tokens_generated"
+        self.context.metric("tokens_evaluated" if held_out else of_training, sampled)
+        self.context.ledger.request(turn, reply)
         return reply
 
     def _replied(self, turn: Turn, response: Response, arrived_s: float) -> Reply:
@@ -343,6 +358,11 @@ class Generator(Node):
             columns=prompt.columns,
             generated_s=time.time(),
         )
+
+
+def skips(held: int, version: int, *, every: int) -> bool:
+    """Whether a generator that holds the version `held`, -1 if none, waits for a later one than `version`."""
+    return held >= 0 and version // every == held // every
 
 
 def _prefix(asked: Prompt | Turn) -> Completion:

@@ -15,6 +15,7 @@ import numpy as np
 
 from flowrl.messages import Group
 from flowrl.training.advantage.estimate import Estimate, Scale, whole_reward
+from flowrl.training.advantage.seat_credit import require_one_seat
 
 SMALLEST_VARIANCE = 1e-8
 
@@ -79,6 +80,8 @@ class RunningEstimate:
         """`groups` with the advantages of this batch; advances statistics and coefficient by one batch."""
         scale = None
         if self._moments is not None:
+            for group in groups:
+                require_one_seat(group.samples, "a running mean of rewards")
             self._moments.add([whole_reward(sample) for group in groups for sample in group.samples])
             scale = self._moments.scale
             self._metrics |= {"reward_running_mean": scale.mean, "reward_running_std": scale.std}

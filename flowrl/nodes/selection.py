@@ -20,6 +20,7 @@ from flowrl.nodes.judged import Judged
 from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.training.advantage.advantages import all_equal
 from flowrl.training.advantage.estimate import trainable, whole_reward
+from flowrl.training.advantage.seat_credit import require_one_seat
 
 PairReference = Literal["round", "initial"]
 
@@ -49,6 +50,7 @@ class BestOfN(Node):
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
+            require_one_seat(members.items, "a BestOfN")
             best = ranked(members.items)[0]
             kept = self.least_reward is None or best.raw_reward >= self.least_reward
             self._judged.add(members.items, passed_on=[best] if kept else ())
@@ -118,6 +120,7 @@ class PairMaker(Node):
 
     def pair(self, samples: Sequence[Scored]) -> tuple[tuple[Scored, ...], str]:
         """(chosen, rejected), or () if there is no pair, and the reason why the others are left out."""
+        require_one_seat(samples, "a PairMaker")
         require_one_sequence(samples, "a PairMaker")
         if len(samples) < 2:
             return (), "group_too_small"

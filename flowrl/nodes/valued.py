@@ -10,11 +10,13 @@ import numpy as np
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Batch, Group, Trainable, Values
 from flowrl.nodes.one_sequence import require_one_sequence
+from flowrl.training.advantage.seat_credit import require_one_seat
 
 
 def question(groups: Sequence[Group], *, token_budget: int) -> Batch:
     """The samples of `groups` as a request to a critic."""
     samples = tuple(sample for group in groups for sample in group.samples)
+    require_one_seat(samples, "a critic")
     require_one_sequence(samples, "a critic")
     return Batch(
         samples=samples,

@@ -94,6 +94,10 @@ class WeightUpdates:
         await self._probe(manifest)
         return True
 
+    def skip(self, manifest: Weights) -> None:
+        """Leave this version out: nothing that is trained waits for it here, so tickets need not either."""
+        self._context.ledger.holds(self._replica, manifest.policy, manifest.version)
+
     async def stay(self, version: int) -> None:
         """Used if no node sends weights: the loaded weights are `version` for the whole run."""
         await self._sampler.pause()

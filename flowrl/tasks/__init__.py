@@ -20,6 +20,7 @@ from flowrl.tasks.judge import place_of
 from flowrl.tasks.malformed import Reading
 from flowrl.tasks.rewards import Part, parse_reward
 from flowrl.tasks.rows import OF_TASK, Row, Rows
+from flowrl.tasks.sticks import SticksRules, demonstrate_move
 from flowrl.tasks.task import Task
 
 __all__ = [
@@ -139,6 +140,8 @@ def demonstrator(task: Task) -> Demonstrator:
     """The function that gives a warm start the answers to imitate: the task's own, at the quality that it provides."""
     if len(task.sources) > 1:
         return lambda row, rng: demonstrator(Task(row.columns[OF_TASK]))(row, rng)
+    if task.source == "sticks":
+        return functools.partial(demonstrate_move, _options(SticksRules, task))
     return demonstrate if task.source == "arithmetic" else right_answer
 
 
@@ -150,16 +153,18 @@ def right_answer(row: Row, rng: random.Random) -> str:
 def _source(task: Task, reading: Reading) -> Iterable[Row]:
     if task.source == "arithmetic":
         return _options(Arithmetic, task).rows()
+    if task.source == "sticks":
+        return _options(SticksRules, task).rows()
     if task.source.startswith("reasoning_gym/"):
         from flowrl.tasks import reasoning
 
         return reasoning.rows(task)
     if is_file_task(task.path):
         return file_rows(task.path, _options(Keys, task), reading)
-    close = difflib.get_close_matches(task.source, ["arithmetic", "reasoning_gym/chain_sum"], 1, 0.5)
+    close = difflib.get_close_matches(task.source, ["arithmetic", "sticks", "reasoning_gym/chain_sum"], 1, 0.5)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"there is no task {task.source!r}: it is neither arithmetic, nor reasoning_gym/NAME, nor a file "
+        f"there is no task {task.source!r}: it is neither arithmetic, nor sticks, nor reasoning_gym/NAME, nor a file "
         f"({FORMATS}), pattern or dataset directory on this machine.{hint}"
     )
 

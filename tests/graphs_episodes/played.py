@@ -86,10 +86,13 @@ class Speaker(Node):
             self.ready.set()
             self.context.ledger.holds(f"{self.name}/{self.context.replica}", weights.policy, weights.version)
 
+    def says(self, draws: random.Random) -> str:
+        return "".join(draws.choices("abc", k=draws.randrange(1, 6)))
+
     async def answer(self, turn: Turn) -> Reply:
         version, draws = self.version, random.Random(turn.seed)
         await asyncio.sleep(draws.random() * 0.1)  # in virtual time
-        text = "".join(draws.choices("abc", k=draws.randrange(1, 6)))
+        text = self.says(draws)
         ids = np.array(self.tokenizer(f"{text}<|end|>")["input_ids"], np.int32)
         reply = Reply(
             request_id=turn.request_id,

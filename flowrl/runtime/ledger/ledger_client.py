@@ -124,8 +124,11 @@ class LedgerClient:
     # Episodes
 
     def request(self, turn: Turn, reply: Reply) -> None:
-        """Report that the request of a turn has ended; the generator does, before it answers. Not for held-out ones."""
-        if turn.ticket < 0:
+        """Report that the request of a turn has ended; the generator does, before it answers.
+
+        Held-out turns are not booked, and neither are those of opponents.
+        """
+        if turn.ticket < 0 or turn.opponent:
             return
         arrays = (reply.token_ids, reply.behavior_logprobs, reply.versions)
         digest, context = request_digest(turn.token_ids, *arrays), len(turn.token_ids)

@@ -48,10 +48,12 @@ def blocks_of(sequence: Mapping[str, Any]) -> list[Block]:
 def attempt_text(record: Mapping[str, Any]) -> Iterator[Text]:
     """One kept attempt, line by line."""
     yield Text(_heading(record), style="bold")
+    start = 0
     for number, sequence in enumerate(record["sequences"], start=1):
-        if len(record["sequences"]) > 1:
-            yield Text(f"sequence {number}", style="bold")
-        yield from _sequence(sequence, record)
+        if len(record["sequences"]) > 1 or sequence["seat"] is not None:
+            yield Text(f"sequence {number}{_seat(sequence, record)}", style="bold")
+        yield from _sequence(sequence, record, start)
+        start += len(sequence["pieces"])
     if record["metrics"]:
         yield Text("metrics  " + "  ".join(f"{name} {value:g}" for name, value in record["metrics"].items()))
     if record["text"]:
@@ -64,23 +66,31 @@ def _heading(record: Mapping[str, Any]) -> str:
     return f"attempt {record['attempt']}  {end}  ({record['turns']} turns, {record['seconds']:.1f} s)"
 
 
-def _sequence(sequence: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[Text]:
+def _seat(sequence: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """Which seat it is, and what this one got; "" in an environment of one seat."""
+    if (seat := sequence["seat"]) is None:
+        return ""
+    return f"  seat {seat}  reward {dict(record['seat_rewards'])[seat]:g}"
+
+
+def _sequence(sequence: Mapping[str, Any], record: Mapping[str, Any], start: int) -> Iterator[Text]:
+    """`start` is the number of tokens of the sequences before it."""
     num_fed = num_sampled = 0
     for block in blocks_of(sequence):
         if block.sampled:
             num_sampled += 1
-            yield Text(f"turn {num_sampled}  policy  {_facts(block, record)}", style="dim")
+            yield Text(f"turn {num_sampled}  policy  {_facts(block, record, start + block.start)}", style="dim")
         else:
-            roles = record["roles"][num_fed] if num_fed < len(record["roles"]) else []
+            roles = sequence["roles"][num_fed] if num_fed < len(sequence["roles"]) else []
             num_fed += 1
             yield Text(f"turn {num_fed}  {', '.join(roles) or 'context'}  {block.num_tokens} tokens", style="dim")
         yield from _lines(block)
 
 
-def _facts(block: Block, record: Mapping[str, Any]) -> str:
+def _facts(block: Block, record: Mapping[str, Any], start: int) -> str:
+    """`start` is the number of tokens before the block, through all sequences."""
     versions = ", ".join(dict.fromkeys(f"v{version}" for _, version in block.pieces))
-    end = block.start + block.num_tokens
-    given = [reward for place, reward in record["rewards"] if block.start <= place < end]
+    given = [reward for place, reward in record["rewards"] if start <= place < start + block.num_tokens]
     return f"{block.num_tokens} tokens  {versions}" + "".join(f"  reward {reward:g}" for reward in given)
 
 

@@ -1,7 +1,8 @@
 """Computes an advantage at each policy token from the rewards of one group's members.
 
 The steps run in this order, and a graph selects some of them: normalisation of rewards, KL before the baseline,
-the group's baseline, KL token by token, return-to-go (or GAE if there are a critic's values).
+the group's baseline, KL token by token, return-to-go (or GAE if there are a critic's values). Of episodes with seats
+they run once for each seat (`seat_credit`).
 
 Axes: K members that were scored, T tokens of the longest of them.
 """
@@ -30,6 +31,7 @@ from flowrl.training.advantage.advantages import (
     returns_to_go,
     token_rewards,
 )
+from flowrl.training.advantage.seat_credit import of_seat, seats_of
 from flowrl.training.advantage.turn_credit import Credit, at_tokens, rewards_of_turns, turn_advantages
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -113,6 +115,8 @@ class Estimate:
         `kl_coef` replaces the estimate's own; `scale` normalises rewards first. Raises ConfigError if a
         sample lacks data that the estimate needs.
         """
+        if len(seats := seats_of(samples)) > 1:
+            return self._by_seat(samples, seats, kl_coef, scale)
         if self.credit == "turn":
             return self._by_turn(samples)
         scale = scale or Scale()
@@ -127,6 +131,18 @@ class Estimate:
             return tuple(trainable(s, advantages_T, returns_T) for s, advantages_T, returns_T in rows)
         advantages_KT = returns_to_go(rewards_KT, mask_KT, gamma=self.gamma)
         return tuple(trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_KT, strict=True))
+
+    def _by_seat(
+        self, samples: Sequence[Scored], seats: Sequence[int], kl_coef: float | None, scale: Scale | None
+    ) -> tuple[Trainable, ...]:
+        """Each seat is compared with the same seat of the others; a token has the advantage of its seat."""
+        advantages_K = [np.zeros(sample.num_tokens) for sample in samples]
+        for seat in seats:
+            mine = [k for k, sample in enumerate(samples) if seat in dict(sample.seat_rewards)]
+            views = [of_seat(samples[k], seat) for k in mine]
+            for k, made in zip(mine, self.trainable(views, kl_coef=kl_coef, scale=scale), strict=True):
+                advantages_K[k] += made.advantages
+        return tuple(trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_K, strict=True))
 
     def _by_turn(self, samples: Sequence[Scored]) -> tuple[Trainable, ...]:
         rewards_K = [rewards_of_turns(sample) for sample in samples]

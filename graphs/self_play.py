@@ -1,0 +1,108 @@
+"""GRPO on a game that the policy plays against itself: both seats are trained, each with its own reward.
+
+A group is one start of the game, played `group_size` times; a seat is compared with the same seat of the others. With
+`--opponent-every N` the policy plays one seat, against its own version of every N steps, whose replies are not
+trained; with 0 against version 0. Held-out games are played against version 0, whose weights are never replaced: the
+score is the share of games that the policy wins.
+
+    flowrl run graphs/self_play.py --steps 60
+    flowrl run graphs/self_play.py --steps 60 --opponent-every 10
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flowrl import Graph
+from flowrl.blocks import too_low
+from flowrl.nodes import EnvironmentSource, Evaluation, Generator, GroupAdvantage
+from flowrl.recipes.agent_tools import GroupedEpisodes
+from flowrl.tasks import Task
+
+
+@dataclass(frozen=True)
+class SelfPlay(GroupedEpisodes):
+    environment: str = "flowrl.environments.sticks_env:Sticks"
+    """The name of an environment with several seats, as in docs/environments.md."""
+    task: Task = Task("sticks")
+    """What `tiny` is warm-started on; other policies do not look at it."""
+    opponent_every: int | None = None
+    """None: the policy plays all seats. N: it plays one, against its version of every N steps; 0: against version 0."""
+    max_tokens: int = 4
+    evaluate: int = 256
+    """Held-out games against version 0, before and after training; 0: none."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, opponent_every=0)
+        if (self.opponent_every or 0) > 1 and self.gpus:
+            yield f"--opponent-every is {self.opponent_every}; with --gpus it has to be 0 or 1"
+
+    def player(self, every: int = 1) -> Generator:
+        """A generator that samples held-out games too: a greedy player would repeat itself."""
+        return Generator(self.model, sampling=self.sampling, evaluation=self.sampling, lora=self.lora, every=every)
+
+
+def graph(cfg: SelfPlay) -> Graph:
+    g = Graph("self_play")
+    prompts = g.add("prompts", EnvironmentSource(cfg.environment, repeat=cfg.group_size))
+    environment = g.add("environment", cfg.episodes(cfg.environment))
+    generator = g.add("generator", cfg.player(), replicas=cfg.num_generators, gpus=cfg.gpus)
+    advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
+    batcher = g.add("batcher", cfg.batcher())
+    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
+
+    g.connect(prompts.prompts, environment.prompts)
+    g.call(environment.generate, generator.turns, affinity_margin=cfg.affinity_margin)
+    g.connect(environment.episodes, advantage.scored)
+    g.connect(advantage.groups, batcher.groups)
+    g.connect(batcher.batches, trainer.batches, dispatch="gang")
+    g.latest(trainer.weights, generator.weights)
+
+    players, until = [generator], [generator.weights]
+    if cfg.evaluate or cfg.opponent_every == 0:
+        first = g.add("first", cfg.player(), gpus=cfg.gpus)
+        g.ignore(first.weights)  # it stays at version 0
+        players.append(first)
+        if cfg.opponent_every == 0:
+            g.call(environment.opponent, first.turns)
+        if cfg.evaluate:
+            evaluate_against(g, cfg, first, generator)
+    if cfg.opponent_every:
+        opponent = g.add("opponent", cfg.player(every=cfg.opponent_every), gpus=cfg.gpus)
+        g.call(environment.opponent, opponent.turns)
+        g.latest(trainer.weights, opponent.weights)
+        players.append(opponent)
+        until.append(opponent.weights)
+    for player in players:
+        g.ignore(player.prompts)
+        g.ignore(player.rollouts)
+    if not cfg.gpus and len(players) > 1:
+        g.time_share(trainer, *players[1:])
+    g.admit(
+        prompts.prompts,
+        until=tuple(until),
+        staleness=cfg.staleness,
+        on_limit=cfg.on_limit,
+        look_ahead=cfg.look_ahead,
+    )
+    return g
+
+
+def evaluate_against(g: Graph, cfg: SelfPlay, first: Generator, generator: Generator) -> None:
+    """Held-out games, in which the policy of `generator` plays one seat and `first` the others."""
+    arena = g.add("arena", cfg.episodes(cfg.environment))
+    g.ignore(arena.prompts)
+    g.ignore(arena.episodes)
+    g.call(arena.generate, generator.turns, affinity_margin=cfg.affinity_margin)
+    g.call(arena.opponent, first.turns)
+    held_out = Evaluation(
+        (),
+        cfg.model,
+        num_prompts=cfg.evaluate,
+        num_samples=cfg.evaluate_samples,
+        every=cfg.evaluate_every,
+        environments=(cfg.environment,),
+    )
+    g.call(g.add("evaluation", held_out).play, arena.requests)
