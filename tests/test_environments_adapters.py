@@ -32,7 +32,7 @@ from flowrl.tasks.task import Task
 LAKE = "gymnasium/FrozenLake-v1:is_slippery=False,actions=left/down/right/up"
 SLIPPERY = "gymnasium/FrozenLake-v1"
 SUMS = "reasoning_gym/chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1"
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 
 def played(name: str, scenario: Callable[[Episodes], Awaitable[None]]) -> None:

@@ -24,7 +24,7 @@ NIM = "textarena/Nim-v0"
 NUMBER = "gem/game:GuessTheNumber-v0-easy"
 GSM8K = "skyrl_gym/gsm8k_multi_turn:task=arithmetic,max_value=9"
 RLHF = f"openrlhf/{AGENT}:task=arithmetic,max_value=9"
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 
 def played(name: str, scenario: Callable[[Episodes], Awaitable[None]]) -> None:

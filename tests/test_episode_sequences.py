@@ -23,7 +23,7 @@ from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.runtime.ledger.token_digest import policy_spans, request_digest
 from flowrl.testing import run_node
 from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.batch.batch_stats import BatchStats
+from flowrl.training.batch.batch_stats import BatchStats, length_name
 from flowrl.training.batch.masks import loss_masks, trained_mask
 from flowrl.training.batch.micro_batch import make_micro_batch
 from flowrl.training.batch.sequence_rows import in_rows
@@ -159,6 +159,24 @@ def test_a_use_covers_all_sequences() -> None:
     stats = BatchStats.of([made], [mask], 5)
     assert (stats.num_samples, stats.response_tokens, stats.trained_tokens) == (1, 12, use.tokens)
     assert stats.stale_tokens == use.stale_tokens
+
+
+def test_lengths_of_what_trained_are_counted_once_an_episode() -> None:
+    """Policy tokens of all sequences; an episode without a token in the loss has not trained."""
+    made = [trainable(0, THREE), trainable(1, [[9, 8]]), trainable(2, [[40]])]
+    masks = [made[0].whole_mask, made[1].whole_mask, made[2].whole_mask & False]
+    found = BatchStats.of(made, masks, 0).metrics()
+    assert {name: found[name] for name in found if name.startswith("lengths")} == {
+        "lengths_trained/tokens_1_16": 1,
+        "lengths_trained/tokens_17_32": 1,
+    }
+    one_turn = BatchStats.of(made[2:], [made[2].whole_mask], 0).metrics()
+    assert not [name for name in one_turn if name.startswith("lengths")]
+
+
+@pytest.mark.parametrize(("tokens", "name"), [(1, "1_16"), (16, "1_16"), (17, "17_32"), (32, "17_32"), (33, "33_64")])
+def test_a_range_of_lengths_ends_at_the_double_of_the_one_before(tokens: int, name: str) -> None:
+    assert length_name(tokens) == f"tokens_{name}"
 
 
 def test_the_batcher_counts_an_episode_once_and_says_what_repeats() -> None:

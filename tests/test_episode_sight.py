@@ -23,7 +23,7 @@ from flowrl.nodes import Environment, Generator, Limits
 from flowrl.nodes.episode_reports import retokenizes
 from flowrl.runtime.telemetry.metrics import Metrics
 from flowrl.runtime.telemetry.statistics import Statistics
-from flowrl.training.batch.batch_stats import ages_by_turn
+from flowrl.training.batch.batch_stats import ages_by_turn, length_name
 from tests import play_envs
 from tests.test_nodes_environment import Script, failing
 from tests.test_nodes_environment import play as play_node
@@ -37,7 +37,9 @@ def test_the_figures_of_a_played_episode(tmp_path: Path) -> None:
     record = play_node(Script("go"), failing(tmp_path, times=2), limits=Limits(tokens=400, retries=2))
     gauges, metrics = record.gauges, record.metrics
     assert gauges["episode_turns"] == [1] and len(gauges["turn_slot_s"]) == len(gauges["turn_environment_s"]) == 1
-    assert gauges["episode_tokens"] == [record.sent("episodes")[0].token_ids.size]
+    (sent,) = record.sent("episodes")
+    assert gauges["episode_tokens"] == [sent.token_ids.size]
+    assert metrics[f"lengths_offered/{length_name(sent.response_tokens)}"] == 1, "the failed attempt offers none"
     assert (metrics["attempts"], metrics["attempts_failed"], metrics["attempts_failed/env_raised"]) == (2, 1, 1)
     assert (metrics["episodes"], metrics["episodes_truncated"], metrics["replies_checked"]) == (1, 0, 1)
     assert [one["cause"] for one in record.episodes] == ["env_raised", ""]
@@ -89,9 +91,12 @@ def test_every_figure_of_a_run_is_in_the_table(tmp_path: Path) -> None:
             "turns_3_4",
             "turns_5_8",
             "turn_2",
+            "repeated_tokens_share",
+            "sequences_per_sample",
         ):
             assert figure in names, figure
     assert any(line.get("attempts_failed/env_raised") for line in lines)
+    assert any(name.startswith("lengths_offered/tokens_") for name in names)
 
 
 # Check and preflight

@@ -32,7 +32,7 @@ ROOT = Path(FILE).parent.parent
 PAGE = (ROOT / "docs" / "endpoint.md").read_text(encoding="utf-8")
 TOKENIZER = character_tokenizer()
 ONCE = Limits(tokens=400, retries=0)
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 
 def prompt(member: int = 0, **columns: Any) -> Prompt:

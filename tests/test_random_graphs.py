@@ -29,7 +29,7 @@ from tests.random_graphs.shape import FEATURES
 
 FIRST = int(os.environ.get("FLOWRL_RANDOM_SEED", "0"))
 GRAPHS = int(os.environ.get("FLOWRL_RANDOM_GRAPHS", "100"))
-FAST, AT_ONCE = 10, 5
+FAST, AT_ONCE = 5, 5
 PLAIN = "taps,routers,parted,second,late,later,wraps"
 """Left out where any graph will do."""
 
@@ -109,6 +109,7 @@ def _by_the_record_alone(fault: Callable[[], AbstractContextManager[Any]]) -> It
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
@@ -136,6 +137,7 @@ def test_a_bound_that_the_last_step_breaks_is_what_the_run_ends_with() -> None:
     assert "'actor' updates version 4 with tokens of" in violation.text
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_with_its_graph_and_the_features_it_needs() -> None:
     with _see_twice():
         verdict = smaller(judge(1, PLAIN))

@@ -44,12 +44,14 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "unpacked"
 
 
+@pytest.mark.slow
 def test_a_wheel_has_every_graph_once(unpacked: Path) -> None:
     assert {path.name for path in unpacked.iterdir() if not path.name.endswith(".dist-info")} == {"flowrl"}
     graphs = {path.stem: path.read_text() for path in (unpacked / "flowrl" / "recipes").glob("*.py")}
     assert graphs == {name: (ROOT / "graphs" / f"{name}.py").read_text() for name in NAMES}
 
 
+@pytest.mark.slow
 def test_an_installed_graph_is_imported_and_checked(unpacked: Path, tmp_path: Path) -> None:
     code = (
         "import flowrl.recipes.grpo as grpo, flowrl.recipes.kto as kto, flowrl\n"

@@ -12,7 +12,7 @@ from tests.test_runtime_half_done import killed
 
 PLAYED = Path(__file__).parent / "graphs_episodes" / "agents_played.py"
 STEPS = 4
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def play(run_dir: Path, *, steps: int = STEPS, resume: bool = False, **config: Any) -> GraphRun:

@@ -64,7 +64,13 @@ def require_kept(ran: GraphRun, records: dict[str, EpisodeRecord]) -> int:
     return tokens
 
 
-@pytest.mark.parametrize(("kind", "step_s"), [("Paced", 0.02), ("Paced", 0.5), ("Saving", 0.2)])
+SLOW = pytest.mark.slow  # `make test` plays them all
+
+
+@pytest.mark.parametrize(
+    ("kind", "step_s"),
+    [("Paced", 0.02), pytest.param("Paced", 0.5, marks=SLOW), pytest.param("Saving", 0.2, marks=SLOW)],
+)
 def test_half_done_episodes_go_on_where_they_were(tmp_path: Path, kind: str, step_s: float) -> None:
     play(tmp_path / "run", kind=kind, step_s=step_s)
     records = killed(tmp_path / "run", after=2)
@@ -95,6 +101,7 @@ def begun_anew(ran: GraphRun, records: dict[str, EpisodeRecord], cause: str) -> 
     return anew
 
 
+@SLOW
 def test_an_attempt_whose_replay_differs_is_void_and_begins_anew(tmp_path: Path) -> None:
     play(tmp_path / "run", kind="Drifting", step_s=0.2)
     records = killed(tmp_path / "run", after=2)
@@ -105,6 +112,7 @@ def test_an_attempt_whose_replay_differs_is_void_and_begins_anew(tmp_path: Path)
     assert max(line.get(counted, 0) for line in ran.metrics()) == len(anew)
 
 
+@SLOW
 def test_an_environment_that_neither_replays_nor_saves_begins_anew(tmp_path: Path) -> None:
     play(tmp_path / "run", kind="Once", step_s=0.2)
     records = killed(tmp_path / "run", after=2)
@@ -112,6 +120,7 @@ def test_an_environment_that_neither_replays_nor_saves_begins_anew(tmp_path: Pat
     assert begun_anew(ran, records, "resumed") == {name for name, record in records.items() if record.first is not None}
 
 
+@SLOW
 @pytest.mark.parametrize("kind", ["Paced", "Saving"])
 def test_a_second_resume_goes_on_from_the_middle_of_a_replay(tmp_path: Path, kind: str) -> None:
     config: dict[str, Any] = {"kind": kind, "step_s": 0.5, "groups_per_step": 5, "staleness": 2, "steps": 5}

@@ -226,6 +226,17 @@ def test_what_a_library_starts_apart_belongs_to_no_node_but_the_wait_for_it_does
     assert len(reasons_of(asks)) == 1
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.0001])
+def test_a_call_that_is_due_at_once_is_no_timer(delay_s: float) -> None:
+    kept = []
+
+    async def body(activity: Activity) -> None:
+        kept.append(asyncio.get_running_loop().call_later(delay_s, int))
+        await item(activity)
+
+    assert reasons_of(body) == []
+
+
 def test_a_task_that_was_woken_has_moved_already() -> None:
     woken: list[asyncio.Future[None]] = []
 

@@ -105,6 +105,7 @@ def test_tallies_of_parts_add_up_to_the_whole() -> None:
     whole = BatchStats.of(samples, masks, 3)
     parts = [BatchStats.of(samples[i::2], masks[i::2], 3) for i in range(2)]
     assert BatchStats.total(parts).metrics() == pytest.approx(whole.metrics())
+    assert BatchStats.total(parts).lengths == whole.lengths and whole.lengths.total() > 1
     trained = np.concatenate([s.versions[m] for s, m in zip(samples, masks, strict=True)])
     assert whole.metrics()["staleness_mean"] == pytest.approx((3 - trained).mean())
     assert whole.metrics()["tokens_trained"] == trained.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -73,8 +74,13 @@ FILES_GIVEN_UP = {"books.py", "cutter.py", "pieces.py", "tally.py", "asking.py",
 SAME_FILE_NAMES = {"__init__.py", "__main__.py"}
 
 
-def identifiers(path: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def identifiers(path: Path) -> frozenset[tuple[str, int]]:
     """Names that a file defines, binds, reads or passes, with their lines."""
+    return frozenset(_identifiers(path))
+
+
+def _identifiers(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         line = getattr(node, "lineno", 0)
         match node:

@@ -16,6 +16,7 @@ from flowrl.messages import Prompt
 from flowrl.nodes.episode_record import EpisodeRecords
 from flowrl.nodes.failing_by_length import FailingByLength
 from flowrl.nodes.played import Played
+from flowrl.training.batch.batch_stats import length_name
 
 RETOKENIZED_ONE_IN = 8
 """Of the episodes, so many are tokenized again: at 0.1 ms and more a reply it would cost as much as all the rest."""
@@ -71,6 +72,8 @@ class EpisodeReports:
         gauge("episode_turns", played.turns)
         gauge("episode_s", played.seconds)
         gauge("episode_tokens", sum(sequence.token_ids.size for sequence in played.sequences))
+        sampled = sum(int(sequence.policy_mask.sum()) for sequence in played.sequences)
+        metric(f"lengths_offered/{length_name(sampled)}", 1)
         for seconds in played.step_seconds:
             gauge("turn_environment_s", seconds)
         for figures in played.figures:

@@ -127,7 +127,8 @@ class HostLoop(uvloop.Loop):
         self, delay: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
         timer: asyncio.TimerHandle = super().call_later(delay, callback, *args, context=context)
-        if (owner := in_node.get()) is not None:
+        # uvloop gives a plain handle for a delay below a millisecond: that call is due at once
+        if (owner := in_node.get()) is not None and hasattr(timer, "when"):
             owner.timers.add(timer)
         return timer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
@@ -10,6 +11,9 @@ import numpy as np
 
 from flowrl.messages import Bool, Trainable
 from flowrl.training.batch.masks import trained_mask
+
+SHORT = 16
+"""Policy tokens: the end of the first range of lengths."""
 
 
 @dataclass
@@ -30,6 +34,8 @@ class BatchStats:
     oldest_age: int = 0
     turn_ages: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Turns, by their name in a metrics line -> (sum of ages over trained tokens, number of these)."""
+    lengths: Counter[str] = field(default_factory=Counter)
+    """Name of a range of lengths -> samples with a trained token whose policy tokens are so many."""
 
     @classmethod
     def of(cls, samples: Sequence[Trainable], masks: Sequence[Bool], version: int) -> BatchStats:
@@ -50,6 +56,7 @@ class BatchStats:
                 stats.age += int(ages.sum())
                 stats.oldest_age = max(stats.oldest_age, int(ages.max()))
                 stats._add_turn_ages(ages_by_turn(sample, mask, version))
+                stats.lengths[length_name(sample.response_tokens)] += 1
         return stats
 
     @classmethod
@@ -70,6 +77,7 @@ class BatchStats:
             whole.age += part.age
             whole.oldest_age = max(whole.oldest_age, part.oldest_age)
             whole._add_turn_ages(part.turn_ages)
+            whole.lengths += part.lengths
         return whole
 
     def _add_turn_ages(self, ages: Mapping[str, tuple[int, int]]) -> None:
@@ -101,13 +109,15 @@ class BatchStats:
             "staleness_mean": self.age / trained if trained else None,
             "staleness_max": self.oldest_age if trained else None,
             **{f"reward/{name}": value / n for name, value in self.reward_parts.items()},
-            **self._staleness_by_turn(),
+            **self._of_turns(),
         }
 
-    def _staleness_by_turn(self) -> dict[str, float]:
-        """Mean ages by turn; nothing if no sample has a second turn."""
-        several = len(self.turn_ages) > 1
-        return {f"staleness/{name}": age / tokens for name, (age, tokens) in sorted(self.turn_ages.items()) if several}
+    def _of_turns(self) -> dict[str, float]:
+        """Mean ages by turn, and numbers of samples by length; nothing if no sample has a second turn."""
+        if len(self.turn_ages) <= 1:
+            return {}
+        ages = {f"staleness/{name}": age / tokens for name, (age, tokens) in sorted(self.turn_ages.items())}
+        return ages | {f"lengths_trained/{name}": number for name, number in sorted(self.lengths.items())}
 
 
 def ages_by_turn(sample: Trainable, mask: Bool, version: int) -> dict[str, tuple[int, int]]:
@@ -123,6 +133,14 @@ def ages_by_turn(sample: Trainable, mask: Bool, version: int) -> dict[str, tuple
         these = ages[doublings == doubling]
         found[_turns_name(doubling)] = (int(these.sum()), int(these.size))
     return found
+
+
+def length_name(tokens: int) -> str:
+    """The name of the range with this number of policy tokens; each range ends at the double of the one before."""
+    most = SHORT
+    while most < tokens:
+        most *= 2
+    return f"tokens_{1 if most == SHORT else most // 2 + 1}_{most}"
 
 
 def _turns_name(doubling: int) -> str:
