@@ -274,9 +274,12 @@ def _weights(graph: Graph, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPla
 
 
 def _at_once_on_gpus(trainer: HostPlan, reader: HostPlan) -> bool:
-    """Whether both can take part in a broadcast: at the same time, and on different GPUs, as NCCL requires."""
+    """Whether both can take part in a broadcast: at the same time, and on different GPUs, as NCCL requires.
+
+    A reader in turns may have to wait for its devices, and their holder for the trainer.
+    """
     apart = trainer.machine != reader.machine or not set(trainer.gpus) & set(reader.gpus)
-    return bool(trainer.gpus and reader.gpus) and apart and not trainer.lease and not reader.lease
+    return bool(trainer.gpus and reader.gpus) and apart and not reader.lease
 
 
 def _weight_transport(trainer: HostPlan, reader: HostPlan, in_host_memory: bool) -> WeightTransport | None:

@@ -64,6 +64,7 @@ class HostActor:
         os.umask(PRIVATE)
         pin(spec.cores)
         self._spec = spec
+        self._gpus = reserved_gpus()
         self._loop = HostLoop()
         self._thread = threading.Thread(target=self._turn_loop, name="flowrl-engine", daemon=True)
         self._thread.start()
@@ -91,7 +92,7 @@ class HostActor:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def open(self) -> dict[str, Any]:
-        return {**await self._on_loop(self._engine.open()), "gpus": reserved_gpus()}
+        return {**await self._on_loop(self._engine.open()), "gpus": self._gpus}
 
     async def wire(
         self,
