@@ -38,6 +38,7 @@ SHARED = (
     "evaluate_samples",
     "evaluate_every",
     "evaluate_also",
+    "evaluate_task",
     "staleness",
     "on_limit",
     "look_ahead",
