@@ -109,7 +109,8 @@ class PromptSource(RowSource):
             self.context.metric("prompts_too_long", 1)
             if self.too_long == "truncate":
                 token_ids = token_ids[-self.max_prompt_tokens :]
-        self.context.gauge("prompts_too_long_share", self._long / self._seen)
+        if self._long:
+            self.context.gauge("prompts_too_long_share", self._long / self._seen)
         return self.members(row.prompt_id, epoch, text=text, token_ids=token_ids, columns=row.columns)
 
     async def offer(self, group: list[Prompt]) -> bool:
