@@ -6,8 +6,9 @@ flowrl run custom_node --steps 60
 from dataclasses import dataclass
 
 from flowrl import Facts, Graph, In, Node, Out, Sample
-from flowrl.blocks import OnlineOptions, evaluate
-from flowrl.nodes import GroupAdvantage, PromptSource, Reward, Shaping
+from flowrl.blocks import evaluate
+from flowrl.nodes import GroupAdvantage, Reward, Shaping
+from flowrl.prompt_options import PromptOptions
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
@@ -35,13 +36,13 @@ def short_and_right(prompt: str, response: str, *, answer: str) -> dict[str, obj
 
 
 @dataclass(frozen=True)
-class Custom(OnlineOptions):
+class Custom(PromptOptions):
     evaluate: int = 0
 
 
 def graph(cfg: Custom) -> Graph:
     g = Graph("custom_node")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
+    prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     no_echo = g.add("no_echo", NoEcho())
     scoring = Reward(cfg.task, function=short_and_right, shaping=Shaping(negate=cfg.negate_rewards))

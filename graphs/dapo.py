@@ -6,13 +6,14 @@ flowrl run dapo --steps 60
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import OnlineOptions, evaluate
-from flowrl.nodes import DynamicSampling, GroupAdvantage, Overlong, PromptSource, Reward, Shaping
+from flowrl.blocks import evaluate
+from flowrl.nodes import DynamicSampling, GroupAdvantage, Overlong, Reward, Shaping
+from flowrl.prompt_options import PromptOptions
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class DAPO(OnlineOptions):
+class DAPO(PromptOptions):
     clip_low: float = 0.2
     """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.28
@@ -35,7 +36,7 @@ def graph(cfg: DAPO) -> Graph:
     overlong = Overlong(cfg.max_tokens, cfg.overlong_buffer, cfg.overlong_factor) if cfg.overlong_buffer else None
 
     g = Graph("dapo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
+    prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(overlong=overlong, negate=cfg.negate_rewards)))
     advantage = g.add("advantage", GroupAdvantage("group_norm", size=cfg.group_size, dynamic=dynamic))

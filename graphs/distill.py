@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import OnlineOptions, evaluate
+from flowrl.blocks import evaluate
 from flowrl.models import Policy
-from flowrl.nodes import PromptSource, Teacher, TeacherAdvantage
+from flowrl.nodes import Teacher, TeacherAdvantage
+from flowrl.prompt_options import PromptOptions
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class Distill(OnlineOptions):
+class Distill(PromptOptions):
     policy: str = "tiny"
     """The student: tiny, smollm2, or the path of a Hugging Face model directory."""
     temperature: float = 1.0
@@ -38,7 +39,7 @@ def graph(cfg: Distill) -> Graph:
     objective = ReverseKL(negate=cfg.negate_rewards) if cfg.exact else PolicyObjective()
 
     g = Graph("distill")
-    prompts = g.add("prompts", PromptSource(cfg.task, student, repeat=cfg.group_size, part=cfg.trained_part))
+    prompts = g.add("prompts", cfg.prompts(student))
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     judge = g.add(
         "teacher",

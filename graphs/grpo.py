@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import OnlineOptions, evaluate
-from flowrl.nodes import AdaptiveKL, DynamicSampling, GroupAdvantage, PromptSource, Reference, Reward, Shaping
+from flowrl.blocks import evaluate
+from flowrl.nodes import AdaptiveKL, DynamicSampling, GroupAdvantage, Reference, Reward, Shaping
+from flowrl.prompt_options import PromptOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class GRPO(OnlineOptions):
+class GRPO(PromptOptions):
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
     """What a sample is compared with: the mean of its group, with or without division by the group's standard
     deviation, the other samples, or nothing."""
@@ -59,7 +60,7 @@ def graph(cfg: GRPO) -> Graph:
     dynamic = DynamicSampling(cfg.groups_per_step) if cfg.dynamic_sampling else None
 
     g = Graph("grpo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
+    prompts = g.add("prompts", cfg.prompts())
     generator = g.add(
         "generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, cpus=cfg.cpus, gpus=cfg.gpus
     )

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import OnlineOptions, evaluate
-from flowrl.nodes import PairMaker, PromptSource, Reference, Reward, RewardModel, Shaping
+from flowrl.blocks import evaluate
+from flowrl.nodes import PairMaker, Reference, Reward, RewardModel, Shaping
+from flowrl.prompt_options import PromptOptions
 from flowrl.training.loss.preference_objectives import DPO
 
 
 @dataclass(frozen=True)
-class IterativeDPO(OnlineOptions):
+class IterativeDPO(PromptOptions):
     staleness: int = 0
     """0: a round is admitted when every generator has the last one's weights. Above 0, that many rounds overlap."""
     groups_per_step: int = 32
@@ -54,7 +55,7 @@ def graph(cfg: IterativeDPO) -> Graph:
     )
 
     g = Graph("iterative_dpo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
+    prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", judge, gpus=cfg.one_gpu if cfg.reward_model else 0)
     pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference))

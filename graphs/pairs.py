@@ -9,6 +9,7 @@ from typing import Literal
 from flowrl import Graph
 from flowrl.blocks import SamplingOptions
 from flowrl.nodes import Generator, PairMaker, PairWriter, PromptSource, Reward
+from flowrl.nodes.source import TooLong
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,23 @@ class Pairs(SamplingOptions):
     """Which prompts. Readers of the file hold out the same prompts again, so `all` has both parts."""
     num_prompts: int | None = None
     """Number of prompts; None: all."""
+    max_prompt_tokens: int = 512
+    """Most tokens of a prompt."""
+    too_long: TooLong = "drop"
+    """Prompts over the limit are dropped and counted, lose their beginning, or are an error before training."""
 
 
 def graph(cfg: Pairs) -> Graph:
     g = Graph("pairs")
     source = PromptSource(
-        cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.part, num_prompts=cfg.num_prompts, epochs=1
+        cfg.task,
+        cfg.model,
+        repeat=cfg.group_size,
+        part=cfg.part,
+        num_prompts=cfg.num_prompts,
+        epochs=1,
+        max_prompt_tokens=cfg.max_prompt_tokens,
+        too_long=cfg.too_long,
     )
     prompts = g.add("prompts", source)
     generator = g.add(

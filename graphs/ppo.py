@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import OnlineOptions, evaluate
+from flowrl.blocks import evaluate
 from flowrl.models import Policy
 from flowrl.nodes import (
     AdaptiveKL,
     Critic,
     JoinedAdvantage,
-    PromptSource,
     Reference,
     Reward,
     RewardModel,
     Shaping,
     Trainer,
 )
+from flowrl.prompt_options import PromptOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.value_objective import ValueObjective
@@ -32,7 +32,7 @@ from flowrl.training.settings import ZeroSettings
 
 
 @dataclass(frozen=True)
-class PPO(OnlineOptions):
+class PPO(PromptOptions):
     gpus: float = 0
     """GPUs of each model process. Actor and reference take turns on theirs, so do critic trainer and critic."""
     group_size: int = 4
@@ -79,7 +79,7 @@ def graph(cfg: PPO) -> Graph:
     cpus = cfg.cpus if cfg.cpus is not None else 1 if cfg.gpus else 0.5 / cfg.num_trainers
 
     g = Graph("ppo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
+    prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     judge: Reward | RewardModel = (
         RewardModel(cfg.reward_model, cfg.model, cfg.task, normalise=True, shaping=shaping, dtype=cfg.dtype)

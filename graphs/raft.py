@@ -7,13 +7,14 @@ flowrl run raft --reward-model runs/reward_model/checkpoints/step_000200 --steps
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import OnlineOptions, evaluate
-from flowrl.nodes import BestOfN, PromptSource, Reward, RewardModel, Shaping
+from flowrl.blocks import evaluate
+from flowrl.nodes import BestOfN, Reward, RewardModel, Shaping
+from flowrl.prompt_options import PromptOptions
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class RAFT(OnlineOptions):
+class RAFT(PromptOptions):
     groups_per_step: int = 32
 
     reward_model: str = ""
@@ -32,7 +33,7 @@ def graph(cfg: RAFT) -> Graph:
     )
 
     g = Graph("raft")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
+    prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", judge, gpus=cfg.one_gpu if cfg.reward_model else 0)
     best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward))

@@ -7,14 +7,15 @@ flowrl run reinforce_pp --baseline --steps 60
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import OnlineOptions, evaluate
-from flowrl.nodes import AdaptiveKL, GroupAdvantage, PromptSource, Reference, Reward, Shaping
+from flowrl.blocks import evaluate
+from flowrl.nodes import AdaptiveKL, GroupAdvantage, Reference, Reward, Shaping
+from flowrl.prompt_options import PromptOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class ReinforcePP(OnlineOptions):
+class ReinforcePP(PromptOptions):
     baseline: bool = False
     """REINFORCE++-baseline: subtract the group's mean from each reward before the batch is normalised."""
     kl_coef: float = 0.001
@@ -34,7 +35,7 @@ def graph(cfg: ReinforcePP) -> Graph:
     adaptive_kl = None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target)
 
     g = Graph("reinforce_pp")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
+    prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))

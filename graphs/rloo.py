@@ -6,14 +6,15 @@ flowrl run rloo --steps 60
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import OnlineOptions, evaluate
-from flowrl.nodes import GroupAdvantage, PromptSource, Reference, Reward, Shaping
+from flowrl.blocks import evaluate
+from flowrl.nodes import GroupAdvantage, Reference, Reward, Shaping
+from flowrl.prompt_options import PromptOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class RLOO(OnlineOptions):
+class RLOO(PromptOptions):
     kl_coef: float = 0.001
     """Weight of the KL to the initial weights in the reward; 0: none."""
     kl_before_baseline: bool = True
@@ -27,7 +28,7 @@ def graph(cfg: RLOO) -> Graph:
     objective = PolicyObjective(kind="reinforce", aggregation="constant", length=cfg.max_tokens)
 
     g = Graph("rloo")
-    prompts = g.add("prompts", PromptSource(cfg.task, cfg.model, repeat=cfg.group_size, part=cfg.trained_part))
+    prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))

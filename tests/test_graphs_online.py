@@ -38,6 +38,7 @@ SHARED = (
     "evaluate_samples",
     "evaluate_every",
     "evaluate_also",
+    "evaluate_task",
     "staleness",
     "on_limit",
     "look_ahead",
@@ -45,6 +46,8 @@ SHARED = (
     "optimizer_steps",
     "epochs",
     "negate_rewards",
+    "max_prompt_tokens",
+    "too_long",
 )
 TRAINED = (*EVERY_ONLINE, "sft", "dpo", "kto", "reward_model")
 EVALUATED = (*EVERY_ONLINE, "sft", "dpo", "kto")

@@ -106,6 +106,41 @@ def test_long_prompts_are_passed_over_and_counted(tmp_path: Path) -> None:
         groups(PromptSource(Task(str(path)), Policy("tiny"), max_prompt_tokens=2))
 
 
+def long_rows(tmp_path: Path) -> tuple[Task, int, int]:
+    """A task, and of its training prompts how many there are, and how many have more than 23 tokens."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(f'{{"prompt": "{"x" * n}"}}' for n in range(1, 41)))
+    record = admitted(PromptSource(Task(str(path)), Policy("tiny"), max_prompt_tokens=99))
+    lengths = [len(group[0].token_ids) for group in record.groups("prompts")]
+    return Task(str(path)), len(lengths), sum(length > 23 for length in lengths)
+
+
+def test_long_prompts_lose_their_beginning_and_are_counted(tmp_path: Path) -> None:
+    task, total, long = long_rows(tmp_path)
+    whole = admitted(PromptSource(task, Policy("tiny"), max_prompt_tokens=99)).groups("prompts")
+    record = admitted(PromptSource(task, Policy("tiny"), max_prompt_tokens=23, too_long="truncate"))
+    found = record.groups("prompts")
+    assert (len(found), record.metrics["prompts_too_long"]) == (total, long) and 0 < long < total
+    for (cut, *_), (before, *_) in zip(found, whole, strict=True):
+        assert cut.token_ids.tolist() == before.token_ids[-23:].tolist() and cut.text == before.text
+
+
+def test_the_share_of_long_prompts_is_told(tmp_path: Path) -> None:
+    task, total, long = long_rows(tmp_path)
+    record = admitted(PromptSource(task, Policy("tiny"), max_prompt_tokens=23))
+    assert (len(record.groups("prompts")), record.metrics["prompts_too_long"]) == (total - long, long)
+    assert record.gauges["prompts_too_long_share"][-1] == pytest.approx(long / total)
+
+
+def test_long_prompts_are_an_error_where_that_is_asked_for(tmp_path: Path) -> None:
+    task, total, long = long_rows(tmp_path)
+    with pytest.raises(ConfigError, match=f"{long} of {total} prompts of .* longer than max_prompt_tokens = 23"):
+        groups(PromptSource(task, Policy("tiny"), max_prompt_tokens=23, too_long="error"))
+    assert len(groups(PromptSource(task, Policy("tiny"), max_prompt_tokens=99, too_long="error"))) == total
+    (problem,) = PromptSource(task, Policy("tiny"), too_long="cut").check(None)  # type: ignore[arg-type]
+    assert problem == "too_long is 'cut'; choose one of drop, truncate, error"
+
+
 def test_settings_out_of_range_are_problems() -> None:
     assert PromptSource(TASK, Policy("tiny")).check(None) == []
     problems = PromptSource(TASK, Policy("tiny"), repeat=0, epochs=0, max_prompt_tokens=0).check(None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
@@ -13,13 +15,18 @@ from flowrl.nodes.row_source import Part, RowSource
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.mixture import mixed_order
 
+TooLong = Literal["drop", "truncate", "error"]
+
 
 class PromptSource(RowSource):
     """Sends every training row `repeat` times, as the members of one group; `part` selects held-out or all rows.
 
     `epochs=None` continues until the run's `--steps` are reached; without `--steps` it means one epoch. `seed`
-    None means the run's seed. Prompts of more than `max_prompt_tokens` are skipped and counted. `num_prompts`
-    limits the source to the first that many rows.
+    None means the run's seed. `num_prompts` limits the source to the first that many rows.
+
+    `too_long` says what becomes of prompts of more than `max_prompt_tokens`: they are dropped, they lose their
+    beginning, or they are an error before the first is sent. The metrics `prompts_too_long` and
+    `prompts_too_long_share` count them, among all that the source has come to. A prompt's text stays whole.
     """
 
     row_noun = "prompts"
@@ -35,11 +42,15 @@ class PromptSource(RowSource):
         max_prompt_tokens: int = 512,
         part: Part = "train",
         num_prompts: int | None = None,
+        too_long: TooLong = "drop",
     ) -> None:
         super().__init__(repeat=repeat, epochs=epochs, seed=seed, part=part, num_prompts=num_prompts)
         self.task = task
         self.policy = policy
         self.max_prompt_tokens = max_prompt_tokens
+        self.too_long: TooLong = too_long
+        self._seen = self._long = 0
+        """Number of prompts, and of those that were too long."""
         self._passed_over = 0
         """Number of too long prompts since the last one of valid length."""
 
@@ -50,6 +61,8 @@ class PromptSource(RowSource):
         problems = super().check(facts)
         if self.max_prompt_tokens < 1:
             problems.append(f"max_prompt_tokens is {self.max_prompt_tokens}; it needs at least 1")
+        if self.too_long not in get_args(TooLong):
+            problems.append(f"too_long is {self.too_long!r}; choose one of {', '.join(get_args(TooLong))}")
         return problems
 
     def preflight(self) -> None:
@@ -57,11 +70,15 @@ class PromptSource(RowSource):
         rows = self.rows()
         check_answers(self.task, rows)
         check_prompts(self.policy, [row.turns for row in rows], self.task.system_prompt)
+        if self.too_long == "error" and not self.policy.built_in:
+            self._refuse_long(Chat(load_tokenizer(Path(self.policy.model).expanduser()), self.task.system_prompt), rows)
 
     async def setup(self) -> None:
         model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
         self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
         await super().setup()
+        if self.too_long == "error":
+            await self.blocking(self._refuse_long, self._chat, self._rows)
         self._say(await self.blocking(self.read))
 
     def _say(self, found: Rows) -> None:
@@ -86,6 +103,14 @@ class PromptSource(RowSource):
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:
         text, token_ids = self._chat.prompt(row.turns)
+        self._seen += 1
+        if len(token_ids) > self.max_prompt_tokens:
+            self._long += 1
+            self.context.metric("prompts_too_long", 1)
+            if self.too_long == "truncate":
+                token_ids = token_ids[-self.max_prompt_tokens :]
+        if self._long:
+            self.context.gauge("prompts_too_long_share", self._long / self._seen)
         return self.members(row.prompt_id, epoch, text=text, token_ids=token_ids, columns=row.columns)
 
     async def offer(self, group: list[Prompt]) -> bool:
@@ -103,9 +128,17 @@ class PromptSource(RowSource):
 
     def _pass_over(self) -> None:
         self._passed_over += 1
-        self.context.metric("prompts_too_long", 1)
         if self._passed_over >= len(self._rows):
             raise ConfigError(
                 f"all {len(self._rows)} training prompts of {self.task.name!r} are longer than max_prompt_tokens = "
                 f"{self.max_prompt_tokens}; raise it"
+            )
+
+    def _refuse_long(self, chat: Chat, rows: Sequence[Row]) -> None:
+        """Raise ConfigError if a prompt is too long."""
+        lengths = [len(chat.prompt(row.turns)[1]) for row in rows]
+        if long := [length for length in lengths if length > self.max_prompt_tokens]:
+            raise ConfigError(
+                f"{len(long)} of {len(lengths)} prompts of {self.task.name!r} are longer than max_prompt_tokens = "
+                f"{self.max_prompt_tokens}, the longest has {max(long)}; raise it, or set too_long to drop or truncate"
             )

@@ -87,7 +87,7 @@ def run_graph(
     must_succeed: bool = True,
     **options: Any,
 ) -> GraphRun:
-    """Check and run the graph of a graph file as `flowrl run` does, with records in `run_dir`:
+    """Check and run a graph, given by file or name, as `flowrl run` does, with records in `run_dir`:
 
         ran = run_graph("graphs/my_graph.py", tmp_path / "run", {"group_size": 4}, steps=6)
         assert ran.states() == {"trained": 48} and ran.audit().ok
@@ -106,7 +106,7 @@ def run_graph(
     if preflight:
         for node in graph.nodes.values():
             node.preflight()
-    launch = Launch(Path(file), graph, cfg, RunOptions(steps=steps, run_dir=run_dir, resume=resume, **options))
+    launch = Launch(loaded.path, graph, cfg, RunOptions(steps=steps, run_dir=run_dir, resume=resume, **options))
     directory = RunDir(run_dir)
     directory.claim(resume=resume)
     try:
