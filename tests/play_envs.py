@@ -78,3 +78,10 @@ class BidsApart(Bids):
     """The same in a process of its own."""
 
     cooperative = False
+
+
+class Silent(Bids):
+    """Shows nothing before the first move."""
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
+        return (Observation(), Observation())

@@ -163,6 +163,14 @@ def test_an_opponent_needs_a_second_seat() -> None:
         play(Script("end"), environment="Echo", opponent=Script("end"))
 
 
+def test_a_seat_that_is_shown_nothing_at_first_reads_what_the_other_did() -> None:
+    episode = only_game(play(Script("3", "end"), environment="Silent"))
+    assert texts(episode) == [
+        "<|user|><|end|><|assistant|>3<|end|>",
+        "<|user|>other said 3<|end|><|assistant|>end<|end|>",
+    ]
+
+
 def test_texts_that_a_seat_has_not_read_are_one_message() -> None:
     shown = [Observation("a"), Observation("b")]
     assert joined(shown, (), 999) == [{"role": "user", "content": "a\nb"}]

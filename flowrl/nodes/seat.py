@@ -40,10 +40,11 @@ class Seat:
         self.reward = 0.0
         """The sum of all, also of those before its first turn."""
         self._observation_bytes = observation_bytes
-        self._shown = [first]
+        self._shown: list[Observation] = []
         self._calls: Sequence[Any] = ()
         self._early = 0.0
         self._reading = False
+        self.show(first)
 
     def show(self, observation: Observation) -> None:
         """It reads this when its next turn begins. An empty observation shows nothing."""
