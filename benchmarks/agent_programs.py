@@ -4,7 +4,8 @@
 
 A pair is two runs of one seed, one after the other: graphs/agent_tools.py, whose calculator is an environment, and
 graphs/agent_openai.py, whose calculator is in a program that knows OpenAI's library alone. Both have the task of
-agent_tools. Of odd seeds agent_openai is the first, so that a machine which gets slower or faster favours neither.
+agent_tools, and held-out answers are sampled. Of odd seeds agent_openai is the first, so that a machine which gets
+slower or faster favours neither.
 
 The table has a line for each run: held-out score before and after, seconds of the whole command, and episodes/s from
 the end of step `skip` to the last step but two. Below are, over the pairs, the median with the least and greatest of
@@ -30,7 +31,7 @@ from flowrl.runtime.audit.audit import audit
 from flowrl.runtime.telemetry.metrics import read
 
 TOOLS, PROGRAM = "agent_tools", "agent_openai"
-TASK = "arithmetic:min_value=30"
+COMMON = ("--task.name", "arithmetic:min_value=30", "--evaluate", "128", "--evaluate-samples", "2")
 TAIL = 2
 """Last steps that are not measured: nothing is generated beside them."""
 
@@ -59,7 +60,7 @@ def run(graph: str, seed: int, run_dir: Path, steps: int, skip: int) -> Ran:
     """One `flowrl run`, its output in RUN_DIR.log. Raises FlowrlError with the end of that if it fails."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     log = run_dir.with_name(f"{run_dir.name}.log")
-    options = ["--steps", str(steps), "--seed", str(seed), "--run-dir", str(run_dir), "--plain", "--task.name", TASK]
+    options = ["--steps", str(steps), "--seed", str(seed), "--run-dir", str(run_dir), "--plain", *COMMON]
     command = [sys.executable, "-m", "flowrl.cli", "run", f"graphs/{graph}.py", *options]
     began_s = time.monotonic()
     with log.open("w") as output:

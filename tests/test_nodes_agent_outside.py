@@ -98,7 +98,7 @@ def test_a_worker_that_disappears_voids_the_attempt_and_the_next_one_is_offered(
 
     async def work() -> None:
         limits = Limits(tokens=400, retries=1)
-        async with a_run(tmp_path, prompt(), script=script, limits=limits, idle_s=0.3) as (rig, worker):
+        async with a_run(tmp_path, prompt(), script=script, limits=limits, idle_s=1.0) as (rig, worker):
             gone = await worker.take()
             await gone.say()
             again = await worker.take()  # waits until the first attempt is void
