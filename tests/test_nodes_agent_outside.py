@@ -20,6 +20,7 @@ from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Limits
 from flowrl.testing import NodeRig
+from tests.conftest import free_ports
 from tests.outside_workers import Worker, a_worker
 from tests.test_nodes_agent_program import FILE, PAGE, Script, a_rig, failure, only_episode, prompt, said
 
@@ -253,6 +254,25 @@ def test_held_out_tasks_go_last(tmp_path: Path) -> None:
             assert (await asked).reward == 1.0
             record = await rig.finished()
             assert [one.sample_id for one in record.sent("episodes")] == ["g:1", "g:0"]
+
+    asyncio.run(work())
+
+
+def test_workers_are_told_another_address_and_tasks_name_it(tmp_path: Path) -> None:
+    async def work() -> None:
+        (port,) = free_ports(1)
+        node = AgentProgram(Policy("tiny"), agent="outside", limits=Limits(tokens=400), host="127.0.0.2", port=port)
+        async with a_rig(node, Script(), run_dir=str(tmp_path)) as rig:
+            assert any(f" http://127.0.0.2:{port}/sessions," in line for line in rig.record.progress)
+            rig.feed("prompts", prompt())
+            headers = {"Authorization": f"Bearer {(tmp_path / 'agents-0.key').read_text()}"}
+            async with httpx.AsyncClient(headers=headers) as http:
+                begun = (await http.post(f"http://127.0.0.2:{port}/sessions")).json()
+                assert begun["openai_base_url"] == f"http://127.0.0.2:{port}/s/{begun['id']}/v1"
+                with pytest.raises(httpx.ConnectError):
+                    await http.post(f"http://127.0.0.1:{port}/sessions")
+            rig.give_up("g")
+            await rig.finished(leftovers=True)
 
     asyncio.run(work())
 
