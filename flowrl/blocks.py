@@ -268,8 +268,11 @@ class EpisodeOptions(OnlineOptions):
         yield from super().problems()
         yield from too_low(self, processes=1, affinity_margin=0)
 
-    def agents(self, agent: str, command: str = "") -> AgentProgram:
-        """The node that runs agents: a function `FILE.py:FUNCTION`, or a command."""
+    def agents(self, agent: str, command: str = "", **settings: Any) -> AgentProgram:
+        """The node with agents: a function `FILE.py:FUNCTION`, a command, or "outside".
+
+        `settings` are further arguments of `AgentProgram`.
+        """
         return AgentProgram(
             self.model,
             agent=agent,
@@ -278,6 +281,7 @@ class EpisodeOptions(OnlineOptions):
             limits=self.limits,
             processes=self.processes,
             shaping=Shaping(negate=self.negate_rewards),
+            **settings,
         )
 
     def estimate(self, estimator: Estimator) -> Estimate:

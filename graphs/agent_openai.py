@@ -14,7 +14,7 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import EpisodeOptions, evaluate_episodes
-from flowrl.nodes import GroupAdvantage, TaskSource
+from flowrl.nodes import AgentProgram, GroupAdvantage, TaskSource
 from flowrl.tasks import Task
 from flowrl.training.loss.policy_objective import PolicyObjective
 
@@ -24,13 +24,21 @@ CALCULATOR_AGENT = str(Path(__file__).resolve().parent / "agents" / "calculator_
 @dataclass(frozen=True)
 class AgentOpenAI(EpisodeOptions):
     policy: str = "tiny_agent"
-    task: Task = Task("arithmetic")
+    task: Task = Task("arithmetic:min_value=30")
     """What agents are to do: a task; each gets a row's columns and its messages."""
     agent: str = f"{CALCULATOR_AGENT}:play"
-    """FILE.py:FUNCTION, an async function of a client and the task that returns the reward."""
+    """FILE.py:FUNCTION, an async function of a client and the task that returns the reward; or `outside`: workers that
+    flowrl does not start ask for tasks, as docs/endpoint.md says."""
     command: str = ""
     """A command line in place of a function: with --agent "" --command "node agent.js"."""
+    idle_s: float = 600.0
+    """A session that asks nothing for so many seconds has failed."""
+    host: str = "127.0.0.1"
+    """Where agents reach the policy: of this machine alone, unless it is told otherwise."""
+    port: int = 0
+    """0 is any free port."""
     processes: int = 32
+    """Agents at a time: their processes, or sessions of outside workers."""
     staleness: int = 2
     groups_per_step: int = 8
     look_ahead: int = 8
@@ -45,11 +53,16 @@ class AgentOpenAI(EpisodeOptions):
     objective: PolicyObjective = PolicyObjective()
     """The loss."""
 
+    @property
+    def players(self) -> AgentProgram:
+        """The node that plays with agents."""
+        return self.agents(self.agent, self.command, idle_s=self.idle_s, host=self.host, port=self.port)
+
 
 def graph(cfg: AgentOpenAI) -> Graph:
     g = Graph("agent_openai")
     prompts = g.add("prompts", TaskSource(cfg.task, repeat=cfg.group_size, part=cfg.trained_part))
-    agents = g.add("agents", cfg.agents(cfg.agent, cfg.command))
+    agents = g.add("agents", cfg.players)
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())

@@ -125,10 +125,10 @@ def test_keys_open_what_is_theirs() -> None:
 
 def test_a_session_that_is_idle_ends_and_one_that_waits_does_not() -> None:
     async def work() -> None:
-        async with an_endpoint(idle_s=0.05) as rig, client_of(rig) as client:
+        async with an_endpoint(idle_s=0.5) as rig, client_of(rig) as client:
             rig.backend.gate = asyncio.Event()
             call = asyncio.create_task(chat(client))
-            await asyncio.sleep(0.12)  # more than twice the time after which an idle session ends
+            await asyncio.sleep(1.2)  # more than twice the time after which an idle session ends
             assert rig.sessions.done == []
             rig.backend.gate.set()
             await call

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowrl.testing import GraphRun, run_graph
+from tests.conftest import free_ports
 from tests.test_runtime_half_done import killed
 
-PLAYED = Path(__file__).parent / "graphs_episodes" / "agents_played.py"
+ROOT = Path(__file__).parent.parent
+PLAYED = ROOT / "tests" / "graphs_episodes" / "agents_played.py"
 STEPS = 4
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -75,3 +81,40 @@ def test_what_agents_do_wrong_is_redone_or_abandoned_and_resumed(tmp_path: Path)
     again = play(tmp_path / "run", agent="unsteady", steps=STEPS + 2, resume=True)
     assert again.audit().ok, str(again.audit())
     assert again.steps == [STEPS + 1, STEPS + 2]
+
+
+@contextmanager
+def outside_workers(run_dir: Path, port: int) -> Iterator[None]:
+    """Four of them in a process of their own, which ends with the run."""
+    (run_dir / "agents-0.key").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tests.outside_workers", f"http://127.0.0.1:{port}", str(run_dir / "agents-0.key")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        yield
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_books_close_over_outside_workers_that_come_and_go(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    config: dict[str, Any] = {"agent": "outside", "port": port, "idle_s": 2.0, "retries": 5, "evaluate": 4}
+    with outside_workers(tmp_path / "run", port):
+        first = play(tmp_path / "run", **config)
+    assert first.audit().ok, str(first.audit())
+    assert first.states()["trained"] > STEPS * 3
+    causes = {cause for (cause,) in first.rows("SELECT DISTINCT cause FROM attempts")}
+    assert causes and causes <= {"session_idle", "no_reward"}
+    redone = first.rows("SELECT SUM(redone_tokens) FROM samples")[0][0]
+    assert redone == first.rows("SELECT SUM(tokens) FROM requests WHERE abandoned NOT NULL")[0][0] > 0
+    assert first.rows("SELECT phase, COUNT(*) FROM evaluations GROUP BY 1 ORDER BY 1") == [("after", 4), ("before", 4)]
+    records = killed(tmp_path / "run", after=2)
+    half_done = {sample_id for sample_id, record in records.items() if record.first is not None}
+    with outside_workers(tmp_path / "run", port):
+        ran = play(tmp_path / "run", resume=True, **config)
+    assert ran.audit().ok, str(ran.audit())
+    resumed = {name for (name,) in ran.rows("SELECT sample_id FROM attempts WHERE cause = 'resumed'")}
+    sent = {name for (name,) in ran.rows("SELECT sample_id FROM episodes WHERE incarnation = 0")}
+    assert resumed == half_done - sent, "a record is kept until the episode has arrived where it was sent"

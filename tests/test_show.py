@@ -228,6 +228,37 @@ def test_seats_are_named_and_each_turn_has_the_reward_of_its_own_seat() -> None:
     ]
 
 
+def test_turns_rewards_and_roles_count_through_all_sequences() -> None:
+    """The second context is written anew; the third reply goes on after the second."""
+    sequences = [
+        {"pieces": ["<q>", "1", "a"], "spans": [[2, -1], [1, 3]]},
+        {"pieces": ["<q>", "1", "<t>", "b", "<u>", "c", "d"], "spans": [[3, -1], [1, 3], [1, -1], [2, 4]]},
+    ]
+    roles, rewards = [["system", "user"], ["tool"], ["user"]], [[2, 0.25], [6, 0.5], [9, 1.0]]
+    of_one_seat = [{**sequence, "roles": roles, "seat": None} for sequence in sequences]
+    one = record(sequences=of_one_seat, rewards=rewards, metrics={}, turns=3)
+    assert [line.plain for line in attempt_text(one) if not line.plain.startswith(("> ", "| "))][1:] == [
+        "sequence 1",
+        "turn 1  system, user  2 tokens",
+        "turn 1  policy  1 tokens  v3  reward 0.25",
+        "sequence 2",
+        "turn 2  context, tool  3 tokens",
+        "turn 2  policy  1 tokens  v3  reward 0.5",
+        "turn 3  user  1 tokens",
+        "turn 3  policy  2 tokens  v4  reward 1",
+    ]
+
+
+def test_rewritten_contexts_of_a_run_show_every_turn_and_reward_once(tmp_path: Path) -> None:
+    play(tmp_path / "run", steps=2, history="template", most=8).raise_for_error()
+    several = [one for one in read_kept(tmp_path / "run") if len(one["sequences"]) > 1]
+    assert several
+    for one in several:
+        policy = [line.plain.split() for line in attempt_text(one) if "  policy  " in line.plain]
+        assert [int(words[1]) for words in policy] == list(range(1, one["turns"] + 1))
+        assert [float(words[-1]) for words in policy] == [reward for _, reward in one["rewards"]]
+
+
 def test_text_of_a_policy_cannot_move_the_cursor() -> None:
     assert shown("a\x1b[2J\r\u202eb\n\tü🙂") == "a\\x1b[2J\\r\\u202eb\n\tü🙂"
 

@@ -25,6 +25,7 @@ from flowrl.episode import Reply, Turn
 from flowrl.messages import Int32
 from flowrl.models.chat import Messages
 from flowrl.nodes.attempt import AskedTurn, read_action
+from flowrl.nodes.task_offers import TaskOffers
 from flowrl.nodes.turn_figures import TurnFigures
 
 CANCELLED = "cancelled"
@@ -60,6 +61,8 @@ class AgentCalls:
         """Whether a call was refused because it was one more turn than there may be."""
         self.generate_s = 0.0
         self.finished: FinishedSession | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the session has ended."""
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the attempt cannot go on: the session was idle; or with what the generator raised."""
         self.broken.add_done_callback(lambda broken: broken.exception())  # nobody may be waiting for it any more
@@ -79,6 +82,13 @@ class AgentCalls:
             return await task
         finally:
             self.generate_s += time.monotonic() - began_s
+
+    def end(self, session: FinishedSession) -> None:
+        """The session has ended."""
+        self.finished = session
+        self.ended.set_result(None)
+        if session.cause == "session_idle" and not self.broken.done():
+            self.broken.set_result(None)
 
     async def closed(self) -> None:
         """Wait until the calls that the end of the session has cancelled are over."""
@@ -120,10 +130,14 @@ class AgentCalls:
 
 
 class AgentCallTable:
-    """The attempts with an open session, by its id. A `Backend` and `Sessions` of the endpoint."""
+    """The attempts with a session, by its id. A `Backend` and `Sessions` of the endpoint.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Without `offers` there are no tasks for outside workers.
+    """
+
+    def __init__(self, tokenizer: Any, offers: TaskOffers | None = None) -> None:
         self._tokenizer = tokenizer
+        self._offers = offers
         self._calls: dict[str, AgentCalls] = {}
         self._number = 0
 
@@ -139,14 +153,18 @@ class AgentCallTable:
     ) -> SampledAnswer:
         return self._answer(await self._calls[session].reply(context_ids, max_tokens, stop, tools), stop)
 
+    def withdraw(self, session_id: str) -> None:
+        """Forget a session that is not open."""
+        self._calls.pop(session_id, None)
+
     async def next_task(self) -> SessionTask:
-        raise Unavailable("the agents of this run are started by the run itself, so there is no task to ask for")
+        if self._offers is None:
+            text = "this run starts its agents itself, so it has no tasks for others; it needs the agent 'outside'"
+            raise Unavailable(text)
+        return await self._offers.next()
 
     def finished(self, session: FinishedSession) -> None:
-        calls = self._calls.pop(session.session_id)
-        calls.finished = session
-        if session.cause == "session_idle" and not calls.broken.done():
-            calls.broken.set_result(None)
+        self._calls.pop(session.session_id).end(session)
 
     def _answer(self, reply: Reply, stop: tuple[str, ...]) -> SampledAnswer:
         """A call that cannot be read, or was cut off, is given to the agent as text."""

@@ -1,4 +1,6 @@
-"""The node that runs agents of any code: each is a process, and reaches the policy over HTTP.
+"""The node that plays with agents of any code, which reach the policy over HTTP.
+
+`agent_players` says who they are: processes that are started here, or outside workers.
 
 `episode_node` says what holds for all nodes that play episodes. Besides:
 
@@ -8,16 +10,15 @@
 - Of an attempt nothing is left when it is over: no process, no session, no call.
 - A half-done attempt cannot go on in a resumed run, because nobody knows what its program did: it is void.
 
-Waits: for the agent's process (`context.outside`), which ends by itself, or is killed after `limits.episode_s`, when
-its session is idle, or when a call of it cannot be answered.
+Waits: for an agent (`context.outside`), until it ends by itself, or `limits.episode_s` are over, or its session is
+idle, or a call of it cannot be answered.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,37 +26,44 @@ from typing import Any
 import numpy as np
 
 from flowrl.agents import TokenSequence
-from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession, SessionTask
-from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, as_agents_failure
-from flowrl.environments import Action, EnvironmentFailed, EnvironmentRow, Episodes
+from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession, SessionAccess, SessionTask
+from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName
+from flowrl.environments import Episodes
 from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.messages import Prompt
 from flowrl.models import Policy, check_model, resolve
 from flowrl.nodes.agent_calls import AgentCalls, AgentCallTable
+from flowrl.nodes.agent_players import AgentPlayer, AgentPlayers, OutsideAgents, StartedAgents
 from flowrl.nodes.attempt import read_action
 from flowrl.nodes.episode_checks import template_findings
-from flowrl.nodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
-from flowrl.nodes.episode_node import EpisodeNode, turn_seed
+from flowrl.nodes.episode_log import EpisodeLog
+from flowrl.nodes.episode_node import EpisodeNode
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.played import Played
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.shaping import Shaping
+from flowrl.nodes.task_offers import TaskOffers
 
+OUTSIDE = "outside"
+"""The name of agents that are workers which nobody here starts."""
 OF_ENVIRONMENTS = ("step_s", "observation_bytes")
 """Limits of environments alone."""
+MEMORY_BYTES = 1 << 30
 
 
 class AgentProgram(EpisodeNode):
-    """Runs an agent's program for every prompt; what it asks, the policy answers that `generate` asks.
+    """Plays every prompt with an agent; what that asks, the policy answers that `generate` asks.
 
-    `agent` is `FILE.py:FUNCTION`, or `command` a command line; docs/endpoint.md says what either is given. What it is
-    to do are the prompt's columns. `sampling` is the generator's: agents are told it, and it bounds their replies.
-    `limits` bounds episodes and attempts; of it, `reset_s` is for the start of a process, and what is for environments
-    alone has to be as it is by default. A session without a call for `idle_s` has failed. `processes` is the number of
-    agents at a time, `memory_bytes` what each may take. `requests` plays held-out episodes, without tickets.
+    `agent` is `FILE.py:FUNCTION`, or `command` a command line; docs/endpoint.md says what either is given. Or `agent`
+    is "outside": workers that somebody else has started ask the endpoint for tasks. What agents are to do are the
+    prompt's columns. `sampling` is the generator's: agents are told it, and it bounds their replies. `limits` bounds
+    episodes and attempts; of it, `reset_s` is for the start of a process, and what has no effect has to be as it is by
+    default. A session without a call for `idle_s` has failed. The endpoint listens on `host` and `port`; 0 is any free
+    port. `processes` is the number of agents at a time, of outside ones those that wait for a task included;
+    `memory_bytes` is what a process may take. `requests` plays held-out episodes, without tickets.
     """
 
-    _pool: Episodes
+    _players: AgentPlayers
     _endpoint: AgentEndpoint
     _table: AgentCallTable
 
@@ -68,8 +76,10 @@ class AgentProgram(EpisodeNode):
         sampling: Sampling | None = None,
         limits: Limits | None = None,
         idle_s: float = 600.0,
+        host: str = "127.0.0.1",
+        port: int = 0,
         processes: int = 256,
-        memory_bytes: int = 1 << 30,
+        memory_bytes: int = MEMORY_BYTES,
         shaping: Shaping | None = None,
     ) -> None:
         super().__init__(policy, limits=limits, processes=processes, memory_bytes=memory_bytes, shaping=shaping)
@@ -77,6 +87,13 @@ class AgentProgram(EpisodeNode):
         self.command = command
         self.sampling = sampling or Sampling()
         self.idle_s = idle_s
+        self.host = host
+        self.port = port
+
+    @property
+    def outside(self) -> bool:
+        """Whether agents are outside workers."""
+        return self.agent == OUTSIDE and not self.command
 
     @property
     def source(self) -> str:
@@ -95,18 +112,30 @@ class AgentProgram(EpisodeNode):
         problems = super().check(facts)
         if not self.idle_s > 0:
             problems.append(f"idle_s is {self.idle_s}; it has to be above 0")
+        if not 0 <= self.port < 1 << 16:
+            problems.append(f"port is {self.port}; it has to be 0, which is any free one, or up to 65535")
         for name in OF_ENVIRONMENTS:
             if getattr(self.limits, name) != getattr(Limits, name):
                 problems.append(f"limits.{name} bounds environments and has no effect on agents; leave it out")
+        return [*problems, *(self._outside_problems() if self.outside else self._program_problems())]
+
+    def _program_problems(self) -> Iterator[str]:
         try:
             _ = self._program
         except ConfigError as problem:
-            problems.append(str(problem))
-        return problems
+            yield str(problem)
+
+    def _outside_problems(self) -> Iterator[str]:
+        text = "is for processes that are started, and has no effect on outside workers; leave it out"
+        if self.limits.reset_s != Limits.reset_s:
+            yield f"limits.reset_s {text}"
+        if self.memory_bytes != MEMORY_BYTES:
+            yield f"memory_bytes {text}"
 
     def preflight(self) -> str | None:
         check_model(self.policy)
-        asyncio.run(self._try())
+        if not self.outside:
+            asyncio.run(self._try())
         return template_findings(self.policy, self.source, (), self.generate.server)
 
     async def _try(self) -> None:
@@ -127,13 +156,29 @@ class AgentProgram(EpisodeNode):
 
     async def setup(self) -> None:
         await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
-        tokenizer = self._templates.tokenizer
-        self._table = AgentCallTable(tokenizer)
+        tokenizer, offers = self._templates.tokenizer, TaskOffers() if self.outside else None
+        self._table = AgentCallTable(tokenizer, offers)
         endpoint = AgentEndpoint(self._table, self._table, tokenizer, self._settings())
         self._endpoint = await endpoint.__aenter__()
-        pool = self._agents()
-        await pool.__aenter__()
-        self._pool = pool
+        self._players = await self._programs() if offers is None else self._workers(offers)
+
+    async def _programs(self) -> AgentPlayers:
+        pool = await self._agents().__aenter__()
+        return StartedAgents(self._program, pool, self._open_session, self.context.outside)
+
+    def _open_session(self, calls: AgentCalls) -> SessionAccess:
+        return self._endpoint.open_session(SessionTask(self._table.begin(calls)))
+
+    def _workers(self, offers: TaskOffers) -> AgentPlayers:
+        where = f"{self._endpoint.url}/sessions, with the key in {self._key_file}"
+        self.context.progress(f"outside workers get their tasks from {where}")
+        return OutsideAgents(
+            offers, self._table, self._endpoint, episode_s=self.limits.episode_s, outside=self.context.outside
+        )
+
+    @property
+    def _key_file(self) -> Path:
+        return Path(self.context.run_dir) / f"{self.name}-{self.context.replica}.key"
 
     def _settings(self) -> EndpointSettings:
         limits = (self._tokens, self.sampling.max_tokens, self.limits.turn_tokens)
@@ -142,33 +187,30 @@ class AgentProgram(EpisodeNode):
             turn_tokens=min(limit for limit in limits if limit is not None),
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
-            sessions=2 * self.limits.episodes,
+            sessions=self.processes if self.outside else 2 * self.limits.episodes,
             idle_s=self.idle_s,
-            key_file=str(Path(self.context.run_dir) / f"{self.name}-{self.context.replica}.key"),
+            host=self.host,
+            port=self.port,
+            key_file=str(self._key_file),
         )
 
     async def close(self) -> None:
-        if hasattr(self, "_pool"):
-            await self._pool.__aexit__(None, None, None)
+        if hasattr(self, "_players"):
+            await self._players.close()
         if hasattr(self, "_endpoint"):
             await self._endpoint.__aexit__(None, None, None)
 
     # Episodes
 
     async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
-        options = {"task": dict(prompt.columns), "command": self.command}
-        row = EnvironmentRow(self.source, options, turn_seed(prompt.seed, log.attempt, 0))
-        began_s = time.monotonic()
-        with as_agents_failure(self._program), self.context.outside("an agent's start"):
-            process = await open_episode(self._pool, row, log)
+        began_s, calls = time.monotonic(), self._calls(prompt, log.attempt, ticket)
+        player = await self._players.begin(prompt, log, ticket, calls)
         self.context.gauge("environment_reset_s", time.monotonic() - began_s)
         try:
-            await process.begin()
-            return await self._run(process, self._calls(prompt, log.attempt, ticket))
+            return await self._run(player, calls)
         finally:
             self.generate.forget(prompt.sample_id)
-            with self.context.outside("an agent's end"):
-                await process.close_quietly()
+            await player.close()
 
     def _calls(self, prompt: Prompt, number: int, ticket: int) -> AgentCalls:
         ledger = self.context.ledger
@@ -180,16 +222,16 @@ class AgentProgram(EpisodeNode):
             abandon=ledger.abandoned if ticket >= 0 else _not_booked,
         )
 
-    async def _run(self, process: LoggedEpisode, calls: AgentCalls) -> Played:
+    async def _run(self, player: AgentPlayer, calls: AgentCalls) -> Played:
         """From the beginning of the session to its end. What the attempt has come to goes with its failure."""
-        session_id, began_s = self._table.begin(calls), time.monotonic()
-        access = self._endpoint.open_session(SessionTask(session_id))
+        began_s = time.monotonic()
         try:
             try:
-                result, cut = await self._to_its_end(process, calls, access.environment)
+                with self.context.outside("an agent"):
+                    result, cut = await self._result(player, calls)
             finally:
                 if calls.finished is None:
-                    self._endpoint.end_session(session_id)
+                    self._endpoint.end_session(player.session_id)
                 await calls.closed()
             played = self._played(calls, time.monotonic() - began_s)
             assert calls.finished is not None
@@ -201,22 +243,9 @@ class AgentProgram(EpisodeNode):
         calls.abandon_others()
         return played
 
-    async def _to_its_end(
-        self, process: LoggedEpisode, calls: AgentCalls, access: Mapping[str, str]
-    ) -> tuple[AgentResult, str]:
-        """What the program gives back, and "seconds" if its time was over before."""
-        try:
-            with self.context.outside("an agent"):
-                return await self._result(process, calls, access), ""
-        except EnvironmentFailed as failed:
-            if failed.cause == "env_timed_out":
-                return AgentResult(), "seconds"
-            with as_agents_failure(self._program):
-                raise
-
-    async def _result(self, process: LoggedEpisode, calls: AgentCalls, access: Mapping[str, str]) -> AgentResult:
-        """What the program gives back. Raises EnvironmentFailed, and what the generator raises."""
-        running = asyncio.ensure_future(process.step(Action(text=json.dumps(dict(access)))))
+    async def _result(self, player: AgentPlayer, calls: AgentCalls) -> tuple[AgentResult, str]:
+        """What the agent gives back, and "seconds" if its time was over before. Raises what the generator raises."""
+        running = asyncio.ensure_future(player.result())
         ends: set[asyncio.Future[Any]] = {running, calls.broken}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -227,7 +256,7 @@ class AgentProgram(EpisodeNode):
         if calls.broken.done():
             calls.broken.result()
             raise AgentFailed("session_idle", f"the agent {self.source!r} asked nothing for {self.idle_s:g} s")
-        return AgentResult.unpacked(running.result().observations[0].text)
+        return running.result()
 
     def _cut(self, calls: AgentCalls, finished: FinishedSession) -> str:
         """The limit that a call has met."""

@@ -19,6 +19,9 @@ FILE = str(Path(agent_programs.__file__))
 @dataclass(frozen=True)
 class Config:
     agent: str = "answers"
+    """A function of tests/agent_programs.py, or "outside"."""
+    port: int = 0
+    idle_s: float = 600.0
     retries: int = 2
     group_size: int = 3
     groups_per_step: int = 2
@@ -34,7 +37,9 @@ def graph(cfg: Config) -> Graph:
     task = Task("arithmetic")
     limits = Limits(tokens=400, retries=cfg.retries, turns=cfg.most_turns)
     source = g.add("prompts", TaskSource(task, repeat=cfg.group_size))
-    agents = g.add("agents", AgentProgram(Policy("tiny"), agent=f"{FILE}:{cfg.agent}", limits=limits, processes=8))
+    agent = cfg.agent if cfg.agent == "outside" else f"{FILE}:{cfg.agent}"
+    player = AgentProgram(Policy("tiny"), agent=agent, limits=limits, processes=8, port=cfg.port, idle_s=cfg.idle_s)
+    agents = g.add("agents", player)
     speaker = g.add("generator", Speaker())
     estimate = Estimate(credit=cfg.credit)  # type: ignore[arg-type]
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))

@@ -57,6 +57,10 @@ class AgentEndpoint:
         session = self._table.open(task)
         return SessionAccess(session.session_id, session.key, self.url)
 
+    def has_session(self, session_id: str) -> bool:
+        """Whether it is open."""
+        return self._table.is_open(session_id)
+
     def end_session(self, session_id: str, reward: float | None = None, cause: str = "") -> FinishedSession:
         """End a session from this process. Raises ApiProblem if it is not open, or has another reward."""
         session = self._table.named(self.key, session_id)

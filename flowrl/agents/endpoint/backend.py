@@ -78,6 +78,10 @@ class Busy(SessionRefused):
     """Everything behind the endpoint is taken."""
 
 
+class RunEnded(Exception):
+    """There will never be a further task. The client sees a 410 with this text."""
+
+
 class LimitReached(Exception):
     """The session may not ask for more. The client sees a 409 with this text, which it does not send again."""
 
@@ -111,7 +115,7 @@ class Sessions(Protocol):
     """Hands out tasks, and takes sessions back."""
 
     async def next_task(self) -> SessionTask:
-        """The next one, which a session begins with. Cancelling takes none. Raises Unavailable or Busy."""
+        """The next one, which a session begins with. Cancelling takes none. Raises Unavailable, Busy or RunEnded."""
         ...
 
     def finished(self, session: FinishedSession) -> None:

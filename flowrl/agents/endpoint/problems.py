@@ -10,6 +10,7 @@ OPENAI_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     409: "conflict_error",
+    410: "gone_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "server_error",

@@ -76,6 +76,9 @@ class SessionTable:
         self._heard_of(session_id)
         return self._open[session_id]
 
+    def is_open(self, session_id: str) -> bool:
+        return session_id in self._open
+
     def is_run_key(self, key: str) -> bool:
         return _equal(key, self.run_key)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from flowrl.agents.endpoint.agent_session import AgentSession
 from flowrl.agents.endpoint.apis.api import dumped
 from flowrl.agents.endpoint.apis.fields import check_fields, short
-from flowrl.agents.endpoint.backend import Busy, Sessions, Unavailable
+from flowrl.agents.endpoint.backend import Busy, RunEnded, Sessions, Unavailable
 from flowrl.agents.endpoint.calls_over_http import json_object, key_of
 from flowrl.agents.endpoint.problems import ApiProblem, invalid
 from flowrl.agents.endpoint.session_table import SessionTable
@@ -72,6 +72,8 @@ class SessionsOverHttp:
             raise ApiProblem(503, str(problem), retry_after_s=problem.retry_after_s) from None
         except Busy as problem:
             raise ApiProblem(429, str(problem), retry_after_s=problem.retry_after_s) from None
+        except RunEnded as problem:
+            raise ApiProblem(410, str(problem), code="run_ended") from None
         finally:
             self._waiting -= 1
         session = self._table.open(task)

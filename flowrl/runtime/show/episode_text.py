@@ -7,7 +7,7 @@ is named in angle brackets; each version has a colour besides.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,20 +25,38 @@ class Block:
     """Neighbouring tokens that were all fed, or all sampled."""
 
     sampled: bool
+    turn: int
+    """Of the episode, or of its seat, counted from 1 through all sequences; what was fed belongs to the next reply."""
     start: int
+    """Index of the first token, counted through all sequences."""
     pieces: list[tuple[str, int]] = field(default_factory=list)
     """(text, version) of each span."""
     num_tokens: int = 0
 
 
-def blocks_of(sequence: Mapping[str, Any]) -> list[Block]:
-    """The blocks of a record's sequence, fed and sampled in turn."""
+def blocks_of(sequences: Sequence[Mapping[str, Any]]) -> list[list[Block]]:
+    """The blocks of each of a record's sequences, fed and sampled in turn."""
+    found: list[list[Block]] = []
+    turns: dict[int | None, int] = {}
+    start = 0
+    for sequence in sequences:
+        seat = sequence["seat"]
+        found.append(_of_sequence(sequence, turns.get(seat, 0), start))
+        turns[seat] = turns.get(seat, 0) + sum(block.sampled for block in found[-1])
+        start += len(sequence["pieces"])
+    return found
+
+
+def _of_sequence(sequence: Mapping[str, Any], turn: int, start: int) -> list[Block]:
+    """`turn` replies of its seat and `start` tokens are in the sequences before."""
     blocks: list[Block] = []
     place = 0
     for size, version in sequence["spans"]:
         sampled = version != FED
         if not blocks or blocks[-1].sampled != sampled:
-            blocks.append(Block(sampled, place))
+            if not blocks or not sampled:
+                turn += 1
+            blocks.append(Block(sampled, turn, start + place))
         blocks[-1].pieces.append(("".join(sequence["pieces"][place : place + size]), version))
         blocks[-1].num_tokens += size
         place += size
@@ -48,12 +66,14 @@ def blocks_of(sequence: Mapping[str, Any]) -> list[Block]:
 def attempt_text(record: Mapping[str, Any]) -> Iterator[Text]:
     """One kept attempt, line by line."""
     yield Text(_heading(record), style="bold")
-    start = 0
-    for number, sequence in enumerate(record["sequences"], start=1):
+    seats: set[int | None] = set()
+    for number, (sequence, blocks) in enumerate(
+        zip(record["sequences"], blocks_of(record["sequences"]), strict=True), start=1
+    ):
         if len(record["sequences"]) > 1 or sequence["seat"] is not None:
             yield Text(f"sequence {number}{_seat(sequence, record)}", style="bold")
-        yield from _sequence(sequence, record, start)
-        start += len(sequence["pieces"])
+        yield from _sequence(blocks, sequence["roles"], record, first=sequence["seat"] not in seats)
+        seats.add(sequence["seat"])
     if record["metrics"]:
         yield Text("metrics  " + "  ".join(f"{name} {value:g}" for name, value in record["metrics"].items()))
     if record["text"]:
@@ -73,25 +93,30 @@ def _seat(sequence: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     return f"  seat {seat}  reward {dict(record['seat_rewards'])[seat]:g}"
 
 
-def _sequence(sequence: Mapping[str, Any], record: Mapping[str, Any], start: int) -> Iterator[Text]:
-    """`start` is the number of tokens of the sequences before it."""
-    num_fed = num_sampled = 0
-    for block in blocks_of(sequence):
-        if block.sampled:
-            num_sampled += 1
-            yield Text(f"turn {num_sampled}  policy  {_facts(block, record, start + block.start)}", style="dim")
-        else:
-            roles = sequence["roles"][num_fed] if num_fed < len(sequence["roles"]) else []
-            num_fed += 1
-            yield Text(f"turn {num_fed}  {', '.join(roles) or 'context'}  {block.num_tokens} tokens", style="dim")
+def _sequence(
+    blocks: Sequence[Block], roles: Sequence[list[str]], record: Mapping[str, Any], *, first: bool
+) -> Iterator[Text]:
+    """`roles` are those of the messages before each reply of the seat; `first`: this is its first sequence."""
+    for number, block in enumerate(blocks):
+        facts = _sampled(block, record) if block.sampled else _fed(block, roles, again=not number and not first)
+        yield Text(facts, style="dim")
         yield from _lines(block)
 
 
-def _facts(block: Block, record: Mapping[str, Any], start: int) -> str:
-    """`start` is the number of tokens before the block, through all sequences."""
+def _fed(block: Block, roles: Sequence[list[str]], *, again: bool) -> str:
+    """`again`: it begins with what earlier sequences have, too."""
+    before = block.turn - 1
+    found = roles[before] if before < len(roles) else []
+    whose = ["context"] * (again or not found) + found
+    return f"turn {block.turn}  {', '.join(whose)}  {block.num_tokens} tokens"
+
+
+def _sampled(block: Block, record: Mapping[str, Any]) -> str:
     versions = ", ".join(dict.fromkeys(f"v{version}" for _, version in block.pieces))
-    given = [reward for place, reward in record["rewards"] if start <= place < start + block.num_tokens]
-    return f"{block.num_tokens} tokens  {versions}" + "".join(f"  reward {reward:g}" for reward in given)
+    end = block.start + block.num_tokens
+    given = [reward for place, reward in record["rewards"] if block.start <= place < end]
+    rewards = "".join(f"  reward {reward:g}" for reward in given)
+    return f"turn {block.turn}  policy  {block.num_tokens} tokens  {versions}{rewards}"
 
 
 def _lines(block: Block) -> Iterator[Text]:
