@@ -68,7 +68,7 @@ class AgentTools(GroupedEpisodes):
     task: Task = Task("arithmetic:min_value=30")
     """What is asked: a task with answers and a verifier."""
     tools: str = "calculator"
-    """Names joined by +: calculator; python, code in a sandbox; FILE.py:NAME for tools of your own."""
+    """Names joined by +: calculator; python, code in a sandbox; mcp:COMMAND or mcp:URL; FILE.py:NAME."""
     max_tokens: int = 40
 
     @property

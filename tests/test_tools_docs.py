@@ -45,6 +45,12 @@ def test_the_notebook_of_the_page(tmp_path: Path) -> None:
     assert last == """True "NameError: name 'squares' is not defined\""""
 
 
+def test_the_clock_of_the_page(tmp_path: Path) -> None:
+    names, *answers = printed("clock.py", tmp_path)
+    assert names == "['tick']"
+    assert answers == ["False 2", "False 3", "True Error executing tool tick: 1 validation error for tickArguments"]
+
+
 def test_the_page_names_the_limits() -> None:
     tool = PythonTool()
     assert (tool.call_s, tool.memory_bytes, tool.disk_bytes, tool.output_bytes) == (10.0, 1 << 30, 64 << 20, 8192)

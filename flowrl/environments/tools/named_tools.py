@@ -10,6 +10,7 @@ from typing import Any
 
 from flowrl.environments.tools.calculator import calculator
 from flowrl.environments.tools.collection import Tools
+from flowrl.environments.tools.mcp_tools import McpServer
 from flowrl.environments.tools.sandbox import PythonTool
 from flowrl.environments.tools.tool_source import ToolSource
 from flowrl.errors import ConfigError
@@ -20,8 +21,8 @@ PLUS_OUTSIDE_QUOTES = re.compile(r"""\+(?=(?:[^'"]|'[^']*'|"[^"]*")*$)""")
 
 
 def named_tools(text: str) -> Tools:
-    """The tools of names joined by `+`, as `calculator+tools.py:search`. A user's name is of a function, of a list of
-    functions, or of `Tools`. Raises ConfigError."""
+    """The tools of names joined by `+` outside of quotes, as `calculator+tools.py:search`. A user's name is of a
+    function, of a `ToolSource`, of a list of these, or of `Tools`. Raises ConfigError."""
     return Tools([tool for name in PLUS_OUTSIDE_QUOTES.split(text) for tool in _named(name.strip())])
 
 
@@ -60,6 +61,7 @@ def _python(rest: str) -> PythonTool:
 
 BUILT_IN: Mapping[str, Callable[[str], ToolSource | Callable[..., Any]]] = {
     "calculator": _calculator,
+    "mcp": McpServer,
     "python": _python,
 }
 """What makes the tool, given what follows the colon after its name."""
