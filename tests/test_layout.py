@@ -188,6 +188,8 @@ BROAD_EXCEPTS = {
     "environments/adapters/package.py: imported",
     "environments/adapters/skyrl_env.py: SkyrlEnv.maker",
     "environments/adapters/textarena_env.py: _players",
+    "environments/adapters/verifiers_env.py: _examples",
+    "environments/adapters/verifiers_env.py: _loaded",
     "environments/episode_child.py: play",
     "environments/episodes.py: Episodes.__aenter__",
     "environments/episodes.py: Episodes._begun",
