@@ -16,6 +16,7 @@ from flowrl import Graph
 from flowrl.blocks import EnvironmentOptions, evaluate_episodes
 from flowrl.nodes import EnvironmentSource, GroupAdvantage
 from flowrl.tasks import Task
+from flowrl.tasks.name_options import with_option
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
@@ -67,14 +68,14 @@ class AgentTools(GroupedEpisodes):
     task: Task = Task("arithmetic:min_value=30")
     """What is asked: a task with answers and a verifier."""
     tools: str = "calculator"
-    """calculator, or FILE.py:NAME for tools of your own."""
+    """Names joined by +: calculator; python, code in a sandbox; mcp:COMMAND or mcp:URL; FILE.py:NAME."""
     max_tokens: int = 40
 
     @property
     def environment(self) -> str:
         """The environment's name."""
         name, _, options = self.task.name.partition(":")
-        return f"tools/{name}:" + ",".join(filter(None, (f"tools={self.tools}", options)))
+        return f"tools/{name}:" + ",".join(filter(None, (with_option("tools", self.tools), options)))
 
 
 def graph(cfg: AgentTools) -> Graph:

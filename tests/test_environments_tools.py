@@ -154,7 +154,7 @@ def test_limits_and_names_are_checked() -> None:
         (lambda: Tools([add], observation_bytes=10), "observation_bytes of tools is 10; it has to be at least 64"),
         (lambda: Tools([add, add]), "two tools have the name add"),
         (lambda: named_tools("calculatr"), "there is no tool 'calculatr'; did you mean calculator?"),
-        (lambda: named_tools("calculator+"), "there is no tool ''; there are calculator, and your own"),
+        (lambda: named_tools("calculator+"), "there is no tool ''; there are calculator, mcp, python, and your own"),
         (lambda: named_tools("no/such.py:add"), "the tool's file no/such.py does not exist"),
         (lambda: named_tools(f"{CASES}:subtract"), "has no tools 'subtract'; define a function"),
         (lambda: named_tools(f"{CASES}:NUMBER"), "has no tools 'NUMBER'; define a function"),

@@ -83,11 +83,12 @@ ADAPTERS: Mapping[str, str] = {
     "skyrl_gym": "adapters.skyrl_env:SkyrlEnv",
     "textarena": "adapters.textarena_env:TextarenaEnv",
     "tools": "tool_env:ToolEnv",
+    "verifiers": "adapters.verifiers_env:VerifiersEnv",
 }
 """What is played through an adapter, and the class that plays it: `PACKAGE/NAME`; tasks with tools, `tools/TASK`;
 a file, `openrlhf/FILE.py`; a server, `openenv/URL`. The class has `maker(name)`, which returns what makes one."""
-PLAYS_FILES = ("openrlhf",)
-"""Adapters whose name is a file, `openrlhf/FILE.py`."""
+PLAYS_FILES = ("openrlhf", "verifiers")
+"""Adapters whose name may be a file, `openrlhf/FILE.py`."""
 COOPERATIVE = ("openenv",)
 """Adapters whose environments are cooperative: they wait for a server, and import no package."""
 WITH_COLONS = ("gem", "openenv")

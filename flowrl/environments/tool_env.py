@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,15 +53,22 @@ class ToolEnv(Env):
     def maker(cls, name: EnvironmentName) -> Callable[[], ToolEnv]:
         """Reads the task and loads the tools. Raises ConfigError for what is wrong with them."""
         shared = _tool_task(name)
-        return lambda: cls(shared)
+        shared.tools.check()
+        kind = cls if shared.tools.replays else UnrepeatableToolEnv
+        return lambda: kind(shared)
 
     def __init__(self, shared: ToolTask) -> None:
         self._shared = shared
         self._calls = self._errors = 0
+        self._open = AsyncExitStack()
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         self._row = self._shared.questions.row(EnvironmentRow(task["name"], task["options"], seed))
-        return replace(question_of(self._row), tools=self._shared.tools.descriptions)
+        self._tools = await self._open.enter_async_context(self._shared.tools.session(seed))
+        return replace(question_of(self._row), tools=self._tools.descriptions)
+
+    async def close(self) -> None:
+        await self._open.aclose()
 
     async def step(self, action: Action) -> Step:
         if action.tool_calls:
@@ -83,9 +91,15 @@ class ToolEnv(Env):
             text = f"No tool call is left of the {self._shared.calls} that are allowed. Answer without one."
             result = ToolResult(text, failed=True)
         else:
-            result = await self._shared.tools.execute(call, limit_s=until - time.monotonic())
+            result = await self._tools.execute(call, limit_s=until - time.monotonic())
         self._errors += result.failed
         return result
+
+
+class UnrepeatableToolEnv(ToolEnv):
+    """One of its tools must not be called again with the same arguments, as a resumed run would."""
+
+    replays = False
 
 
 def _message(call: ToolCall, result: ToolResult) -> Mapping[str, str]:

@@ -92,7 +92,8 @@ class Environment(EpisodeNode):
         if self.history not in get_args(History):
             problems.append(f"history is {self.history!r}; it has to be one of {', '.join(get_args(History))}")
         try:
-            EnvironmentName(self.environment)
+            if EnvironmentName(self.environment).adapter == "verifiers":
+                problems.append(f"{self.environment!r} asks the policy itself; play it with AgentProgram(agent=...)")
         except ConfigError as problem:
             problems.append(str(problem))
         return problems

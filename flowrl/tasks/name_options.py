@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from flowrl.errors import ConfigError
 
-_COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^\[(]*[\])])")
+_PIECE = re.compile(r"""(?<=[=\[(,\s])(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|.""", re.DOTALL)
+"""A text in quotes, or one character."""
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -21,9 +22,31 @@ def split_name(name: str) -> tuple[str, str]:
 def parse_options(what: str, text: str) -> Mapping[str, Any]:
     """The options of a name; values are Python literals where they parse as such, else text.
 
-    `what` names the owner in errors, as "task 'arithmetic:digits'". Raises ConfigError.
+    A value in quotes may have commas. `what` names the owner in errors, as "task 'arithmetic:digits'". Raises
+    ConfigError.
     """
-    return dict(_option(what, part) for part in _COMMA_OUTSIDE_BRACKETS.split(text) if part)
+    return dict(_option(what, part) for part in _parts(text) if part)
+
+
+def with_option(key: str, value: str) -> str:
+    """The text of one option, `key=value`, the value in quotes where it would not be read as it is."""
+    plain = f"{key}={value}"
+    try:
+        read = parse_options("", plain)
+    except ConfigError:
+        read = {}
+    return plain if read == {key: value} else f"{key}={value!r}"
+
+
+def _parts(text: str) -> Iterator[str]:
+    """What stands between the commas outside of brackets and quotes."""
+    start = depth = 0
+    for piece in _PIECE.finditer(text):
+        depth = max(0, depth + (piece[0] in ("[", "(")) - (piece[0] in ("]", ")")))
+        if piece[0] == "," and depth == 0:
+            yield text[start : piece.start()]
+            start = piece.end()
+    yield text[start:]
 
 
 def take_options(what: str, name: str, taken: Collection[str]) -> tuple[str, Mapping[str, Any]]:
@@ -32,7 +55,7 @@ def take_options(what: str, name: str, taken: Collection[str]) -> tuple[str, Map
     own = {key: value for key, value in parse_options(what, text).items() if key in taken} if text else {}
     if not own:
         return name, {}
-    parts = [part for part in _COMMA_OUTSIDE_BRACKETS.split(text) if part.partition("=")[0].strip() not in own]
+    parts = [part for part in _parts(text) if part.partition("=")[0].strip() not in own]
     return (f"{source}:{','.join(parts)}" if parts else source), own
 
 

@@ -75,8 +75,9 @@ class CallSampler:
         """The limit of a reply. Raises ApiProblem if the context leaves no place for one."""
         room = self._room(context_tokens)
         if not room:
-            limit = f"and the model's length of {self._settings.context_tokens} leaves no place for a reply"
-            message = f"the context has {context_tokens} tokens, {limit}; shorten the messages"
+            # Harnesses look for the words of OpenAI's server, "maximum context length is".
+            limit = f"the maximum context length is {self._settings.context_tokens}, which leaves no place for a reply"
+            message = f"the context has {context_tokens} tokens, and {limit}; shorten the messages"
             raise ApiProblem(400, message, param="messages", code="context_length_exceeded")
         return min(call.max_tokens or room, self._settings.turn_tokens, room)
 

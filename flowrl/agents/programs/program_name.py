@@ -1,19 +1,24 @@
-"""How an agent's program is named: a function of a file, or a command line."""
+"""How an agent's program is named: a function of a file, an environment of verifiers, or a command line."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
 
+from flowrl.environments import EnvironmentName
 from flowrl.errors import ConfigError
 
 HOST = "flowrl.agents.programs.agent_envs"
 """Module of the environments that run programs."""
+VERIFIERS = "verifiers/"
 
 
 @dataclass(frozen=True)
 class ProgramName:
-    """`agents/FILE.py:function`, or a command line. Raises ConfigError unless it is exactly one of them."""
+    """`agents/FILE.py:function` or `verifiers/PACKAGE`, or a command line.
+
+    Raises ConfigError unless it is exactly one of them.
+    """
 
     function: str = ""
     command: str = ""
@@ -21,6 +26,8 @@ class ProgramName:
     def __post_init__(self) -> None:
         if bool(self.function) == bool(self.command):
             raise ConfigError("an agent is a function of a file or a command; give one of them")
+        if self.is_environment:
+            return
         if self.function:
             self._check_function()
         else:
@@ -32,6 +39,11 @@ class ProgramName:
             raise ConfigError(f"the agent {self.function!r} names no function; write FILE.py:FUNCTION")
 
     @property
+    def is_environment(self) -> bool:
+        """Whether it is one of verifiers, which asks the policy itself."""
+        return self.function.startswith(VERIFIERS) and EnvironmentName(self.function).adapter + "/" == VERIFIERS
+
+    @property
     def text(self) -> str:
         """As the user wrote it."""
         return self.function or self.command
@@ -39,6 +51,8 @@ class ProgramName:
     @property
     def environment(self) -> str:
         """The name of the environment that runs the program."""
+        if self.is_environment:
+            return self.function
         return f"{HOST}:FunctionAgent:function={self.function}" if self.function else f"{HOST}:CommandAgent"
 
 

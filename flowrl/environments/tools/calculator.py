@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable
 
-from flowrl.environments.tools.collection import ToolError
+from flowrl.environments.tools.tool import ToolError
 
 MOST_CHARACTERS = 1000
 MOST_BITS = 10_000

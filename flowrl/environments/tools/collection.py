@@ -9,49 +9,24 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from pydantic import ValidationError
 
+from flowrl.environments.failure import EnvironmentFailed
 from flowrl.environments.middle import LEAST_BYTES, without_middle
 from flowrl.environments.protocol import ToolCall
 from flowrl.environments.tools.alarm import OutOfTime, within
+from flowrl.environments.tools.tool import CALL_S, OBSERVATION_BYTES, Tool, ToolError, ToolResult
 from flowrl.environments.tools.tool_description import ToolDescription, describe
+from flowrl.environments.tools.tool_source import ToolSource
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_module import one_line
 
-CALL_S = 10.0
-OBSERVATION_BYTES = 65536
 SHOWN = 60
 """Characters of a name or value of the policy's that are repeated to it."""
-
-
-class ToolError(Exception):
-    """Raised by a tool to answer with this text alone, as for a question that has no answer."""
-
-
-@dataclass(frozen=True)
-class ToolResult:
-    """What the policy is told about its call."""
-
-    text: str
-    failed: bool = False
-
-
-@dataclass(frozen=True)
-class Tool:
-    """One function with its limits."""
-
-    function: Callable[..., Any]
-    description: ToolDescription
-    call_s: float
-    observation_bytes: int
-
-    @property
-    def name(self) -> str:
-        return self.description.name
 
 
 class Tools:
@@ -59,11 +34,13 @@ class Tools:
 
     Functions are synchronous or `async def`; see `alarm` for how a synchronous one is ended. A result that is no text
     becomes JSON. Raises ConfigError for a function that its hints and docstring do not describe.
+
+    What is a `ToolSource` has its tools in `session` alone, which every episode enters for itself.
     """
 
     def __init__(
         self,
-        functions: Iterable[Callable[..., Any] | Tool],
+        functions: Iterable[Callable[..., Any] | Tool | ToolSource],
         *,
         call_s: float = CALL_S,
         observation_bytes: int = OBSERVATION_BYTES,
@@ -75,22 +52,51 @@ class Tools:
             raise ConfigError(f"observation_bytes of tools is {observation_bytes}; it has to be at least {LEAST_BYTES}")
         self._tools: dict[str, Tool] = {}
         self._observation_bytes = observation_bytes
+        self._sources: list[ToolSource] = []
         for one in functions:
+            if isinstance(one, ToolSource):
+                self._sources.append(one)
+                continue
             tool = one if isinstance(one, Tool) else Tool(one, describe(one), call_s, observation_bytes)
             if tool.name in self._tools:
                 raise ConfigError(f"two tools have the name {tool.name}; rename one of the functions")
             self._tools[tool.name] = tool
 
-    def __iter__(self) -> Iterator[Tool]:
-        return iter(self._tools.values())
+    def __iter__(self) -> Iterator[Tool | ToolSource]:
+        yield from self._tools.values()
+        yield from self._sources
+
+    @property
+    def replays(self) -> bool:
+        """Whether the same calls give the same answers, and may be made again."""
+        return all(source.replays for source in self._sources)
 
     @property
     def descriptions(self) -> tuple[Mapping[str, Any], ...]:
         """One for each tool, in the form of OpenAI's API, as `Observation.tools` takes them."""
-        return tuple(tool.description.as_json for tool in self)
+        if self._sources:
+            names = ", ".join(source.name for source in self._sources)
+            raise ConfigError(f"what {names} offers is known in an episode: use `async with tools.session(seed)`")
+        return tuple(tool.description.as_json for tool in self._tools.values())
+
+    def check(self) -> None:
+        """Try what sessions need. Raises ConfigError. Not for use in an event loop."""
+        for source in self._sources:
+            source.check()
+
+    @asynccontextmanager
+    async def session(self, seed: int = 0) -> AsyncIterator[Tools]:
+        """The tools of one episode: these, and what the sources open for it. Raises as ToolSource.session does."""
+        async with AsyncExitStack() as stack:
+            found = [await stack.enter_async_context(source.session(seed)) for source in self._sources]
+            opened = [tool for tools in found for tool in tools]
+            yield Tools([*self._tools.values(), *opened], observation_bytes=self._observation_bytes)
 
     async def execute(self, call: ToolCall, *, limit_s: float | None = None) -> ToolResult:
-        """Make the call, within the tool's own limit and `limit_s`. Raises nothing that the call can lead to."""
+        """Make the call, within the tool's own limit and `limit_s`.
+
+        Raises nothing that the call can lead to, but EnvironmentFailed when what is behind the tool has failed.
+        """
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
@@ -113,10 +119,12 @@ async def _run(tool: Tool, arguments: dict[str, Any], most_s: float) -> ToolResu
     try:
         text = await _text(tool, arguments, most_s)
         failed = False
+    except EnvironmentFailed:
+        raise
     except ToolError as answer:
         text = str(answer)
     except OutOfTime:
-        text = f"{tool.name} was stopped: it took more than {most_s:.3g} s."
+        text = f"{tool.name} was stopped: it took more than {most_s:.3g} s. {tool.when_stopped}".rstrip()
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -153,6 +161,8 @@ def _arguments(description: ToolDescription, given: Mapping[str, Any]) -> dict[s
     They are checked as JSON, where there are lists and no tuples.
     """
     try:
+        if description.model is None:
+            return dict(json.loads(json.dumps(given)))
         model = description.model.model_validate_json(json.dumps(given))
     except ValidationError as problem:
         raise ToolError(" ".join(_misfit(description, error) for error in problem.errors())) from None

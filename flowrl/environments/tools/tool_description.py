@@ -36,7 +36,8 @@ class ToolDescription:
     text: str
     parameters: Mapping[str, Any]
     """JSON Schema of an object."""
-    model: type[BaseModel]
+    model: type[BaseModel] | None
+    """None where whoever executes the call checks them."""
 
     @property
     def as_json(self) -> Mapping[str, Any]:

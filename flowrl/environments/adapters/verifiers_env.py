@@ -1,0 +1,112 @@
+"""`verifiers/PACKAGE`: an environment of the package verifiers, which asks the policy itself, over HTTP.
+
+It is an agent's program rather than an environment: the node AgentProgram runs it, one process an episode. The one
+action has the variables that lead to the episode's session at the endpoint, as JSON; the observation is the result, the
+reward and the metrics of the environment's rubric, as JSON.
+
+PACKAGE is a module with `load_environment`, as those of verifiers have it, or a FILE.py; options are its arguments. The
+row's seed picks the example: a held-out row's among those for evaluation, another row's among those for training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from flowrl.environments.adapters.package import imported
+from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
+from flowrl.environments.protocol import Action, Env, Observation, Step
+from flowrl.errors import ConfigError
+from flowrl.tasks.user_module import one_line, user_module
+
+MODEL = "policy"
+"""The endpoint's name of the model."""
+LIMITS = ("limit_reached", "context_length_exceeded")
+"""The endpoint's codes for a session at its limit: the rollout is over, and has the reward that it has then."""
+NEEDED = (
+    "the reward of verifiers is for rows of its own: take EnvironmentSource('verifiers/…') as the source of prompts"
+)
+
+
+class VerifiersEnv(Env):
+    """One rollout."""
+
+    replays = False
+
+    @classmethod
+    def maker(cls, name: EnvironmentName) -> Callable[[], VerifiersEnv]:
+        """Load the environment with its examples, once for all episodes. Raises ConfigError."""
+        # The bars of tqdm start a thread, and a process with threads cannot fork those of episodes.
+        imported(name, "tqdm", distribution="tqdm").tqdm.monitor_interval = 0
+        imported(name, "verifiers", distribution="verifiers")
+        environment = _loaded(name)
+        examples = _examples(name, environment)
+        return lambda: cls(environment, examples)
+
+    def __init__(self, environment: Any, examples: Mapping[bool, Any]) -> None:
+        self._environment, self._examples = environment, examples
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        row = task["options"].get("task", {})
+        if not {"environment", "options", "seed"} <= row.keys():
+            raise ValueError(NEEDED)
+        asked = EnvironmentRow(row["environment"], row["options"], row["seed"])
+        examples = self._examples[asked.held_out]
+        self._example = dict(examples[asked.seed % len(examples)])
+        return Observation()
+
+    async def step(self, action: Action) -> Step:
+        import openai
+
+        os.environ.update(_access(action.text))
+        async with openai.AsyncOpenAI() as client:
+            found = await self._environment.run_rollout(self._example, client, MODEL, {})
+        if found.get("error") is not None and not any(limit in str(found["error"]) for limit in LIMITS):
+            raise RuntimeError(f"the rollout of verifiers failed: {found['error']}")
+        metrics = {key: float(value) for key, value in (found.get("metrics") or {}).items()}
+        return Step(Observation(json.dumps({"reward": float(found["reward"]), "metrics": metrics})), terminated=True)
+
+
+def _loaded(name: EnvironmentName) -> Any:
+    module = _module(name)
+    if not hasattr(module, "load_environment"):
+        raise ConfigError(
+            f"environment {name.text!r}: {name.place} has no function load_environment, so it is none of verifiers"
+        )
+    try:
+        return module.load_environment(**name.options)
+    except Exception as problem:  # the boundary to the environment's code
+        raise ConfigError(f"environment {name.text!r} cannot be loaded: {one_line(problem)}") from None
+
+
+def _module(name: EnvironmentName) -> ModuleType:
+    if name.place.endswith(".py"):
+        return user_module(name.place, owner="environment")
+    module: ModuleType = imported(name, name.place.replace("-", "_"), distribution=name.place)
+    return module
+
+
+def _examples(name: EnvironmentName, environment: Any) -> Mapping[bool, Any]:
+    """Those for evaluation and those for training."""
+    try:
+        found = {True: environment.get_eval_dataset().to_list(), False: environment.get_dataset().to_list()}
+    except Exception as problem:  # the boundary to the environment's code
+        raise ConfigError(f"environment {name.text!r}: its examples cannot be read: {one_line(problem)}") from None
+    if not all(found.values()):
+        raise ConfigError(
+            f"environment {name.text!r} has no examples for training, or none for evaluation; it needs both"
+        )
+    return found
+
+
+def _access(text: str) -> Mapping[str, str]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("environments of verifiers ask the policy themselves: play them with the node AgentProgram")
+    return found

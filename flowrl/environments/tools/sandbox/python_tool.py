@@ -1,0 +1,154 @@
+"""The tool `python`: code that the policy writes is executed in an interpreter of its episode, which is shut in.
+
+The interpreter starts at the first call, and keeps its variables and its files until the episode's end, as a notebook
+does. Whatever the code does is a text for the policy. A call that ends the interpreter, or whose time is over, costs
+the variables; the next call gets a new interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import get_args
+
+from flowrl.environments.failure import EnvironmentFailed
+from flowrl.environments.tools.sandbox.sandbox_process import (
+    Ran,
+    SandboxEnded,
+    SandboxKind,
+    SandboxProcess,
+    SandboxRefused,
+    SandboxSettings,
+)
+from flowrl.environments.tools.tool import CALL_S, Tool, ToolError
+from flowrl.environments.tools.tool_description import describe
+from flowrl.environments.tools.tool_source import ToolSource
+from flowrl.errors import ConfigError
+
+LOST = "Its variables and files are lost; the next call has a new interpreter."
+SILENT = "The code printed nothing."
+MARK_BYTES = 256
+"""Room for what is said besides the output."""
+
+
+@dataclass(frozen=True)
+class PythonTool(ToolSource):
+    """`python(code)`, with limits for each episode. Raises ConfigError for limits that are none."""
+
+    sandbox: SandboxKind = "namespaces"
+    """ "limits" does without namespaces: the code may then read files and use the network as the run's user."""
+    call_s: float = CALL_S
+    memory_bytes: int = 1 << 30
+    """Of address space, of each process."""
+    disk_bytes: int = 64 << 20
+    """Of the working directory with namespaces, of each file without."""
+    output_bytes: int = 8192
+    """Of a call's output; the middle of a longer one is left out."""
+
+    def __post_init__(self) -> None:
+        if self.sandbox not in get_args(SandboxKind):
+            raise ConfigError(f"sandbox of the tool python is {self.sandbox!r}; it has to be namespaces or limits")
+        if not isinstance(self.call_s, int | float) or not self.call_s > 0:
+            raise ConfigError(f"call_s of the tool python is {self.call_s!r}; it has to be a number above 0")
+        for key, least in (("memory_bytes", 1 << 26), ("disk_bytes", 4096), ("output_bytes", 64)):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"{key} of the tool python is {value!r}; it has to be a whole number of at least {least}"
+                )
+
+    @property
+    def name(self) -> str:
+        return "python"
+
+    def check(self) -> None:
+        """Start an interpreter and have it calculate."""
+        if sys.platform != "linux":
+            raise ConfigError("the tool python needs Linux, whose limits and namespaces shut its code in")
+        asyncio.run(self._try())
+
+    async def _try(self) -> None:
+        process = None
+        try:
+            process = SandboxProcess(self._settings, seed=0)
+            await process.start()
+            ran = await process.run("6 * 7")
+        except (SandboxRefused, SandboxEnded) as problem:
+            raise self._refused(str(problem)) from None
+        finally:
+            if process is not None:
+                await process.end()
+        if ran != Ran("42\n", failed=False):
+            raise self._refused(f"6 * 7 came to {ran.text!r}")
+
+    def _refused(self, why: str) -> ConfigError:
+        hint = ""
+        if self.sandbox == "namespaces":
+            hint = (
+                "; allow user namespaces on this machine (in a container they may need --privileged), or accept "
+                "python:sandbox=limits, where the code can read files and use the network"
+            )
+        return ConfigError(f"the tool python cannot shut its code in here ({why}){hint}")
+
+    @property
+    def _settings(self) -> SandboxSettings:
+        return SandboxSettings(
+            kind=self.sandbox,
+            memory_bytes=self.memory_bytes,
+            disk_bytes=self.disk_bytes,
+            output_bytes=self.output_bytes,
+        )
+
+    @asynccontextmanager
+    async def session(self, seed: int) -> AsyncIterator[Sequence[Tool]]:
+        python = PythonSession(self._settings, seed)
+        most_bytes = self.output_bytes + MARK_BYTES
+        try:
+            yield [Tool(python.python, describe(python.python), self.call_s, most_bytes, when_stopped=LOST)]
+        finally:
+            await python.end()
+
+
+class PythonSession:
+    """The interpreter of one episode, and the next one when it has ended."""
+
+    def __init__(self, settings: SandboxSettings, seed: int) -> None:
+        self._settings, self._seed = settings, seed
+        self._process: SandboxProcess | None = None
+
+    async def python(self, code: str) -> str:
+        """Executes Python code and returns what it prints, and the value of its last line if that is an expression.
+        Variables and files are kept for the next call.
+
+        Args:
+            code: The code.
+        """
+        try:
+            ran = await self._ran(code)
+        except SandboxEnded as ended:
+            await self.end()
+            raise ToolError(f"{ended} {LOST}") from None
+        except BaseException:  # the call's time is over, or it is given up
+            await self.end()
+            raise
+        if ran.failed:
+            raise ToolError(ran.text)
+        return ran.text or SILENT
+
+    async def _ran(self, code: str) -> Ran:
+        try:
+            if self._process is None:
+                self._process = SandboxProcess(self._settings, seed=self._seed)
+                await self._process.start()
+        except SandboxRefused as problem:
+            raise EnvironmentFailed("env_raised", f"the tool python could not be started: {problem}") from None
+        return await self._process.run(code)
+
+    async def end(self) -> None:
+        """End the interpreter."""
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end()

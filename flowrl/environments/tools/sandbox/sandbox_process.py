@@ -1,0 +1,241 @@
+"""A sandbox, seen from outside: starts an interpreter that is shut in, gives it code, and ends it.
+
+`sandbox_start` says what shuts it in. Nothing that comes from inside is believed to be more than text.
+
+Waits: for the interpreter's start and for its answers, ended by them, by its end, or by the caller's cancellation,
+after which `end` has to be called; and in `end` for its end, which SIGTERM to its parent brings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flowrl.environments.tools.sandbox.bounded_output import BoundedOutput
+from flowrl.errors import FlowrlError
+
+SandboxKind = Literal["namespaces", "limits"]
+WORK = "/sandbox"
+"""As `sandbox_start` names it."""
+NOBODY = 65534
+"""Who executes what root starts."""
+LENGTH = struct.Struct("<I")
+START, INTERPRETER = (Path(__file__).with_name(f"sandbox_{name}.py") for name in ("start", "interpreter"))
+CPU_S = 600
+"""Of the interpreter in all: an end for threads that go on between calls, which are limited by wall clock."""
+NUM_FILES = 64
+NUM_PROCESSES = 32
+"""Threads too. Namespaces alone count those of one sandbox; without them there are none besides the interpreter."""
+START_S = 30.0
+END_S = 10.0
+MESSAGE_BYTES = 4096
+
+
+class SandboxRefused(FlowrlError):
+    """The machine does not let the sandbox be built; the text says why."""
+
+
+class SandboxEnded(FlowrlError):
+    """The interpreter has ended, during a call or before it."""
+
+
+@dataclass(frozen=True)
+class SandboxSettings:
+    """How an interpreter is shut in."""
+
+    kind: SandboxKind = "namespaces"
+    memory_bytes: int = 1 << 30
+    """Address space of each process."""
+    disk_bytes: int = 64 << 20
+    """Of the working directory with namespaces, of each file without."""
+    output_bytes: int = 8192
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one call came to."""
+
+    text: str
+    failed: bool
+
+
+class SandboxProcess:
+    """One interpreter, from `start` to `end`."""
+
+    def __init__(self, settings: SandboxSettings, *, seed: int) -> None:
+        self._settings = settings
+        self._work = tempfile.mkdtemp(prefix="flowrl-sandbox-") if settings.kind == "limits" else ""
+        self._control, theirs = socket.socketpair()
+        source, target = os.pipe()
+        self._output = BoundedOutput(source, most_bytes=settings.output_bytes)
+        try:
+            self._process = subprocess.Popen(
+                (sys.executable, "-I", "-S", str(START), self._text(theirs, seed), INTERPRETER.read_text()),
+                stdin=subprocess.DEVNULL,
+                stdout=target,
+                stderr=target,
+                pass_fds=(theirs.fileno(),),
+                env={},
+            )
+        except OSError as problem:
+            self._control.close()
+            self._output.close()
+            raise SandboxRefused(f"no process could be started: {problem.strerror}") from None
+        finally:
+            theirs.close()
+            os.close(target)
+        asyncio.get_running_loop().add_reader(source, self._read)
+        self._source = source
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def start(self) -> None:
+        """Wait until the interpreter is ready. Raises SandboxRefused."""
+        self._streams = await asyncio.open_connection(sock=self._control)
+        reader, _ = self._streams
+        try:
+            async with asyncio.timeout(START_S):
+                first = await reader.read(1)
+                text = (await reader.read(MESSAGE_BYTES)).decode(errors="replace") if first == b"E" else ""
+        except TimeoutError:
+            raise SandboxRefused(f"the interpreter is not ready after {START_S:g} s") from None
+        if first != b"R":
+            raise SandboxRefused(text or self._output.taken().strip()[-500:] or "its process ended while it started")
+
+    async def run(self, code: str) -> Ran:
+        """Execute code. Raises SandboxEnded."""
+        assert self._streams is not None
+        reader, writer = self._streams
+        body = code.encode(errors="replace")
+        try:
+            writer.write(LENGTH.pack(len(body)) + body)
+            await writer.drain()
+            answer = await reader.read(1)
+        except ConnectionError:
+            answer = b""
+        if not answer:
+            printed = self._output.taken()
+            raise SandboxEnded(f"{printed}\n{self._how_it_ended()}".strip())
+        return Ran(self._output.taken(), failed=answer != b"0")
+
+    async def end(self) -> None:
+        """End the interpreter and all that it has started. When this returns, they are gone."""
+        self._stop_reading()
+        if self._streams is not None:
+            self._streams[1].close()
+        self._control.close()
+        try:
+            await self._ended()
+        finally:
+            self._output.close()
+            if self._work:
+                shutil.rmtree(self._work, ignore_errors=True)
+
+    async def _ended(self) -> None:
+        if self._process.poll() is not None:
+            return
+        self._process.terminate()
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        process = os.pidfd_open(self._process.pid)
+        loop.add_reader(process, gone.set)
+        try:
+            await asyncio.wait_for(gone.wait(), END_S)
+        except TimeoutError:
+            self._process.kill()  # the interpreter has that as its parent-death signal
+        finally:
+            loop.remove_reader(process)
+            os.close(process)
+        self._process.wait()
+
+    def _how_it_ended(self) -> str:
+        """The interpreter has closed its connection: it has ended, or ends now."""
+        try:
+            status = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "The interpreter closed its connection."
+        number = -status if status < 0 else status - 128
+        with suppress(ValueError):
+            return f"The interpreter was ended by {signal.Signals(number).name}."
+        return f"The interpreter ended with status {status}."
+
+    def _read(self) -> None:
+        if not self._output.read():
+            self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._source)
+
+    def _text(self, control: socket.socket, seed: int) -> str:
+        apart = self._settings.kind == "namespaces"
+        if self._work and os.geteuid() == 0:
+            os.chown(self._work, NOBODY, NOBODY)
+        return json.dumps(
+            {
+                "control": control.fileno(),
+                "parent": os.getpid(),
+                "namespaces": apart,
+                "trees": list(interpreter_trees()),
+                "work": self._work,
+                "disk_bytes": self._settings.disk_bytes,
+                "limits": self._limits(),
+                "python": interpreter(),
+                "environment": _variables(self._work or WORK),
+                "interpreter": json.dumps({"seed": seed, "apart": apart}),
+            }
+        )
+
+    def _limits(self) -> dict[str, int]:
+        wanted = {
+            "RLIMIT_AS": self._settings.memory_bytes,
+            "RLIMIT_CPU": CPU_S,
+            "RLIMIT_FSIZE": self._settings.disk_bytes,
+            "RLIMIT_NOFILE": NUM_FILES,
+            "RLIMIT_NPROC": NUM_PROCESSES if self._settings.kind == "namespaces" else 0,
+            "RLIMIT_CORE": 0,
+        }
+        return {name: _allowed(name, most) for name, most in wanted.items()}
+
+
+def interpreter() -> str:
+    """The path of this Python inside the sandbox. Its folder decides which packages it finds, so no link is left."""
+    folder, name = os.path.split(sys.executable)
+    return f"{os.path.realpath(folder)}/{name}"
+
+
+def interpreter_trees() -> set[str]:
+    """The folders that hold this Python, its library and its packages."""
+    found = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *sysconfig.get_paths().values()}
+    known = {os.path.realpath(path) for path in found if os.path.exists(path)}
+    return known | {os.path.dirname(os.path.realpath(sys.executable))}
+
+
+def _allowed(name: str, most: int) -> int:
+    """A limit may be lowered, and not raised."""
+    hard = resource.getrlimit(getattr(resource, name))[1]
+    return most if hard == resource.RLIM_INFINITY else min(most, hard)
+
+
+def _variables(home: str) -> dict[str, str]:
+    one = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return {
+        **dict.fromkeys(one, "1"),
+        "HOME": home,
+        "TMPDIR": home,
+        "LANG": "C.UTF-8",
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "PYTHONHASHSEED": "0",
+        "MPLBACKEND": "Agg",
+    }
