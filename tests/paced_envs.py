@@ -1,0 +1,36 @@
+"""Environments whose steps take seconds, so that many episodes are half done at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from flowrl.environments import Action, Env, Observation, Step
+
+
+class Paced(Env):
+    """`turns` turns of `step_s` seconds each, in the node. What it shows follows from its seed and the actions."""
+
+    cooperative = True
+
+    def __init__(self, turns: int = 6, step_s: float = 1.0) -> None:
+        self.turns, self.step_s = turns, step_s
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self.seed, self.steps = seed, 0
+        return Observation(f"{seed % 100}+{seed % 7}=")
+
+    async def step(self, action: Action) -> Step:
+        await asyncio.sleep(self.step_s)  # so slow is the environment
+        self.steps += 1
+        self.seed = zlib.crc32(f"{self.seed}{action.text}".encode())
+        reward = float(self.seed % 2)
+        return Step(Observation(f"{self.seed % 100}="), reward=reward, terminated=self.steps == self.turns)
+
+
+class PacedProcess(Paced):
+    """The same in a process an episode."""
+
+    cooperative = False
