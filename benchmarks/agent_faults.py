@@ -126,15 +126,21 @@ def main(options: Options) -> None:
         for case in cases:
             played = play(case, options)
             found[case.name].append(played)
-            share = played.rate / found["clean" if case.retries == 0 else "clean again"][-1].rate if case.chance else 1.0
-            print(f"{case.name:14}{played.rate:12.2f}{share:10.3f}{played.failed:10.4f}{played.trained:10.4f}", flush=True)
+            share = (
+                played.rate / found["clean" if case.retries == 0 else "clean again"][-1].rate if case.chance else 1.0
+            )
+            print(
+                f"{case.name:14}{played.rate:12.2f}{share:10.3f}{played.failed:10.4f}{played.trained:10.4f}", flush=True
+            )
     report(found, options)
 
 
 def report(found: Mapping[str, list[Played]], options: Options) -> None:
     """The figures over all repetitions, with their spread."""
     healthy = 1 - 4 * options.chance
-    shares = [ours.rate / others.rate / healthy for ours, others in zip(found["retries=0"], found["clean"], strict=True)]
+    shares = [
+        ours.rate / others.rate / healthy for ours, others in zip(found["retries=0"], found["clean"], strict=True)
+    ]
     again, clean = found["retries=2"], found["clean again"]
     trained = [played.trained for played in again]
     spread: Mapping[str, list[float]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -40,7 +41,7 @@ class Faulty(Env):
         return f"{first}+{second}="
 
     async def step(self, action: Action) -> Step:
-        time.sleep(self.step_s)  # what a tool would take
+        await asyncio.sleep(self.step_s)  # what a tool would take
         right = action.text.strip() == self.answer
         self.left -= 1
         over = not right or not self.left

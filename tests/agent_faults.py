@@ -120,7 +120,9 @@ def _wrong(cell: Cell, ran: GraphRun, directory: Path) -> Iterator[str]:
     causes = {cause for (cause,) in ran.rows("SELECT DISTINCT cause FROM attempts")}
     if not causes <= CAUSES[cell.target]:
         yield f"causes of void attempts: {causes}"
-    yield from _made_up(directory, [reward for (reward,) in ran.rows("SELECT reward FROM samples WHERE reward NOT NULL")])
+    yield from _made_up(
+        directory, [reward for (reward,) in ran.rows("SELECT reward FROM samples WHERE reward NOT NULL")]
+    )
     if ran.rows("SELECT 1 FROM samples WHERE state = 'failed' AND reward NOT NULL"):
         yield "a sample that failed has a reward"
 

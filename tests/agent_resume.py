@@ -76,8 +76,8 @@ class Kept:
     problems: tuple[str, ...]
 
     def __str__(self) -> str:
-        share = self.trained / self.tokens
-        return f"{self.episodes} half done, {self.tokens} policy tokens in the checkpoint, {share:.4f} trained as they were"
+        share = f"{self.trained / self.tokens:.4f} trained as they were"
+        return f"{self.episodes} half done, {self.tokens} policy tokens in the checkpoint, {share}"
 
 
 def records_of(run_dir: Path, step: int) -> dict[str, EpisodeRecord]:

@@ -78,7 +78,7 @@ class Fault:
             case "stop":
                 os.kill(pid, signal.SIGSTOP)
             case "hang":
-                time.sleep(FOREVER_S)
+                time.sleep(FOREVER_S)  # this is the fault
             case "garbage":
                 for descriptor in sockets():
                     os.write(descriptor, GARBAGE)
@@ -166,7 +166,7 @@ class FaultyEnv(Env):
         return Observation(f"{self.fault.shown}{seed}", tools=TOOLS.descriptions)
 
     async def step(self, action: Action) -> Step:
-        time.sleep(STEP_S)  # so slow is the environment
+        time.sleep(STEP_S)  # noqa: ASYNC251 (so slow is the environment)
         self.left -= 1
         self.at("step" if self.left else "scoring")
         if not self.left:

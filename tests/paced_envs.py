@@ -34,3 +34,17 @@ class PacedProcess(Paced):
     """The same in a process an episode."""
 
     cooperative = False
+
+
+class Terse(Env):
+    """Two turns with hardly any text, so that nearly all tokens of an episode are sampled."""
+
+    cooperative = True
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self.left = 2
+        return Observation(messages=({"role": "system", "content": "Talk."}, {"role": "user", "content": f"{seed}"}))
+
+    async def step(self, action: Action) -> Step:
+        self.left -= 1
+        return Step(Observation("On."), reward=float(len(action.text) % 2), terminated=not self.left)

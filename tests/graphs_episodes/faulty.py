@@ -1,4 +1,4 @@
-"""Episodes whose environments, tools or agents fail at a moment; the generator computes nothing, and tells the moment."""
+"""Episodes whose environments, tools or agents fail at a moment, which the generator, a stand-in, tells them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.graphs_episodes.played import Speaker, Training
 
 FILE = str(Path(fault_parts.__file__))
 NAMED = re.compile(r"pid (\d+) (\d+)")
+FOUND_S = 0.5
+"""For so long a checkpoint waits for an episode that can fail."""
 CALL = {"id": "c1", "type": "function", "function": {"name": "probe", "arguments": '{"text": "7"}'}}
 
 
@@ -64,9 +67,11 @@ class Meddling(Speaker):
         """A checkpoint is being taken."""
         if self.fault.target == "generator" and self.fault.is_due("checkpoint"):
             self.fault.happen()
-        waiting = list(self.asking.values())
-        if self.fault.target == "tool":
-            waiting = [int(one) for one in _children(Path(self.fault.directory))]
+        waiting: list[int] = []
+        ends_s = time.monotonic() + FOUND_S * (self.fault.moment == "checkpoint")
+        while not waiting and time.monotonic() < ends_s:
+            waiting = self.in_a_tool() if self.fault.target == "tool" else list(self.asking.values())
+            await asyncio.sleep(0.01)  # episodes go on until they ask
         random.shuffle(waiting)
         for pid in waiting:
             if self.fault.is_due("checkpoint"):
@@ -75,13 +80,12 @@ class Meddling(Speaker):
         await asyncio.sleep(0.05)  # they take the signal while the checkpoint is taken
         return {}
 
+    def in_a_tool(self) -> list[int]:
+        """Processes that are in one."""
+        return [int(path.name.removeprefix("tool-")) for path in Path(self.fault.directory).glob("tool-*")]
+
     async def resume(self) -> None:
         """The checkpoint is taken."""
-
-
-def _children(directory: Path) -> list[str]:
-    """Processes that are in a tool."""
-    return [path.name.removeprefix("tool-") for path in directory.glob("tool-*")]
 
 
 @dataclass(frozen=True)
