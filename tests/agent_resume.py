@@ -169,7 +169,8 @@ def pause(run_dir: Path) -> tuple[float, int, int]:
     """The longest pause of checkpoints, how many episodes were in a step then at least, and how many checkpoints."""
     slow = f"{ENVS}:Paced:turns=2,step_s=60"
     sizes = ("--groups-per-step", "16", "--group-size", "32", "--look-ahead", "32", "--staleness", "2")
-    run = Run(GRAPH, run_dir, *OPTIONS, *sizes, "--environment", slow, "--steps", "4", timeout_s=900)
+    limits = ("--limits.step-s", "600", "--steps", "4")
+    run = Run(GRAPH, run_dir, *OPTIONS, *sizes, *limits, "--environment", slow, timeout_s=1200)
     if run.wait():
         raise SystemExit(f"the run failed: {run.stderr}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -16,6 +16,7 @@ from typing import Any
 from flowrl import Graph
 from flowrl.episode import Reply, Turn
 from flowrl.models import Policy
+from flowrl.models.tool_characters import tool_tokenizer
 from flowrl.nodes import AgentProgram, Environment, EnvironmentSource, GroupAdvantage, Limits, TaskSource, TokenBatch
 from flowrl.tasks import Task
 from tests import fault_parts
@@ -35,6 +36,7 @@ class Meddling(Speaker):
     cpus = 1
 
     async def setup(self) -> None:
+        self.tokenizer = tool_tokenizer()
         self.fault = Fault.of_variable()
         self.asking: dict[str, int] = {}
         (Path(self.fault.directory) / fault_parts.GENERATOR).write_text(str(os.getpid()))
@@ -101,15 +103,16 @@ class Config:
 def graph(cfg: Config) -> Graph:
     g = Graph("faulty")
     limits = Limits(tokens=400, retries=cfg.retries, reset_s=cfg.reset_s)
-    task, name = Task("arithmetic"), f"{FILE}:FaultyEnv"
+    task, name = Task("arithmetic:min_value=30"), f"{FILE}:FaultyEnv"
+    policy = Policy("tiny_agent", task=task)
     player: Environment | AgentProgram
     if cfg.agents:
         source: Any = TaskSource(task, repeat=cfg.group_size)
         limits = replace(limits, episode_s=cfg.step_s + 3)
-        player = AgentProgram(Policy("tiny"), agent=f"{FILE}:agent", limits=limits, processes=8, idle_s=60.0)
+        player = AgentProgram(policy, agent=f"{FILE}:agent", limits=limits, processes=8, idle_s=60.0)
     else:
         source = EnvironmentSource(name, repeat=cfg.group_size)
-        player = Environment(name, Policy("tiny"), limits=replace(limits, step_s=cfg.step_s))
+        player = Environment(name, policy, limits=replace(limits, step_s=cfg.step_s))
     prompts = g.add("prompts", source)
     episodes = g.add("player", player)
     speaker = g.add("generator", Meddling())
