@@ -90,11 +90,10 @@ def cells() -> Iterator[Cell]:
 def play(cell: Cell, directory: Path) -> list[str]:
     """What is wrong after a run with this fault."""
     fault = Fault(cell.target, cell.way, cell.moment, str(directory), TIMES.get(cell.target, OFTEN))
-    fault.tell()
     os.environ[MARK] = mark = uuid.uuid4().hex
     if cell.target == "generator" and cell.way != "garbage":
-        return list(_with_processes(cell, directory))
-    config = {"agents": cell.target in ("agent", "client")}
+        return list(_with_processes(cell, fault, directory))
+    config = {"agents": cell.target in ("agent", "client"), "fault": fault.told}
     options = {"steps": STEPS, "save_every": 1, "timeout_s": RUN_S, "must_succeed": False, "preflight": False}
     ran = run_graph(GRAPH, directory / "run", config, **options)  # type: ignore[arg-type]
     problems = list(_wrong(cell, ran, directory))
@@ -146,9 +145,9 @@ def _left(mark: str) -> list[str]:
     return names
 
 
-def _with_processes(cell: Cell, directory: Path) -> Iterator[str]:
+def _with_processes(cell: Cell, fault: Fault, directory: Path) -> Iterator[str]:
     """A generator in a process of its own: a killed one ends the run, a stopped one goes on when it is let."""
-    options = ("--steps", str(STEPS), "--save-every", "1")
+    options = ("--steps", str(STEPS), "--save-every", "1", "--fault", fault.told)
     run = Run(GRAPH, directory / "run", *options, timeout_s=2 * RUN_S)
     if cell.way == "stop":
         try:

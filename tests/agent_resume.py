@@ -46,7 +46,7 @@ SIZES = ("--groups-per-step", str(GROUPS), "--group-size", str(MEMBERS), "--look
 
 def environment(run: Run) -> int | None:
     """The host that has the environment node."""
-    return host("core", run)
+    return host("environment/0", run)
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,16 @@ class Fault:
     def of_variable() -> Fault:
         return Fault(**json.loads(os.environ[VARIABLE]))
 
-    def tell(self) -> None:
-        """Set the variable for children that start from now on."""
-        os.environ[VARIABLE] = json.dumps(asdict(self))
+    @property
+    def told(self) -> str:
+        """The variable's value."""
+        return json.dumps(asdict(self))
 
     def is_due(self, moment: str) -> bool:
         """Whether it happens now. It does `times` times in a run, whichever processes come first."""
         begun = (Path(self.directory) / GENERATOR).exists()
+        if self.target == "generator":  # a killed one is to leave something to resume
+            begun = begun and any(Path(self.directory).glob("run/checkpoints/step_*"))
         if moment != self.moment or not begun:
             return False
         for number in range(self.times):

@@ -20,7 +20,7 @@ from flowrl.models.tool_characters import tool_tokenizer
 from flowrl.nodes import AgentProgram, Environment, EnvironmentSource, GroupAdvantage, Limits, TaskSource, TokenBatch
 from flowrl.tasks import Task
 from tests import fault_parts
-from tests.fault_parts import Fault
+from tests.fault_parts import VARIABLE, Fault
 from tests.graphs_episodes.played import Speaker, Training
 
 FILE = str(Path(fault_parts.__file__))
@@ -98,10 +98,14 @@ class Config:
     retries: int = 1
     reset_s: float = 8.0
     step_s: float = 2.0
+    fault: str = ""
+    """What the variable of the fault says; every process that builds the graph tells it its children."""
 
 
 def graph(cfg: Config) -> Graph:
     g = Graph("faulty")
+    if cfg.fault:
+        os.environ[VARIABLE] = cfg.fault
     limits = Limits(tokens=400, retries=cfg.retries, reset_s=cfg.reset_s)
     task, name = Task("arithmetic:min_value=30"), f"{FILE}:FaultyEnv"
     policy = Policy("tiny_agent", task=task)
