@@ -5,7 +5,8 @@
 `driver` kills the driver, `environment` the host of the environment node; their episodes run in that host, and those of
 `processes` in a process each. All are killed right after a checkpoint with at least HALF_DONE half-done episodes. The
 share is of the policy tokens that the checkpoint has of them: trained, and not sampled again. `pause` takes checkpoints
-of 1,000 cooperative episodes inside of steps of a minute. The exit status is 1 if anything is not as it has to be.
+while 1,000 cooperative episodes and more are inside of steps of a minute; quick ones make up the batches. The exit
+status is 1 if anything is not as it has to be.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SIZES = ("--groups-per-step", str(GROUPS), "--group-size", str(MEMBERS), "--look
 
 def environment(run: Run) -> int | None:
     """The host that has the environment node."""
-    return host("environment/0", run)
+    return host("core", run)
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,9 @@ def _tokens(run_dir: Path, records: dict[str, EpisodeRecord]) -> tuple[int, int]
 
 def pause(run_dir: Path) -> tuple[float, int, int]:
     """The longest pause of checkpoints, how many episodes were in a step then at least, and how many checkpoints."""
-    slow = f"{ENVS}:Paced:turns=2,step_s=60"
-    sizes = ("--groups-per-step", "16", "--group-size", "32", "--look-ahead", "32", "--staleness", "2")
-    limits = ("--limits.step-s", "600", "--steps", "4")
+    slow = f"{ENVS}:Paced:turns=2,step_s=60,quick=8"
+    sizes = ("--groups-per-step", "2", "--group-size", "32", "--look-ahead", "47", "--staleness", "23")
+    limits = ("--limits.step-s", "600", "--limits.episodes", "2000", "--steps", "3")
     run = Run(GRAPH, run_dir, *OPTIONS, *sizes, *limits, "--environment", slow, timeout_s=1200)
     if run.wait():
         raise SystemExit(f"the run failed: {run.stderr}")
