@@ -118,8 +118,8 @@ def difference(ours: Sequence[Mapping[str, list[float]]], clean: Sequence[Mappin
 
 def main(options: Options) -> None:
     clean = Case("clean", 0.0, 2)
-    cases = (clean, Case("retries=0", options.chance, 0), replace(clean, name="clean again"))
-    cases = (*cases, Case("retries=2", options.chance, 2))
+    without, retried = (Case(f"retries={retries}", options.chance, retries) for retries in (0, 2))
+    cases = (clean, without, replace(clean, name="clean again"), retried)
     found: dict[str, list[Played]] = {case.name: [] for case in cases}
     print(f"{'':14}{'episodes/s':>12}{'of clean':>10}{'failed':>10}{'trained':>10}")
     for _ in range(options.repetitions):

@@ -13,6 +13,7 @@ from typing import Any
 from flowrl.environments import Action, Env, Observation, Step
 
 KINDS = ("hang", "crash", "kill", "garbage")
+GARBAGE: Any = "garbage"
 AT_RESET, AT_FIRST, AT_LAST = "reset", "first", "last"
 
 
@@ -31,7 +32,8 @@ class Faulty(Env):
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         if self.kind and self.moment == AT_RESET:
-            return self.fail()
+            self.fail()
+            return GARBAGE
         self.random, self.left = random.Random(seed), self.most
         return Observation(self.question())
 
@@ -46,14 +48,15 @@ class Faulty(Env):
         self.left -= 1
         over = not right or not self.left
         if self.kind and (over if self.moment == AT_LAST else self.moment == AT_FIRST):
-            return self.fail()
+            self.fail()
+            return GARBAGE
         return Step(Observation(self.question()), reward=right / self.most, terminated=over)
 
-    def fail(self) -> Any:
+    def fail(self) -> None:
+        """Does not return, but for garbage."""
         if self.kind == "hang":
             time.sleep(3600.0)
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "crash":
             raise LookupError("a bug of the environment")
-        return "garbage"

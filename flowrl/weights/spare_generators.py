@@ -24,8 +24,8 @@ class SpareGenerator(torch.Generator):
     def get_offset(self) -> int:
         return 0
 
-    def set_offset(self, offset: int) -> None:
-        pass
+    def set_offset(self, offset: int) -> torch.Generator:
+        return self
 
 
 @contextmanager
