@@ -8,12 +8,12 @@ import random
 import signal
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from flowrl.environments import Action, Env, Observation, Step
 
 KINDS = ("hang", "crash", "kill", "garbage")
-GARBAGE: Any = "garbage"
+NO_OBSERVATION, NO_STEP = cast(Observation, "garbage"), cast(Step, "garbage")
 AT_RESET, AT_FIRST, AT_LAST = "reset", "first", "last"
 
 
@@ -33,7 +33,7 @@ class Faulty(Env):
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         if self.kind and self.moment == AT_RESET:
             self.fail()
-            return GARBAGE
+            return NO_OBSERVATION
         self.random, self.left = random.Random(seed), self.most
         return Observation(self.question())
 
@@ -49,7 +49,7 @@ class Faulty(Env):
         over = not right or not self.left
         if self.kind and (over if self.moment == AT_LAST else self.moment == AT_FIRST):
             self.fail()
-            return GARBAGE
+            return NO_STEP
         return Step(Observation(self.question()), reward=right / self.most, terminated=over)
 
     def fail(self) -> None:
