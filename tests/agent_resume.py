@@ -168,8 +168,8 @@ def _tokens(run_dir: Path, records: dict[str, EpisodeRecord]) -> tuple[int, int]
 
 def pause(run_dir: Path) -> tuple[float, int, int]:
     """The longest pause of checkpoints, how many episodes were in a step then at least, and how many checkpoints."""
-    slow = f"{ENVS}:Paced:turns=2,step_s=60,quick=8"
-    sizes = ("--groups-per-step", "2", "--group-size", "32", "--look-ahead", "47", "--staleness", "23")
+    slow = f"{ENVS}:Paced:turns=2,step_s=60,quick=4"
+    sizes = ("--groups-per-step", "2", "--group-size", "32", "--look-ahead", "8", "--staleness", "31")
     limits = ("--limits.step-s", "600", "--limits.episodes", "2000", "--steps", "3")
     run = Run(GRAPH, run_dir, *OPTIONS, *sizes, *limits, "--environment", slow, timeout_s=1200)
     if run.wait():
