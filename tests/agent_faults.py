@@ -147,7 +147,7 @@ def _left(mark: str) -> list[str]:
 
 def _with_processes(cell: Cell, fault: Fault, directory: Path) -> Iterator[str]:
     """A generator in a process of its own: a killed one ends the run, a stopped one goes on when it is let."""
-    options = ("--steps", str(STEPS), "--save-every", "1", "--fault", fault.told)
+    options = ("--steps", str(STEPS), "--save-every", "1", "--fault", fault.told, "--reset-s", "60")
     run = Run(GRAPH, directory / "run", *options, timeout_s=2 * RUN_S)
     if cell.way == "stop":
         try:
