@@ -70,11 +70,13 @@ class AttemptFailed(FlowrlError):
     """An attempt at an episode is void, and nothing is known of the episode's reward.
 
     `cause` is a word for the ledger. Without `again`, a further attempt would fail in the same way. `played` is what
-    the node has of the attempt until then; None if it failed before its beginning.
+    the node has of the attempt until then; None if it failed before its beginning. Attempts that one `event` has made
+    void together have its name; "" is an event of one attempt.
     """
 
-    def __init__(self, cause: str, text: str, *, again: bool = True, played: Any = None) -> None:
+    def __init__(self, cause: str, text: str, *, again: bool = True, played: Any = None, event: str = "") -> None:
         self.cause = cause
         self.again = again
         self.played = played
+        self.event = event
         super().__init__(text)

@@ -40,11 +40,12 @@ def named(name: str, run: Run) -> int | None:
 
 
 def host(name: str, run: Run) -> int | None:
-    """The process that listens at the socket of this host."""
+    """The process that listens at the socket of this host, in a Ray of the run's own or not."""
     file = f"-{run.process.pid}/{blake2b(name.encode(), digest_size=5).hexdigest()}-0"
     sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if line.endswith(file)]
     inodes = {f"socket:[{fields[6]}]" for fields in sockets}
-    return next((pid for pid in pids_of(run.mark) if inodes & {*_descriptors(pid)}), None)
+    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    return next((pid for pid in pids if inodes & {*_descriptors(pid)}), None)
 
 
 def driver(run: Run) -> int | None:

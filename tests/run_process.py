@@ -99,7 +99,7 @@ class Run:
     def left_after(self, seconds: float) -> list[str]:
         """Names of the processes of the run that have not ended in this time; their ends are waited for."""
         ends = time.monotonic() + seconds
-        found = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids_of(self.mark)}
+        found = {pid: _name(pid) for pid in pids_of(self.mark)}
         return [name for pid, name in found.items() if not _ended(pid, ends)]
 
 
@@ -145,6 +145,13 @@ def _environment(path: Path) -> list[bytes]:
         return (path / "environ").read_bytes().split(b"\0")
     except OSError:  # it has ended, or belongs to somebody else
         return []
+
+
+def _name(pid: int) -> str:
+    """As the kernel calls it; "" if it has ended meanwhile."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 def _ended(pid: int, ends: float) -> bool:

@@ -346,11 +346,12 @@ def test_a_killed_zygote_ends_its_episodes_and_is_started_again(run: Run) -> Non
             for _ in range(2):
                 episode = await pool.reset(row())
                 pids = [int(pid) for pid in (await episode.step(Action("processes"))).observations[0].text.split()]
-                kill(pool.zygote_pid)
+                kill(zygote_pid := pool.zygote_pid)
                 with pytest.raises(EnvironmentFailed) as error:
                     await episode.step(Action("hang"))
                 assert error.value.cause == "env_died"
                 assert "the process that starts episodes ended" in str(error.value)
+                assert error.value.event == f"zygote {zygote_pid}"
                 await episode.close()
                 await ended(pids[:3])
                 os.kill(pids[3], signal.SIGKILL)  # it has left its group, and who would have adopted it is dead
@@ -390,6 +391,7 @@ def test_an_episode_that_is_killed_from_outside_disturbs_no_other(run: Run, pool
         with pytest.raises(EnvironmentFailed) as error:
             await episode.step(Action("echo"))
         assert error.value.cause == "env_died" and "SIGKILL" in str(error.value)
+        assert error.value.event == "", "its own"
         assert (await other.step(Action("echo fine"))).observations[0].text == "fine"
         await episode.close()
         await other.close()

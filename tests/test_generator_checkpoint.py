@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,26 @@ def test_what_a_request_has_come_to_is_told_and_its_end_is_looked_at_afterwards(
         assert len(table.ends) == 3, "nothing was asked again"
 
     asyncio.run(body())
+
+
+def test_how_long_it_stood_for_a_checkpoint_is_told() -> None:
+    async def body() -> None:
+        generator, table, samples = await begun(1)
+        before_s = time.monotonic()
+        await generator.snapshot()
+        await ticks(10)
+        await generator.resume()
+        (pause_s,) = internal(generator).context.gauges["checkpoint_pause_s"]
+        assert 0 < pause_s <= time.monotonic() - before_s
+        for end in table.ends.values():
+            end.set_result(part(5, reason="stop"))
+        await asyncio.gather(*samples)
+
+    asyncio.run(body())
+
+
+def internal(generator: Generator) -> Any:
+    return generator
 
 
 def test_a_request_that_has_ended_in_vllm_ends_before_the_checkpoint_goes_on() -> None:

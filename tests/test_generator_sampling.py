@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from flowrl.models import Policy
 from flowrl.nodes import vllm_start
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.sampling import Completion, Response, Sampling, continued_seed, spread_versions
+from flowrl.nodes.vllm_sampler import log_place
 
 
 def test_default_sampling_is_fit_for_training() -> None:
@@ -122,3 +125,12 @@ def test_another_vllm_is_refused_before_it_is_imported(
 def test_patch_releases_and_builds_are_accepted(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_start, "version", lambda package: found)
     assert vllm_start.check_vllm_version() == found
+
+
+def test_where_the_engines_last_words_are_is_told(tmp_path: Path) -> None:
+    with (tmp_path / "worker.out").open("w") as file:
+        assert log_place(file.fileno()) == f"the last lines of {tmp_path}/worker.out"
+    reader, writer = os.pipe()
+    assert log_place(writer) == "its own log lines above"
+    os.close(reader)
+    os.close(writer)

@@ -231,6 +231,20 @@ def test_a_seed_gives_the_same_sample_again(live: Live) -> None:
     assert one.token_ids.tolist() == again.token_ids.tolist() != other.token_ids.tolist()
 
 
+def test_prompts_that_are_computed_in_parts_are_sampled_by_their_seeds(tmp_path: Path) -> None:
+    """vLLM discards the draws of all parts but the last, and cannot take them back on CPU by itself."""
+    live = Live(tmp_path, tied=True, engine={"max_num_batched_tokens": 64, "enable_prefix_caching": False})
+    try:
+        live.do(live.held(live.train()))
+        prompts = [make_prompt(number, length=90) for number in range(6)]
+        together = live.samples(prompts)
+        again = [replace(prompt, sample_id=f"again {prompt.sample_id}") for prompt in prompts]
+        alone = [live.samples([prompt])[0] for prompt in again]
+        assert [one.token_ids.tolist() for one in together] == [one.token_ids.tolist() for one in alone]
+    finally:
+        live.close()
+
+
 def test_what_a_checkpoint_kept_is_not_sampled_again(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     out: Any = live.generator.rollouts.live
     was_sent, asked = out.was_sent, asyncio.Event()

@@ -32,8 +32,8 @@ class EnvironmentFailed(AttemptFailed):
 
     cause: Cause
 
-    def __init__(self, cause: Cause, text: str) -> None:
-        super().__init__(cause, text)
+    def __init__(self, cause: Cause, text: str, *, event: str = "") -> None:
+        super().__init__(cause, text, event=event)
 
 
 class ZygoteFailed(FlowrlError):

@@ -142,7 +142,7 @@ class ProcessEpisode(OpenEpisode):
         self._kill()
         ended = await asyncio.shield(self.birth.exited)
         text = f"{self._name}: its process ended during {doing} ({_status(ended)})"
-        return EnvironmentFailed("env_died", with_tail(text, self._output.tail()))
+        return EnvironmentFailed("env_died", with_tail(text, self._output.tail()), event=ended.event)
 
 
 def _status(ended: Exit) -> str:

@@ -35,6 +35,8 @@ class Exit:
     status: int | None
     """Negative for a signal; None if it is not known."""
     text: str = ""
+    event: str = ""
+    """What has ended all processes of that time, if that is why it ended."""
 
 
 class Birth:
@@ -175,7 +177,7 @@ class ZygoteClient:
                 # Pids are given out in a circle, so this number is still the group's, or nobody's.
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(birth.pid, signal.SIGKILL)
-            birth.exited.set_result(Exit(None, "the process that starts episodes ended"))
+            birth.exited.set_result(Exit(None, "the process that starts episodes ended", f"zygote {self.pid}"))
         if not self._ready.done():
             text = f"environment {self._name!r}: its process ended while it imported the package"
             self._ready.set_exception(ConfigError(with_tail(text, self.output.tail())))

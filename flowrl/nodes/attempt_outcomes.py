@@ -23,6 +23,8 @@ class AttemptOutcomes:
         """The cause of each of the last attempts that failed; "" for one that did not."""
         self._succeeded = False
         self._not_resumed: set[str] = set()
+        self._events: set[str] = set()
+        """Events that have failed several attempts; zygotes may die a few times only."""
 
     def succeeded(self) -> None:
         """An attempt was played to its end."""
@@ -36,8 +38,15 @@ class AttemptOutcomes:
             self._not_resumed.add(cause)
         self._context.metric(cause, 1)
 
-    def failed(self, cause: str, text: str) -> None:
-        """An attempt failed. Raises FlowrlError if that is what mostly happens."""
+    def failed(self, cause: str, text: str, *, event: str = "") -> None:
+        """An attempt failed. Raises FlowrlError if that is what mostly happens.
+
+        Attempts that failed by one event count as one: hundreds may be open when a zygote dies, once.
+        """
+        if event in self._events:
+            return
+        if event:
+            self._events.add(event)
         if cause not in self._last:
             self._context.progress(f"an attempt at an episode failed: {text}")
         self._last.append(cause)

@@ -157,7 +157,7 @@ class EpisodeNode(Node):
         counts = failure.cause not in RESUME_CAUSES
         if counts:
             self._reports.failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
-            self._outcomes.failed(failure.cause, str(failure))
+            self._outcomes.failed(failure.cause, str(failure), event=failure.event)
         else:
             self._outcomes.not_resumed(failure.cause, str(failure))
         return log.next_attempt(counts=counts)

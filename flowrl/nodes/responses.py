@@ -52,6 +52,8 @@ class Responses:
         """Request id in vLLM -> its response and its task."""
         self._checkpoint = asyncio.Event()
         """Set while a checkpoint is taken."""
+        self._stopped_s = 0.0
+        """When the last checkpoint began."""
         self._num_requests = 0
 
     async def respond(self, asked: TokenRequest) -> Response:
@@ -107,6 +109,7 @@ class Responses:
 
     async def snapshot(self) -> dict[str, Prefix]:
         """The tokens so far of the responses that checkpoints keep. Their invocations wait until `resume`."""
+        self._stopped_s = time.monotonic()
         self._gate.close("checkpoint")
         while ended := self._ended_in_vllm():
             await asyncio.wait(ended)  # their invocations continue to their sends, which the checkpoint keeps
@@ -124,3 +127,4 @@ class Responses:
         """Let the invocations continue after a checkpoint."""
         self._checkpoint.clear()
         self._gate.open("checkpoint")
+        self._context.gauge("checkpoint_pause_s", time.monotonic() - self._stopped_s)

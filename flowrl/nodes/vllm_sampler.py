@@ -7,6 +7,7 @@ that calls `listen`. Every call of vLLM outside its documented interface is in t
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -190,8 +191,8 @@ class VllmSampler:
             raise SampleFailed(f"vLLM refused the request: {refusal}") from None
         except EngineDeadError:
             raise FlowrlError(
-                "vLLM's engine process died; its own log lines above say why (out of memory is the usual cause: "
-                "lower kv_cache_bytes, or concurrency)"
+                f"vLLM's engine process died; {log_place()} say why (out of memory is the usual cause: lower "
+                "kv_cache_bytes, or concurrency)"
             ) from None
 
     async def _finished(self, outputs: Any, request_id: str, version: int) -> Any:
@@ -271,3 +272,9 @@ def _adapter(adapter_id: int | None) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(f"adapter-{adapter_id}", adapter_id, "held in memory")
+
+
+def log_place(output: int = 1) -> str:
+    """Where the last log lines of this process and its children are: Ray has made their standard output a file."""
+    path = os.readlink(f"/proc/self/fd/{output}")
+    return f"the last lines of {path}" if os.path.isfile(path) else "its own log lines above"

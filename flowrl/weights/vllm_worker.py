@@ -35,6 +35,7 @@ from flowrl.weights.engine_process import adopt
 from flowrl.weights.fetched import SEGMENT_ENGINE
 from flowrl.weights.manifest import Row, views
 from flowrl.weights.shm import DATA_OFFSET, Segment
+from flowrl.weights.spare_generators import spare_discarded
 
 # This logger warns at every update about each layer without weights of its own: rotary embeddings and tied heads.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -137,5 +138,9 @@ class WorkerExtension:
 
 if SEGMENT_ENGINE.name not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(SEGMENT_ENGINE.name, SharedMemoryEngine)
+if current_platform.is_cpu():
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    spare_discarded(GPUModelRunner)
 adopt()
 gc.freeze()  # vLLM collects three times before its first request: these scan the model's objects, not all modules'

@@ -26,8 +26,8 @@ CAUSE_OF: Mapping[str, AgentCause] = {
 class AgentFailed(AttemptFailed):
     """An agent's program failed."""
 
-    def __init__(self, cause: AgentCause, text: str) -> None:
-        super().__init__(cause, text)
+    def __init__(self, cause: AgentCause, text: str, *, event: str = "") -> None:
+        super().__init__(cause, text, event=event)
 
 
 @contextlib.contextmanager
@@ -39,4 +39,5 @@ def as_agents_failure(program: ProgramName) -> Iterator[None]:
         if failed.cause not in CAUSE_OF:
             raise
         text = str(failed).replace(f"{program.environment}: ", "")
-        raise AgentFailed(CAUSE_OF[failed.cause], f"the agent {program.text!r} failed: {text}") from None
+        cause, told = CAUSE_OF[failed.cause], f"the agent {program.text!r} failed: {text}"
+        raise AgentFailed(cause, told, event=failed.event) from None

@@ -1,0 +1,164 @@
+"""What faults of environments cost: runs on Ray, vLLM and ZeRO, clean and faulty ones by turns.
+
+In the faulty runs each attempt at an episode hangs, raises, kills its process or answers garbage, with a chance of
+`chance` each, drawn anew for each attempt. A hanging step is given up after 5 s. Without retries the figure is healthy
+episodes a second against the clean run before it; with retries, which share of samples trains, and how mean reward and
+mean length differ from the clean run's, group by group. The learning rate is 0, so all runs play the same policy.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks import faulty_env
+
+ROOT = Path(__file__).parent.parent
+SIZES = ("--groups-per-step", "8", "--group-size", "8", "--look-ahead", "8")
+POLICY = ("--policy", "tiny_agent", "--task.name", "arithmetic:min_value=30")
+FIXED = (*POLICY, "--evaluate", "0", "--lr", "0", "--max-tokens", "12", "--limits.step-s", "5")
+SKIPPED = 2
+"""Steps at the beginning of a run that are not timed."""
+TWO_SIDED = 1.96
+"""Standard errors on each side of a 95% interval."""
+
+
+@dataclass(frozen=True)
+class Options:
+    steps: int = 24
+    """Of each run, with 64 episodes each."""
+    repetitions: int = 2
+    chance: float = 0.05
+    """Of each of the four faults."""
+    step_s: float = 0.2
+    """Seconds of a step of the environment."""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    chance: float
+    retries: int
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the records of one run say."""
+
+    rate: float
+    """Finished episodes a second."""
+    failed: float
+    """Share of attempts."""
+    trained: float
+    """Share of samples."""
+    rewards: Mapping[str, list[float]]
+    """Group -> of its episodes."""
+    lengths: Mapping[str, list[float]]
+
+
+def play(case: Case, options: Options) -> Played:
+    name = f"{faulty_env.__file__}:Faulty:chance={case.chance},step_s={options.step_s}"
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory) / "run"
+        command = [sys.executable, "-m", "flowrl.cli", "run", "graphs/agent_game.py", "--plain", "--environment", name]
+        more = ("--limits.retries", str(case.retries), "--steps", str(options.steps), "--run-dir", str(run_dir))
+        done = subprocess.run([*command, *FIXED, *SIZES, *more], capture_output=True, text=True, cwd=ROOT, check=False)
+        if done.returncode or "audit: ok" not in done.stdout:
+            sys.exit(f"{case.name}: {done.stdout}{done.stderr}")
+        return read(run_dir)
+
+
+def read(run_dir: Path) -> Played:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    timed = lines[SKIPPED:]
+    seconds = lines[-1]["time_s"] - lines[SKIPPED - 1]["time_s"]
+    attempts = sum(line.get("attempts", 0) for line in lines)
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as db:
+        offered = dict(db.execute("SELECT state, COUNT(*) FROM samples WHERE reason IS NOT 'run_end' GROUP BY 1"))
+        found = db.execute(
+            "SELECT prompt_id, reward, response_tokens FROM samples WHERE state = 'trained' ORDER BY sample_id"
+        ).fetchall()
+    rewards: dict[str, list[float]] = {}
+    lengths: dict[str, list[float]] = {}
+    for prompt_id, reward, tokens in found:
+        rewards.setdefault(prompt_id, []).append(reward)
+        lengths.setdefault(prompt_id, []).append(float(tokens))
+    return Played(
+        rate=sum(line["num_samples"] for line in timed) / seconds,
+        failed=sum(line.get("attempts_failed", 0) for line in lines) / max(attempts, 1),
+        trained=offered["trained"] / sum(offered.values()),
+        rewards=rewards,
+        lengths=lengths,
+    )
+
+
+def difference(ours: Sequence[Mapping[str, list[float]]], clean: Sequence[Mapping[str, list[float]]]) -> str:
+    """Mean difference of groups' means with its 95% interval, and the clean mean."""
+    pairs = [
+        statistics.mean(played[name]) - statistics.mean(others[name])
+        for played, others in zip(ours, clean, strict=True)
+        for name in played.keys() & others.keys()
+    ]
+    middle, error = statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5
+    of = statistics.mean(value for others in clean for values in others.values() for value in values)
+    low, high = middle - TWO_SIDED * error, middle + TWO_SIDED * error
+    return f"{middle:+.4f}  95% [{low:+.4f}, {high:+.4f}] of {of:.4f}, {len(pairs)} groups"
+
+
+def main(options: Options) -> None:
+    clean = Case("clean", 0.0, 2)
+    without, retried = (Case(f"retries={retries}", options.chance, retries) for retries in (0, 2))
+    cases = (clean, without, replace(clean, name="clean again"), retried)
+    found: dict[str, list[Played]] = {case.name: [] for case in cases}
+    print(f"{'':14}{'episodes/s':>12}{'of clean':>10}{'failed':>10}{'trained':>10}")
+    for _ in range(options.repetitions):
+        for case in cases:
+            played = play(case, options)
+            found[case.name].append(played)
+            share = (
+                played.rate / found["clean" if case.retries == 0 else "clean again"][-1].rate if case.chance else 1.0
+            )
+            print(
+                f"{case.name:14}{played.rate:12.2f}{share:10.3f}{played.failed:10.4f}{played.trained:10.4f}", flush=True
+            )
+    report(found, options)
+
+
+def report(found: Mapping[str, list[Played]], options: Options) -> None:
+    """The figures over all repetitions, with their spread."""
+    healthy = 1 - 4 * options.chance
+    shares = [
+        ours.rate / others.rate / healthy for ours, others in zip(found["retries=0"], found["clean"], strict=True)
+    ]
+    again, clean = found["retries=2"], found["clean again"]
+    trained = [played.trained for played in again]
+    spread: Mapping[str, list[float]] = {
+        f"retries=0: healthy episodes/s, of {healthy:.2f} x clean": shares,
+        "retries=2: share of samples that train": trained,
+        "two clean runs: episodes/s of the second, of the first": [
+            second.rate / first.rate for first, second in zip(found["clean"], clean, strict=True)
+        ],
+    }
+    for what, values in spread.items():
+        print(f"{what:58}{statistics.median(values):8.4f}  ({min(values):.4f} to {max(values):.4f})")
+        line: dict[str, Any] = {"benchmark": "agent_faults", "figure": what, "value": statistics.median(values)}
+        print(json.dumps(line | {"runs": values}))
+    for what in ("rewards", "lengths"):
+        for name, ours in (("retries=2", again), ("two clean runs", found["clean"])):
+            told = difference([getattr(one, what) for one in ours], [getattr(one, what) for one in clean])
+            print(f"{name}: mean {what.rstrip('s')} less that of clean  {told}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

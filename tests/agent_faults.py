@@ -1,0 +1,213 @@
+"""Whatever fails at whatever moment of an episode: the books close, no reward is made up, and nothing is left running.
+
+    python -m tests.agent_faults [--only PART ...] [--results FILE]
+
+One line for each cell of {zygote, process, agent, client, generator, tool} x {kill, stop, hang, garbage} x {reset,
+step, generating, scoring, checkpoint}; those that make no sense say why. Environments' and agents' processes, zygotes
+and the endpoint are real; the generator is a stand-in, and its cells run in processes of their own on Ray. With a file
+for the results, cells that are `ok` there are not done again. The exit status is 1 if a cell is not ok.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrl.environments import process_episode, zygote
+from flowrl.testing import GraphRun, run_graph
+from tests.fault_parts import GENERATOR, Fault
+from tests.run_process import MARK, Run, audit, pids_of, states
+
+GRAPH = Path(__file__).parent / "graphs_episodes" / "faulty.py"
+TARGETS = ("zygote", "process", "agent", "client", "generator", "tool")
+WAYS = ("kill", "stop", "hang", "garbage")
+MOMENTS = ("reset", "step", "generating", "scoring", "checkpoint")
+STEPS, SAMPLES = 4, 24
+TIMES = {"zygote": 2, "generator": 1}
+"""How often the fault happens in a run; else OFTEN times."""
+OFTEN = 4
+RUN_S = 120.0
+KILLED_WITHIN_S = 2.0
+"""In place of the 10 s after which a zygote that does not answer is given up."""
+ENDED_WITHIN_S = 10.0
+STOPPED_S = 12.0
+"""For so long a generator stands still."""
+STATES = {"trained", "filtered: group_too_small", "dropped: run_end"}
+CAUSES = {
+    "zygote": {"env_died", "env_timed_out"},
+    "process": {"env_died", "env_timed_out", "env_malformed"},
+    "agent": {"agent_died", "agent_raised", "no_reward"},
+    "client": set[str](),
+    "generator": set[str](),
+    "tool": {"env_died", "env_timed_out", "env_malformed"},
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    target: str
+    way: str
+    moment: str
+
+    def __str__(self) -> str:
+        return f"{self.target} {self.way} {self.moment}"
+
+    @property
+    def senseless(self) -> str:
+        """Why it is not done; "" if it is."""
+        match self.target, self.way, self.moment:
+            case "zygote", "hang", _:
+                return "it runs nothing of the environment after the import: it hangs only if it is stopped"
+            case "zygote", "garbage", _:
+                return "no code but its own has its socket"
+            case "client", "hang", _:
+                return "to a server a client that hangs is one that is stopped"
+            case "generator", "hang", _:
+                return "it runs no code of users: it hangs only if it is stopped"
+            case "generator", "garbage", moment if moment != "step":
+                return "garbage of the policy is a reply, and the answer to it is a step"
+            case "tool", _, moment if moment not in ("step", "checkpoint"):
+                return "tools run in steps alone"
+        return ""
+
+
+def cells() -> Iterator[Cell]:
+    return itertools.starmap(Cell, itertools.product(TARGETS, WAYS, MOMENTS))
+
+
+def play(cell: Cell, directory: Path) -> list[str]:
+    """What is wrong after a run with this fault."""
+    fault = Fault(cell.target, cell.way, cell.moment, str(directory), TIMES.get(cell.target, OFTEN))
+    os.environ[MARK] = mark = uuid.uuid4().hex
+    if cell.target == "generator" and cell.way != "garbage":
+        return list(_with_processes(cell, fault, directory))
+    config = {"agents": cell.target in ("agent", "client"), "fault": fault.told}
+    options = {"steps": STEPS, "save_every": 1, "timeout_s": RUN_S, "must_succeed": False, "preflight": False}
+    ran = run_graph(GRAPH, directory / "run", config, **options)  # type: ignore[arg-type]
+    problems = list(_wrong(cell, ran, directory))
+    if not list(directory.glob("fault-*")):
+        problems.append("the fault has not happened")
+    if left := _left(mark):
+        problems.append(f"left running: {left}")
+    return problems
+
+
+def _wrong(cell: Cell, ran: GraphRun, directory: Path) -> Iterator[str]:
+    if ran.error is not None:
+        yield f"the run ended with {ran.error!r}"
+        return
+    if not (report := ran.audit()).ok:
+        yield f"audit: {report}"
+    failed = {f"failed: {cause}" for cause in CAUSES[cell.target]}
+    found = ran.states()
+    if not found.keys() <= STATES | failed:
+        yield f"samples: {found}"
+    if not CAUSES[cell.target] and found != {"trained": SAMPLES}:
+        yield f"samples: {found}"
+    causes = {cause for (cause,) in ran.rows("SELECT DISTINCT cause FROM attempts")}
+    if not causes <= CAUSES[cell.target]:
+        yield f"causes of void attempts: {causes}"
+    yield from _made_up(
+        directory, [reward for (reward,) in ran.rows("SELECT reward FROM samples WHERE reward NOT NULL")]
+    )
+    if ran.rows("SELECT 1 FROM samples WHERE state = 'failed' AND reward NOT NULL"):
+        yield "a sample that failed has a reward"
+
+
+def _made_up(directory: Path, rewards: list[float]) -> Iterator[str]:
+    given = {float(line) for line in (directory / "rewards").read_text().splitlines()}
+    if len(set(rewards)) < len(rewards) or not {*rewards} <= given:
+        yield "a sample has a reward that nobody gave for it"
+
+
+def _left(mark: str) -> list[str]:
+    """Names of the children that are left of the run."""
+    ends_s = time.monotonic() + ENDED_WITHIN_S
+    while (pids := pids_of(mark)) and time.monotonic() < ends_s:
+        time.sleep(0.05)  # only the kernel's tables say when they have ended
+    names = []
+    for pid in pids:
+        with suppress(OSError):
+            names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+            os.kill(pid, signal.SIGKILL)
+    return names
+
+
+def _with_processes(cell: Cell, fault: Fault, directory: Path) -> Iterator[str]:
+    """A generator in a process of its own: a killed one ends the run, a stopped one goes on when it is let."""
+    options = ("--steps", str(STEPS), "--save-every", "1", "--fault", fault.told, "--reset-s", "60")
+    run = Run(GRAPH, directory / "run", *options, timeout_s=2 * RUN_S)
+    if cell.way == "stop":
+        try:
+            run.until("is stopped, or its code")
+        except AssertionError as ended:
+            yield f"nothing was said of the stopped generator: {ended}"
+            return
+        os.kill(int((directory / GENERATOR).read_text()), signal.SIGCONT)
+    status = run.wait()
+    if left := run.left_after(ENDED_WITHIN_S):
+        yield f"left running: {left}"
+    if cell.way == "kill":
+        lines = run.stderr.splitlines()
+        if status != 2 or len(lines) != 1 or "generator" not in lines[0]:
+            yield f"status {status}, stderr {run.stderr!r}"
+        run = Run(GRAPH, directory / "run", *options, "--resume", timeout_s=2 * RUN_S)
+        status = run.wait()
+    if status:
+        yield f"the run failed: {run.stderr}"
+        return
+    if "audit: ok" not in (report := audit(directory / "run")):
+        yield f"audit: {report}"
+    if (found := states(directory / "run")) != {("trained", None): SAMPLES}:
+        yield f"samples: {found}"
+    if not list(directory.glob("fault-*")):
+        yield "the fault has not happened"
+
+
+def done_before(file: Path | None) -> set[str]:
+    if file is None or not file.exists():
+        return set()
+    found = map(json.loads, file.read_text().splitlines())
+    return {one["cell"] for one in found if one["result"] == "ok"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="*", default=[], help="words that the names of cells have all of")
+    parser.add_argument("--results", type=Path, default=None, help="a file of results to add to")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    for module in (zygote, process_episode):
+        module.KILLED_WITHIN_S = KILLED_WITHIN_S  # type: ignore[attr-defined]
+    known, failed = done_before(args.results), 0
+    for cell in cells():
+        if not {*args.only} <= {*str(cell).split()} or str(cell) in known:
+            continue
+        if cell.senseless:
+            print(f"{cell!s:<28} no sense: {cell.senseless}", flush=True)
+            continue
+        began_s = time.monotonic()
+        with tempfile.TemporaryDirectory() as directory:
+            result = "; ".join(play(cell, Path(directory))) or "ok"
+        print(f"{cell!s:<28} {result} ({time.monotonic() - began_s:.0f} s)", flush=True)
+        failed += result != "ok"
+        if args.results is not None:
+            with args.results.open("a") as file:
+                file.write(json.dumps({"cell": str(cell), "result": result}) + "\n")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

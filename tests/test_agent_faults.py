@@ -1,0 +1,62 @@
+"""The commands that break agents: which cells they have, and how benchmarks/agent_faults.py compares runs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from benchmarks.agent_faults import difference
+from benchmarks.faulty_env import AT_RESET, KINDS, Faulty
+from flowrl.environments import Action
+from tests.agent_faults import Cell, cells, play
+
+
+def test_the_matrix_is_whole_and_says_why_it_leaves_cells_out() -> None:
+    found = list(cells())
+    assert len({str(cell) for cell in found}) == 6 * 4 * 5
+    done = [cell for cell in found if not cell.senseless]
+    assert {cell.target for cell in done} == {cell.target for cell in found}
+    assert {(cell.way, cell.moment) for cell in done if cell.target == "process"} == {
+        (cell.way, cell.moment) for cell in found
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("zygote", "kill", "step"),
+        Cell("process", "garbage", "generating"),
+        Cell("agent", "kill", "generating"),
+        Cell("client", "kill", "generating"),
+        Cell("tool", "stop", "checkpoint"),
+    ],
+    ids=str,
+)
+def test_a_cell(cell: Cell, tmp_path: Path) -> None:
+    assert play(cell, tmp_path) == []
+
+
+def test_runs_are_compared_group_by_group() -> None:
+    ours = {"a": [1.0, 3.0], "b": [5.0], "of one run": [9.0]}
+    clean = {"a": [1.0], "b": [2.0], "c": [0.0]}
+    assert difference([ours], [clean]) == "+2.0000  95% [+0.0400, +3.9600] of 1.0000, 2 groups"
+
+
+def test_an_attempt_fails_by_chance_and_answers_sums_otherwise() -> None:
+    assert {Faulty(chance=0.25).kind for _ in range(200)} == {*KINDS}
+    assert all(env.moment != AT_RESET for _ in range(200) if (env := Faulty(chance=0.25)).kind == "hang")
+
+    async def body() -> list[tuple[float, bool]]:
+        env = Faulty(chance=0.0, most=2, step_s=0.0)
+        assert env.kind == ""
+        await env.reset({}, 7)
+        steps = [await env.step(Action(env.answer)) for _ in range(2)]
+        other = Faulty(chance=0.0, step_s=0.0)
+        await other.reset({}, 7)
+        steps.append(await other.step(Action("no")))
+        return [(step.reward, step.terminated) for step in steps]
+
+    assert asyncio.run(body()) == [(0.5, False), (0.5, True), (0.0, True)]
