@@ -3,7 +3,7 @@
 In the faulty runs each attempt at an episode hangs, raises, kills its process or answers garbage, with a chance of
 `chance` each, drawn anew for each attempt. A hanging step is given up after 5 s. Without retries the figure is healthy
 episodes a second against the clean run before it; with retries, which share of samples trains, and how mean reward and
-mean length differ from the clean run's, group by group. The learning rate is 0, so all runs play the same policy.
+mean length differ from the clean run's. The learning rate is 0, so all runs play the same policy.
 """
 
 from __future__ import annotations
@@ -104,16 +104,13 @@ def read(run_dir: Path) -> Played:
 
 
 def difference(ours: Sequence[Mapping[str, list[float]]], clean: Sequence[Mapping[str, list[float]]]) -> str:
-    """Mean difference of groups' means with its 95% interval, and the clean mean."""
-    pairs = [
-        statistics.mean(played[name]) - statistics.mean(others[name])
-        for played, others in zip(ours, clean, strict=True)
-        for name in played.keys() & others.keys()
-    ]
-    middle, error = statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5
-    of = statistics.mean(value for others in clean for values in others.values() for value in values)
+    """Difference of the means of groups' means with its 95% interval, and the clean mean. Groups are independent."""
+    first, second = ([statistics.mean(group) for run in runs for group in run.values()] for runs in (ours, clean))
+    middle = statistics.mean(first) - statistics.mean(second)
+    error = sum(statistics.variance(means) / len(means) for means in (first, second)) ** 0.5
     low, high = middle - TWO_SIDED * error, middle + TWO_SIDED * error
-    return f"{middle:+.4f}  95% [{low:+.4f}, {high:+.4f}] of {of:.4f}, {len(pairs)} groups"
+    sizes = f"{len(first)} and {len(second)} groups"
+    return f"{middle:+.4f}  95% [{low:+.4f}, {high:+.4f}] of {statistics.mean(second):.4f}, {sizes}"
 
 
 def main(options: Options) -> None:

@@ -39,10 +39,11 @@ def test_a_cell(cell: Cell, tmp_path: Path) -> None:
     assert play(cell, tmp_path) == []
 
 
-def test_runs_are_compared_group_by_group() -> None:
-    ours = {"a": [1.0, 3.0], "b": [5.0], "of one run": [9.0]}
-    clean = {"a": [1.0], "b": [2.0], "c": [0.0]}
-    assert difference([ours], [clean]) == "+2.0000  95% [+0.0400, +3.9600] of 1.0000, 2 groups"
+def test_runs_are_compared_by_the_means_of_their_groups() -> None:
+    ours = {"a": [1.0, 3.0], "b": [4.0]}
+    clean = {"c": [1.0], "d": [0.0, 0.0, 0.0]}
+    told = "+2.5000  95% [+0.3087, +4.6913] of 0.5000, 2 and 2 groups"  # 1.96 * sqrt(2 / 2 + 0.5 / 2) each way
+    assert difference([ours], [clean]) == told
 
 
 def test_an_attempt_fails_by_chance_and_answers_sums_otherwise() -> None:
