@@ -23,29 +23,21 @@ from inspect import get_annotations
 from types import FunctionType
 from typing import Any, Literal
 
-from flowrl.agents import History
 from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph, OnLimit
 from flowrl.models import Policy
 from flowrl.nodes import (
-    AgentProgram,
-    Environment,
     Evaluation,
     Generator,
-    Limits,
     Preferences,
     PromptSource,
     Sampling,
-    Shaping,
     TokenBatch,
     Trainer,
 )
 from flowrl.nodes.row_source import Part
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
-from flowrl.training.advantage.advantages import Estimator
-from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.advantage.turn_credit import Credit
 from flowrl.training.loss.objective import Objective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import Dtype, LoRA, ZeroSettings
@@ -248,73 +240,6 @@ class OnlineOptions(EvaluationOptions, SamplingOptions):
 
 
 @dataclass(frozen=True)
-class EpisodeOptions(OnlineOptions):
-    """Options of graphs that train the policy on episodes, with environments or agents."""
-
-    limits: Limits = Limits(tokens=2048)
-    """What bounds an episode, as in --limits.turns 8."""
-    processes: int = 256
-    """Processes of environments, or of agents, at a time."""
-    affinity_margin: int = 2
-    """A session stays on its generator while that has at most so many more open requests than the least loaded."""
-    max_tokens: int = 256
-    """Most tokens of one reply."""
-    credit: Credit = "episode"
-    """A token has the advantage of its whole episode, or of its turn: of what follows, compared with the group."""
-    gamma: float = 1.0
-    """Discount of rewards from turn to turn; for credit by turn."""
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        yield from too_low(self, processes=1, affinity_margin=0)
-
-    def agents(self, agent: str, command: str = "", **settings: Any) -> AgentProgram:
-        """The node with agents: a function `FILE.py:FUNCTION`, a command, or "outside".
-
-        `settings` are further arguments of `AgentProgram`.
-        """
-        return AgentProgram(
-            self.model,
-            agent=agent,
-            command=command,
-            sampling=self.sampling,
-            limits=self.limits,
-            processes=self.processes,
-            shaping=Shaping(negate=self.negate_rewards),
-            **settings,
-        )
-
-    def estimate(self, estimator: Estimator) -> Estimate:
-        """How advantages are computed, with that estimator."""
-        return Estimate(estimator, gamma=self.gamma, credit=self.credit)
-
-
-@dataclass(frozen=True)
-class EnvironmentOptions(EpisodeOptions):
-    """Options of graphs that train the policy on episodes with an environment."""
-
-    history: History = "append"
-    """Contexts keep what was sampled, or are what the template makes of the messages: then an episode has a further
-    sequence for each context that the template rewrites."""
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.evaluate_task:
-            yield "--evaluate-task is for graphs that ask the rows of a task; episodes are evaluated on the environment"
-
-    def episodes(self, environment: str) -> Environment:
-        """The node that plays the environment of that name."""
-        return Environment(
-            environment,
-            self.model,
-            limits=self.limits,
-            processes=self.processes,
-            shaping=Shaping(negate=self.negate_rewards),
-            history=self.history,
-        )
-
-
-@dataclass(frozen=True)
 class DatasetOptions(TrainerOptions):
     """Options of graphs that train the policy on a dataset."""
 
@@ -366,34 +291,6 @@ def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator) -> None:
     )
     evaluation = g.add("evaluation", held_out)
     g.call(evaluation.generate, generator.requests)
-
-
-def evaluate_episodes(
-    g: Graph, cfg: EvaluationOptions, player: Environment | AgentProgram, generator: Generator
-) -> None:
-    """Let `generator` serve episodes alone, and add the evaluation node, whose held-out rows `player` plays.
-
-    They are those of its environment, or of the task for agents. There is no evaluation if `cfg` has none to ask.
-    """
-    g.ignore(generator.prompts)
-    g.ignore(generator.rollouts)
-    if not cfg.evaluates:
-        return
-    agents = isinstance(player, AgentProgram)
-    held_out = Evaluation(
-        (),
-        cfg.model,
-        num_prompts=max(1, cfg.evaluate),
-        num_samples=cfg.evaluate_samples,
-        every=cfg.evaluate_every,
-        environments=(player.environment,) if isinstance(player, Environment) else (),
-        agent_tasks=(cfg.task,) if agents and not cfg.evaluate_task else (),
-        sets=cfg.evaluation_sets if agents else (),
-        agents=agents,
-        training=cfg.task,
-    )
-    evaluation = g.add("evaluation", held_out)
-    g.call(evaluation.play, player.requests)
 
 
 def evaluate_offline(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import EpisodeOptions, evaluate_episodes
+from flowrl.episode_options import EpisodeOptions, evaluate_episodes
 from flowrl.nodes import AgentProgram, GroupAdvantage, TaskSource
 from flowrl.tasks import Task
 from flowrl.training.loss.policy_objective import PolicyObjective

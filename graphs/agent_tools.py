@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import EnvironmentOptions, evaluate_episodes
+from flowrl.episode_options import EnvironmentOptions, evaluate_episodes
 from flowrl.nodes import EnvironmentSource, GroupAdvantage
 from flowrl.tasks import Task
 from flowrl.tasks.name_options import with_option
