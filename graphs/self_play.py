@@ -5,8 +5,8 @@ A group is one start of the game, played `group_size` times; a seat is compared 
 trained; with 0 against version 0. Held-out games are played against version 0, whose weights are never replaced: the
 score is the share of games that the policy wins.
 
-    flowrl run graphs/self_play.py --steps 60
-    flowrl run graphs/self_play.py --steps 60 --opponent-every 10
+    flowrl run self_play --steps 60
+    flowrl run self_play --steps 60 --opponent-every 10
 """
 
 from __future__ import annotations

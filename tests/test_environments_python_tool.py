@@ -6,6 +6,7 @@ Real sandboxes of both kinds. Where the machine does not allow namespaces, those
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import os
 import signal
@@ -19,6 +20,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from flowrl.environments import Action, EnvironmentName, Episodes, ToolCall, environment_rows
@@ -27,6 +29,7 @@ from flowrl.environments.tools.sandbox import sandbox_process
 from flowrl.environments.tools.sandbox.bounded_output import BoundedOutput
 from flowrl.environments.tools.sandbox.python_tool import LOST
 from flowrl.errors import ConfigError
+from flowrl.orphans import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from flowrl.recipes.agent_tools import AgentTools
 from flowrl.tasks import Task
 from flowrl.tasks.name_options import parse_options
@@ -54,29 +57,41 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def processes() -> dict[int, str]:
-    """Those of this machine that belong to a sandbox, by pid."""
+    """Those that this process has started, directly or not, and that belong to a sandbox, by pid."""
     found = {}
-    for path in Path("/proc").glob("[0-9]*"):
+    for process in psutil.Process().children(recursive=True):
+        path = Path(f"/proc/{process.pid}")
         try:
             command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             ours = b"PYTHONHASHSEED=0\0MPLBACKEND=Agg" in (path / "environ").read_bytes()
         except OSError:
             continue
         if command and (ours or "sandbox_start.py" in command):
-            found[int(path.name)] = command[:200]
+            found[process.pid] = command[:200]
     return found
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    """No process and no folder."""
-    before = processes(), set(Path(tempfile.gettempdir()).glob("flowrl-sandbox-*"))
+@pytest.fixture(autouse=True, scope="module")
+def _orphans_are_children() -> Iterator[None]:
+    """So that `processes` finds them too, and no sandbox of another test run."""
+    adopt_orphans()
     yield
-    until = time.monotonic() + 5.0
-    while (left := processes().keys() - before[0].keys()) and time.monotonic() < until:
-        time.sleep(0.01)  # a process that was killed leaves /proc a moment later
-    assert not left, processes()
-    assert set(Path(tempfile.gettempdir()).glob("flowrl-sandbox-*")) == before[1]
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process and no folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # the code may run as another user
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+        monkeypatch.undo()
+        until = time.monotonic() + 5.0
+        while (left := processes()) and time.monotonic() < until:
+            time.sleep(0.01)  # a process that was killed leaves /proc a moment later
+        assert not left
+        assert not list(Path(folder).glob("flowrl-sandbox-*"))
 
 
 @asynccontextmanager
@@ -262,8 +277,8 @@ KILLS = {
     "parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nwhile True: signal.pause()",
     "itself": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\nimport ctypes; ctypes.string_at(0)",
     "exit": "import os\nos._exit(5)",
-    "connection": "import os\nos.closerange(3, 60)",
-    "garbage": "import os\nfor fd in range(3, 60):\n    try: os.write(fd, b'0' * 100)\n    except OSError: pass",
+    "connection": "import os\nos.closerange(3, 65536)",
+    "garbage": "import os\nfor fd in range(3, 4096):\n    try: os.write(fd, b'0' * 100)\n    except OSError: pass",
 }
 
 

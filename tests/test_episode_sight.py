@@ -93,6 +93,8 @@ def test_every_figure_of_a_run_is_in_the_table(tmp_path: Path) -> None:
             "turn_2",
             "repeated_tokens_share",
             "sequences_per_sample",
+            "tokens_of_opponents",
+            "checkpoint_pause_s",
         ):
             assert figure in names, figure
     assert any(line.get("attempts_failed/env_raised") for line in lines)

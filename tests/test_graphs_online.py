@@ -39,6 +39,7 @@ SHARED = (
     "evaluate_every",
     "evaluate_also",
     "evaluate_task",
+    "probe_tolerance",
     "staleness",
     "on_limit",
     "look_ahead",

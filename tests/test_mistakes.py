@@ -67,7 +67,7 @@ WRONG_VALUES = {
     "--optimizer-steps 0": "--optimizer-steps is 0; it has to be 1 or more",
     "--token-budget 100": "a sample can be 544 tokens long",
     "--token-budget 0": "--token-budget is 0; it has to be 1 or more",
-    "--gpus 4096": "the graph needs 8192 GPUs",
+    "--gpus 4096": "the graph needs 4097 GPUs",
     "--gpus -1": "--gpus is -1.0; it has to be 0 or more",
     "--cpus 4096": "the graph needs 8192 cores",
     "--cpus 0": "'generator' has cpus=0 and no gpus, but a Generator needs a process of its own",
@@ -175,7 +175,7 @@ def test_a_number_is_complained_of_once_by_each_node(told: Told, tmp_path: Path,
 @pytest.mark.parametrize("command", ["check", "run", "audit"])
 def test_help_is_no_mistake(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([command, "--help"]) == 0
-    assert "flowrl run graphs/grpo.py --steps 20" in capsys.readouterr().out
+    assert "flowrl run grpo --steps 20" in capsys.readouterr().out
 
 
 # Graph files

@@ -81,4 +81,6 @@ def hides_a_module(stem: str) -> bool:
     if not stem.isidentifier():
         return False
     found = importlib.util.find_spec(stem)
-    return found is not None and found.origin is not None and Path(found.origin).parent != Path.cwd()
+    if found is None or found.origin is None:
+        return False
+    return Path(found.origin).resolve().parent not in (Path.cwd(), FOLDER.resolve())
