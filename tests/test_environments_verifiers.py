@@ -26,7 +26,7 @@ pytest.importorskip("verifiers", reason="the package verifiers of requirements/e
 FILE = Path(__file__).parent / "rg_environment.py"
 NAME = f"verifiers/{FILE}:gym=chain_sum"
 ROWS = environment_rows(NAME, number=60)
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 class Solver(Script):

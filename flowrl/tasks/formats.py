@@ -26,6 +26,9 @@ PATTERN = re.compile(r"[*?\[]")
 OTHER_BYTE = re.compile("[\udc80-\udcff]")
 """How Python's surrogateescape keeps a byte that is not UTF-8."""
 
+SAVED = ("dataset_dict.json", "state.json")
+"""Files by which a directory that save_to_disk has written is known."""
+
 
 def format_of(path: Path) -> str:
     """The suffix that says how a file is read, without that of its compression; "" if none is known."""
@@ -51,7 +54,7 @@ def records(path: Path, reading: Reading, *, split: str = "train") -> Iterator[t
     elif is_pattern(path) and not path.exists():
         for file in _matching(path):
             yield from _file(file, reading)
-    elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+    elif any((path / name).is_file() for name in SAVED):
         yield from _saved(path, split)
     else:
         for file in _files(path, split):
@@ -228,6 +231,10 @@ def _files(path: Path, split: str) -> list[Path]:
     A .json file counts only where there is no other: datasets describe themselves in such files.
     """
     known = sorted(file for file in path.rglob("*") if file.is_file() and format_of(file))
+    if saved := [file.parent for file in known if file.name in SAVED]:
+        raise ConfigError(
+            f"{path} is no dataset directory, but {saved[0]} in it is one that save_to_disk has written; name that one"
+        )
     found = _without_descriptions(known) or known
     if not found:
         raise ConfigError(
