@@ -74,7 +74,7 @@ NEW = {
     "mine has to end in .py": ["new", "mine", "--from", "grpo"],
     "random.py would hide the Python module random": ["new", "random.py", "--from", "grpo"],
     "torch.py would hide the Python module torch": ["new", "torch.py", "--from", "grpo"],
-    "there is no folder deep for mine.py": ["new", "deep/mine.py", "--from", "grpo"],
+    "there is no folder deep for a_graph_of_mine.py": ["new", "deep/a_graph_of_mine.py", "--from", "grpo"],
     "there.py is there already": ["new", "there.py", "--from", "grpo"],
     "flowrl new has no option --form": ["new", "mine.py", "--form", "grpo"],
     "flowrl graphs takes no arguments, found grpo": ["graphs", "grpo"],

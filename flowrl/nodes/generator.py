@@ -33,7 +33,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
-from flowrl.models import Policy, check_model, resolve
+from flowrl.models import Policy, resolve
 from flowrl.nodes.responses import Prefix, Responses, TokenRequest
 from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
@@ -146,7 +146,6 @@ class Generator(Node):
     def preflight(self) -> None:
         check_vllm_version()
         if not self.policy.built_in:
-            check_model(self.policy)
             model_dir = Path(self.policy.model).expanduser()
             for problem in (*self.parallel.problems_with(model_dir, self.gpus), *quantized_problems(model_dir)):
                 raise ConfigError(problem)

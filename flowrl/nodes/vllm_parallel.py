@@ -65,10 +65,12 @@ class Parallel:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The model's config.json, empty if there is none."""
-    file = model_dir / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    return config
+    """The model's config.json; empty if it cannot be read, which `check_model` tells."""
+    try:
+        config = json.loads((model_dir / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _attention_heads(model_dir: Path) -> int | None:
