@@ -14,7 +14,7 @@ from flowrl.models import Policy
 from flowrl.nodes import vllm_start
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.sampling import Completion, Response, Sampling, continued_seed, spread_versions
-from flowrl.nodes.vllm_sampler import log_place
+from flowrl.nodes.vllm_processes import log_place
 
 
 def test_default_sampling_is_fit_for_training() -> None:

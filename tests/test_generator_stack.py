@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pytest
 
+from flowrl.errors import FlowrlError
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
 from flowrl.nodes.generator import Generator
@@ -79,10 +80,12 @@ class Live:
         self.record = self.rig.record
 
     def close(self) -> None:
-        self.do(self._stop())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.publisher.close()
+        try:
+            self.do(self._stop())
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join()
+            self.publisher.close()
 
     async def _stop(self) -> None:
         try:
@@ -432,6 +435,29 @@ if __name__ == "__main__":
     print("ready", flush=True)
     sys.stdin.read()
 """
+
+
+def test_the_death_of_vllms_process_ends_a_call_that_it_would_have_answered(tmp_path: Path) -> None:
+    """vLLM itself would leave the caller waiting. Stopped first, so that the call is under way when it is killed."""
+    live = Live(tmp_path, tied=True)
+    try:
+        live.do(live.held(live.train()))
+        sampler = live.generator._sampler
+        (pid,) = sampler._processes._pids
+
+        async def pause() -> None:
+            os.kill(pid, signal.SIGSTOP)
+            task = asyncio.ensure_future(sampler.pause())
+            await asyncio.wait((task,), timeout=0.5)
+            assert not task.done()
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.wait_for(task, 5.0)
+
+        with pytest.raises(FlowrlError, match="vLLM's engine process died"):
+            live.do(pause())
+    finally:
+        with pytest.raises(FlowrlError, match="vLLM's engine process died"):  # without a request, too
+            live.close()
 
 
 def test_vllms_process_ends_with_a_generator_that_is_killed_while_it_loads_or_later(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ class Generator(Node):
         self.context.progress("vLLM is ready")
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
+        async with self._sampler.required(), asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_weights())
             tasks.create_task(self._serve(self.requests, self._answer))
             tasks.create_task(self._serve(self.turns, self._reply))

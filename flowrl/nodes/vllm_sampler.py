@@ -7,21 +7,23 @@ that calls `listen`. Every call of vLLM outside its documented interface is in t
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from multiprocessing import active_children
+from typing import Any, TypeVar
 
-from flowrl.errors import FlowrlError, SampleFailed
+from flowrl.errors import SampleFailed
 from flowrl.messages import Int32, Weights
 from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
+from flowrl.nodes.vllm_processes import EngineProcesses, engine_died
 from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
 from flowrl.runtime.activity.hostloop import apart
 from flowrl.weights.engine_process import begun_by_us
 from flowrl.weights.fetched import SEGMENT_ENGINE, TransferEngine
 
+T = TypeVar("T")
 TRAINING, EVALUATION = 0, 1 << 30
 """Priorities: vLLM schedules the smaller value first. Tickets are between the two."""
 CLOSE_S = 5.0
@@ -30,8 +32,9 @@ CLOSE_S = 5.0
 class VllmSampler:
     """One AsyncLLM and its tokenizer."""
 
-    def __init__(self, engine: Any, slots: AdapterSlots | None = None) -> None:
+    def __init__(self, engine: Any, processes: EngineProcesses, slots: AdapterSlots | None = None) -> None:
         self._engine = engine
+        self._processes = processes
         self._adapters = Adapters(engine, slots) if slots is not None else None
         self._version = -1
         self.tokenizer = engine.get_tokenizer()
@@ -86,14 +89,34 @@ class VllmSampler:
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
         if kv_cache_bytes is None and not num_gpus:
             config.cache_config.kv_cache_memory_bytes = kv_cache_room(config, longest_response)
+        others = set(active_children())
         with begun_by_us():
-            return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), slots)
+            engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        pids = (child.pid for child in active_children() if child not in others)
+        return cls(engine, EngineProcesses(pid for pid in pids if pid is not None), slots)
 
     async def listen(self) -> None:
         """Start on this loop. vLLM's tasks only forward what callers request and await, so they belong to no node."""
         with apart():
+            self._processes.listen()
             self._engine._run_output_handler()
-            await self._engine.is_sleeping()  # the first call creates vLLM's sockets and their reader on this loop
+            # The first call creates vLLM's sockets and their reader on this loop.
+            await self._answered(self._engine.is_sleeping())
+
+    @asynccontextmanager
+    async def required(self) -> AsyncIterator[None]:
+        """The block is cancelled, and FlowrlError raised, if vLLM's engine process ends before it does."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async with self._processes.required():
+                yield
+        except EngineDeadError:
+            raise engine_died() from None
+
+    async def _answered(self, call: Awaitable[T]) -> T:
+        async with self.required():
+            return await call
 
     async def complete(
         self,
@@ -178,22 +201,17 @@ class VllmSampler:
 
     async def _last(self, prompt: Any, params: Any, request_id: str, priority: int) -> Any:
         from vllm.exceptions import VLLMValidationError
-        from vllm.v1.engine.exceptions import EngineDeadError
 
-        try:
-            with self._adapters.using() if self._adapters is not None else nullcontext() as adapter_id:
-                adapter, version = _adapter(adapter_id), self._version
-                outputs = await self._engine.add_request(
-                    request_id, prompt, params, lora_request=adapter, priority=priority
-                )
-                return await self._finished(outputs, request_id, version)
-        except VLLMValidationError as refusal:
-            raise SampleFailed(f"vLLM refused the request: {refusal}") from None
-        except EngineDeadError:
-            raise FlowrlError(
-                f"vLLM's engine process died; {log_place()} say why (out of memory is the usual cause: lower "
-                "kv_cache_bytes, or concurrency)"
-            ) from None
+        with self._adapters.using() if self._adapters is not None else nullcontext() as adapter_id:
+            adapter, version = _adapter(adapter_id), self._version
+            try:
+                async with self.required():
+                    outputs = await self._engine.add_request(
+                        request_id, prompt, params, lora_request=adapter, priority=priority
+                    )
+                    return await self._finished(outputs, request_id, version)
+            except VLLMValidationError as refusal:
+                raise SampleFailed(f"vLLM refused the request: {refusal}") from None
 
     async def _finished(self, outputs: Any, request_id: str, version: int) -> Any:
         """The last output of a request. Like vLLM's `generate`, but `so_far` has to know when the request started."""
@@ -215,44 +233,47 @@ class VllmSampler:
         Calls the engine core directly: `AsyncLLM.pause_generation` sleeps another 20 ms for an output order
         that nothing here relies on.
         """
-        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self._answered(self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
-        await self._engine.resume_generation()
+        await self._answered(self._engine.resume_generation())
 
     async def label(self, version: int) -> None:
         """Label tokens sampled from now on with `version`. Only while paused."""
-        await self._engine.update_weight_version(str(version))
+        await self._answered(self._engine.update_weight_version(str(version)))
         self._version = version
 
     async def join(self, init_info: Mapping[str, Any]) -> None:
         """Set up vLLM's transfer engine; for NCCL this returns when the whole group has joined."""
-        await self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": dict(init_info)})
+        arguments = {"init_info": dict(init_info)}
+        await self._answered(self._engine.collective_rpc("init_weight_transfer_engine", kwargs=arguments))
 
     async def room(self) -> None:
         """Wait until one more version fits; returns immediately for whole weights. Not while paused."""
         if self._adapters is not None:
-            await self._adapters.room()
+            await self._answered(self._adapters.room())
 
     async def load(self, update: Mapping[str, Any], manifest: Weights) -> float:
         """Load one version into the model in every worker; return the slowest worker's seconds. Only while paused."""
         if self._adapters is not None:
-            return await self._adapters.load(update, manifest.adapter, manifest.base_version)
-        seconds: list[float] = await self._engine.collective_rpc("apply_weights", args=(dict(update),))
+            return await self._answered(self._adapters.load(update, manifest.adapter, manifest.base_version))
+        applied: Awaitable[list[float]] = self._engine.collective_rpc("apply_weights", args=(dict(update),))
+        seconds = await self._answered(applied)
         return max(seconds)
 
     async def sleep(self) -> None:
         """Free the GPU for another process: move weights to host memory, drop the KV. Only if no request is running."""
-        await self._engine.sleep(level=1)
+        await self._answered(self._engine.sleep(level=1))
 
     async def wake(self) -> None:
-        await self._engine.wake_up()
+        await self._answered(self._engine.wake_up())
 
     def text(self, token_ids: Int32) -> str:
         return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def close(self) -> None:
         """End the child process: request its shutdown, and kill it after `CLOSE_S`."""
+        self._processes.expect_end()
         engine, self._engine = self._engine, None
         outputs = engine.output_handler
         if outputs is not None:  # otherwise it would log the end of the child as a failure
@@ -272,9 +293,3 @@ def _adapter(adapter_id: int | None) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(f"adapter-{adapter_id}", adapter_id, "held in memory")
-
-
-def log_place(output: int = 1) -> str:
-    """Where the last log lines of this process and its children are: Ray has made their standard output a file."""
-    path = os.readlink(f"/proc/self/fd/{output}")
-    return f"the last lines of {path}" if os.path.isfile(path) else "its own log lines above"

@@ -1,0 +1,85 @@
+"""The end of vLLM's engine processes, as an event of the node's loop.
+
+vLLM fails requests when its engine process has died. A call of its engine (pause, load weights, sleep) that was under
+way then waits for ever, and nothing is raised while no request or call is made. So the kernel reports the end here.
+
+Waits: none of its own; `required` ends its block when a process has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+
+from flowrl.errors import FlowrlError
+
+
+class EngineProcesses:
+    """The processes of one engine. `listen` and `required` are for the node's loop, `expect_end` for any thread."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pids = tuple(pids)
+        self._descriptors: list[int] = []
+        self._expected = False
+
+    def listen(self) -> None:
+        """Report the end of a process from now on."""
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = loop.create_future()
+        for pid in self._pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._report()
+                continue
+            self._descriptors.append(descriptor)
+            loop.add_reader(descriptor, self._report)
+
+    def expect_end(self) -> None:
+        """The engine is about to be shut down: that is not reported."""
+        self._expected = True
+
+    @asynccontextmanager
+    async def required(self) -> AsyncIterator[None]:
+        """The block is cancelled, and FlowrlError raised, if a process ends before it does. As `asyncio.timeout`."""
+        task = asyncio.current_task()
+        assert task is not None
+        requests = task.cancelling()
+
+        def cancel(_: asyncio.Future[None]) -> None:
+            task.cancel()
+
+        self._ended.add_done_callback(cancel)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._ended.done() and task.uncancel() <= requests:
+                raise engine_died() from None
+            raise
+        finally:
+            self._ended.remove_done_callback(cancel)
+
+    def _report(self) -> None:
+        loop = asyncio.get_running_loop()
+        for descriptor in self._descriptors:
+            loop.remove_reader(descriptor)
+            with suppress(OSError):
+                os.close(descriptor)
+        self._descriptors.clear()
+        if not (self._expected or self._ended.done()):
+            self._ended.set_result(None)
+
+
+def engine_died() -> FlowrlError:
+    return FlowrlError(
+        f"vLLM's engine process died; {log_place()} say why (out of memory is the usual cause: lower "
+        "kv_cache_bytes, or concurrency)"
+    )
+
+
+def log_place(output: int = 1) -> str:
+    """Where the last log lines of this process and its children are: Ray has made their standard output a file."""
+    path = os.readlink(f"/proc/self/fd/{output}")
+    return f"the last lines of {path}" if os.path.isfile(path) else "its own log lines above"

@@ -1,0 +1,120 @@
+"""The end of an engine's process is reported to whoever needs it: at once, once, and not if it was expected."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from flowrl.errors import FlowrlError
+from flowrl.nodes.vllm_processes import EngineProcesses
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def engine() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(("sleep", "1000")) as process:
+        yield process
+        process.kill()
+
+
+def test_a_call_that_is_never_answered_ends_with_the_process(engine: subprocess.Popen[bytes]) -> None:
+    async def check() -> None:
+        processes = EngineProcesses((engine.pid,))
+        processes.listen()
+        with pytest.raises(FlowrlError, match="vLLM's engine process died"):
+            async with processes.required():
+                engine.kill()
+                await asyncio.Event().wait()
+        task = asyncio.current_task()
+        assert task is not None and not task.cancelling()
+
+    asyncio.run(check())
+
+
+def test_every_block_is_ended_and_each_later_one(engine: subprocess.Popen[bytes]) -> None:
+    async def check() -> None:
+        processes = EngineProcesses((engine.pid,))
+        processes.listen()
+
+        async def call() -> None:
+            async with processes.required():
+                await asyncio.Event().wait()
+
+        calls = [asyncio.ensure_future(call()) for _ in range(3)]
+        await asyncio.sleep(0)  # all three have begun
+        engine.kill()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(one) for one in ended] == [FlowrlError] * 3
+        with pytest.raises(FlowrlError):
+            await call()
+
+    asyncio.run(check())
+
+
+def test_a_block_that_ends_first_leaves_nothing_behind(engine: subprocess.Popen[bytes]) -> None:
+    async def check() -> None:
+        processes = EngineProcesses((engine.pid,))
+        processes.listen()
+        async with processes.required():
+            pass
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(descriptor := os.pidfd_open(engine.pid), ended.set)
+        engine.kill()
+        await ended.wait()
+        await asyncio.sleep(0)  # a second callback of the same tick
+        os.close(descriptor)
+
+    asyncio.run(check())
+
+
+def test_a_cancelled_block_stays_cancelled(engine: subprocess.Popen[bytes]) -> None:
+    async def check() -> None:
+        processes = EngineProcesses((engine.pid,))
+        processes.listen()
+
+        async def call() -> None:
+            async with processes.required():
+                await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(call())
+        await asyncio.sleep(0)  # it has begun
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(check())
+
+
+def test_an_expected_end_is_not_reported(engine: subprocess.Popen[bytes]) -> None:
+    async def check() -> None:
+        processes = EngineProcesses((engine.pid,))
+        processes.listen()
+        processes.expect_end()
+        async with processes.required():
+            engine.send_signal(signal.SIGKILL)
+            ended = asyncio.Event()
+            asyncio.get_running_loop().add_reader(descriptor := os.pidfd_open(engine.pid), ended.set)
+            await ended.wait()
+            await asyncio.sleep(0)  # a second callback of the same tick
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+
+    asyncio.run(check())
+
+
+def test_a_process_that_is_gone_already() -> None:
+    with subprocess.Popen(("true",)) as process:
+        process.wait()
+
+    async def check() -> None:
+        processes = EngineProcesses((process.pid,))
+        processes.listen()
+        with pytest.raises(FlowrlError, match="vLLM's engine process died"):
+            async with processes.required():
+                await asyncio.Event().wait()
+
+    asyncio.run(check())
