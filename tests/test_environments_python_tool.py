@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from flowrl.environments.tools import PythonTool, ToolResult, Tools, named_tools
 from flowrl.environments.tools.sandbox import sandbox_process
 from flowrl.environments.tools.sandbox.bounded_output import BoundedOutput
 from flowrl.environments.tools.sandbox.python_tool import LOST
+from flowrl.environments.tools.sandbox.sandbox_process import SandboxEnded, SandboxProcess, SandboxSettings
 from flowrl.errors import ConfigError
 from flowrl.orphans import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from flowrl.recipes.agent_tools import AgentTools
@@ -80,8 +81,9 @@ def _orphans_are_children() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No process and no folder."""
+    tmp_path_factory.getbasetemp()  # pytest's own folder is not to be made in the one that is removed below
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)  # the code may run as another user
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -300,6 +302,29 @@ def test_every_process_of_the_user_survives_kill(kind: str) -> None:
         ran(kind, "import os\nos.kill(-1, 9)", call_s=2.0)
         assert other.poll() is None
         other.kill()
+
+
+@pytest.mark.parametrize("other_kind", KINDS)
+def test_a_sandbox_survives_another_ones_kill(other_kind: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("without namespaces the code has the rights of the user")
+    for kind in ("limits", other_kind):
+        if why := refusal(kind):
+            pytest.skip(why)
+
+    async def both() -> tuple[str, str]:
+        kinds: tuple[Any, ...] = (other_kind, "limits")
+        other, killer = (SandboxProcess(SandboxSettings(kind), seed=0) for kind in kinds)
+        try:
+            await asyncio.gather(other.start(), killer.start())
+            before = await other.run("x = 7")
+            with suppress(SandboxEnded):
+                await killer.run("import os\nos.kill(-1, 9)")
+            return before.text, (await other.run("x")).text
+        finally:
+            await asyncio.gather(other.end(), killer.end())
+
+    assert asyncio.run(both()) == ("", "7\n")
 
 
 # The tool's own ways

@@ -6,8 +6,8 @@ more for a signal. Its own end by a signal ends the interpreter too.
 
 With namespaces, the interpreter is the first process of a pid namespace, so that all others in it end with it; it has
 no network; its root is a file system of its own with Python and the system's libraries, all read-only, and an empty
-working directory in memory; its user exists nowhere else. Started as root it becomes the user `nobody` in both kinds of
-sandbox, because the kernel does not count root's processes.
+working directory in memory; its user exists nowhere else. Started as root it becomes another user in both kinds of
+sandbox, because the kernel does not count root's processes: one of its own, which no other sandbox's code may signal.
 
 Waits: for the helper that writes the user's number, and for the interpreter or SIGTERM.
 """
@@ -41,6 +41,8 @@ PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_A
 CAP_DAC_READ_SEARCH, CAPABILITIES_VERSION = 2, 0x20080522
 
 INNER, NOBODY = 1000, 65534
+FIRST_USER = 1 << 30
+"""Far above the users that machines give names to; the pid of the sandbox is added."""
 NEW_ROOT = "/tmp"
 """Where the new root is put together, in the process's own view of the file system."""
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache")
@@ -64,7 +66,7 @@ def main(settings: dict[str, Any], source: str) -> None:
             _enter_namespaces()
             _build_root(settings)
         elif os.geteuid() == 0:
-            _become_nobody(settings["python"])
+            _become_nobody(_own_user(), settings)
         _die_with(settings["parent"])
         child = os.fork()
     except (OSError, NotAllowed) as problem:
@@ -85,8 +87,8 @@ def _refuse(control: socket.socket, problem: Exception) -> None:
 
 
 def _enter_namespaces() -> None:
-    outer = NOBODY if os.geteuid() == 0 else os.geteuid()
-    outer_group = NOBODY if os.geteuid() == 0 else os.getegid()
+    outer = _own_user() if os.geteuid() == 0 else os.geteuid()
+    outer_group = outer if os.geteuid() == 0 else os.getegid()
     tell, told = os.pipe()
     helper = os.fork()
     if helper == 0:
@@ -214,20 +216,33 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _become_nobody(python: str) -> None:
+def _own_user() -> int:
+    """The number of this sandbox's user and group; that of `nobody` where a container has fewer users."""
+    own = FIRST_USER + os.getpid()
+    for map_file in ("/proc/self/uid_map", "/proc/self/gid_map"):
+        with open(map_file) as file:
+            ranges = [tuple(map(int, line.split())) for line in file]
+        if not any(first <= own < first + count for first, _, count in ranges):
+            return NOBODY
+    return own
+
+
+def _become_nobody(user: int, settings: dict[str, Any]) -> None:
     """Python often lies in root's home, where nobody else may look: then the right to read everything is kept."""
-    os.seteuid(NOBODY)
+    python = settings["python"]
+    os.chown(settings["work"], user, user)
+    os.seteuid(user)
     readable = os.access(python, os.X_OK, effective_ids=True)
     os.seteuid(0)
     libc.prctl(PR_SET_KEEPCAPS, 0 if readable else 1, 0, 0, 0)
-    _become(NOBODY)
+    _become(user)
     if not readable:
         bit = 1 << CAP_DAC_READ_SEARCH
         wanted = struct.pack("6I", bit, bit, bit, 0, 0, 0)
         kept = libc.capset(struct.pack("Ii", CAPABILITIES_VERSION, 0), wanted)
         kept |= libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_DAC_READ_SEARCH, 0, 0)
         if kept < 0:
-            raise NotAllowed(f"the user nobody, who executes what root starts, cannot read {python}")
+            raise NotAllowed(f"the user without rights, who executes what root starts, cannot read {python}")
 
 
 def _become_interpreter(settings: dict[str, Any], source: str, control: socket.socket) -> None:
