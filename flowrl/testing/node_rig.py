@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast, overload
 
@@ -101,7 +102,9 @@ class NodeRig:
             with ThreadPoolExecutor(1) as thread:  # a preflight may run an event loop of its own
                 thread.submit(self.node.preflight).result()
         self._handler = asyncio.get_running_loop().get_exception_handler()
-        spec = self._graph.spec(uuid.uuid4().hex[:12], self._resume, self._around)
+        self._run_dir = TemporaryDirectory(prefix="flowrl-rig-")
+        around: Surroundings = {"run_dir": self._run_dir.name, **self._around}
+        spec = self._graph.spec(uuid.uuid4().hex[:12], self._resume, around)
         num_groups = self._around.get("num_groups")
         self._engine = RigEngine(spec, self._graph.graph, self.node, self.record, num_groups)
         try:
@@ -173,6 +176,7 @@ class NodeRig:
         stopping = asyncio.ensure_future(self._engine.stop())
         await asyncio.wait((stopping,), timeout=self.timeout_s)
         asyncio.get_running_loop().set_exception_handler(self._handler)
+        self._run_dir.cleanup()
         if not stopping.done():
             raise RigTimeout(f"node {self._graph.name!r} has not ended {self.timeout_s:g} s after it was cancelled")
         return stopping.result()

@@ -39,6 +39,7 @@ class Surroundings(TypedDict, total=False):
     window: int | None
     max_staleness: int | None
     run_dir: str
+    """By default a folder that is removed with the rig."""
     cores: tuple[int, ...]
     num_groups: int | None
     """Groups that are admitted; None, the default: all."""
