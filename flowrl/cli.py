@@ -1,4 +1,4 @@
-"""The `flowrl` command: graphs, new, check, run, quickstart, audit, show, serve-reward, version.
+"""The `flowrl` command: graphs, new, check, run, quickstart, audit, samples, show, serve-reward, version.
 
 What a user got wrong is printed as one message without frames, and exits with 2. Everything heavy is
 imported inside the command that needs it.
@@ -43,6 +43,8 @@ usage: flowrl COMMAND
         --dry-run prints them, checks graph, model, data and reward, and starts nothing
   audit RUN_DIR
         prove a run's ledger and its staleness bound from its own records
+  samples RUN_DIR [--step N] [--best|--worst|--failed] [--held-out] [--diff STEP] [--limit N] [--json]
+        print what the model said: prompts, responses, rewards, and what became of each sample
   show  RUN_DIR [SAMPLE] [--plain]
         print an episode as the policy saw it, token by token; without SAMPLE list those that are kept
   serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS]
@@ -56,7 +58,7 @@ to begin with:
   flowrl check grpo
   flowrl run grpo --steps 20 --run-dir runs/first
   flowrl audit runs/first"""
-OWN_HELP = ("quickstart",)
+OWN_HELP = ("quickstart", "samples")
 """Commands that print a help of their own."""
 
 
@@ -228,6 +230,13 @@ def audit(args: Sequence[str]) -> int:
     return 0 if report.ok else 1
 
 
+def samples(args: Sequence[str]) -> int:
+    """`flowrl samples RUN_DIR`: prints samples that a run has kept."""
+    from flowrl.commands.samples import samples as print_samples
+
+    return print_samples(args)
+
+
 def show(args: Sequence[str]) -> int:
     """`flowrl show RUN_DIR [SAMPLE]`: prints a sample, or the list of the episodes kept."""
     plain = "--plain" in args
@@ -277,6 +286,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "new": new,
     "quickstart": quickstart,
     "audit": audit,
+    "samples": samples,
     "show": show,
     "serve-reward": serve_reward,
     "version": show_version,

@@ -230,6 +230,8 @@ class Evaluation(Node):
         if marked is None:
             return None
         versions = marked.sample.whole_versions[marked.sample.whole_mask]
+        place = {"phase": phase, "step": step, "task": held_out.name}
+        self.context.samples.held_out(marked.sample, **place, score=marked.score, correct=marked.score >= CORRECT)
         return EvaluationRow(
             phase=phase,
             step=step,

@@ -29,6 +29,7 @@ from flowrl.runtime.driver.claims import claims
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.preflight import preflight
 from flowrl.runtime.ledger.terms import Terms
+from flowrl.runtime.samples.sample_share import SampleShare
 
 if TYPE_CHECKING:
     from flowrl.channel.endpoint_transport import EndpointTransport
@@ -268,6 +269,8 @@ class PreparedRun:
             seed=self.launch.options.seed,
             steps=self.launch.options.steps,
             keep_episodes=self.launch.options.keep_episodes > 0,
+            keep_samples=SampleShare.parse(self.launch.options.keep_samples),
+            keep_token_ids=self.launch.options.keep_token_ids,
             cores=host.cores,
             gpus=host.gpus,
             resume_dir=str(self.resume_from.resolve()) if self.resume_from else None,
