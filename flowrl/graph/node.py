@@ -160,6 +160,10 @@ class Node:
         """Problems of this node's own settings, as complete sentences; see flowrl.graph.analysis.check."""
         return []
 
+    def notes(self) -> list[str]:
+        """Sentences about its settings that `flowrl check` prints with the plan."""
+        return []
+
     def preflight(self) -> str | None:
         """Cheap checks on the driver before Ray starts (files, tokenizer, imports). Raises ConfigError.
 

@@ -19,10 +19,18 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample, Scored
 from flowrl.nodes.shaping import Shaping
-from flowrl.tasks import Row, Task, conversation, load_rows, reward_parts
+from flowrl.tasks import Row, Task, asked_columns, load_rows, reward_parts
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.reward_client import RewardClient
-from flowrl.tasks.rewards import HTTP_CONCURRENCY, check_reward, open_reward, uses_http
+from flowrl.tasks.rewards import (
+    HTTP_CONCURRENCY,
+    adapted_text,
+    check_reward,
+    gathers,
+    needs_rows,
+    open_reward,
+    uses_http,
+)
 
 FAILURES_IN_A_ROW = 256
 FIX_FUNCTION = "fix the function, its signature and its result"
@@ -53,11 +61,13 @@ class Reward(Node):
         self.task = task
         self.parts = reward_parts(task, function)
         self.timeout_s = timeout_s
-        self.concurrency = (HTTP_CONCURRENCY if uses_http(self.parts) else 1) if concurrency is None else concurrency
+        together = uses_http(self.parts) or gathers(self.parts)
+        self.concurrency = (HTTP_CONCURRENCY if together else 1) if concurrency is None else concurrency
+        self._processes = 1 if concurrency is None else concurrency
         self.shaping = shaping or Shaping()
         self._client: RewardClient | None = None
-        self._conversations: Mapping[str, Any] = {}
-        """Prompt id -> the messages before the response, if a server needs them."""
+        self._columns: Mapping[str, dict[str, Any]] = {}
+        """Prompt id -> what the reward gets of the row besides its columns."""
         self._failures = 0
 
     def facts(self) -> Facts:
@@ -71,16 +81,21 @@ class Reward(Node):
             problems.append(f"concurrency is {self.concurrency}; it needs at least 1")
         return problems
 
-    def preflight(self) -> None:
+    def notes(self) -> list[str]:
+        found = adapted_text(self.parts)
+        return [] if found is None else [found]
+
+    def preflight(self) -> str | None:
         """Load the functions, check their columns in every row, and try the reward on the first row."""
         found = load_rows(self.task, whole=True)
         rows = (*found.train, *found.held_out)
         check_reward(self.parts, (row.columns for row in rows))
         asyncio.run(self._trial(rows[0]))
+        return adapted_text(self.parts)
 
     async def _trial(self, row: Row) -> None:
         client = open_reward(self.parts, timeout_s=self.timeout_s, retries=0)
-        columns = {**row.columns, **self._with_messages(conversation(self.task, row))}
+        columns = {**row.columns, **asked_columns(self.parts, self.task, row)}
         try:
             await client.ask([row.prompt], [row.answer or ""], [columns])
         except BadReward as bad:
@@ -91,10 +106,9 @@ class Reward(Node):
 
     async def setup(self) -> None:
         await self.blocking(check_reward, self.parts, ())
-        self._client = open_reward(self.parts, timeout_s=self.timeout_s, concurrency=self.concurrency)
-        if uses_http(self.parts):
-            rows = (await self.blocking(load_rows, self.task)).train
-            self._conversations = {row.prompt_id: conversation(self.task, row) for row in rows}
+        self._client = open_reward(self.parts, timeout_s=self.timeout_s, concurrency=self._processes)
+        rows = (await self.blocking(load_rows, self.task)).train if needs_rows(self.parts) else ()
+        self._columns = {row.prompt_id: asked_columns(self.parts, self.task, row) for row in rows}
 
     async def run(self) -> None:
         await self.rollouts.each(self._score, concurrency=self.concurrency)
@@ -105,7 +119,7 @@ class Reward(Node):
 
     async def _score(self, sample: Sample) -> None:
         assert self._client is not None
-        columns = {**sample.columns, **self._with_messages(self._conversations.get(sample.prompt_id))}
+        columns = {**sample.columns, **self._columns.get(sample.prompt_id, {})}
         try:
             with self.context.busy("score"):
                 verdicts = await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
@@ -116,10 +130,6 @@ class Reward(Node):
         scored = self.scored_sample(sample, verdicts)
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
-
-    def _with_messages(self, messages: Any) -> dict[str, Any]:
-        """The data that a server gets in addition to the row's columns."""
-        return {"messages": messages} if messages and uses_http(self.parts) else {}
 
     def scored_sample(self, sample: Sample, verdicts: Verdicts) -> Scored:
         """`sample` with the shaped reward, on which it is trained, and the verdict before shaping."""

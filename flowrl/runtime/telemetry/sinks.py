@@ -62,16 +62,21 @@ class WandB:
     def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
         self._wandb = _import("wandb", "wandb")
         own = run_dir.resolve().name
-        self._run = self._wandb.init(
-            project=tracking.named("project", "WANDB_PROJECT") or PROJECT,
-            entity=tracking.named("entity", "WANDB_ENTITY"),
-            group=tracking.named("group", "WANDB_RUN_GROUP"),
-            name=tracking.named("name", "WANDB_NAME") or own,
-            id=own,
-            resume="allow",
-            dir=str(run_dir),
-            config=dict(config),
-        )
+        try:
+            self._run = self._wandb.init(
+                project=tracking.named("project", "WANDB_PROJECT") or PROJECT,
+                entity=tracking.named("entity", "WANDB_ENTITY"),
+                group=tracking.named("group", "WANDB_RUN_GROUP"),
+                name=tracking.named("name", "WANDB_NAME") or own,
+                id=own,
+                resume="allow",
+                dir=str(run_dir),
+                config=dict(config),
+            )
+        except self._wandb.Error as problem:
+            raise ConfigError(
+                f"metrics go to wandb, which refuses: {problem}; log in there, or set WANDB_MODE=offline"
+            ) from None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
@@ -88,7 +93,7 @@ class Trackio:
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
         self._trackio = _import("trackio", "trackio")
-        self._trackio.init(
+        self._run = self._trackio.init(  # its module knows the run in the task that has begun it, alone
             project=tracking.named("project", "TRACKIO_PROJECT") or PROJECT,
             name=tracking.named("name") or run_dir.resolve().name,
             group=tracking.named("group"),
@@ -97,14 +102,14 @@ class Trackio:
         )
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._trackio.log(dict(scalars), step=step)
+        self._run.log(dict(scalars), step=step)
 
     def table(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
         table = self._trackio.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
-        self._trackio.log({name: table}, step=step)
+        self._run.log({name: table}, step=step)
 
     def close(self) -> None:
-        self._trackio.finish()
+        self._run.finish()
 
 
 SINKS: Mapping[str, Callable[[Path, Mapping[str, Any], Tracking], Sink]] = {
