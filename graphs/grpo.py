@@ -9,7 +9,7 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.nodes import AdaptiveKL, DynamicSampling, GroupAdvantage, Reference, Reward, Shaping
+from flowrl.nodes import AdaptiveKL, DynamicSampling, GroupAdvantage, Reference
 from flowrl.prompt_options import PromptOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -64,7 +64,7 @@ def graph(cfg: GRPO) -> Graph:
     generator = g.add(
         "generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, cpus=cfg.cpus, gpus=cfg.gpus
     )
-    reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
+    reward = g.add("reward", cfg.scoring(), gpus=cfg.reward_gpus)
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=dynamic))
     batch = cfg.batcher(
         whiten=whitened,
@@ -76,6 +76,8 @@ def graph(cfg: GRPO) -> Graph:
     trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, cpus=cfg.cpus, gpus=cfg.one_gpu)
     if cfg.time_share:
         g.time_share(generator, trainer)
+    if cfg.reward_model:
+        g.time_share(trainer, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     # A trainer of adapters has the reference in itself, but only when the samples have reached it.

@@ -11,7 +11,7 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.nodes import PairMaker, Reference, Reward, RewardModel, Shaping
+from flowrl.nodes import PairMaker, Reference
 from flowrl.prompt_options import PromptOptions
 from flowrl.training.loss.preference_objectives import DPO
 
@@ -25,8 +25,6 @@ class IterativeDPO(PromptOptions):
     optimizer_steps: int = 4
     """Mini-batches into which a round is split."""
 
-    reward_model: str = ""
-    """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none."""
     reference: Literal["round", "initial"] = "round"
     """What DPO compares the policy with: the weights that sampled the round, or the initial ones (adds a node)."""
     beta: float = 0.1
@@ -47,17 +45,11 @@ def graph(cfg: IterativeDPO) -> Graph:
     objective = DPO(
         beta=cfg.beta, kind=cfg.kind, label_smoothing=cfg.label_smoothing, nll_coef=cfg.nll_coef, online=True
     )
-    shaping = Shaping(negate=cfg.negate_rewards)
-    judge: Reward | RewardModel = (
-        RewardModel(cfg.reward_model, cfg.model, cfg.task, shaping=shaping, dtype=cfg.dtype)
-        if cfg.reward_model
-        else Reward(cfg.task, shaping=shaping)
-    )
 
     g = Graph("iterative_dpo")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", judge, gpus=cfg.one_gpu if cfg.reward_model else 0)
+    reward = g.add("reward", cfg.scoring(), gpus=cfg.reward_gpus)
     pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference))
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)

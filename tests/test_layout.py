@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "agents": BASE | {"models", "tasks", "environments"},
     "nodes": ENGINE | LIBRARIES,
     "blocks": BASE | LIBRARIES | {"graph", "nodes"},
-    "prompt_options": {"blocks", "models", "nodes"},
+    "prompt_options": {"blocks", "models", "nodes", "tasks"},
     "episode_options": {"agents", "blocks", "graph", "nodes", "training"},
     "recipes": LIBRARIES | {"__init__", "blocks", "prompt_options", "episode_options", "nodes"},
     "testing": ENGINE,

@@ -143,7 +143,7 @@ class Counting:
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Any) -> Verdicts:
         self.sizes.append(len(responses))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # a tick, in which others ask
         if "bad" in responses:
             raise BadReward("reward_raised", "a bad one")
         return Verdicts(*[tuple(float(len(one)) for one in responses)] * 2)

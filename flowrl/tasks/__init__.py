@@ -18,7 +18,7 @@ from flowrl.tasks.files import rows as file_rows
 from flowrl.tasks.formats import FORMATS, is_file_task
 from flowrl.tasks.judge import place_of
 from flowrl.tasks.malformed import Reading
-from flowrl.tasks.rewards import Part, needs_rows, parse_reward, row_columns
+from flowrl.tasks.rewards import MODEL, Part, needs_rows, parse_reward, row_columns
 from flowrl.tasks.rows import OF_TASK, Row, Rows
 from flowrl.tasks.sticks import SticksRules, demonstrate_move
 from flowrl.tasks.task import Task
@@ -43,9 +43,14 @@ Options = TypeVar("Options")
 
 
 def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -> tuple[Part, ...]:
-    """The reward that scores responses to `task`: its verifier, or `function` (an object, or a reward as text)."""
+    """The reward that scores responses to `task`: its verifier, or `function` (an object, or a reward as text).
+
+    Without the reward model that a sum may have, which a node of its own asks.
+    """
     if function is None or isinstance(function, str):
-        return parse_reward(function or task.verifier, verifier=task.own_verifier)
+        parts = parse_reward(function or task.verifier, verifier=task.own_verifier)
+        others = tuple(part for part in parts if part.place != MODEL)
+        return others or parse_reward(task.own_verifier)
     return (Part(place_of(function), name=function.__name__),)
 
 

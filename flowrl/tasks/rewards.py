@@ -5,6 +5,7 @@
     rules.py                                            the one reward function of a file
     http://a:8100/score,http://b:8100/score             servers that share the work; see flowrl.tasks.http
     openrlhf+http://a:8100/get_reward                   a server that was written for OpenRLHF
+    reward_model                                        that of a graph's --reward-model, in a sum
     verifier + 0.1*rules.py:short + 0.5*http://a:8100/score as taste
 
 In a sum each part is logged under its name: the function's, `http` for a server, or what follows `as`.
@@ -30,6 +31,8 @@ SCHEMES = ("http://", "https://")
 OPENRLHF = "openrlhf+"
 """Before the scheme of an address: requests have OpenRLHF's fields, too."""
 VERIFIER = "verifier"
+MODEL = "reward_model"
+"""The name of a graph's reward model in a sum."""
 HTTP_CONCURRENCY = 64
 
 
@@ -75,6 +78,11 @@ def parse_reward(text: str, *, verifier: str = VERIFIER) -> tuple[Part, ...]:
 def uses_http(parts: Iterable[Part]) -> bool:
     """Whether one of the parts is requested over HTTP."""
     return any(part.urls for part in parts)
+
+
+def names_model(reward: str) -> bool:
+    """Whether the text of a reward has a reward model among its parts."""
+    return any(term.text == MODEL for term in terms(reward)) if reward else False
 
 
 def gathers(parts: Iterable[Part]) -> bool:
@@ -126,6 +134,12 @@ def open_reward(
     if len(parts) == 1 and parts[0].weight == 1.0:
         return opened[0]
     return WeightedSum(parts, opened)
+
+
+def beside_model(parts: Sequence[Part]) -> tuple[float, tuple[Part, ...]]:
+    """The weight of the reward model in a sum, and the other parts; a reward without it is replaced by the model."""
+    weights = [part.weight for part in parts if part.place == MODEL]
+    return (sum(weights), tuple(part for part in parts if part.place != MODEL)) if weights else (1.0, ())
 
 
 class WeightedSum:
@@ -212,7 +226,7 @@ def _check(part: Part, whole: str) -> None:
         wrong = [url for url in part.urls if not url.startswith(SCHEMES) or not url.partition("//")[2]]
         if wrong:
             raise ConfigError(f"reward {whole!r}: {wrong[0]!r} is no address; write http://HOST:PORT/PATH,http://…")
-    elif part.place != VERIFIER and ":" not in part.place:
+    elif part.place not in (VERIFIER, MODEL) and ":" not in part.place:
         raise ConfigError(
             f"reward {part.place!r} names no function; write file.py:function, package.module:function or "
             "http://HOST:PORT/PATH"
