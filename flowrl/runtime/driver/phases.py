@@ -67,7 +67,7 @@ class Phases:
         if self._during is not None:
             await self._during
         run.accounting.end_admission()
-        if self._evaluations and not run.interrupted:
+        if self._evaluations and self.trainers and not run.interrupted:  # else nothing has changed since `before`
             await run.accounting.until_held(run.version)
             results["after"] = await self._evaluate("after", self._evaluations)
         for name in self._evaluations:
