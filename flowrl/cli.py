@@ -289,7 +289,7 @@ def _around(command: str, args: Sequence[str]) -> int:
 
 def merge(args: Sequence[str]) -> int:
     """`flowrl merge ADAPTER`: prints where the merged model is."""
-    from flowrl.commands.merge import merge as merge_adapter
+    from flowrl.commands.merge_adapter import merge as merge_adapter
 
     return merge_adapter(args)
 
@@ -303,7 +303,7 @@ def export(args: Sequence[str]) -> int:
 
 def chat(args: Sequence[str]) -> int:
     """`flowrl chat MODEL`: until the input ends."""
-    from flowrl.commands.chat import chat as talk
+    from flowrl.commands.talk import chat as talk
 
     return talk(args)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from flowrl.blocks import OnlineOptions, too_low
 from flowrl.models import Policy
-from flowrl.nodes import PromptSource, Reward, RewardModel, Shaping
+from flowrl.nodes import PromptSource, Reward, RewardModel, Shaping, TokenBatch
 from flowrl.nodes.source import TooLong
 from flowrl.tasks.rewards import names_model
 
@@ -20,13 +21,39 @@ class PromptOptions(OnlineOptions):
     """Most tokens of a prompt."""
     too_long: TooLong = "drop"
     """Prompts over the limit are dropped and counted, lose their beginning, or are an error before training."""
+    overlong_filter: bool = False
+    """Keep responses that were cut off at `max_tokens` out of the loss. They still count in their group's baseline."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, max_prompt_tokens=1)
+
+    def batcher(self, **settings: Any) -> TokenBatch:
+        """A batcher of groups; `settings` are further arguments of `TokenBatch`."""
+        return super().batcher(mask_truncated=self.overlong_filter, **settings)
+
+    def prompts(self, policy: Policy | None = None) -> PromptSource:
+        """The source of groups of `group_size` prompts, rendered for `policy` (default: the one that is trained)."""
+        return PromptSource(
+            self.task,
+            policy or self.model,
+            repeat=self.group_size,
+            part=self.trained_part,
+            max_prompt_tokens=self.max_prompt_tokens,
+            too_long=self.too_long,
+        )
+
+
+@dataclass(frozen=True)
+class RewardOptions(PromptOptions):
+    """Options of graphs in which a node scores the policy's answers."""
+
     reward_model: str = ""
     """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none.
     In a sum with functions where --task.reward says so: verifier + 0.5*reward_model."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, max_prompt_tokens=1)
         if names_model(self.task.reward) and not self.reward_model:
             yield f"--task.reward {self.task.reward!r} names reward_model; name its directory with --reward-model"
 
@@ -46,14 +73,3 @@ class PromptOptions(OnlineOptions):
     def reward_gpus(self) -> float:
         """GPUs of the node that scores responses."""
         return self.one_gpu if self.reward_model else 0
-
-    def prompts(self, policy: Policy | None = None) -> PromptSource:
-        """The source of groups of `group_size` prompts, rendered for `policy` (default: the one that is trained)."""
-        return PromptSource(
-            self.task,
-            policy or self.model,
-            repeat=self.group_size,
-            part=self.trained_part,
-            max_prompt_tokens=self.max_prompt_tokens,
-            too_long=self.too_long,
-        )

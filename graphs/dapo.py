@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import DynamicSampling, GroupAdvantage, Overlong, Shaping
-from flowrl.prompt_options import PromptOptions
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class DAPO(PromptOptions):
+class DAPO(RewardOptions):
     clip_low: float = 0.2
     """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.28

@@ -10,13 +10,13 @@ from typing import Literal
 from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import AdaptiveKL, DynamicSampling, GroupAdvantage, Reference
-from flowrl.prompt_options import PromptOptions
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class GRPO(PromptOptions):
+class GRPO(RewardOptions):
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
     """What a sample is compared with: the mean of its group, with or without division by the group's standard
     deviation, the other samples, or nothing."""

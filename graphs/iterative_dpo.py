@@ -12,12 +12,12 @@ from typing import Literal
 from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import PairMaker, Reference
-from flowrl.prompt_options import PromptOptions
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.loss.preference_objectives import DPO
 
 
 @dataclass(frozen=True)
-class IterativeDPO(PromptOptions):
+class IterativeDPO(RewardOptions):
     staleness: int = 0
     """0: a round is admitted when every generator has the last one's weights. Above 0, that many rounds overlap."""
     groups_per_step: int = 32
@@ -37,6 +37,8 @@ class IterativeDPO(PromptOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.overlong_filter:
+            yield "--overlong-filter keeps one answer of a pair out of the loss and not the other; leave it out"
         if self.on_limit == "mask":
             yield "--on-limit is 'mask', which can mask one answer of a pair and not the other; use wait"
 

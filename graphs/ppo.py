@@ -20,7 +20,7 @@ from flowrl.nodes import (
     Reference,
     Trainer,
 )
-from flowrl.prompt_options import PromptOptions
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.value_objective import ValueObjective
@@ -29,7 +29,7 @@ from flowrl.training.settings import ZeroSettings
 
 
 @dataclass(frozen=True)
-class PPO(PromptOptions):
+class PPO(RewardOptions):
     gpus: float = 0
     """GPUs of each model process. Actor and reference take turns on theirs, so do critic trainer and critic."""
     group_size: int = 4

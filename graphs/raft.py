@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import BestOfN
-from flowrl.prompt_options import PromptOptions
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class RAFT(PromptOptions):
+class RAFT(RewardOptions):
     groups_per_step: int = 32
 
     least_reward: float | None = None

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import AdaptiveKL, GroupAdvantage, Reference
-from flowrl.prompt_options import PromptOptions
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class ReinforcePP(PromptOptions):
+class ReinforcePP(RewardOptions):
     baseline: bool = False
     """REINFORCE++-baseline: subtract the group's mean from each reward before the batch is normalised."""
     kl_coef: float = 0.001

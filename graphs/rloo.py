@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import GroupAdvantage, Reference
-from flowrl.prompt_options import PromptOptions
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class RLOO(PromptOptions):
+class RLOO(RewardOptions):
     kl_coef: float = 0.001
     """Weight of the KL to the initial weights in the reward; 0: none."""
     kl_before_baseline: bool = True

@@ -10,6 +10,7 @@ from flowrl import Graph
 from flowrl.blocks import PolicyOptions
 from flowrl.models import Policy
 from flowrl.nodes import GivenResponses, RemainingPrompts, ResponseWriter, Reward, RewardModel
+from flowrl.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Score(PolicyOptions):
     @property
     def model(self) -> Policy:
         """The model whose tokenizer renders the responses."""
-        return Policy(self.policy or self.reward_model or "tiny", task=self.task)
+        return Policy(self.policy or self.reward_model or "tiny", task=Task())
 
 
 def graph(cfg: Score) -> Graph:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from flowrl.commands.checkpoint_of import model_dir
-from flowrl.commands.merge import require_free
+from flowrl.commands.merge_adapter import require_free
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
 

@@ -29,6 +29,7 @@ from flowrl.runtime.checkpoints.rundir import writing
 from flowrl.runtime.driver.barrier import BatchEnd, Locks
 from flowrl.runtime.driver.checkpoint_clock import CheckpointClock
 from flowrl.runtime.driver.cluster import HostSlot, RayCluster
+from flowrl.runtime.driver.early_stop import EarlyStop
 from flowrl.runtime.driver.first_failure import first_failure
 from flowrl.runtime.driver.halt import halted
 from flowrl.runtime.driver.hosts import Hosts
@@ -152,6 +153,7 @@ class Driver:
             roles=roles(job.graph),
             sinks=open_sinks(job.options.track, job.run_dir, self._config, job.options.tracking),
             tables=self._tables,
+            watch=EarlyStop(job.options.stop, self.stop_early).look,
             limits=job.options.alarms,
             book=self.accounting.line,
         )
@@ -244,11 +246,16 @@ class Driver:
         if self._begun:
             self.accounting.end_admission()
 
+    def stop_early(self, reason: str) -> None:
+        """End as by an interrupt, unless the run is ending anyway."""
+        if not self._interrupted:
+            self.view.progress("driver", f"ending early: {reason}")
+            self._clock.soon()
+            self.interrupt()
+
     def terminate(self) -> None:
         """As `interrupt`, with a checkpoint at the next batch's end: the run may be killed before it has ended."""
-        self._clock.soon()
-        self.view.progress("driver", "terminated: writing a checkpoint after the current batch")
-        self.interrupt()
+        self.stop_early("terminated; a checkpoint follows the current batch")
 
     @property
     def interrupted(self) -> bool:
@@ -337,12 +344,6 @@ class Driver:
     def _tell_trace_level(self, level: int) -> None:
         for host in self.hosts:
             self._endpoint.notify(host, "trace level", level)
-
-    # Watching
-
-    async def describe(self) -> str:
-        """What every node does and waits for, on request (SIGUSR1)."""
-        return await self.lookout.describe()
 
     # Checkpoints
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowrl.errors import ConfigError
+from flowrl.runtime.driver.early_stop import StopRule
 from flowrl.runtime.samples.sample_share import SampleShare
 from flowrl.runtime.telemetry.alarms import AlarmThresholds
 from flowrl.runtime.telemetry.sinks import check_sinks
@@ -49,6 +50,10 @@ class RunOptions:
     """Keep the token ids of these samples as well."""
     tracking: Tracking = field(default_factory=Tracking)
     """Names and samples in the sinks of --track."""
+    max_hours: float | None = None
+    """End the run after so many hours, with a checkpoint; --resume goes on with it."""
+    stop: StopRule = field(default_factory=StopRule)
+    """When a figure of the metrics ends the run early."""
     alarms: AlarmThresholds = field(default_factory=AlarmThresholds)
     """When the alarms in view and metrics begin."""
 
@@ -60,5 +65,7 @@ class RunOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it has to be 0 or more")
         if self.resume and self.run_dir is None:
             raise ConfigError("--resume needs to know which run: give its directory with --run-dir")
+        if self.max_hours is not None and not self.max_hours > 0:
+            raise ConfigError(f"--max-hours is {self.max_hours}; it has to be above 0")
         SampleShare.parse(self.keep_samples)
         check_sinks(self.track)

@@ -61,7 +61,7 @@ class Phases:
         run, results = self._run, {}
         if self._evaluations and run.version == 0:
             results["before"] = await self._evaluate("before", self._evaluations)
-        self._view.progress("driver", "training")
+        self._view.progress("driver", "training" if self.trainers else "running")
         run.accounting.resume_admission("start")
         await self._end_of_training()
         if self._during is not None:
