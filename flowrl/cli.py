@@ -1,4 +1,4 @@
-"""The `flowrl` command: graphs, new, check, run, quickstart, audit, show, serve-reward, version.
+"""The `flowrl` command; `USAGE` lists what it can do.
 
 What a user got wrong is printed as one message without frames, and exits with 2. Everything heavy is
 imported inside the command that needs it.
@@ -43,8 +43,22 @@ usage: flowrl COMMAND
         --dry-run prints them, checks graph, model, data and reward, and starts nothing
   audit RUN_DIR
         prove a run's ledger and its staleness bound from its own records
+  samples RUN_DIR [--step N] [--best|--worst|--failed] [--held-out] [--diff STEP] [--limit N] [--json]
+        print what the model said: prompts, responses, rewards, and what became of each sample
   show  RUN_DIR [SAMPLE] [--plain]
         print an episode as the policy saw it, token by token; without SAMPLE list those that are kept
+  evaluate MODEL [--task TASK] [--prompts N] [--samples K] [--sets FILE ...]
+        answer held-out prompts with a model, without training, and print how many are right
+  generate MODEL --task TASK --out FILE.jsonl [--group-size N] [--score | --best]
+        write a model's responses to a file, the best of N with --best; the same command goes on with the file
+  score FILE.jsonl [--task.reward REWARD | --reward-model DIR] --out SCORED.jsonl
+        write the rewards of responses that a file has
+  chat  MODEL|RUN_DIR
+        talk to a model in the terminal
+  merge ADAPTER --out DIR [--base MODEL]
+        put an adapter into the weights of its base model
+  export RUN_DIR|CHECKPOINT --name DIR, or --to hub --name OWNER/NAME
+        copy or upload a checkpoint's model, without what only a resume needs
   serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS]
         answer rewards over HTTP, for graphs that name the address as their reward
   version
@@ -56,7 +70,7 @@ to begin with:
   flowrl check grpo
   flowrl run grpo --steps 20 --run-dir runs/first
   flowrl audit runs/first"""
-OWN_HELP = ("quickstart",)
+OWN_HELP = ("quickstart", "samples", "evaluate", "generate", "score", "chat", "merge", "export")
 """Commands that print a help of their own."""
 
 
@@ -228,6 +242,13 @@ def audit(args: Sequence[str]) -> int:
     return 0 if report.ok else 1
 
 
+def samples(args: Sequence[str]) -> int:
+    """`flowrl samples RUN_DIR`: prints samples that a run has kept."""
+    from flowrl.commands.samples import samples as print_samples
+
+    return print_samples(args)
+
+
 def show(args: Sequence[str]) -> int:
     """`flowrl show RUN_DIR [SAMPLE]`: prints a sample, or the list of the episodes kept."""
     plain = "--plain" in args
@@ -243,6 +264,48 @@ def show(args: Sequence[str]) -> int:
     console = Console(force_terminal=False if plain else None, color_system=None if plain else "auto")
     print_sample(Path(names[0]), names[1] if len(names) == 2 else None, console)
     return 0
+
+
+def generate(args: Sequence[str]) -> int:
+    """`flowrl generate MODEL`: the graph `generate`."""
+    return _around("generate", args)
+
+
+def score(args: Sequence[str]) -> int:
+    """`flowrl score FILE`: the graph `score`."""
+    return _around("score", args)
+
+
+def evaluate(args: Sequence[str]) -> int:
+    """`flowrl evaluate MODEL`: the graph `evaluate`, and its figures."""
+    return _around("evaluate", args)
+
+
+def _around(command: str, args: Sequence[str]) -> int:
+    from flowrl.commands.around import run_graph_of
+
+    return run_graph_of(command, args)
+
+
+def merge(args: Sequence[str]) -> int:
+    """`flowrl merge ADAPTER`: prints where the merged model is."""
+    from flowrl.commands.merge_adapter import merge as merge_adapter
+
+    return merge_adapter(args)
+
+
+def export(args: Sequence[str]) -> int:
+    """`flowrl export RUN`: prints where the model is."""
+    from flowrl.commands.export import export as export_model
+
+    return export_model(args)
+
+
+def chat(args: Sequence[str]) -> int:
+    """`flowrl chat MODEL`: until the input ends."""
+    from flowrl.commands.talk import chat as talk
+
+    return talk(args)
 
 
 def serve_reward(args: Sequence[str]) -> int:
@@ -277,7 +340,14 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "new": new,
     "quickstart": quickstart,
     "audit": audit,
+    "samples": samples,
     "show": show,
+    "evaluate": evaluate,
+    "generate": generate,
+    "score": score,
+    "chat": chat,
+    "merge": merge,
+    "export": export,
     "serve-reward": serve_reward,
     "version": show_version,
 }

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.nodes import DynamicSampling, GroupAdvantage, Overlong, Reward, Shaping
-from flowrl.prompt_options import PromptOptions
+from flowrl.nodes import DynamicSampling, GroupAdvantage, Overlong, Shaping
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class DAPO(PromptOptions):
+class DAPO(RewardOptions):
     clip_low: float = 0.2
     """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.28
@@ -38,10 +38,13 @@ def graph(cfg: DAPO) -> Graph:
     g = Graph("dapo")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", Reward(cfg.task, shaping=Shaping(overlong=overlong, negate=cfg.negate_rewards)))
+    shaping = Shaping(overlong=overlong, negate=cfg.negate_rewards)
+    reward = g.add("reward", cfg.scoring(shaping=shaping), gpus=cfg.reward_gpus)
     advantage = g.add("advantage", GroupAdvantage("group_norm", size=cfg.group_size, dynamic=dynamic))
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
+    if cfg.reward_model:
+        g.time_share(trainer, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)

@@ -9,14 +9,14 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.nodes import AdaptiveKL, DynamicSampling, GroupAdvantage, Reference, Reward, Shaping
-from flowrl.prompt_options import PromptOptions
+from flowrl.nodes import AdaptiveKL, DynamicSampling, GroupAdvantage, Reference
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class GRPO(PromptOptions):
+class GRPO(RewardOptions):
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
     """What a sample is compared with: the mean of its group, with or without division by the group's standard
     deviation, the other samples, or nothing."""
@@ -64,7 +64,7 @@ def graph(cfg: GRPO) -> Graph:
     generator = g.add(
         "generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, cpus=cfg.cpus, gpus=cfg.gpus
     )
-    reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
+    reward = g.add("reward", cfg.scoring(), gpus=cfg.reward_gpus)
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=dynamic))
     batch = cfg.batcher(
         whiten=whitened,
@@ -76,6 +76,8 @@ def graph(cfg: GRPO) -> Graph:
     trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, cpus=cfg.cpus, gpus=cfg.one_gpu)
     if cfg.time_share:
         g.time_share(generator, trainer)
+    if cfg.reward_model:
+        g.time_share(trainer, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     # A trainer of adapters has the reference in itself, but only when the samples have reached it.

@@ -11,13 +11,13 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.nodes import PairMaker, Reference, Reward, RewardModel, Shaping
-from flowrl.prompt_options import PromptOptions
+from flowrl.nodes import PairMaker, Reference
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.loss.preference_objectives import DPO
 
 
 @dataclass(frozen=True)
-class IterativeDPO(PromptOptions):
+class IterativeDPO(RewardOptions):
     staleness: int = 0
     """0: a round is admitted when every generator has the last one's weights. Above 0, that many rounds overlap."""
     groups_per_step: int = 32
@@ -25,8 +25,6 @@ class IterativeDPO(PromptOptions):
     optimizer_steps: int = 4
     """Mini-batches into which a round is split."""
 
-    reward_model: str = ""
-    """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none."""
     reference: Literal["round", "initial"] = "round"
     """What DPO compares the policy with: the weights that sampled the round, or the initial ones (adds a node)."""
     beta: float = 0.1
@@ -39,6 +37,8 @@ class IterativeDPO(PromptOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.overlong_filter:
+            yield "--overlong-filter keeps one answer of a pair out of the loss and not the other; leave it out"
         if self.on_limit == "mask":
             yield "--on-limit is 'mask', which can mask one answer of a pair and not the other; use wait"
 
@@ -47,17 +47,11 @@ def graph(cfg: IterativeDPO) -> Graph:
     objective = DPO(
         beta=cfg.beta, kind=cfg.kind, label_smoothing=cfg.label_smoothing, nll_coef=cfg.nll_coef, online=True
     )
-    shaping = Shaping(negate=cfg.negate_rewards)
-    judge: Reward | RewardModel = (
-        RewardModel(cfg.reward_model, cfg.model, cfg.task, shaping=shaping, dtype=cfg.dtype)
-        if cfg.reward_model
-        else Reward(cfg.task, shaping=shaping)
-    )
 
     g = Graph("iterative_dpo")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", judge, gpus=cfg.one_gpu if cfg.reward_model else 0)
+    reward = g.add("reward", cfg.scoring(), gpus=cfg.reward_gpus)
     pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference))
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)

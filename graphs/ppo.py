@@ -18,12 +18,9 @@ from flowrl.nodes import (
     Critic,
     JoinedAdvantage,
     Reference,
-    Reward,
-    RewardModel,
-    Shaping,
     Trainer,
 )
-from flowrl.prompt_options import PromptOptions
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.value_objective import ValueObjective
@@ -32,7 +29,7 @@ from flowrl.training.settings import ZeroSettings
 
 
 @dataclass(frozen=True)
-class PPO(PromptOptions):
+class PPO(RewardOptions):
     gpus: float = 0
     """GPUs of each model process. Actor and reference take turns on theirs, so do critic trainer and critic."""
     group_size: int = 4
@@ -41,8 +38,6 @@ class PPO(PromptOptions):
     groups_per_step: int = 32
     optimizer_steps: int = 2
 
-    reward_model: str = ""
-    """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none."""
     critic: str = ""
     """Initial model of the critic; empty: the policy. A reward model keeps its head, others get a new one."""
     critic_lr: float = 3e-4
@@ -75,19 +70,13 @@ def graph(cfg: PPO) -> Graph:
     critic_model = Policy(cfg.critic or cfg.policy, task=cfg.task, name="critic")
     estimate = Estimate("gae", gamma=cfg.gamma, lam=cfg.lam, kl_coef=cfg.kl_coef, kl_estimator=cfg.kl_estimator)
     adaptive_kl = None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target)
-    shaping = Shaping(negate=cfg.negate_rewards)
     cpus = cfg.cpus if cfg.cpus is not None else 1 if cfg.gpus else 0.5 / cfg.num_trainers
 
     g = Graph("ppo")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    judge: Reward | RewardModel = (
-        RewardModel(cfg.reward_model, cfg.model, cfg.task, normalise=True, shaping=shaping, dtype=cfg.dtype)
-        if cfg.reward_model
-        else Reward(cfg.task, shaping=shaping)
-    )
-    judge_cpus, judge_gpus = (cpus, cfg.one_gpu) if cfg.reward_model else (None, None)
-    reward = g.add("reward", judge, cpus=judge_cpus, gpus=judge_gpus)
+    judge = cfg.scoring(normalise=True)
+    reward = g.add("reward", judge, cpus=cpus if cfg.reward_model else None, gpus=cfg.reward_gpus)
     initial = Reference(cfg.model, temperature=cfg.temperature, dtype=cfg.dtype)
     reference = g.add("reference", initial, cpus=cpus, gpus=cfg.one_gpu)
     advantage = g.add("advantage", JoinedAdvantage(estimate, size=cfg.group_size))

@@ -8,34 +8,26 @@ from dataclasses import dataclass
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.nodes import BestOfN, Reward, RewardModel, Shaping
-from flowrl.prompt_options import PromptOptions
+from flowrl.nodes import BestOfN
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class RAFT(PromptOptions):
+class RAFT(RewardOptions):
     groups_per_step: int = 32
 
-    reward_model: str = ""
-    """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none."""
     least_reward: float | None = None
     """Leave out prompts whose best answer has a lower raw reward."""
 
 
 def graph(cfg: RAFT) -> Graph:
     imitate = PolicyObjective(kind="reinforce", correction=None)
-    shaping = Shaping(negate=cfg.negate_rewards)
-    judge: Reward | RewardModel = (
-        RewardModel(cfg.reward_model, cfg.model, cfg.task, shaping=shaping, dtype=cfg.dtype)
-        if cfg.reward_model
-        else Reward(cfg.task, shaping=shaping)
-    )
 
     g = Graph("raft")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", judge, gpus=cfg.one_gpu if cfg.reward_model else 0)
+    reward = g.add("reward", cfg.scoring(), gpus=cfg.reward_gpus)
     best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward))
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.trainer(imitate), replicas=cfg.num_trainers, gpus=cfg.one_gpu)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.nodes import GroupAdvantage, Reference, Reward, Shaping
-from flowrl.prompt_options import PromptOptions
+from flowrl.nodes import GroupAdvantage, Reference
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class RLOO(PromptOptions):
+class RLOO(RewardOptions):
     kl_coef: float = 0.001
     """Weight of the KL to the initial weights in the reward; 0: none."""
     kl_before_baseline: bool = True
@@ -30,10 +30,12 @@ def graph(cfg: RLOO) -> Graph:
     g = Graph("rloo")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", Reward(cfg.task, shaping=Shaping(negate=cfg.negate_rewards)))
+    reward = g.add("reward", cfg.scoring(), gpus=cfg.reward_gpus)
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
     trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
+    if cfg.reward_model:
+        g.time_share(trainer, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     if cfg.kl_coef:

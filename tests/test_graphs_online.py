@@ -81,7 +81,8 @@ def test_every_graph_passes_the_check_with_and_without_evaluation(name: str) -> 
     for options in settings if name in EVALUATED else settings[:1]:
         made = graph(name, *options.split())
         assert check(made, CLUSTER).problems == (), options
-        assert ("evaluation" in made.nodes) == (node_options(name, *options.split()).get("evaluate", 0) > 0)
+        wanted = name == "evaluate" or node_options(name, *options.split()).get("evaluate", 0) > 0
+        assert ("evaluation" in made.nodes) == wanted
 
 
 @pytest.mark.parametrize("name", EVERY_ONLINE)
@@ -203,7 +204,16 @@ def test_a_round_of_iterative_dpo_begins_when_the_last_ones_weights_are_everywhe
 
 
 @pytest.mark.parametrize(
-    ("name", "shares_with"), [("raft", "trainer"), ("iterative_dpo", "trainer"), ("ppo", "reference")]
+    ("name", "shares_with"),
+    [
+        ("raft", "trainer"),
+        ("iterative_dpo", "trainer"),
+        ("ppo", "reference"),
+        ("grpo", "trainer"),
+        ("dapo", "trainer"),
+        ("rloo", "trainer"),
+        ("reinforce_pp", "trainer"),
+    ],
 )
 def test_a_reward_model_takes_the_rewards_place_and_shares_time(name: str, shares_with: str) -> None:
     made = graph(name, "--reward-model", "/a/reward/model", "--negate-rewards", "--dtype", "bfloat16")
@@ -212,6 +222,14 @@ def test_a_reward_model_takes_the_rewards_place_and_shares_time(name: str, share
     assert not [node for node in made.nodes.values() if isinstance(node, Reward)]
     assert any({shares_with, "reward"} <= set(names) for names in made.time_shared)
     assert check(made, CLUSTER).ok
+
+
+def test_a_sum_may_have_the_reward_model_and_needs_its_directory() -> None:
+    total = "verifier + 0.5*reward_model"
+    made = graph("grpo", "--reward-model", "/a/reward/model", "--task.reward", total)
+    assert node(made, RewardModel).weight == 0.5
+    with pytest.raises(ConfigError, match="names reward_model; name its directory with --reward-model"):
+        graph("grpo", "--task.reward", total)
 
 
 @pytest.mark.parametrize("name", ["raft", "iterative_dpo", "ppo"])

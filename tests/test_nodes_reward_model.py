@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Sample
 from flowrl.models import Policy
 from flowrl.models.scorer import Scorer, load_scorer
-from flowrl.nodes import RewardModel, Shaping
+from flowrl.nodes import Evaluation, RewardModel, Shaping
 from flowrl.nodes.reward_model import renders_alike
-from flowrl.tasks import Task
+from flowrl.tasks import Task, reward_parts
 from flowrl.testing import NodeRecord, NodeRig, run_node, sample
 from flowrl.training.model.policy_model import companions
 from flowrl.training.model.value_model import load_scalar_model, write_scalar_model
@@ -115,6 +116,23 @@ def test_the_reward_is_normalised_and_shaped_and_the_raw_one_is_not(
     raw = scorer.score_ids([given.token_ids])[0]
     assert out.raw_reward == pytest.approx(raw)
     assert out.reward == pytest.approx(-(raw - 0.5) / 2.0)
+
+
+def test_in_a_sum_the_functions_are_asked_too_and_every_part_is_logged(
+    policy: Path, reward_model: Path, scorer: Scorer, task: Task
+) -> None:
+    summed = replace(task, reward="3*verifier as right + 0.5*reward_model")
+    node = RewardModel(str(reward_model), Policy(str(policy)), summed, normalise=True)
+    assert node.preflight() is None
+    given = sample(0, token_ids=np.array([1, 2, EOS], np.int32), response_text="w2", columns={"answer": "w2"})
+    (out,) = score(node, [given]).sent("scored")
+    raw = scorer.score_ids([given.token_ids])[0]
+    assert out.reward == pytest.approx(3.0 + 0.5 * (raw - 0.5) / 2.0)
+    assert out.raw_reward == pytest.approx(3.0 + 0.5 * raw)
+    assert out.reward_parts == {"reward_model": pytest.approx(raw), "right": 1.0}
+    assert Evaluation(summed, Policy(str(policy))).parts[summed.name] == reward_parts(
+        replace(task, reward="3*verifier as right")
+    )
 
 
 def test_another_template_means_rendering_the_row_anew(

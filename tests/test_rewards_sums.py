@@ -53,7 +53,7 @@ def test_a_task_without_reward_is_judged_by_its_own_verifier() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("rules.py", "names no function"),
+        ("rules.py", "does not exist"),
         ("verifier + ", "has an empty summand"),
         ("verifier +  + a.py:f", "has an empty summand"),
         ("1.2.3*a.py:f", "the weight 1.2.3 is no number"),

@@ -77,7 +77,7 @@ def test_a_terminated_run_has_a_checkpoint_of_the_batch_at_hand(tmp_path: Path) 
     assert ran.outcome is not None and ran.outcome.interrupted
     assert "step_000002" in checkpoints(tmp_path)
     assert checkpoints(tmp_path)[-1] == f"step_{ran.outcome.steps:06d}"
-    assert any("terminated: writing a checkpoint after the current batch" in line for line in ran.view.lines)
+    assert any("terminated; a checkpoint follows the current batch" in line for line in ran.view.lines)
 
 
 def checkpoints(tmp_path: Path) -> list[str]:

@@ -17,7 +17,14 @@ STEPS = 6
 
 
 def play(
-    run_dir: Path, *, steps: int = STEPS, resume: bool = False, keep_episodes: int = 200, **config: Any
+    run_dir: Path,
+    *,
+    steps: int = STEPS,
+    resume: bool = False,
+    keep_episodes: int = 200,
+    keep_samples: str = "auto",
+    keep_token_ids: bool = False,
+    **config: Any,
 ) -> GraphRun:
     options: dict[str, Any] = {
         "steps": steps,
@@ -25,6 +32,8 @@ def play(
         "save_every": 2,
         "keep": 0,
         "keep_episodes": keep_episodes,
+        "keep_samples": keep_samples,
+        "keep_token_ids": keep_token_ids,
     }
     return run_graph(PLAYED, run_dir, config, clock=VirtualClock(), timeout_s=3600, must_succeed=False, **options)
 

@@ -19,10 +19,11 @@ from flowrl.agents.token_pieces import TokenPieces
 from flowrl.cli import main
 from flowrl.models.characters import character_tokenizer
 from flowrl.nodes.episode_record import fed_roles, spans_of
-from flowrl.runtime.show.episode_text import attempt_text, shown
+from flowrl.runtime.show.episode_text import attempt_text
 from flowrl.runtime.show.show import show
 from flowrl.runtime.telemetry import kept_episodes
 from flowrl.runtime.telemetry.kept_episodes import KeptEpisodes, is_chosen, read_kept, rewind_kept
+from flowrl.runtime.telemetry.safe_text import shown
 from tests.test_runtime_episodes import play
 
 NOT_CHOSEN = [name for number in range(2000) if not is_chosen(name := f"g:{number}")]
@@ -283,6 +284,8 @@ def test_a_run_is_listed_and_an_episode_is_shown_with_its_void_attempts(
     assert "attempt 1  ended, reward" in text and "\n> " in text and "\x1b" not in text
     assert "\x1b[3" in printed(run_dir, sample_id, terminal=True)
     shutil.rmtree(run_dir / "episodes")
+    assert f"{sample_id}  step" in printed(run_dir, sample_id), "it is kept among the samples, too"
+    shutil.rmtree(run_dir / "rollouts")
     assert "Its text is not kept" in printed(run_dir, sample_id)
 
 

@@ -57,7 +57,10 @@ ELSEWHERE = {
         "conversations",
         r"tasks/|models/|training/|nodes/|agents/|environments/|episode|ledger|audit/|benchmarks/(reward_accuracy|agents)|graphs/(agent|self_play)",
     ),
-    "epoch": ("passes over data", r"tasks/|nodes/|training/|messages|ledger|audit/|benchmarks/(stages|episodes)"),
+    "epoch": (
+        "passes over data",
+        r"tasks/|nodes/|training/|messages|ledger|audit/|samples/|benchmarks/(stages|episodes)",
+    ),
     "track": (
         "traces, the option --track, an argument of zmq's send",
         r"telemetry/|driver/|channel/link|channel_peers",

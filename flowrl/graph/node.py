@@ -77,6 +77,8 @@ class Context(Protocol):
     """Whether the run keeps episodes: whether `episode` is to be called."""
     ledger: Any
     """Ledger events, see flowrl.runtime.ledger.ledger_client.LedgerClient."""
+    samples: Any
+    """Samples that the run keeps, see flowrl.runtime.samples.sample_notes.SampleNotes."""
 
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     def metric(self, name: str, value: float) -> None: ...
@@ -156,6 +158,10 @@ class Node:
 
     def check(self, facts: Any) -> list[str]:
         """Problems of this node's own settings, as complete sentences; see flowrl.graph.analysis.check."""
+        return []
+
+    def notes(self) -> list[str]:
+        """Sentences about its settings that `flowrl check` prints with the plan."""
         return []
 
     def preflight(self) -> str | None:

@@ -10,12 +10,14 @@ from flowrl.nodes.environment import Environment
 from flowrl.nodes.environment_source import EnvironmentSource
 from flowrl.nodes.evaluation import Evaluation
 from flowrl.nodes.generator import Generator
+from flowrl.nodes.given_responses import GivenResponses
 from flowrl.nodes.held_out import HeldOutPreferences
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.pair_writer import PairWriter
 from flowrl.nodes.preference_reference import PreferenceReference
 from flowrl.nodes.preference_source import PreferenceDataset, Preferences, PreferenceSource
 from flowrl.nodes.reference import Reference
+from flowrl.nodes.response_writer import RemainingPrompts, ResponseWriter
 from flowrl.nodes.reward import Reward
 from flowrl.nodes.reward_model import RewardModel
 from flowrl.nodes.running import AdaptiveKL
@@ -39,6 +41,7 @@ __all__ = [
     "EnvironmentSource",
     "Evaluation",
     "Generator",
+    "GivenResponses",
     "GroupAdvantage",
     "HeldOutPreferences",
     "JoinedAdvantage",
@@ -52,6 +55,8 @@ __all__ = [
     "Preferences",
     "PromptSource",
     "Reference",
+    "RemainingPrompts",
+    "ResponseWriter",
     "Reward",
     "RewardModel",
     "Sampling",

@@ -37,6 +37,8 @@ class TokenBatch(Node):
     deviation; `adaptive_kl` controls the weight of the KL in the reward. Both are updated once per batch, so both
     need the advantage node's `estimate`, with which the batcher recomputes the advantages.
 
+    With `mask_truncated` samples that were cut off are kept out of the loss.
+
     The estimator `gae` needs it too: the batcher sends the whole batch to a critic (`values`) in one request,
     so all values have one version, and computes the advantages from them.
     """
@@ -55,6 +57,7 @@ class TokenBatch(Node):
         estimate: Estimate | None = None,
         normalise_rewards: bool = False,
         adaptive_kl: AdaptiveKL | None = None,
+        mask_truncated: bool = False,
     ) -> None:
         self.num_groups = num_groups
         self.token_budget = token_budget
@@ -63,6 +66,7 @@ class TokenBatch(Node):
         self.estimate = estimate
         self.normalise_rewards = normalise_rewards
         self.adaptive_kl = adaptive_kl
+        self.mask_truncated = mask_truncated
         self._running: RunningEstimate | None = None
         if estimate is not None and (normalise_rewards or adaptive_kl is not None or self._wants_values):
             self._running = RunningEstimate(estimate, normalise_rewards=normalise_rewards, adaptive_kl=adaptive_kl)
@@ -146,6 +150,9 @@ class TokenBatch(Node):
             metrics |= self._running.metrics
         samples = tuple(sample for group in groups for sample in group.samples)
         require_advantages(samples)
+        if self.mask_truncated:
+            metrics |= {"overlong_share": sum(sample.truncated for sample in samples) / len(samples)}
+            samples = tuple(map(without_overlong, samples))
         metrics |= branch_metrics(samples)
         metrics |= value_metrics(samples)
         if self.whiten != "off":
@@ -191,6 +198,11 @@ class TokenBatch(Node):
         if self.context.window == 0 and self.context.max_staleness is not None:
             self._mask_staleness = self.context.max_staleness
         return self._window
+
+
+def without_overlong(sample: Trainable) -> Trainable:
+    """`sample`, with no token in the loss if it was cut off."""
+    return dataclasses.replace(sample, loss_mask=np.zeros_like(sample.whole_mask)) if sample.truncated else sample
 
 
 def whitened(samples: Sequence[Trainable], masks: Sequence[Bool], *, mean_only: bool) -> tuple[Trainable, ...]:

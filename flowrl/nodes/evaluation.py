@@ -26,7 +26,7 @@ from flowrl.nodes.task_source import task_fields
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows, reward_parts
 from flowrl.tasks.evaluation_set import EvaluationSet, too_few
-from flowrl.tasks.rewards import check_reward, open_reward, uses_http
+from flowrl.tasks.rewards import check_reward, open_reward
 
 R = TypeVar("R", bound=SourceRow)
 CORRECT = 1.0 - 1e-6
@@ -173,7 +173,7 @@ class Evaluation(Node):
             Chat(tokenizer, one.task.system_prompt),
             open_reward(parts, timeout_s=self.timeout_s),
             generate=self.generate,
-            with_messages=uses_http(parts),
+            parts=parts,
             count=self.context.metric,
         )
 
@@ -230,6 +230,8 @@ class Evaluation(Node):
         if marked is None:
             return None
         versions = marked.sample.whole_versions[marked.sample.whole_mask]
+        place = {"phase": phase, "step": step, "task": held_out.name}
+        self.context.samples.held_out(marked.sample, **place, score=marked.score, correct=marked.score >= CORRECT)
         return EvaluationRow(
             phase=phase,
             step=step,

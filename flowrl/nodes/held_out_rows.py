@@ -12,10 +12,11 @@ from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat
 from flowrl.nodes.row_source import SourceRow, sampling_seed
-from flowrl.tasks import Row, conversation
+from flowrl.tasks import Row, asked_columns
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.tasks.judge import BadReward
 from flowrl.tasks.reward_client import RewardClient
+from flowrl.tasks.rewards import Part
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ class HeldOutTask:
         client: RewardClient,
         *,
         generate: Call[Prompt, Sample],
-        with_messages: bool,
+        parts: Sequence[Part],
         count: Callable[[str, float], None],
     ) -> None:
-        """`with_messages`: the reward is a server, which gets the conversation too."""
+        """`parts` are those of the reward that `client` asks."""
         self.name, self.num_samples, self.rows, self.client = asked.name, asked.samples, rows, client
         self._task, self._chat = asked.task, chat
-        self._generate, self._with_messages, self._count = generate, with_messages, count
+        self._generate, self._parts, self._count = generate, parts, count
 
     def fields(self, row: Row) -> Mapping[str, Any]:
         text, token_ids = self._chat.prompt(row.turns)
@@ -73,9 +74,7 @@ class HeldOutTask:
     async def judge(self, prompt: Prompt, row: Row) -> Marked:
         """The score is 0 if the reward function returns none."""
         sample = await self._generate(prompt)
-        columns = dict(row.columns)
-        if self._with_messages:
-            columns["messages"] = conversation(self._task, row)
+        columns = {**row.columns, **asked_columns(self._parts, self._task, row)}
         try:
             verdicts = await self.client.ask([sample.prompt_text], [sample.response_text], [columns])
         except BadReward as bad:

@@ -7,25 +7,23 @@ times in a row ends the run, because no sample would ever be trained on.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from flowrl.errors import ConfigError, FlowrlError, SampleFailed
+from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample, Scored
+from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.shaping import Shaping
-from flowrl.tasks import Row, Task, conversation, load_rows, reward_parts
+from flowrl.tasks import Task, reward_parts
 from flowrl.tasks.judge import BadReward, Verdicts
-from flowrl.tasks.reward_client import RewardClient
-from flowrl.tasks.rewards import HTTP_CONCURRENCY, check_reward, open_reward, uses_http
+from flowrl.tasks.rewards import HTTP_CONCURRENCY, adapted_text, gathers, names_model, uses_http
 
 FAILURES_IN_A_ROW = 256
-FIX_FUNCTION = "fix the function, its signature and its result"
 
 
 class Reward(Node):
@@ -53,11 +51,12 @@ class Reward(Node):
         self.task = task
         self.parts = reward_parts(task, function)
         self.timeout_s = timeout_s
-        self.concurrency = (HTTP_CONCURRENCY if uses_http(self.parts) else 1) if concurrency is None else concurrency
+        together = uses_http(self.parts) or gathers(self.parts)
+        self.concurrency = (HTTP_CONCURRENCY if together else 1) if concurrency is None else concurrency
+        self._functions = RewardFunctions(
+            task, self.parts, timeout_s=timeout_s, processes=1 if concurrency is None else concurrency
+        )
         self.shaping = shaping or Shaping()
-        self._client: RewardClient | None = None
-        self._conversations: Mapping[str, Any] = {}
-        """Prompt id -> the messages before the response, if a server needs them."""
         self._failures = 0
 
     def facts(self) -> Facts:
@@ -65,50 +64,34 @@ class Reward(Node):
 
     def check(self, facts: Any) -> list[str]:
         problems = self.shaping.problems()
+        if names_model(self.task.reward):
+            problems.append(f"its reward {self.task.reward!r} names a reward model; a RewardModel node scores with one")
         if self.timeout_s <= 0:
             problems.append(f"timeout_s is {self.timeout_s}; it has to be above 0")
         if self.concurrency < 1:
             problems.append(f"concurrency is {self.concurrency}; it needs at least 1")
         return problems
 
-    def preflight(self) -> None:
-        """Load the functions, check their columns in every row, and try the reward on the first row."""
-        found = load_rows(self.task, whole=True)
-        rows = (*found.train, *found.held_out)
-        check_reward(self.parts, (row.columns for row in rows))
-        asyncio.run(self._trial(rows[0]))
+    def notes(self) -> list[str]:
+        found = adapted_text(self.parts)
+        return [] if found is None else [found]
 
-    async def _trial(self, row: Row) -> None:
-        client = open_reward(self.parts, timeout_s=self.timeout_s, retries=0)
-        columns = {**row.columns, **self._with_messages(conversation(self.task, row))}
-        try:
-            await client.ask([row.prompt], [row.answer or ""], [columns])
-        except BadReward as bad:
-            remedy = "start the server, or fix its answer" if uses_http(self.parts) else FIX_FUNCTION
-            raise ConfigError(f"the trial reward failed: {bad}; {remedy}") from bad
-        finally:
-            await client.close()
+    def preflight(self) -> str | None:
+        return self._functions.preflight()
 
     async def setup(self) -> None:
-        await self.blocking(check_reward, self.parts, ())
-        self._client = open_reward(self.parts, timeout_s=self.timeout_s, concurrency=self.concurrency)
-        if uses_http(self.parts):
-            rows = (await self.blocking(load_rows, self.task)).train
-            self._conversations = {row.prompt_id: conversation(self.task, row) for row in rows}
+        await self.blocking(self._functions.open)
 
     async def run(self) -> None:
         await self.rollouts.each(self._score, concurrency=self.concurrency)
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
+        await self._functions.close()
 
     async def _score(self, sample: Sample) -> None:
-        assert self._client is not None
-        columns = {**sample.columns, **self._with_messages(self._conversations.get(sample.prompt_id))}
         try:
             with self.context.busy("score"):
-                verdicts = await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
+                verdicts = await self._functions.ask(sample)
         except BadReward as bad:
             self._count_failure(bad)
             raise SampleFailed(bad.reason) from bad
@@ -116,10 +99,6 @@ class Reward(Node):
         scored = self.scored_sample(sample, verdicts)
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
-
-    def _with_messages(self, messages: Any) -> dict[str, Any]:
-        """The data that a server gets in addition to the row's columns."""
-        return {"messages": messages} if messages and uses_http(self.parts) else {}
 
     def scored_sample(self, sample: Sample, verdicts: Verdicts) -> Scored:
         """`sample` with the shaped reward, on which it is trained, and the verdict before shaping."""

@@ -3,6 +3,8 @@
 If the reward model has the policy's tokenizer and template, it scores a sample's own token ids;
 otherwise the response text is rendered again after the turns of its row.
 
+Where the task's reward is a sum that names `reward_model`, the functions of the sum are asked too.
+
 One pass of the model takes up to `batch` samples (`flowrl.nodes.shared_pass`).
 """
 
@@ -19,10 +21,13 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Int32, Sample, Scored
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
+from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.shared_pass import SharedPass
 from flowrl.tasks import Task, load_rows
+from flowrl.tasks.judge import BadReward, Verdicts
+from flowrl.tasks.rewards import MODEL, beside_model, parse_reward
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
@@ -63,6 +68,8 @@ class RewardModel(ScoringNode):
         self.shaping = shaping or Shaping()
         self.batch = batch
         self.dtype = dtype
+        self.weight, others = beside_model(parse_reward(task.verifier, verifier=task.own_verifier))
+        self._functions = RewardFunctions(task, others, timeout_s=10.0, processes=1) if others else None
         self._scorer: Scorer
         self._same_tokens = False
         self._pass = SharedPass(self._score_all)
@@ -78,7 +85,7 @@ class RewardModel(ScoringNode):
             problems.append(f"batch is {self.batch}; it needs at least 1")
         return problems
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         from flowrl.models.scorer import check_reward_model
 
         reward_model = Policy(self.model)
@@ -88,9 +95,16 @@ class RewardModel(ScoringNode):
             )
         check_model(reward_model)
         check_reward_model(resolve(reward_model))
+        return None if self._functions is None else self._functions.preflight()
 
     async def setup(self) -> None:
         await self.blocking(self._load)
+        if self._functions is not None:
+            await self.blocking(self._functions.open)
+
+    async def close(self) -> None:
+        if self._functions is not None:
+            await self._functions.close()
 
     def _load(self) -> None:
         import torch
@@ -120,9 +134,19 @@ class RewardModel(ScoringNode):
         if not math.isfinite(score):
             self.context.metric("reward_not_finite", 1)
             raise SampleFailed("reward_not_finite")
-        scored = self.scored_sample(sample, score)
+        scored = self.scored_sample(sample, score, await self._verdicts(sample))
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
+
+    async def _verdicts(self, sample: Sample) -> Verdicts | None:
+        """What the functions of the sum say; None if there are none."""
+        if self._functions is None:
+            return None
+        try:
+            return await self._functions.ask(sample)
+        except BadReward as bad:
+            self.context.metric(bad.reason, 1)
+            raise SampleFailed(bad.reason) from bad
 
     async def _score_all(self, token_ids: list[Int32]) -> Sequence[float]:
         with self.context.busy("score"):
@@ -134,16 +158,19 @@ class RewardModel(ScoringNode):
             return self._scorer.ended(sample.token_ids)
         return self._scorer.ids(self._turns[sample.prompt_id], sample.response_text)
 
-    def scored_sample(self, sample: Sample, score: float) -> Scored:
-        """`sample` with the reward on which it is trained, and the unchanged score as the raw reward."""
+    def scored_sample(self, sample: Sample, score: float, beside: Verdicts | None = None) -> Scored:
+        """`sample` with the reward on which it is trained, and the unchanged one as the raw reward.
+
+        `beside` is what the functions of a sum say.
+        """
         reward = self._scorer.normalised([score])[0] if self.normalise else score
-        shaped = self.shaping.shaped(
-            reward, {"reward_model": score}, num_tokens=sample.response_tokens, truncated=sample.truncated
-        )
+        summed, raw, parts = self.weight * reward, self.weight * score, {MODEL: score}
+        if beside is not None:
+            summed, raw = summed + beside.rewards[0], raw + beside.scores[0]
+            parts |= {name: values[0] for name, values in beside.logs.items()}
+        shaped = self.shaping.shaped(summed, parts, num_tokens=sample.response_tokens, truncated=sample.truncated)
         fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
-        return Scored(
-            **fields, reward=shaped, raw_reward=score, reward_parts={"reward_model": score}, scored_s=time.time()
-        )
+        return Scored(**fields, reward=shaped, raw_reward=raw, reward_parts=parts, scored_s=time.time())
 
 
 def renders_alike(policy: Any, reward_model: Any, conversations: list[list[Any]]) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
@@ -18,7 +18,7 @@ from flowrl.tasks.files import rows as file_rows
 from flowrl.tasks.formats import FORMATS, is_file_task
 from flowrl.tasks.judge import place_of
 from flowrl.tasks.malformed import Reading
-from flowrl.tasks.rewards import Part, parse_reward
+from flowrl.tasks.rewards import MODEL, Part, needs_rows, parse_reward, row_columns
 from flowrl.tasks.rows import OF_TASK, Row, Rows
 from flowrl.tasks.sticks import SticksRules, demonstrate_move
 from flowrl.tasks.task import Task
@@ -28,6 +28,7 @@ __all__ = [
     "Row",
     "Rows",
     "Task",
+    "asked_columns",
     "check_answers",
     "conversation",
     "demonstrator",
@@ -42,9 +43,14 @@ Options = TypeVar("Options")
 
 
 def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -> tuple[Part, ...]:
-    """The reward that scores responses to `task`: its verifier, or `function` (an object, or a reward as text)."""
+    """The reward that scores responses to `task`: its verifier, or `function` (an object, or a reward as text).
+
+    Without the reward model that a sum may have, which a node of its own asks.
+    """
     if function is None or isinstance(function, str):
-        return parse_reward(function or task.verifier, verifier=task.own_verifier)
+        parts = parse_reward(function or task.verifier, verifier=task.own_verifier)
+        others = tuple(part for part in parts if part.place != MODEL)
+        return others or parse_reward(task.own_verifier)
     return (Part(place_of(function), name=function.__name__),)
 
 
@@ -53,6 +59,11 @@ def conversation(task: Task, row: Row) -> list[dict[str, str]]:
     own = row.turns[0]["role"] == "system"
     system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt and not own else []
     return [*system, *(dict(turn) for turn in row.turns)]
+
+
+def asked_columns(parts: Sequence[Part], task: Task, row: Row) -> dict[str, Any]:
+    """What a reward gets of `row` besides its columns."""
+    return row_columns(parts, task.name, conversation(task, row), row) if needs_rows(parts) else {}
 
 
 def check_answers(task: Task, rows: Iterable[Row]) -> None:

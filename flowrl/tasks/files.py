@@ -72,7 +72,8 @@ def _row(place: str, record: Record, keys: Keys) -> Row:
     columns = {key: plain(value) for key, value in record.items() if key not in used}
     if answer is not None:
         columns["answer"] = answer
-    return Row(turns, columns, _score(place, record, keys))
+    text = isinstance(record.get(keys.prompt), str) or (keys.prompt not in record and is_alpaca(record))
+    return Row(turns, columns, _score(place, record, keys), as_messages=not text)
 
 
 def _of_shape(record: Record, keys: Keys) -> tuple[str, ...]:

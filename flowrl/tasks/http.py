@@ -5,6 +5,8 @@ rows' other columns and, under `messages`, the conversation before the response 
 Answer: the same as from a reward function, a list of numbers or {"rewards": [...], "scores": [...],
 "logs": {name: [...]}}. `flowrl serve-reward` is such a server.
 
+A server of OpenRLHF's kind gets `query` (prompts with responses) and `labels` as well, and may answer `extra_logs`.
+
 Waits: a question waits for its answer, at most until `retries` further tries of `timeout_s` each have failed.
 While a server works on its requests, further questions accumulate and form the next request.
 """
@@ -13,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from flowrl.tasks.conventions import label_of, openrlhf_answer
 from flowrl.tasks.judge import BadReward, Columns, Verdicts, as_verdicts, joined
+from flowrl.tasks.question import Question, one_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -30,16 +33,6 @@ BATCH = 32
 REQUESTS_PER_URL = 2
 """One request that the server processes, and one in transit."""
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-
-
-@dataclass(slots=True, eq=False)
-class Question:
-    """One sample that waits for its verdict."""
-
-    prompt: str
-    response: str
-    columns: Mapping[str, Any]
-    verdict: asyncio.Future[Verdicts]
 
 
 class Transient(Exception):
@@ -61,12 +54,14 @@ class HttpReward:
         retries: int = RETRIES,
         backoff_s: float = BACKOFF_S,
         batch: int = BATCH,
+        of_openrlhf: bool = False,
     ) -> None:
         self.urls = tuple(urls)
         self.timeout_s = timeout_s
         self.retries = retries
         self.backoff_s = backoff_s
         self.batch = batch
+        self.of_openrlhf = of_openrlhf
         self._busy = dict.fromkeys(self.urls, 0)
         self._waiting: list[Question] = []
         self._requests: set[asyncio.Task[None]] = set()
@@ -125,7 +120,7 @@ class HttpReward:
             return
         for index, question in enumerate(questions):
             if not question.verdict.done():
-                question.verdict.set_result(_of(verdicts, index))
+                question.verdict.set_result(one_of(verdicts, index))
 
     async def _ask_until(self, questions: Sequence[Question]) -> Verdicts:
         """Return the answer of the first successful try; each try uses the server with the fewest requests."""
@@ -151,7 +146,7 @@ class HttpReward:
         try:
             async with (
                 asyncio.timeout(self.timeout_s),
-                self._open().post(url, data=_body(questions), headers=JSON) as answer,
+                self._open().post(url, data=self._body(questions), headers=JSON) as answer,
             ):
                 status, text = answer.status, await answer.text(errors="replace")
         except TimeoutError:
@@ -162,6 +157,9 @@ class HttpReward:
         finally:
             self._busy[url] -= 1
         return _verdicts(url, status, text, len(questions))
+
+    def _body(self, questions: Sequence[Question]) -> bytes:
+        return body_of_openrlhf(questions) if self.of_openrlhf else _body(questions)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -174,6 +172,14 @@ class HttpReward:
 JSON = {"Content-Type": "application/json"}
 ALONE = frozenset({"reward_malformed", "reward_not_finite", "reward_wrong_length", "reward_raised", "reward_http_413"})
 """Failures that a single sample of a request may cause; after one, each sample is requested separately."""
+
+
+def body_of_openrlhf(questions: Sequence[Question]) -> bytes:
+    """Our fields, and those of OpenRLHF."""
+    ours = json.loads(_body(questions))
+    query = [question.prompt + question.response for question in questions]
+    labels = [label_of(question.columns) for question in questions]
+    return json.dumps({**ours, "query": query, "labels": labels}, default=str).encode()
 
 
 def _body(questions: Sequence[Question]) -> bytes:
@@ -198,12 +204,9 @@ def _verdicts(url: str, status: int, text: str, num: int) -> Verdicts:
         answer = json.loads(text)
     except ValueError:
         raise Transient(BadReward("reward_malformed", f"{url} answered with invalid JSON: {_short(text)}")) from None
+    if isinstance(answer, dict) and "extra_logs" in answer:
+        answer = openrlhf_answer(answer, num)
     return as_verdicts(url, answer, num)
-
-
-def _of(verdicts: Verdicts, index: int) -> Verdicts:
-    logs = {name: (values[index],) for name, values in verdicts.logs.items()}
-    return Verdicts((verdicts.rewards[index],), (verdicts.scores[index],), logs)
 
 
 def _short(text: str) -> str:

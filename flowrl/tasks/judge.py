@@ -3,7 +3,8 @@
 A function is `f(prompts, responses, **columns)` over lists, or `f(prompt, response, **columns)` for one
 sample; either may be `async`. It returns a list of numbers (one number), or a mapping with `rewards`
 (`reward`) and optionally `scores` (`score`), the values before any shaping, and `logs`, named parts.
-Columns are passed by name: those that its signature names, or all if it takes `**columns`.
+Columns are passed by name: those that its signature names, or all if it takes `**columns`. Functions with the
+signatures of OpenRLHF, TRL and verl are called as those call them (`flowrl.tasks.signatures`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.conventions import OF_TRL, adapted
+from flowrl.tasks.signatures import convention_of
 from flowrl.tasks.user_module import one_line, user_module
 
 Columns = Sequence[Mapping[str, Any]]
@@ -51,6 +54,8 @@ class Judge:
     wanted: frozenset[str] | None
     """Columns that it is given; None for all."""
     required: frozenset[str]
+    any_of: frozenset[str] = frozenset()
+    """Columns of which a row needs one; () if it needs none of them."""
 
     @property
     def is_async(self) -> bool:
@@ -59,6 +64,12 @@ class Judge:
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Raise ConfigError if the rows of a task lack a column that the function needs."""
         missing = sorted(self.required - set(columns))
+        if self.any_of and not self.any_of & set(columns):
+            raise ConfigError(
+                f"reward {self.place} compares with one of the columns {', '.join(sorted(self.any_of))}, but the "
+                f"task's rows have {', '.join(columns) or 'none'}; set the option answer= of the task to the column "
+                "that holds it"
+            )
         if missing and self.place.startswith("flowrl.tasks."):
             raise ConfigError(
                 f"a row of the task has no {', '.join(missing)} to compare responses with (it has "
@@ -147,11 +158,21 @@ def place_of(function: Callable[..., Any]) -> str:
 def _judge(place: str, function: Callable[..., Any]) -> Judge:
     parameters = list(inspect.signature(function).parameters.values())
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if positional[:2] not in (["prompts", "responses"], ["prompt", "response"]):
+    convention = convention_of([p.name for p in parameters])
+    if convention is None:
         raise ConfigError(
             f"reward {place} begins with the parameters ({', '.join(positional[:2])}); it needs (prompts, responses) "
-            "for lists, or (prompt, response) for one sample"
+            "for lists, (prompt, response) for one sample, or a signature of OpenRLHF (queries, prompts, labels), TRL "
+            "(prompts, completions) or verl (data_source, solution_str, ground_truth)"
         )
+    if convention != "flowrl":
+        foreign = adapted(function, convention)
+        if unknown := sorted(foreign.required.intersection(OF_TRL)):
+            raise ConfigError(
+                f"reward {place} needs {', '.join(unknown)}, which TRL hands over and flowrl does not have; give the "
+                "parameter a default"
+            )
+        return Judge(place, foreign.function, foreign.single, foreign.wanted, foreign.required, foreign.any_of)
     named = [p for p in parameters if p.name not in positional[:2] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return Judge(

@@ -2,7 +2,10 @@
 
     verifier                                            the task's own
     rules.py:short                                      a function of a file, or package.module:function
+    rules.py                                            the one reward function of a file
     http://a:8100/score,http://b:8100/score             servers that share the work; see flowrl.tasks.http
+    openrlhf+http://a:8100/get_reward                   a server that was written for OpenRLHF
+    reward_model                                        that of a graph's --reward-model, in a sum
     verifier + 0.1*rules.py:short + 0.5*http://a:8100/score as taste
 
 In a sum each part is logged under its name: the function's, `http` for a server, or what follows `as`.
@@ -12,16 +15,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.conventions import ROW
+from flowrl.tasks.gathered import BATCH, Gathered
 from flowrl.tasks.judge import BadReward, Columns, Verdicts, load_judge
 from flowrl.tasks.reward_client import RewardClient, route_of
-from flowrl.tasks.weighted_sums import terms
+from flowrl.tasks.rows import OF_TASK, Row
+from flowrl.tasks.signatures import BATCHED, TITLES, Convention, declared, with_function
+from flowrl.tasks.weighted_sums import Term, terms
 
 SCHEMES = ("http://", "https://")
+OPENRLHF = "openrlhf+"
+"""Before the scheme of an address: requests have OpenRLHF's fields, too."""
 VERIFIER = "verifier"
+MODEL = "reward_model"
+"""The name of a graph's reward model in a sum."""
 HTTP_CONCURRENCY = 64
 
 
@@ -36,14 +47,25 @@ class Part:
     @property
     def urls(self) -> tuple[str, ...]:
         """The addresses of an HTTP reward; () for a function."""
-        return tuple(self.place.split(",")) if self.place.startswith(SCHEMES) else ()
+        place = self.place.removeprefix(OPENRLHF)
+        return tuple(url.removeprefix(OPENRLHF) for url in place.split(",")) if place.startswith(SCHEMES) else ()
+
+    @property
+    def of_openrlhf(self) -> bool:
+        """Whether requests of an HTTP reward have OpenRLHF's fields too."""
+        return self.place.startswith(OPENRLHF)
+
+    @property
+    def convention(self) -> Convention | None:
+        """The convention of a function in a file, without importing it; None if it is unknown, or no function."""
+        return None if self.urls else declared(self.place)
 
 
 def parse_reward(text: str, *, verifier: str = VERIFIER) -> tuple[Part, ...]:
     """The parts of a reward, with the word `verifier` replaced. Raises ConfigError for an invalid part."""
     parts = tuple(
         Part(verifier if term.text == VERIFIER else term.text, term.weight, term.name or _name(term.text))
-        for term in terms(text)
+        for term in map(_named, terms(text))
     )
     for part in parts:
         _check(part, text)
@@ -58,6 +80,41 @@ def uses_http(parts: Iterable[Part]) -> bool:
     return any(part.urls for part in parts)
 
 
+def names_model(reward: str) -> bool:
+    """Whether the text of a reward has a reward model among its parts."""
+    return any(term.text == MODEL for term in terms(reward)) if reward else False
+
+
+def gathers(parts: Iterable[Part]) -> bool:
+    """Whether one of the parts is a function that expects many samples at once."""
+    return any(part.convention in BATCHED for part in parts)
+
+
+def needs_rows(parts: Iterable[Part]) -> bool:
+    """Whether one of the parts needs more of a row than its columns."""
+    return any(part.urls or part.convention in ("trl", "verl") for part in parts)
+
+
+def adapted_text(parts: Iterable[Part]) -> str | None:
+    """A sentence about functions of other conventions; None if there are none."""
+    found = [
+        f"{part.place} is called as {TITLES[part.convention]} calls it"
+        + (f", with up to {BATCH} samples at once" if part.convention in BATCHED else "")
+        for part in parts
+        if part.convention not in (None, "flowrl")
+    ]
+    return "; ".join(found) or None
+
+
+def row_columns(parts: Sequence[Part], task: str, turns: Sequence[Mapping[str, Any]], row: Row) -> dict[str, Any]:
+    """What rewards get of a row besides its columns: servers the conversation, foreign functions what the row is."""
+    found: dict[str, Any] = {"messages": [dict(turn) for turn in turns]} if uses_http(parts) else {}
+    if any(part.convention in ("trl", "verl") for part in parts):
+        source = str(row.columns.get(OF_TASK, task))
+        found[ROW] = {"task": source, "turns": [dict(turn) for turn in turns], "messages": row.as_messages}
+    return found
+
+
 def check_reward(parts: Sequence[Part], rows: Iterable[Mapping[str, Any]]) -> None:
     """Load every function and check that each of `rows` has its columns. Raises ConfigError."""
     judges = [load_judge(part.place) for part in parts if not part.urls]
@@ -69,11 +126,20 @@ def check_reward(parts: Sequence[Part], rows: Iterable[Mapping[str, Any]]) -> No
 def open_reward(
     parts: Sequence[Part], *, timeout_s: float, concurrency: int = 1, retries: int | None = None
 ) -> RewardClient:
-    """A client for the weighted sum, with `concurrency` worker processes for each synchronous function."""
+    """A client for the weighted sum, with `concurrency` worker processes for each synchronous function.
+
+    Functions that expect many samples at once have one, which gets the samples that wait.
+    """
     opened = [_open(part, timeout_s, concurrency, retries) for part in parts]
     if len(parts) == 1 and parts[0].weight == 1.0:
         return opened[0]
     return WeightedSum(parts, opened)
+
+
+def beside_model(parts: Sequence[Part]) -> tuple[float, tuple[Part, ...]]:
+    """The weight of the reward model in a sum, and the other parts; a reward without it is replaced by the model."""
+    weights = [part.weight for part in parts if part.place == MODEL]
+    return (sum(weights), tuple(part for part in parts if part.place != MODEL)) if weights else (1.0, ())
 
 
 class WeightedSum:
@@ -138,13 +204,21 @@ def _open(part: Part, timeout_s: float, concurrency: int, retries: int | None) -
     if part.urls:
         from flowrl.tasks.http import RETRIES, HttpReward
 
-        return HttpReward(part.urls, timeout_s=timeout_s, retries=RETRIES if retries is None else retries)
+        tries = RETRIES if retries is None else retries
+        return HttpReward(part.urls, timeout_s=timeout_s, retries=tries, of_openrlhf=part.of_openrlhf)
     judge = load_judge(part.place)
+    if part.convention in BATCHED:
+        return Gathered(route_of(judge, timeout_s))
     return Pool([route_of(judge, timeout_s) for _ in range(concurrency)])
 
 
+def _named(term: Term) -> Term:
+    """A file stands for its one reward function."""
+    return replace(term, text=with_function(term.text))
+
+
 def _name(text: str) -> str:
-    return "http" if text.startswith(SCHEMES) else text.rpartition(":")[2]
+    return "http" if text.removeprefix(OPENRLHF).startswith(SCHEMES) else text.rpartition(":")[2]
 
 
 def _check(part: Part, whole: str) -> None:
@@ -152,7 +226,7 @@ def _check(part: Part, whole: str) -> None:
         wrong = [url for url in part.urls if not url.startswith(SCHEMES) or not url.partition("//")[2]]
         if wrong:
             raise ConfigError(f"reward {whole!r}: {wrong[0]!r} is no address; write http://HOST:PORT/PATH,http://…")
-    elif part.place != VERIFIER and ":" not in part.place:
+    elif part.place not in (VERIFIER, MODEL) and ":" not in part.place:
         raise ConfigError(
             f"reward {part.place!r} names no function; write file.py:function, package.module:function or "
             "http://HOST:PORT/PATH"

@@ -41,6 +41,8 @@ class Row:
     """All else that the row holds; `answer`, where there is one, is text."""
     score: float = 0.0
     """Of a scored answer: among several to one prompt the highest is taken."""
+    as_messages: bool = False
+    """Whether its source has messages rather than text."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no message can carry: they would fail a lane in the middle of the run."""
@@ -125,7 +127,11 @@ class Rows:
         for row in (found := list(rows)):
             of_prompt.setdefault(Row(row.turns).prompt_id, []).append(row)
         best = [[row for row in same if row.score == max(r.score for r in same)] for same in of_prompt.values()]
-        taken = [Demonstration(row.turns, row.columns, row.score, n) for same in best for n, row in enumerate(same)]
+        taken = [
+            Demonstration(row.turns, row.columns, row.score, row.as_messages, n)
+            for same in best
+            for n, row in enumerate(same)
+        ]
         return cls._parted(taken, len(found))
 
     @classmethod

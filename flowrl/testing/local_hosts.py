@@ -100,6 +100,8 @@ class KeptView:
     lines: list[str] = field(default_factory=list)
     records: list[Mapping[str, Any]] = field(default_factory=list)
     """The metrics lines of this life of the run."""
+    sample_ids: list[str] = field(default_factory=list)
+    """Samples kept, in the order in which their states became known."""
 
     def progress(self, replica_id: str, text: str) -> None:
         self.lines.append(f"{replica_id}: {text}")
@@ -109,6 +111,9 @@ class KeptView:
 
     def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
         self.lines.append(f"evaluation {phase} at {step}: {score} of {count} {task}")
+
+    def sample(self, row: Mapping[str, Any]) -> None:
+        self.sample_ids.append(row["sample_id"])
 
     def step(self, record: Mapping[str, Any]) -> None:
         self.records.append(record)

@@ -26,6 +26,8 @@ class Report:
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
     plan: Plan
+    notes: tuple[str, ...] = ()
+    """What nodes say of their settings."""
 
     @property
     def ok(self) -> bool:
@@ -47,7 +49,8 @@ def check(graph: Graph, cluster: Cluster | None = None) -> Report:
         *size_rules.episode_warnings(graph, plan.numbers),
         *size_rules.memory_warnings(graph, plan, cluster),
     )
-    return Report(tuple(problems), () if problems else warnings, plan)
+    notes = tuple(f"{name}: {note}" for name, node in graph.nodes.items() for note in node.notes())
+    return Report(tuple(problems), () if problems else warnings, plan, notes)
 
 
 def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:

@@ -26,6 +26,7 @@ def render(report: Report) -> str:
             "",
             *_branches(plan),
             *_table(("process", "nodes", "cores", "GPUs", "machine"), [_host(host) for host in plan.hosts]),
+            *(f"\nnote: {note}" for note in report.notes),
             *(f"\nwarning: {warning}" for warning in report.warnings),
         )
     )

@@ -34,6 +34,7 @@ from flowrl.runtime.checkpoints.best import BEST, read_best
 from flowrl.runtime.ledger import ledger_file
 from flowrl.runtime.ledger.ledger_file import LEDGER
 from flowrl.runtime.ledger.terms import Terms
+from flowrl.runtime.samples.rollout_files import rewind_rollouts
 from flowrl.runtime.telemetry.kept_episodes import rewind_kept
 from flowrl.runtime.telemetry.metrics import METRICS
 from flowrl.runtime.telemetry.metrics import rewind as rewind_metrics
@@ -183,7 +184,9 @@ def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
         (run_dir / BEST).unlink()
     ledger_file.restore(directory / LEDGER, run_dir / LEDGER, terms)  # first: it shows that the lines must follow
     rewind_metrics(run_dir / METRICS, version)
-    rewind_kept(run_dir, ledger_file.last_commit_s(directory / LEDGER))
+    last_s = ledger_file.last_commit_s(directory / LEDGER)
+    rewind_kept(run_dir, last_s)
+    rewind_rollouts(run_dir, last_s)
 
 
 def _put_aside(path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ from flowrl.runtime.checkpoints.rundir import writing
 from flowrl.runtime.driver.barrier import BatchEnd, Locks
 from flowrl.runtime.driver.checkpoint_clock import CheckpointClock
 from flowrl.runtime.driver.cluster import HostSlot, RayCluster
+from flowrl.runtime.driver.early_stop import EarlyStop
+from flowrl.runtime.driver.first_failure import first_failure
 from flowrl.runtime.driver.halt import halted
 from flowrl.runtime.driver.hosts import Hosts
 from flowrl.runtime.driver.lookout import LOOK_EVERY_S, Lookout
@@ -39,11 +41,13 @@ from flowrl.runtime.driver.snapshotter import Snapshotter
 from flowrl.runtime.driver.stall import Topology
 from flowrl.runtime.host.host_engine import HostSpec
 from flowrl.runtime.ledger.accounting import Accounting
+from flowrl.runtime.samples.kept_samples import KeptSamples
 from flowrl.runtime.telemetry.kept_episodes import KeptEpisodes
 from flowrl.runtime.telemetry.metrics import Metrics, roles
 from flowrl.runtime.telemetry.sinks import open_sinks
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.runtime.telemetry.trace_file import open_trace
+from flowrl.runtime.telemetry.tracking import SampleTables
 from flowrl.runtime.telemetry.view import View
 
 STOP_AT_ONCE_S = 1.0
@@ -100,6 +104,9 @@ class Driver:
         self._begun = False
         """The records are open."""
         self._episodes = KeptEpisodes(job.run_dir, job.options.keep_episodes, view.warning)
+        self._samples: KeptSamples
+        """Opened with the other records."""
+        self._tables = SampleTables(job.options.tracking)
         self._trace = open_trace(job.options.trace, job.run_dir / "trace.json", self._tell_trace_level)
         self._interrupted = False
         self._clock = CheckpointClock(job.options)
@@ -132,15 +139,21 @@ class Driver:
             job.run_dir,
             self.tickets,
             on_step=self.on_step,
+            on_closed=lambda *sample: samples.closed(*sample),
             bound=job.plan.numbers.max_staleness,
             own_clock=job.plan.own_clock,
             resume=job.resume_from is not None,
+        )
+        self._samples = samples = KeptSamples(
+            job.run_dir, is_open=self.accounting.is_open, warn=self.view.warning, shown=self._show_sample
         )
         self.metrics = Metrics(
             job.run_dir,
             self.statistics,
             roles=roles(job.graph),
-            sinks=open_sinks(job.options.track, job.run_dir, self._config),
+            sinks=open_sinks(job.options.track, job.run_dir, self._config, job.options.tracking),
+            tables=self._tables,
+            watch=EarlyStop(job.options.stop, self.stop_early).look,
             limits=job.options.alarms,
             book=self.accounting.line,
         )
@@ -174,12 +187,12 @@ class Driver:
 
     async def _work(self) -> dict[str, dict[str, float]]:
         """Everything between the first process and the last record; ended by what fails first."""
-        await _first_failure(self._start_hosts(), self._broken)
+        await first_failure(self._start_hosts(), self._broken)
         watch, lines = asyncio.create_task(self.lookout.watch(LOOK_EVERY_S)), asyncio.create_task(self._write_lines())
         try:
-            evaluations: dict[str, dict[str, float]] = await _first_failure(self._lead(), watch, lines, self._broken)
+            evaluations: dict[str, dict[str, float]] = await first_failure(self._lead(), watch, lines, self._broken)
             self._records.put_nowait(None)
-            await _first_failure(lines, watch, self._broken)
+            await first_failure(lines, watch, self._broken)
             self._require_sound()
         except Stalled as error:
             raise Stalled("\n".join(filter(None, [self.accounting.unbooked(), str(error)]))) from None
@@ -220,6 +233,7 @@ class Driver:
             if not self._begun:
                 return
             records.callback(self.metrics.close)
+            records.callback(self._samples.close)
             records.callback(self.accounting.close, orderly=orderly)
             while not self._records.empty() and (record := self._records.get_nowait()) is not None:
                 self._write_line(record)
@@ -232,11 +246,16 @@ class Driver:
         if self._begun:
             self.accounting.end_admission()
 
+    def stop_early(self, reason: str) -> None:
+        """End as by an interrupt, unless the run is ending anyway."""
+        if not self._interrupted:
+            self.view.progress("driver", f"ending early: {reason}")
+            self._clock.soon()
+            self.interrupt()
+
     def terminate(self) -> None:
         """As `interrupt`, with a checkpoint at the next batch's end: the run may be killed before it has ended."""
-        self._clock.soon()
-        self.view.progress("driver", "terminated: writing a checkpoint after the current batch")
-        self.interrupt()
+        self.stop_early("terminated; a checkpoint follows the current batch")
 
     @property
     def interrupted(self) -> bool:
@@ -253,6 +272,7 @@ class Driver:
             ("warning", lambda host, body: self.view.warning(f"{body['node']}: {body['text']}")),
             ("statistics", self._absorb),
             ("episode", lambda host, body: self._episodes.add(**body)),
+            ("samples", lambda host, body: self._samples.add(body)),
             ("give up", self._tell_all),
             ("lock", locks.take),
             ("unlock", locks.release),
@@ -270,7 +290,7 @@ class Driver:
             await self._begin()
         running = {host: asyncio.create_task(self.hosts.ask_one(host, "run")) for host in self.hosts}
         try:
-            evaluations: dict[str, dict[str, float]] = await _first_failure(self.phases.run(running), *running.values())
+            evaluations: dict[str, dict[str, float]] = await first_failure(self.phases.run(running), *running.values())
             return evaluations
         finally:
             for task in running.values():
@@ -317,15 +337,13 @@ class Driver:
         with writing(self.job.run_dir):
             self._trace.write(body["trace"])
 
+    def _show_sample(self, row: dict[str, Any]) -> None:
+        self._tables.add(row)
+        self.view.sample(row)
+
     def _tell_trace_level(self, level: int) -> None:
         for host in self.hosts:
             self._endpoint.notify(host, "trace level", level)
-
-    # Watching
-
-    async def describe(self) -> str:
-        """What every node does and waits for, on request (SIGUSR1)."""
-        return await self.lookout.describe()
 
     # Checkpoints
 
@@ -365,6 +383,7 @@ class Driver:
         start_s = time.monotonic()
         with self.lookout.doing(f"the checkpoint of step {version}"), writing(self.job.run_dir):
             await self._records.join()
+            await self._samples.flush()
             facts = resume.facts(version, self.job.plan, self.job.options.seed)
             named = best or self.best
             spared = () if named is None else (named.step,)
@@ -376,18 +395,3 @@ class Driver:
         """A node has dropped a whole group: every host ends what it has of it."""
         for other in self.hosts:
             self._endpoint.notify(other, "give up", body)
-
-
-async def _first_failure(work: Awaitable[Any], *others: asyncio.Future[Any]) -> Any:
-    """The result of `work`, unless one of `others` fails first: then that failure is raised."""
-    main = asyncio.ensure_future(work)
-    pending: set[asyncio.Future[Any]] = {main, *others}
-    try:
-        while not main.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        return main.result()
-    finally:
-        main.cancel()
-        await asyncio.gather(main, return_exceptions=True)

@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from flowrl.runtime.driver.claims import claims
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.preflight import preflight
 from flowrl.runtime.ledger.terms import Terms
+from flowrl.runtime.samples.sample_share import SampleShare
 
 if TYPE_CHECKING:
     from flowrl.channel.endpoint_transport import EndpointTransport
@@ -228,7 +230,7 @@ class PreparedRun:
             driver = Driver(job, cluster, endpoint, view, dump(self.launch.config))
         asyncio.get_running_loop().set_exception_handler(lambda _, context: driver.unretrieved(context))
         try:
-            with _signals(driver, view):
+            with _signals(driver, view), _limit(driver, self.launch.options.max_hours):
                 return await driver.run()
         finally:
             await endpoint.close()
@@ -268,6 +270,8 @@ class PreparedRun:
             seed=self.launch.options.seed,
             steps=self.launch.options.steps,
             keep_episodes=self.launch.options.keep_episodes > 0,
+            keep_samples=SampleShare.parse(self.launch.options.keep_samples),
+            keep_token_ids=self.launch.options.keep_token_ids,
             cores=host.cores,
             gpus=host.gpus,
             resume_dir=str(self.resume_from.resolve()) if self.resume_from else None,
@@ -313,11 +317,25 @@ class _signals:
 
     def _tell(self) -> None:
         async def report() -> None:
-            self._view.warning(await self._driver.describe())
+            self._view.warning(await self._driver.lookout.describe())
 
         task = asyncio.get_running_loop().create_task(report())
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
+
+
+@contextmanager
+def _limit(driver: Driver, hours: float | None) -> Iterator[None]:
+    """Inside, the run ends in order after so many hours."""
+    if hours is None:
+        yield
+        return
+    reason = f"--max-hours {hours:g} are over; a checkpoint follows the current batch"
+    timer = asyncio.get_running_loop().call_later(3600 * hours, driver.stop_early, reason)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions) -> Result:

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowrl.errors import ConfigError
+from flowrl.runtime.driver.early_stop import StopRule
+from flowrl.runtime.samples.sample_share import SampleShare
 from flowrl.runtime.telemetry.alarms import AlarmThresholds
 from flowrl.runtime.telemetry.sinks import check_sinks
 from flowrl.runtime.telemetry.trace_file import TraceMode
+from flowrl.runtime.telemetry.tracking import Tracking
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,17 @@ class RunOptions:
     everything, however large; off: no trace."""
     keep_episodes: int = 200
     """Keep at least so many of the last episodes for `flowrl show`, all failed ones and 1% of the others; 0: none."""
+    keep_samples: str = "auto"
+    """Keep samples for `flowrl samples`: auto (as many as take at most 1% of the time), all, a share of the groups such
+    as 0.1 with all that failed, none (held-out answers alone, which the others keep too), or off."""
+    keep_token_ids: bool = False
+    """Keep the token ids of these samples as well."""
+    tracking: Tracking = field(default_factory=Tracking)
+    """Names and samples in the sinks of --track."""
+    max_hours: float | None = None
+    """End the run after so many hours, with a checkpoint; --resume goes on with it."""
+    stop: StopRule = field(default_factory=StopRule)
+    """When a figure of the metrics ends the run early."""
     alarms: AlarmThresholds = field(default_factory=AlarmThresholds)
     """When the alarms in view and metrics begin."""
 
@@ -51,4 +65,7 @@ class RunOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it has to be 0 or more")
         if self.resume and self.run_dir is None:
             raise ConfigError("--resume needs to know which run: give its directory with --run-dir")
+        if self.max_hours is not None and not self.max_hours > 0:
+            raise ConfigError(f"--max-hours is {self.max_hours}; it has to be above 0")
+        SampleShare.parse(self.keep_samples)
         check_sinks(self.track)

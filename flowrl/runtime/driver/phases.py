@@ -61,13 +61,13 @@ class Phases:
         run, results = self._run, {}
         if self._evaluations and run.version == 0:
             results["before"] = await self._evaluate("before", self._evaluations)
-        self._view.progress("driver", "training")
+        self._view.progress("driver", "training" if self.trainers else "running")
         run.accounting.resume_admission("start")
         await self._end_of_training()
         if self._during is not None:
             await self._during
         run.accounting.end_admission()
-        if self._evaluations and not run.interrupted:
+        if self._evaluations and self.trainers and not run.interrupted:  # else nothing has changed since `before`
             await run.accounting.until_held(run.version)
             results["after"] = await self._evaluate("after", self._evaluations)
         for name in self._evaluations:

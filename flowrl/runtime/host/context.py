@@ -17,6 +17,8 @@ from flowrl.graph.routes import WeightRoute
 from flowrl.runtime.activity.activity import OUTSIDE, Activity, in_invocation
 from flowrl.runtime.activity.ending import as_failure
 from flowrl.runtime.ledger.accounting import LedgerClient
+from flowrl.runtime.samples.sample_notes import SampleNotes
+from flowrl.runtime.samples.sample_share import SampleShare
 from flowrl.runtime.telemetry.trace import TraceBuffer
 
 P = ParamSpec("P")
@@ -47,6 +49,10 @@ class ReplicaPlace:
     weight_routes: tuple[WeightRoute, ...] = ()
     keep_episodes: bool = True
     """Whether the run keeps episodes."""
+    keep_samples: SampleShare = field(default_factory=SampleShare)
+    """Which samples the run keeps."""
+    keep_token_ids: bool = False
+    """Whether it keeps their token ids too."""
 
     @property
     def replica_id(self) -> str:
@@ -69,6 +75,11 @@ class NodeContext:
         self.gang_address = ""
         self.run_id = place.run_id
         self.ledger = LedgerClient(endpoint, place.replica_id)
+        self.samples = SampleNotes(
+            lambda records: endpoint.notify(DRIVER, "samples", records),
+            place.keep_samples,
+            token_ids=place.keep_token_ids,
+        )
         self.endpoint = endpoint
         self.trace = trace
         self.activity = activity

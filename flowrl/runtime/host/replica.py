@@ -90,6 +90,7 @@ class Replica:
     def book(self, items: Sequence[Item], marker: Tombstone) -> None:
         lost_at = self.trainers.difference(*(out.trainers for out in self._sent(items)))
         if lost_at:
+            self._note_samples(items, failed=marker.state == "failed")
             self.context.ledger.lost(marker, sorted(lost_at))
 
     def give_up(self, item: Item, state: str, reason: str) -> None:
@@ -110,7 +111,14 @@ class Replica:
     def _ended(self, item: Item) -> None:
         """Note samples that a trainer is done with: the trainer has to book them."""
         if self.place.node in self.trainers and item.lost is None:
+            self._note_samples([item])
             self.context.ledger.finished(self.place.node, [sample.sample_id for sample in samples_of(item.body)])
+
+    def _note_samples(self, items: Sequence[Item], *, failed: bool = False) -> None:
+        """Keep the samples in `items`, whose fate is decided here; of a sample in several items the last is taken."""
+        samples = {sample.sample_id: sample for item in items for sample in samples_of(item.body)}
+        if samples:
+            self.context.samples.decided(samples.values(), failed=failed)
 
     def _sent(self, items: Sequence[Item]) -> list[Outbound]:
         """The out ports on which something was made from `items`."""

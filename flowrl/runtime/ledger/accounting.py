@@ -49,7 +49,8 @@ class Accounting:
     """Tickets, ledger and the admission queue. Not thread-safe: use it on the driver's event loop only.
 
     `tickets` names the trainers, the main one first: its steps are the run's steps, and its next record contains the
-    other trainers' records under their names. `on_step` gets that record. `bound` is the largest staleness of a
+    other trainers' records under their names. `on_step` gets that record. `on_closed` gets each sample's final state:
+    sample, state, reason, and the step that trained it or else the next one. `bound` is the largest staleness of a
     trained token. For a trainer of `own_clock`, the age of a use counts from the version of its own weights that was
     held when the group was admitted. With `resume`, groups that the ledger has in flight keep their tickets.
     """
@@ -60,6 +61,7 @@ class Accounting:
         tickets: Tickets,
         *,
         on_step: Callable[[dict[str, Any]], object],
+        on_closed: Callable[[str, str, str | None, int], object] = lambda *sample: None,
         bound: int | None = None,
         own_clock: Collection[str] = (),
         resume: bool = False,
@@ -70,6 +72,7 @@ class Accounting:
         self._bound = bound
         self._own_clock = frozenset(own_clock)
         self._on_step = on_step
+        self._on_closed = on_closed
         self._other_records: dict[str, Any] = {}
         self._fates = Fates(tickets.trainers)
         self._ids = AdmittedIds(self.ledger, self._fates.groups)
@@ -301,6 +304,8 @@ class Accounting:
     def _close(self, sample_id: str, fate: Fate) -> None:
         """Book the final state of a sample."""
         self._requests.close(sample_id)
+        next_step = self.tickets.versions[self._main] + 1
+        self._on_closed(sample_id, fate.state, fate.reason, next_step if fate.step is None else fate.step)
         if not fate.trained:
             row = (fate.state, fate.reason, fate.stale_tokens, fate.masked_tokens)
             self.ledger.add("unused", *row, sample_id)
@@ -368,6 +373,10 @@ class Accounting:
     def unbooked(self) -> str:
         """See `Fates.unbooked`."""
         return self._fates.unbooked()
+
+    def is_open(self, sample_id: str) -> bool:
+        """Whether the sample is in flight."""
+        return self._fates.group_of(sample_id) is not None
 
     def in_flight(self) -> dict[str, int]:
         """Group in flight -> its ticket, in order of admission."""

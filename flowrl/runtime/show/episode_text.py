@@ -6,18 +6,17 @@ is named in angle brackets; each version has a colour besides.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.text import Text
 
+from flowrl.runtime.telemetry.safe_text import shown
+
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 FED = -1
 """The version of a span that was fed."""
-REORDERING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Characters that reorder the text around them."""
 
 
 @dataclass
@@ -132,18 +131,3 @@ def _lines(block: Block) -> Iterator[Text]:
 def colour(version: int) -> str:
     """Neighbouring versions have different colours."""
     return COLOURS[version % len(COLOURS)]
-
-
-def shown(text: str) -> str:
-    """`text` without what would move the cursor, change colours or reorder: such characters are written as escapes."""
-    return "".join(_escaped(character) if _is_unsafe(character) else character for character in text)
-
-
-def _is_unsafe(character: str) -> bool:
-    if character in "\n\t":
-        return False
-    return unicodedata.category(character) in ("Cc", "Cs") or character in REORDERING
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()

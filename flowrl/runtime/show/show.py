@@ -11,9 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from flowrl.errors import ConfigError
+from flowrl.runtime.samples.sample_query import find_sample
 from flowrl.runtime.show.booked_sample import BookedSample, booked_sample, booked_states
-from flowrl.runtime.show.episode_text import attempt_text, shown
+from flowrl.runtime.show.episode_text import attempt_text
+from flowrl.runtime.show.sample_text import sample_text
 from flowrl.runtime.telemetry.kept_episodes import FOLDER, Record, read_kept
+from flowrl.runtime.telemetry.safe_text import shown
 
 HEADS = ("sample", "state", "attempts", "turns", "reward", "ended by")
 
@@ -37,7 +40,7 @@ def _list(run_dir: Path) -> Iterator[Text]:
     if not attempts:
         raise ConfigError(
             f"{run_dir / FOLDER} has no episode: the graph plays none, none has ended yet, or the run was started with "
-            "--keep-episodes 0; to see a sample of another kind name it: flowrl show RUN SAMPLE"
+            "--keep-episodes 0; flowrl samples RUN shows samples of any kind, and flowrl show RUN SAMPLE one of them"
         )
     newest = sorted(attempts.items(), key=lambda item: float(item[1][-1]["ended_s"]), reverse=True)
     rows = [_row(sample_id, mine, states.get(sample_id, "not in the ledger")) for sample_id, mine in newest]
@@ -75,7 +78,8 @@ def _sample(run_dir: Path, sample_id: str) -> Iterator[Text]:
         yield from attempt_text(record)
     if not records:
         yield Text("")
-        yield Text(_why_without_text(booked))
+        kept = find_sample(run_dir, sample_id)
+        yield from [Text(_why_without_text(booked))] if kept is None else sample_text(kept)
 
 
 def _hint(run_dir: Path, sample_id: str) -> str:
@@ -86,7 +90,7 @@ def _hint(run_dir: Path, sample_id: str) -> str:
 
 def _why_without_text(booked: BookedSample | None) -> str:
     if booked is not None and booked.episode is None and not booked.void:
-        return "Its text is not kept: a run keeps texts of episodes that have ended, and this is none."
+        return "Its text is not kept: --keep-samples says which samples are."
     return "Its text is not kept: --keep-episodes says how many of the last ones are."
 
 

@@ -13,12 +13,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from flowrl.runtime.telemetry.safe_text import shown
 from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, bottleneck
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
 BAR_WIDTH = 20
 LABEL_WIDTH = 11
+SAMPLE_WIDTH = 160
+"""Characters of a prompt and of a response."""
 
 
 @dataclass
@@ -44,6 +47,8 @@ class Board:
     admission: str = ""
     """What the next group waits for, "" if nothing."""
     warning: str = ""
+    sample: Mapping[str, Any] | None = None
+    """The newest sample that is kept."""
 
 
 def draw(board: Board) -> RenderableType:
@@ -83,6 +88,8 @@ def _figures(board: Board) -> RenderableType:
     table.add_row("training", Text("  ".join(f"{name} {_number(record.get(name))}" for name in losses)))
     for name, text in (record.get("alarms") or {}).items():
         table.add_row("alarm", Text(f"{name}: {text}", style="bold red"))
+    if board.sample is not None:
+        table.add_row("sample", _sample(board.sample))
     table.add_row("admission", Text(board.admission or "open", no_wrap=True, overflow="ellipsis"))
     return table
 
@@ -134,6 +141,15 @@ def _staleness(board: Board) -> Text:
     record = board.records[-1]
     bound = "" if board.bound is None else f", bound {board.bound}"
     return Text(f"mean {_number(record.get('staleness_mean'))}, max {_number(record.get('staleness_max'))}{bound}")
+
+
+def _sample(row: Mapping[str, Any]) -> Text:
+    """The end of a prompt and the beginning of its response, a line each."""
+    reward = row.get("reward")
+    figures = f"step {row['step']}  {row['state']}" + ("" if reward is None else f"  reward {reward:g}")
+    ends = ((" ".join(row["prompt"].split())[-SAMPLE_WIDTH:], "dim"), (" ".join(row["response"].split()), "cyan"))
+    lines = [Text(shown(text)[:SAMPLE_WIDTH], style, no_wrap=True, overflow="ellipsis") for text, style in ends]
+    return Text("\n").join([*lines, Text(figures)])
 
 
 def _bottleneck(board: Board) -> Text:

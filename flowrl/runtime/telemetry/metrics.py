@@ -20,6 +20,7 @@ from flowrl.runtime.telemetry.alarms import NAMES as ALARMS
 from flowrl.runtime.telemetry.alarms import Alarms, AlarmThresholds
 from flowrl.runtime.telemetry.sinks import Sink
 from flowrl.runtime.telemetry.statistics import Statistics
+from flowrl.runtime.telemetry.tracking import SampleTables, Tracking
 
 METRICS = "metrics.jsonl"
 NAMES = (
@@ -57,7 +58,8 @@ class Metrics:
 
     A graph may call its generator "actor": `generator_busy_s` is still the busy time of that node. `time_s` counts
     from the start of the run; in a resumed run it continues from the last line of the file. `book` gets the step and
-    the hash of each written line, for the ledger.
+    the hash of each written line, for the ledger. `tables` has samples for the sinks.
+    `watch` gets the numbers of each line and each evaluation.
     """
 
     def __init__(
@@ -69,11 +71,15 @@ class Metrics:
         sinks: Sequence[Sink] = (),
         limits: AlarmThresholds | None = None,
         book: Callable[[int, str], None] | None = None,
+        tables: SampleTables | None = None,
+        watch: Callable[[Mapping[str, float]], None] = lambda values: None,
     ) -> None:
         self._statistics = statistics
         self._roles = dict(roles)
         self._sinks = tuple(sinks)
         self._book = book
+        self._tables = tables or SampleTables(Tracking())
+        self._watch = watch
         self._step = 0
         before = read(run_dir / METRICS)
         self._alarms = Alarms(limits or AlarmThresholds(), before)
@@ -97,9 +103,12 @@ class Metrics:
         if self._book is not None:
             self._book(self._step, line_hash(text))
         scalars = {name: value for name, value in flat(full).items() if name != "step"}
+        self._watch(scalars)
         scalars |= {f"alarm/{name}": float(name in full["alarms"]) for name in ALARMS}
         for sink in self._sinks:
             sink.write(self._step, scalars)
+        if self._sinks:
+            self._table("samples", self._step, self._tables.of_step(self._step))
         return full
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -108,8 +117,14 @@ class Metrics:
         An evaluation during training ends some steps later, and W&B does not accept earlier steps. So the results are
         written at the newest step, and `evaluation/step` gives the step that was evaluated.
         """
+        self._watch(values)
         for sink in self._sinks:
             sink.write(max(step, self._step), {**values, "evaluation/step": step})
+        self._table("held_out_samples", max(step, self._step), self._tables.of_evaluation())
+
+    def _table(self, name: str, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        for sink in self._sinks if rows else ():
+            sink.table(step, name, rows)
 
     def close(self) -> None:
         self._file.close()

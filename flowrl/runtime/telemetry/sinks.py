@@ -7,66 +7,112 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from flowrl.errors import ConfigError
+from flowrl.runtime.telemetry.tracking import COLUMNS, PROJECT, Tracking, markdown
 
 
 class Sink(Protocol):
-    """Receives the numbers of each step."""
+    """Receives the numbers of each step, and now and then a table of samples with the columns COLUMNS."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def table(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None: ...
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files in `RUN/tensorboard`."""
+    """Event files in `RUN/tensorboard`. Tables are texts, in an event file of their own."""
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
+        self._folder = str(run_dir / "tensorboard")
+        self._texts: Any = None
         self._writer = _import("tensorboard", "tensorboard.summary").Writer(str(run_dir / "tensorboard"))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
+    def table(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
+        event, summary, tensor, tensor_shape = (
+            _import("tensorboard", f"tensorboard.compat.proto.{name}_pb2")
+            for name in ("event", "summary", "tensor", "tensor_shape")
+        )
+        if self._texts is None:
+            writer = _import("tensorboard", "tensorboard.summary.writer.event_file_writer")
+            self._texts = writer.EventFileWriter(self._folder, filename_suffix=".samples")
+        shape = tensor_shape.TensorShapeProto(dim=[tensor_shape.TensorShapeProto.Dim(size=1)])
+        text = tensor.TensorProto(dtype="DT_STRING", string_val=[markdown(rows).encode()], tensor_shape=shape)
+        metadata = _import("tensorboard", "tensorboard.plugins.text.metadata").create_summary_metadata(name, "")
+        value = summary.Summary.Value(tag=f"{name}/text_summary", metadata=metadata, tensor=text)
+        self._texts.add_event(event.Event(wall_time=time.time(), step=step, summary=summary.Summary(value=[value])))
+
     def close(self) -> None:
         self._writer.close()
+        if self._texts is not None:
+            self._texts.close()
 
 
 class WandB:
-    """A W&B run named after the directory; a resumed run continues it. WANDB_MODE=offline keeps it local."""
+    """A W&B run whose id is the directory's name; a resumed run continues it. WANDB_MODE=offline keeps it local."""
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        wandb = _import("wandb", "wandb")
-        name = run_dir.resolve().name
-        self._run = wandb.init(
-            project="flowrl", name=name, id=name, resume="allow", dir=str(run_dir), config=dict(config)
-        )
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
+        self._wandb = _import("wandb", "wandb")
+        own = run_dir.resolve().name
+        try:
+            self._run = self._wandb.init(
+                project=tracking.named("project", "WANDB_PROJECT") or PROJECT,
+                entity=tracking.named("entity", "WANDB_ENTITY"),
+                group=tracking.named("group", "WANDB_RUN_GROUP"),
+                name=tracking.named("name", "WANDB_NAME") or own,
+                id=own,
+                resume="allow",
+                dir=str(run_dir),
+                config=dict(config),
+            )
+        except self._wandb.Error as problem:
+            raise ConfigError(
+                f"metrics go to wandb, which refuses: {problem}; log in there, or set WANDB_MODE=offline"
+            ) from None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
+
+    def table(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
+        self._run.log({name: self._wandb.Table(columns=list(COLUMNS), data=[list(row) for row in rows])}, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
 class Trackio:
-    """A Trackio run named after the directory, in Trackio's local database."""
+    """A Trackio run, named after the directory unless it is given a name, in Trackio's local database."""
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
         self._trackio = _import("trackio", "trackio")
-        self._trackio.init(project="flowrl", name=run_dir.resolve().name, resume="allow", config=dict(config))
+        self._run = self._trackio.init(  # its module knows the run in the task that has begun it, alone
+            project=tracking.named("project", "TRACKIO_PROJECT") or PROJECT,
+            name=tracking.named("name") or run_dir.resolve().name,
+            group=tracking.named("group"),
+            resume="allow",
+            config=dict(config),
+        )
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._trackio.log(dict(scalars), step=step)
+        self._run.log(dict(scalars), step=step)
+
+    def table(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
+        table = self._trackio.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
+        self._run.log({name: table}, step=step)
 
     def close(self) -> None:
-        self._trackio.finish()
+        self._run.finish()
 
 
-SINKS: Mapping[str, Callable[[Path, Mapping[str, Any]], Sink]] = {
+SINKS: Mapping[str, Callable[[Path, Mapping[str, Any], Tracking], Sink]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "trackio": Trackio,
@@ -83,10 +129,12 @@ def check_sinks(names: Sequence[str]) -> None:
             raise ConfigError(f"metrics go to {name}, which is not installed; pip install {name}")
 
 
-def open_sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> list[Sink]:
+def open_sinks(
+    names: Sequence[str], run_dir: Path, config: Mapping[str, Any], tracking: Tracking | None = None
+) -> list[Sink]:
     """Open the sinks of these names. Raises ConfigError for an unknown sink or a missing package."""
     check_sinks(names)
-    return [SINKS[name](run_dir, config) for name in names]
+    return [SINKS[name](run_dir, config, tracking or Tracking()) for name in names]
 
 
 def _import(package: str, module: str) -> Any:

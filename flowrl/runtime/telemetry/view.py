@@ -34,6 +34,9 @@ class View(Protocol):
     def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
         """Show a finished evaluation of `count` answers; `task` is given for all tasks but the first."""
 
+    def sample(self, row: Mapping[str, Any]) -> None:
+        """Show a sample that is kept; the newest one is enough."""
+
     def warning(self, text: str) -> None:
         """Show a problem that does not end the run."""
 
@@ -68,6 +71,10 @@ class LiveView:
 
     def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
         self._board.evaluations.setdefault(task, []).append((phase, step, score, count))
+        self._redraw()
+
+    def sample(self, row: Mapping[str, Any]) -> None:
+        self._board.sample = row
         self._redraw()
 
     def warning(self, text: str) -> None:
@@ -128,6 +135,9 @@ class PlainView:
 
     def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
         self._print(f"held-out {evaluation_text(phase, step, score, count, task)}")
+
+    def sample(self, row: Mapping[str, Any]) -> None:
+        """Print nothing: `flowrl samples` shows them."""
 
     def warning(self, text: str) -> None:
         self._print(f"warning: {text}")

@@ -1,0 +1,110 @@
+"""`flowrl export RUN|CHECKPOINT --to dir|hub`: the model of a checkpoint without what only a resume needs.
+
+Starts no Ray. A run stands for its best checkpoint, where it has kept one, else for its newest.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flowrl.commands.checkpoint_of import model_dir
+from flowrl.commands.merge_adapter import require_free
+from flowrl.errors import ConfigError
+from flowrl.graph.command_line import parse_options
+
+LEFT_OUT = ("ledger.sqlite", "manifest.json", "state.msgpack")
+"""Files of a checkpoint that are no part of a model; directories are left out too, except `adapter`."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of `flowrl export`."""
+
+    to: Literal["dir", "hub"] = "dir"
+    """Copy to a directory, or upload to the Hugging Face Hub."""
+    name: str = ""
+    """The directory that is written, or the repository OWNER/NAME on the Hub."""
+    public: bool = False
+    """Create the repository for all to see; else only its owner sees it."""
+    revision: str = "main"
+    """Branch of the repository."""
+    message: str = "Upload a model trained with flowrl"
+    """Message of the commit."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("flowrl export needs to know where to: --name DIRECTORY, or --to hub --name OWNER/NAME")
+
+
+def export(args: Sequence[str]) -> int:
+    """The command."""
+    if not args or args[0].startswith("-"):
+        if args and args[0] in ("-h", "--help"):
+            parse_options(ExportOptions, ["--help"], prog="flowrl export RUN")
+        raise ConfigError("flowrl export needs a run, checkpoint or model first: flowrl export runs/NAME --name DIR")
+    options = parse_options(ExportOptions, args[1:], prog="flowrl export RUN")
+    source = model_dir(Path(args[0]).expanduser())
+    files = files_of(source)
+    size = sum(file.stat().st_size for file in files)
+    print(f"{source}: {len(files)} files, {size / 1e6:.1f} MB", flush=True)
+    if options.to == "dir":
+        copy(source, files, Path(options.name).expanduser())
+        print(f"wrote {options.name}")
+    else:
+        print(f"uploaded to {upload(source, files, options)}")
+    return 0
+
+
+def files_of(source: Path) -> list[Path]:
+    """The files of the model at `source`: those of a Hugging Face directory, and its adapter's."""
+    beside = [file for file in sorted(source.iterdir()) if file.is_file() and file.name not in LEFT_OUT]
+    adapter = sorted((source / "adapter").glob("*")) if (source / "adapter").is_dir() else []
+    return [file for file in (*beside, *adapter) if not file.name.startswith(".")]
+
+
+def copy(source: Path, files: Sequence[Path], target: Path) -> None:
+    """Copy the files to `target`, complete or not at all. Raises ConfigError."""
+    require_free(target)
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        for file in files:
+            into = temporary / file.relative_to(source)
+            into.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, into)
+        if target.is_dir():
+            target.rmdir()
+        temporary.replace(target)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise ConfigError(f"{target} cannot be written: {error.strerror}; name another directory") from None
+
+
+def upload(source: Path, files: Sequence[Path], options: ExportOptions) -> str:
+    """Upload the files in one commit; returns the address. The token is the Hub's own: HF_TOKEN, or `hf auth login`."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi()
+    try:
+        made = api.create_repo(options.name, private=not options.public, exist_ok=True)
+        if options.revision != "main":
+            api.create_branch(made.repo_id, branch=options.revision, exist_ok=True)
+        api.upload_folder(
+            repo_id=made.repo_id,
+            folder_path=source,
+            allow_patterns=[str(file.relative_to(source)) for file in files],
+            revision=options.revision,
+            commit_message=options.message,
+        )
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"{options.name} cannot be uploaded: {first}; log in with hf auth login, or set HF_TOKEN to a token that "
+            "may write there"
+        ) from None
+    return str(made)

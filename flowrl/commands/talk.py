@@ -1,0 +1,138 @@
+"""`flowrl chat MODEL`: a conversation with a model in this process, for a look at what it says. Starts no Ray."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.commands.checkpoint_of import model_dir
+from flowrl.errors import ConfigError
+from flowrl.graph.command_line import parse_options
+
+HELP = "/reset begins anew, /exit or the end of input leaves"
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Options of `flowrl chat`."""
+
+    system_prompt: str = ""
+    """First message of the conversation; empty leaves it to the model's chat template."""
+    max_tokens: int = 512
+    """Most tokens of a reply."""
+    temperature: float = 0.7
+    """Sampling temperature; 0: the most likely token."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that have this share together."""
+    seed: int | None = None
+    """Replies follow from it; None: others each time."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"--max-tokens is {self.max_tokens}; it has to be 1 or more")
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ConfigError("--temperature has to be 0 or more, and --top-p above 0 and at most 1")
+
+
+def chat(args: Sequence[str]) -> int:
+    """The command; reads lines from the standard input."""
+    if not args or args[0].startswith("-"):
+        if args and args[0] in ("-h", "--help"):
+            parse_options(ChatOptions, ["--help"], prog="flowrl chat MODEL")
+        raise ConfigError("flowrl chat needs a model first: flowrl chat runs/NAME, or flowrl chat MODEL_DIRECTORY")
+    options = parse_options(ChatOptions, args[1:], prog="flowrl chat MODEL")
+    talk = Talk(_directory(args[0]), options)
+    print(HELP, file=sys.stderr)
+    for line in _lines():
+        if line == "/exit":
+            break
+        if line == "/reset":
+            talk.reset()
+            continue
+        for piece in talk.reply(line):
+            print(piece, end="", flush=True)
+        print()
+    return 0
+
+
+def _directory(named: str) -> Path:
+    """The model's directory: of a built-in model, a run, a checkpoint, or a model."""
+    from flowrl.models import Policy, resolve
+    from flowrl.tasks import Task
+
+    policy = Policy(named, task=Task())
+    return Path(resolve(policy)) if policy.built_in else model_dir(Path(named).expanduser())
+
+
+def _lines() -> Iterator[str]:
+    """The lines that a user writes, without empty ones."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+class Talk:
+    """One conversation with a model."""
+
+    def __init__(self, directory: Path, options: ChatOptions) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        from flowrl.models import Chat, Policy, check_model, load_tokenizer
+
+        disable_progress_bar()
+        check_model(Policy(str(directory)))
+        self._tokenizer = load_tokenizer(directory)
+        self._chat = Chat(self._tokenizer, options.system_prompt)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").to(device)
+        self._options = options
+        self._turns: list[dict[str, str]] = []
+        if options.seed is not None:
+            torch.manual_seed(options.seed)
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self._turns = []
+
+    def reply(self, text: str) -> Iterator[str]:
+        """The pieces of the reply to `text`, as they are sampled."""
+        import torch
+        from transformers import TextIteratorStreamer
+
+        self._turns.append({"role": "user", "content": text})
+        ids = torch.from_numpy(self._chat.prompt(self._turns)[1].astype("int64"))[None].to(self._model.device)
+        streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        settings: dict[str, Any] = {"do_sample": False}
+        if self._options.temperature:
+            settings = {"do_sample": True, "temperature": self._options.temperature, "top_p": self._options.top_p}
+        thread = threading.Thread(
+            target=self._model.generate,
+            args=(ids,),
+            kwargs={
+                "attention_mask": torch.ones_like(ids),
+                "max_new_tokens": self._options.max_tokens,
+                "pad_token_id": self._tokenizer.pad_token_id,
+                "eos_token_id": self._tokenizer.eos_token_id,
+                "streamer": streamer,
+                **settings,
+            },
+            daemon=True,
+        )
+        thread.start()
+        said = ""
+        for piece in streamer:
+            said += piece
+            yield piece
+        thread.join()
+        self._turns.append({"role": "assistant", "content": said})

@@ -1,0 +1,79 @@
+"""Responses that a file has: they replace a generator's, so that rewards can score them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Prompt, Sample
+from flowrl.models import Chat, Policy, load_tokenizer, resolve
+from flowrl.tasks import Task, load_demonstrations
+
+
+class GivenResponses(Node):
+    """Sends each prompt with the response in the column `column` of its row, as tokens of `policy`."""
+
+    prompts: In[Prompt]
+    rollouts: Out[Sample]
+
+    def __init__(self, task: Task, policy: Policy, *, column: str = "response", max_tokens: int = 1 << 20) -> None:
+        self.task = task
+        self.policy = policy
+        self.column = column
+        self.max_tokens = max_tokens
+
+    def facts(self) -> Facts:
+        return Facts(longest_response=self.max_tokens)
+
+    def preflight(self) -> None:
+        found = load_demonstrations(self.task, whole=True)
+        rows = (*found.train, *found.held_out)
+        if lacking := [row for row in rows if not isinstance(row.columns.get(self.column), str)]:
+            columns = ", ".join(lacking[0].columns) or "the prompt alone"
+            raise ConfigError(
+                f"{len(lacking)} of {len(rows)} rows of {self.task.name!r} have no text to be scored in the column "
+                f"{self.column!r} (the first has {columns}); name the column with --response"
+            )
+
+    async def setup(self) -> None:
+        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
+        self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
+        found = await self.blocking(load_demonstrations, self.task, whole=True)
+        self._turns = {row.prompt_id: row.turns for row in (*found.train, *found.held_out)}
+
+    async def run(self) -> None:
+        async for prompt in self.prompts:
+            sample = await self.blocking(self.sample, prompt)
+            self.context.ledger.generated(sample)
+            await self.rollouts.send(sample)
+
+    def sample(self, prompt: Prompt) -> Sample:
+        """The prompt with its row's response."""
+        response: Any = prompt.columns[self.column]
+        token_ids, mask = self._chat.completion(self._turns[prompt.prompt_id], response)
+        columns = {name: value for name, value in prompt.columns.items() if name != self.column}
+        return Sample(
+            sample_id=prompt.sample_id,
+            group_id=prompt.group_id,
+            prompt_id=prompt.prompt_id,
+            epoch=prompt.epoch,
+            member=prompt.member,
+            group_size=prompt.group_size,
+            prompt_text=prompt.text,
+            response_text=response,
+            token_ids=token_ids,
+            policy_mask=mask,
+            behavior_logprobs=np.zeros(len(token_ids), np.float32),
+            versions=np.where(mask, self.context.start_version, -1).astype(np.int32),
+            prompt_tokens=int((~mask).sum()),
+            truncated=False,
+            generator=f"{self.name}/{self.context.replica}",
+            columns=columns,
+            generated_s=time.time(),
+        )

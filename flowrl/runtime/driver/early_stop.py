@@ -1,0 +1,74 @@
+"""Ends a run by what its metrics say: a figure has reached a bound, or has not improved for long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from flowrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When a run ends before its last step, as by an interrupt: with a checkpoint, after what is in flight."""
+
+    metric: str = ""
+    """A number of metrics.jsonl, or of evaluations such as evaluation/score; empty: the run does not end early."""
+    above: float | None = None
+    """End when it is above this."""
+    below: float | None = None
+    """End when it is below this."""
+    patience: int = 0
+    """End when it has not improved for so many of its values; 0: never."""
+    best: Literal["highest", "lowest"] = "highest"
+    """Which value is an improvement."""
+    for_values: int = 1
+    """So many values in a row have to be above, or below."""
+
+    def __post_init__(self) -> None:
+        rules = self.above is not None or self.below is not None or self.patience > 0
+        if bool(self.metric) != rules:
+            raise ConfigError(
+                "--stop.metric and a rule go together: --stop.above, --stop.below or --stop.patience; give both, or "
+                "neither"
+            )
+        if self.patience < 0 or self.for_values < 1:
+            raise ConfigError("--stop.patience has to be 0 or more, and --stop.for-values 1 or more")
+
+
+class EarlyStop:
+    """Looks at every line of metrics and every evaluation; calls `stop` once, with the reason."""
+
+    def __init__(self, rule: StopRule, stop: Callable[[str], None]) -> None:
+        self._rule = rule
+        self._stop = stop
+        self._beyond = 0
+        """Values in a row that are above, or below."""
+        self._best = -math.inf
+        self._since_best = 0
+        self._stopped = False
+
+    def look(self, values: Mapping[str, object]) -> None:
+        """Take the value of the metric, if it is among `values`."""
+        value = values.get(self._rule.metric)
+        if self._stopped or not isinstance(value, int | float) or not math.isfinite(value):
+            return
+        if reason := self._reason(float(value)):
+            self._stopped = True
+            self._stop(reason)
+
+    def _reason(self, value: float) -> str:
+        rule = self._rule
+        beyond = (rule.above is not None and value > rule.above) or (rule.below is not None and value < rule.below)
+        self._beyond = self._beyond + 1 if beyond else 0
+        if self._beyond >= rule.for_values:
+            side = f"above {rule.above:g}" if rule.above is not None and value > rule.above else f"below {rule.below:g}"
+            return f"{rule.metric} is {value:.4g}, {side}"
+        signed = value if rule.best == "highest" else -value
+        self._since_best = 0 if signed > self._best else self._since_best + 1
+        self._best = max(self._best, signed)
+        if rule.patience and self._since_best >= rule.patience:
+            return f"{rule.metric} has not improved for {rule.patience} values"
+        return ""

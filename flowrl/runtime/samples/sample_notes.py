@@ -1,0 +1,69 @@
+"""Sends the records of samples whose fate a replica decides to the driver, which keeps them.
+
+A trainer sends those of the samples that it is done with; a node that loses a sample sends that; an evaluation sends
+every answer. A sample that failed is sent whatever the share, unless nothing of the training is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from flowrl.messages import Prompt, Sample
+from flowrl.runtime.samples.sample_record import SampleRecord, held_out_record, record_of, text_bytes
+from flowrl.runtime.samples.sample_share import SampleChoice, SampleShare, hashed
+
+MOST_BYTES = 4 << 20
+"""Of the records that are sent together."""
+
+
+class SampleNotes:
+    """`send` gets the records of one call; they are plain values."""
+
+    def __init__(self, send: Callable[[list[SampleRecord]], None], keep: SampleShare, *, token_ids: bool) -> None:
+        self._send = send
+        self._keep = keep
+        self._token_ids = token_ids
+        self._choice = SampleChoice(keep.share)
+        self._choice_of_failed = SampleChoice(1.0 if keep.share else keep.share)
+
+    def decided(self, samples: Iterable[Prompt | Sample], *, failed: bool = False) -> None:
+        """Samples that a trainer is done with, or that are lost."""
+        self._note(samples, self._choice_of_failed if failed else self._choice)
+
+    def held_out(self, sample: Sample, *, phase: str, step: int, task: str, score: float, correct: bool) -> None:
+        """An answer of an evaluation."""
+        if self._keep.held_out:
+            place = {"phase": phase, "step": step, "task": task}
+            self._send([held_out_record(sample, **place, score=score, correct=correct, token_ids=self._token_ids)])  # type: ignore[arg-type]
+
+    def _note(self, samples: Iterable[Prompt | Sample], choice: SampleChoice) -> None:
+        """Groups are kept whole, in an order that has nothing to do with that of the batch."""
+        if not choice.may():
+            return
+        with choice.spending():
+            groups: dict[str, list[Prompt | Sample]] = {}
+            for sample in samples:
+                groups.setdefault(sample.group_id, []).append(sample)
+            order = sorted(groups, key=hashed)
+        records: list[SampleRecord] = []
+        for group_id in order:
+            if choice.wants(group_id):
+                with choice.spending():
+                    records += [record_of(sample, token_ids=self._token_ids) for sample in groups[group_id]]
+        if records:
+            with choice.spending():
+                for part in _parts(records):
+                    self._send(part)
+
+
+def _parts(records: list[SampleRecord]) -> Iterator[list[SampleRecord]]:
+    """The records in parts of at most MOST_BYTES, or of one record."""
+    part: list[SampleRecord] = []
+    size = 0
+    for record in records:
+        size += text_bytes(record)
+        if part and size > MOST_BYTES:
+            yield part
+            part, size = [], text_bytes(record)
+        part.append(record)
+    yield part

@@ -1,0 +1,185 @@
+"""Reads `rollouts/` without reading all of it: names of files say their steps, and Parquet's statistics the rewards.
+
+Only the columns that choose rows are read of a file; whole rows are read of those chosen.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flowrl.errors import ConfigError
+from flowrl.runtime.samples.rollout_files import FOLDER, RolloutFile, rollout_files
+
+SampleRow = Mapping[str, Any]
+Order = Literal["last", "best", "worst", "failed"]
+CHOOSING = ["sample_id", "step", "state", "reward"]
+PAIRING = ("task", "prompt_id", "member")
+"""What two answers to one question have in common."""
+
+
+@dataclass(frozen=True)
+class SampleQuery:
+    """Which rows. `held_out`: answers of evaluations in place of samples of the training."""
+
+    step: int | None = None
+    order: Order = "last"
+    held_out: bool = False
+    limit: int = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """One row by its place."""
+
+    file: RolloutFile
+    index: int
+    reward: float | None
+    step: int
+
+
+def find(run_dir: Path, query: SampleQuery) -> list[SampleRow]:
+    """The rows asked for. `last` are those of the newest step kept, if no step is given.
+
+    Raises ConfigError if nothing is kept.
+    """
+    files = _files(run_dir, query)
+    if query.order in ("best", "worst"):
+        return _read(_extreme(files, query))
+    if query.order == "failed":
+        chosen = (place for file in reversed(files) for place in _places(file, query) if place is not None)
+        return _read(list(itertools.islice(chosen, query.limit)))
+    step = files[-1].last if query.step is None and files else query.step
+    newest = SampleQuery(step, "last", query.held_out, query.limit)
+    chosen = (place for file in files if file.first <= (step or 0) <= file.last for place in _places(file, newest))
+    return _read(list(itertools.islice(chosen, query.limit)))
+
+
+def find_sample(run_dir: Path, sample_id: str) -> SampleRow | None:
+    """The row of one sample; None if it is not kept."""
+    import pyarrow.parquet as pq
+
+    for file in reversed(rollout_files(run_dir)):
+        ids = pq.read_table(file.path, columns=["sample_id"], partitioning=None)["sample_id"].to_pylist()
+        if sample_id in ids:
+            return _read([Place(file, ids.index(sample_id), None, file.first)])[0]
+    return None
+
+
+def pairs(run_dir: Path, step: int, other: int, *, limit: int) -> list[tuple[SampleRow, SampleRow]]:
+    """Answers to the same questions at steps `other` and `step`, the largest changes of reward first.
+
+    Held-out answers if both steps have some, else samples of the training. Raises ConfigError if nothing is common.
+    """
+    for held_out in (True, False):
+        sides = [_by_question(run_dir, SampleQuery(one, held_out=held_out)) for one in (other, step)]
+        common = [key for key in sides[0] if key in sides[1]]
+        if common:
+            found = [(sides[0][key], sides[1][key]) for key in common]
+            return sorted(found, key=lambda two: -abs(_reward(two[1]) - _reward(two[0])))[:limit]
+    kept = sorted({step for file in rollout_files(run_dir) if file.held_out for step in (file.first, file.last)})
+    told = f"; held-out answers are kept of the steps {', '.join(map(str, kept))}" if kept else ""
+    raise ConfigError(f"steps {other} and {step} have no answers to the same prompts in {run_dir / FOLDER}{told}")
+
+
+def _by_question(run_dir: Path, query: SampleQuery) -> dict[tuple[Any, ...], SampleRow]:
+    step = query.step or 0
+    files = [
+        file for file in rollout_files(run_dir) if file.held_out == query.held_out and file.first <= step <= file.last
+    ]
+    rows = _read([place for file in files for place in _places(file, query)])
+    return {tuple(row[name] for name in PAIRING): row for row in rows}
+
+
+def _reward(row: SampleRow) -> float:
+    return 0.0 if row["reward"] is None else float(row["reward"])
+
+
+def _files(run_dir: Path, query: SampleQuery) -> list[RolloutFile]:
+    """The files that may have rows of the query. Raises ConfigError if the run keeps none of their kind."""
+    kept = [file for file in rollout_files(run_dir) if file.held_out == query.held_out]
+    if not kept:
+        raise ConfigError(_nothing(run_dir, held_out=query.held_out))
+    files = [file for file in kept if query.step is None or file.first <= query.step <= file.last]
+    if not files:
+        steps = f"{min(file.first for file in kept)} to {max(file.last for file in kept)}"
+        raise ConfigError(f"{run_dir / FOLDER} has no sample of step {query.step}; it has some of steps {steps}")
+    return files
+
+
+def _nothing(run_dir: Path, *, held_out: bool) -> str:
+    if not (run_dir / "config.json").is_file():
+        return f"{run_dir} is no run directory (no config.json there); name the one given to flowrl run --run-dir"
+    if held_out:
+        return f"{run_dir / FOLDER} has no held-out answers: the run has evaluated nothing yet (--evaluate N)"
+    return (
+        f"{run_dir / FOLDER} has no samples: none is finished yet, or the run was started with --keep-samples none or "
+        "off; --held-out shows answers of evaluations"
+    )
+
+
+def _extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[Place]:
+    """The places of the rows with the highest, or lowest, rewards; newer ones first among equals."""
+    sign = 1.0 if query.order == "best" else -1.0
+    bounded = sorted(((_bound(file, sign), file.number, file) for file in files), reverse=True)
+    best: list[tuple[float, int, int, Place]] = []
+    for bound, _, file in bounded:
+        if len(best) == query.limit and bound <= best[-1][0]:
+            break
+        scored = [
+            (sign * place.reward, place.step, place.index, place)
+            for place in _places(file, query)
+            if place.reward is not None
+        ]
+        best = heapq.nlargest(query.limit, [*best, *scored], key=lambda entry: entry[:3])
+    return [entry[3] for entry in best]
+
+
+def _bound(file: RolloutFile, sign: float) -> float:
+    """No row of the file has a higher `sign` * reward."""
+    import pyarrow.parquet as pq
+
+    metadata = pq.read_metadata(file.path)
+    column = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "reward")
+    bounds = []
+    for group in range(metadata.num_row_groups):
+        found = metadata.row_group(group).column(column).statistics
+        if found is None or not found.has_min_max:
+            bounds.append(-math.inf if found is not None and found.null_count == found.num_values == 0 else math.inf)
+        else:
+            bounds.append(sign * (found.max if sign > 0 else found.min))
+    return max(bounds, default=-math.inf)
+
+
+def _places(file: RolloutFile, query: SampleQuery) -> Iterator[Place]:
+    """The rows of the file that fit the query's step, and failed where those are asked for."""
+    import pyarrow.parquet as pq
+
+    found = pq.read_table(file.path, columns=CHOOSING, partitioning=None).to_pydict()
+    for index, (step, state, reward) in enumerate(zip(found["step"], found["state"], found["reward"], strict=True)):
+        if query.step in (None, step) and (query.order != "failed" or state == "failed"):
+            yield Place(file, index, reward, step)
+
+
+def _read(places: Sequence[Place]) -> list[SampleRow]:
+    """Whole rows, in the order of `places`; only the row groups that have them are decoded."""
+    import pyarrow.parquet as pq
+
+    rows: dict[Place, SampleRow] = {}
+    for number, mine in itertools.groupby(sorted(places, key=lambda one: one.file.number), lambda one: one.file):
+        wanted = list(mine)
+        with pq.ParquetFile(number.path) as opened:
+            start = 0
+            for group in range(opened.num_row_groups):
+                size = opened.metadata.row_group(group).num_rows
+                inside = [place for place in wanted if start <= place.index < start + size]
+                if inside:
+                    table = opened.read_row_group(group).take([place.index - start for place in inside])
+                    rows |= dict(zip(inside, table.to_pylist(maps_as_pydicts="strict"), strict=True))
+                start += size
+    return [rows[place] for place in places]

@@ -1,0 +1,26 @@
+"""One sample that waits for its verdict."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.tasks.judge import Verdicts
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """What a reward is asked about one sample."""
+
+    prompt: str
+    response: str
+    columns: Mapping[str, Any]
+    verdict: asyncio.Future[Verdicts]
+
+
+def one_of(verdicts: Verdicts, index: int) -> Verdicts:
+    """The verdict about one of several samples."""
+    logs = {name: (values[index],) for name, values in verdicts.logs.items()}
+    return Verdicts((verdicts.rewards[index],), (verdicts.scores[index],), logs)

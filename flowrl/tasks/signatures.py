@@ -1,0 +1,80 @@
+"""Whose convention a reward function follows, by the names of its parameters.
+
+    flowrl    (prompts, responses, **columns), or (prompt, response, **columns) for one sample
+    openrlhf  (queries, prompts, labels, **kwargs): a query is the prompt with its response
+    trl       (completions, prompts, **columns) in any order; texts, or lists of messages for rows of messages
+    verl      (data_source, solution_str, ground_truth, extra_info=None) for one sample
+
+`declared` reads the parameters of a function in a file without importing it, so that a graph can be checked at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from flowrl.errors import ConfigError
+
+Convention = Literal["flowrl", "openrlhf", "trl", "verl"]
+TITLES: dict[Convention, str] = {"flowrl": "flowrl", "openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
+MARKS: dict[str, Convention] = {"queries": "openrlhf", "completions": "trl", "solution_str": "verl"}
+"""The parameter that no other convention has."""
+BATCHED: frozenset[Convention] = frozenset({"openrlhf", "trl"})
+"""Foreign conventions under which a function expects many samples at once."""
+USUAL = ("reward_func", "reward_fn", "compute_score")
+"""Names that such functions usually have."""
+
+
+def convention_of(names: Sequence[str]) -> Convention | None:
+    """The convention of a function with these parameters, None if it is none of ours."""
+    if tuple(names[:2]) in (("prompts", "responses"), ("prompt", "response")):
+        return "flowrl"
+    return next((MARKS[name] for name in names if name in MARKS), None)
+
+
+def declared(place: str) -> Convention | None:
+    """The convention of `file.py:function`; None if the file does not say, or if it is no file."""
+    where, _, name = place.rpartition(":")
+    return convention_of(_functions(where).get(name, ())) if where.endswith(".py") else None
+
+
+def with_function(place: str) -> str:
+    """`file.py` with the name of its reward function; other places are unchanged. Raises ConfigError if unclear."""
+    if not place.endswith(".py"):
+        return place
+    found = [name for name, names in _functions(place).items() if convention_of(names) is not None]
+    usual = [name for name in USUAL if name in found] or found
+    if not Path(place).expanduser().is_file():
+        raise ConfigError(f"the reward's file {place} does not exist (looked for {Path(place).expanduser().resolve()})")
+    if len(usual) != 1:
+        raise ConfigError(
+            f"reward {place!r} names a file with {', '.join(found) or 'no function that takes prompts and responses'}; "
+            f"name the function: {place}:FUNCTION"
+        )
+    return f"{place}:{usual[0]}"
+
+
+def _functions(where: str) -> dict[str, tuple[str, ...]]:
+    """Function at the top of a file -> its parameters; {} if the file cannot be read or parsed."""
+    path = Path(where).expanduser()
+    try:
+        return _parsed(path.resolve(), path.stat().st_mtime_ns)
+    except OSError:
+        return {}
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(path: Path, changed_ns: int) -> dict[str, tuple[str, ...]]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # importing it will tell what is wrong
+        return {}
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {node.name: _names(node.args) for node in found if not node.name.startswith("_")}
+
+
+def _names(arguments: ast.arguments) -> tuple[str, ...]:
+    return tuple(one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))

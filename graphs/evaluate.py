@@ -1,0 +1,58 @@
+"""A model's answers to held-out prompts, without training: how many are right, and their mean score.
+
+flowrl evaluate tiny --task arithmetic --prompts 512
+flowrl evaluate runs/first/checkpoints/step_000060 --sets test.jsonl:check=math
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flowrl import Graph
+from flowrl.blocks import PolicyOptions, too_low
+from flowrl.nodes import Evaluation, Generator, Sampling
+from flowrl.tasks.evaluation_set import EvaluationSet
+
+
+@dataclass(frozen=True)
+class Evaluate(PolicyOptions):
+    policy: str = "tiny"
+    """tiny, smollm2, or the path of a Hugging Face model directory: the model that answers."""
+    prompts: int = 512
+    """Held-out prompts of --task that are asked."""
+    samples: int = 1
+    """Answers to each prompt: one is greedy, several are sampled."""
+    sets: tuple[str, ...] = ()
+    """Ask all rows of these files or splits in place of --task: test.jsonl:check=math, or with a name and its own
+    numbers gsm8k=test.jsonl:check=math,num=500,samples=4."""
+    also: tuple[str, ...] = ()
+    """Further tasks, each scored by its own verifier."""
+    max_tokens: int = 32
+    """Most tokens of an answer."""
+    temperature: float = 1.0
+    """Sampling temperature of several answers."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, prompts=1, samples=1, max_tokens=1)
+        if not self.temperature > 0:
+            yield f"--temperature is {self.temperature}; it has to be above 0, or the answers to a prompt are all equal"
+
+
+def graph(cfg: Evaluate) -> Graph:
+    sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens)
+    sets = tuple(EvaluationSet.parse(text, like=cfg.task, samples=cfg.samples) for text in cfg.sets)
+    several = cfg.samples > 1 or any(one.samples > 1 for one in sets)
+
+    g = Graph("evaluate")
+    answers = Generator(cfg.model, sampling=sampling, evaluation=sampling if several else None)
+    generator = g.add("generator", answers, gpus=cfg.gpus)
+    held_out = Evaluation(
+        () if sets else cfg.task, cfg.model, num_prompts=cfg.prompts, num_samples=cfg.samples, also=cfg.also, sets=sets
+    )
+    evaluation = g.add("evaluation", held_out)
+
+    g.call(evaluation.generate, generator.requests)
+    g.ignore(generator.prompts)
+    g.ignore(generator.rollouts)
+    g.ignore(generator.weights)
+    return g

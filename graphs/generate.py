@@ -1,0 +1,84 @@
+"""Responses of a model to the prompts of a task, written to a file; with rewards, or the best of n alone.
+
+flowrl generate tiny --task arithmetic --num-prompts 100 --out sums.jsonl
+flowrl generate tiny --task arithmetic --group-size 8 --best --out best.jsonl
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from flowrl import Graph
+from flowrl.blocks import SamplingOptions, too_low
+from flowrl.nodes import Generator, RemainingPrompts, ResponseWriter, Reward, RewardModel
+from flowrl.nodes.source import TooLong
+
+
+@dataclass(frozen=True)
+class Generate(SamplingOptions):
+    policy: str = "tiny"
+    """tiny, smollm2, or the path of a Hugging Face model directory: the model that answers."""
+    group_size: int = 1
+    """Responses to one prompt."""
+
+    out: str = "responses.jsonl"
+    """The file that is written. Prompts that it has already are left out, so the same command goes on with it."""
+    score: bool = False
+    """Write each response's reward, too."""
+    best: bool = False
+    """Write the response with the highest reward alone: the best of --group-size."""
+    reward_model: str = ""
+    """Directory of a reward model that scores in place of the task's own reward; empty: none."""
+    part: Literal["all", "train", "held_out"] = "all"
+    """Which prompts."""
+    num_prompts: int | None = None
+    """Number of prompts; None: all."""
+    max_prompt_tokens: int = 512
+    """Most tokens of a prompt."""
+    too_long: TooLong = "drop"
+    """Prompts over the limit are dropped and counted, lose their beginning, or are an error before the first."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, num_prompts=1, max_prompt_tokens=1)
+        if self.best and self.group_size < 2:
+            yield f"--best chooses among --group-size responses, which is {self.group_size}; it needs at least 2"
+
+
+def graph(cfg: Generate) -> Graph:
+    scored = cfg.score or cfg.best
+    writes = ResponseWriter(cfg.out, cfg.task, size=cfg.group_size, best=cfg.best)
+
+    g = Graph("generate")
+    source = RemainingPrompts(
+        cfg.task,
+        cfg.model,
+        repeat=cfg.group_size,
+        part=cfg.part,
+        num_prompts=cfg.num_prompts,
+        epochs=1,
+        max_prompt_tokens=cfg.max_prompt_tokens,
+        too_long=cfg.too_long,
+        out=cfg.out,
+        per_group=writes.per_group,
+    )
+    prompts = g.add("prompts", source)
+    generator = g.add(
+        "generator", Generator(cfg.model, sampling=cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus
+    )
+    writer = g.add("writer", writes)
+
+    g.connect(prompts.prompts, generator.prompts)
+    if cfg.reward_model:
+        model = g.add("reward", RewardModel(cfg.reward_model, cfg.model, cfg.task), gpus=cfg.one_gpu)
+        g.connect(generator.rollouts, model.rollouts)
+        g.connect(model.scored, writer.samples)
+    elif scored:
+        reward = g.add("reward", Reward(cfg.task))
+        g.connect(generator.rollouts, reward.rollouts)
+        g.connect(reward.scored, writer.samples)
+    else:
+        g.connect(generator.rollouts, writer.samples)
+    g.ignore(generator.requests)
+    g.ignore(generator.weights)
+    return g

@@ -1,0 +1,55 @@
+"""Rewards of responses that a file has: by functions, servers or a reward model, written beside them.
+
+flowrl score sums.jsonl --task.reward rules.py:short --out scored.jsonl
+flowrl score sums.jsonl --reward-model runs/reward_model/checkpoints/step_000200 --out scored.jsonl
+"""
+
+from dataclasses import dataclass, replace
+
+from flowrl import Graph
+from flowrl.blocks import PolicyOptions
+from flowrl.models import Policy
+from flowrl.nodes import GivenResponses, RemainingPrompts, ResponseWriter, Reward, RewardModel
+from flowrl.tasks import Task
+
+
+@dataclass(frozen=True)
+class Score(PolicyOptions):
+    policy: str = ""
+    """Model whose tokenizer renders the responses; empty: the reward model, or tiny without one."""
+    response: str = "response"
+    """The column of the file that has the responses."""
+    out: str = "scored.jsonl"
+    """The file that is written. Rows that it has already are left out, so the same command goes on with it."""
+    reward_model: str = ""
+    """Directory of a reward model that scores in place of the task's own reward; empty: none."""
+
+    @property
+    def model(self) -> Policy:
+        """The model whose tokenizer renders the responses."""
+        return Policy(self.policy or self.reward_model or "tiny", task=Task())
+
+
+def graph(cfg: Score) -> Graph:
+    separator = "," if cfg.task.options else ":"
+    # Every row is scored, whatever an earlier run has written into its column `score`.
+    task = cfg.task if "score" in cfg.task.options else replace(cfg.task, name=f"{cfg.task.name}{separator}score=-")
+
+    g = Graph("score")
+    source = RemainingPrompts(
+        task, cfg.model, part="all", epochs=1, max_prompt_tokens=1 << 20, out=cfg.out, per_group=1, given=True
+    )
+    prompts = g.add("prompts", source)
+    responses = g.add("responses", GivenResponses(task, cfg.model, column=cfg.response))
+    writer = g.add("writer", ResponseWriter(cfg.out, task, size=1, given=True))
+
+    g.connect(prompts.prompts, responses.prompts)
+    if cfg.reward_model:
+        model = g.add("reward", RewardModel(cfg.reward_model, cfg.model, task), gpus=cfg.one_gpu)
+        g.connect(responses.rollouts, model.rollouts)
+        g.connect(model.scored, writer.samples)
+    else:
+        reward = g.add("reward", Reward(task))
+        g.connect(responses.rollouts, reward.rollouts)
+        g.connect(reward.scored, writer.samples)
+    return g

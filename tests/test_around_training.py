@@ -1,0 +1,227 @@
+"""Commands around training: what is written, how a second run goes on, merging, exporting, chatting."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.commands import export as export_module
+from flowrl.commands.checkpoint_of import model_dir
+from flowrl.errors import ConfigError
+from flowrl.models import Policy
+from flowrl.nodes import GivenResponses, RemainingPrompts, ResponseWriter
+from flowrl.nodes.response_writer import Written
+from flowrl.tasks import Task, load_demonstrations, load_rows
+from flowrl.testing import run_node, scored
+from tests.word_policy import make_policy
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    long = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    rows: list[Any] = [{"prompt": f"{n}+1=", "answer": str(n + 1), "response": f"r{n}"} for n in range(9)]
+    rows.append({"prompt": long, "answer": "4", "response": "r"})
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return Task(str(tmp_path / "rows.jsonl"))
+
+
+def answers(task: Task, number: int) -> list[Any]:
+    """Two answers to each of the first prompts, the second one better."""
+    rows = load_rows(task, whole=True)
+    return [
+        scored(member, float(member), group=row.prompt_id, prompt_id=row.prompt_id, response_text=f"é{member}")
+        for row in (*rows.train, *rows.held_out)[:number]
+        for member in range(2)
+    ]
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# Files of responses
+
+
+def test_every_response_is_written_with_its_prompt_and_reward(task: Task, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    record = run_node(ResponseWriter(str(out), task, size=2), {"samples": answers(task, 10)})
+    lines = written(out)
+    assert len(lines) == 20 and [line["reward"] for line in lines[:2]] == [0.0, 1.0]
+    assert {line["response"] for line in lines} == {"é0", "é1"}
+    assert sum(isinstance(line["prompt"], list) for line in lines) == 2, "the longer conversation"
+    assert record.reasons() == [("dropped", "written")] * 20
+
+
+def test_the_best_of_a_group_alone(task: Task, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    run_node(ResponseWriter(str(out), task, size=2, best=True), {"samples": answers(task, 4)})
+    assert [(line["response"], line["member"]) for line in written(out)] == [("é1", 1)] * 4
+
+
+@pytest.mark.parametrize("cut", [1, 10, 70])
+def test_a_second_run_goes_on_behind_the_last_whole_group(task: Task, tmp_path: Path, cut: int) -> None:
+    out = tmp_path / "out.jsonl"
+    run_node(ResponseWriter(str(out), task, size=2), {"samples": answers(task, 4)})
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-cut])
+    assert len(Written.read(out, 2).prompt_ids) == 3
+    source = RemainingPrompts(task, Policy("tiny"), part="all", repeat=2, out=str(out), per_group=2)
+    assert len(source.rows()) == 10 - 3
+    run_node(ResponseWriter(str(out), task, size=2), {"samples": answers(task, 4)[6:]})
+    assert out.read_bytes() == whole
+
+
+def test_a_file_of_somebody_else_is_not_touched(task: Task, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"prompt": "1+1="}\n')
+    with pytest.raises(ConfigError, match=r"out.jsonl:1 is no line that flowrl has written"):
+        ResponseWriter(str(out), task, size=1).preflight()
+    assert out.read_text() == '{"prompt": "1+1="}\n'
+
+
+def test_a_file_that_has_everything_is_told(task: Task, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    run_node(ResponseWriter(str(out), task, size=2), {"samples": answers(task, 10)})
+    source = RemainingPrompts(task, Policy("tiny"), part="all", repeat=2, out=str(out), per_group=2)
+    with pytest.raises(ConfigError, match="has all 10 prompts already"):
+        source.preflight()
+
+
+def test_responses_of_a_file_become_samples(task: Task) -> None:
+    from flowrl.messages import Prompt
+    from tests.test_samples import sample
+
+    row = load_demonstrations(task, whole=True).train[0]
+    like = sample()
+    fields = {name: getattr(like, name) for name in ("sample_id", "group_id", "epoch", "member", "group_size")}
+    prompt = Prompt(**fields, prompt_id=row.prompt_id, seed=0, text="1", token_ids=like.token_ids, columns=row.columns)
+    record = run_node(GivenResponses(task, Policy("tiny")), {"prompts": [prompt]})
+    (found,) = record.sent("rollouts")
+    assert found.response_text == row.columns["response"] and "response" not in found.columns
+    assert int(found.policy_mask.sum()) == len(found.response_text) + 1, "its characters and its end"
+
+
+def test_rows_without_a_response_are_told(task: Task) -> None:
+    with pytest.raises(ConfigError, match=r"10 of 10 rows .* have no text to be scored in the column 'said'"):
+        GivenResponses(task, Policy("tiny"), column="said").preflight()
+
+
+@pytest.mark.parametrize("command", ["generate", "score", "evaluate", "chat", "merge", "export", "samples"])
+def test_what_a_command_needs_first_is_told(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 2
+    assert f"flowrl {command} needs" in capsys.readouterr().err
+
+
+def test_the_best_of_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "generate", "--best"]) == 2
+    assert "--best chooses among --group-size responses, which is 1" in capsys.readouterr().err
+
+
+# Models
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return make_policy(tmp_path / "policy", pad="<pad>")
+
+
+def test_a_run_stands_for_its_best_or_newest_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        (tmp_path / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
+    assert model_dir(tmp_path).name == "step_000010"
+    (tmp_path / "best.json").write_text('{"step": 2, "score": 1.0, "checkpoint": "checkpoints/step_000002"}')
+    assert model_dir(tmp_path).name == "step_000002"
+    with pytest.raises(ConfigError, match="is no model directory"):
+        model_dir(tmp_path / "checkpoints")
+
+
+def test_an_adapter_is_merged_into_its_base(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(policy)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "step" / "adapter")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    expected = adapted.eval()(ids).logits
+    config = tmp_path / "step" / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(policy)}))
+    out = tmp_path / "merged"
+    assert main(["merge", str(tmp_path / "step"), "--out", str(out)]) == 0
+    found = AutoModelForCausalLM.from_pretrained(out).eval()(ids).logits
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert not torch.allclose(found, AutoModelForCausalLM.from_pretrained(policy).eval()(ids).logits, atol=1e-3)
+    assert (out / "tokenizer.json").is_file()
+    assert main(["merge", str(tmp_path / "step"), "--out", str(out)]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "step"), "--out", str(tmp_path / "other"), "--base", str(tmp_path)]) == 2
+    assert "is no model directory here; name it with --base" in capsys.readouterr().err
+
+
+def checkpoint(policy: Path) -> Path:
+    """`policy` with what a checkpoint has beside a model."""
+    for name in export_module.LEFT_OUT:
+        (policy / name).write_text("x")
+    (policy / "trainer_state").mkdir()
+    (policy / "trainer_state" / "zero.pt").write_text("x")
+    (policy / "adapter").mkdir()
+    (policy / "adapter" / "adapter_config.json").write_text("{}")
+    return policy
+
+
+def test_an_export_has_the_model_alone(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "exported"
+    assert main(["export", str(checkpoint(policy)), "--name", str(out)]) == 0
+    found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "adapter/adapter_config.json"} <= found
+    assert not found & {*export_module.LEFT_OUT, "trainer_state/zero.pt"}
+    assert main(["export", str(policy), "--name", str(out)]) == 2
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_an_upload_makes_a_private_repository_and_tells_a_refusal(
+    policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub
+
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class Hub:
+        def create_repo(self, name: str, **how: Any) -> Any:
+            calls.append((name, how))
+            if name == "me/closed":
+                raise OSError("401 Client Error")
+            return huggingface_hub.RepoUrl(f"https://huggingface.co/{name}")
+
+        def upload_folder(self, **how: Any) -> None:
+            calls.append(("upload", how))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert main(["export", str(checkpoint(policy)), "--to", "hub", "--name", "me/mine"]) == 0
+    (_, made), (_, uploaded) = calls
+    assert made == {"private": True, "exist_ok": True} and uploaded["repo_id"] == "me/mine"
+    assert "model.safetensors" in uploaded["allow_patterns"] and "ledger.sqlite" not in uploaded["allow_patterns"]
+    assert "uploaded to https://huggingface.co/me/mine" in capsys.readouterr().out
+    assert main(["export", str(policy), "--to", "hub", "--name", "me/closed"]) == 2
+    assert "cannot be uploaded: 401 Client Error; log in with hf auth login" in capsys.readouterr().err
+
+
+def test_a_chat_keeps_the_conversation_until_it_is_reset(
+    policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = "{% for m in messages %}w5 {{ m.content }} {% endfor %}w6"
+    tokenizer.save_pretrained(policy)
+    monkeypatch.setattr("sys.stdin", io.StringIO("w1\n\nw1\n/reset\nw1\n/exit\nw9\n"))
+    assert main(["chat", str(policy), "--temperature", "0", "--max-tokens", "4"]) == 0
+    replies = capsys.readouterr().out.splitlines()
+    assert len(replies) == 3 and replies[0] == replies[2] and all(reply.startswith("w") for reply in replies)

@@ -1,0 +1,80 @@
+"""Runs that end before their last step: by a figure, or by the clock; and responses that were cut off."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Group
+from flowrl.nodes import TokenBatch
+from flowrl.runtime.driver.early_stop import EarlyStop, StopRule
+from flowrl.runtime.driver.options import RunOptions
+from flowrl.testing import VirtualClock, run_graph
+from tests.test_nodes_batch import batches, group
+from tests.test_runtime_episodes import PLAYED
+
+RULES = [
+    (StopRule("r", above=0.5), [0.1, 0.5, 0.6, 0.7], "r is 0.6, above 0.5"),
+    (StopRule("r", below=0.5, for_values=2), [0.1, 0.7, 0.2, 0.3], "r is 0.3, below 0.5"),
+    (StopRule("r", patience=2), [0.1, 0.3, 0.2, 0.3], "r has not improved for 2 values"),
+    (StopRule("r", patience=2, best="lowest"), [3.0, 2.0, 2.0, 2.5], "r has not improved for 2 values"),
+    (StopRule("r", patience=2), [0.1, 0.2, 0.1, 0.3, 0.2], ""),
+    (StopRule("r", above=0.5), [float("nan"), 0.1], ""),
+]
+
+
+@pytest.mark.parametrize(("rule", "values", "reason"), RULES)
+def test_a_rule_ends_a_run_once(rule: StopRule, values: list[float], reason: str) -> None:
+    told: list[str] = []
+    stop = EarlyStop(rule, told.append)
+    for value in [*values, values[-1]] if reason else values:
+        stop.look({"r": value, "other": 9.0})
+        stop.look({"other": 9.0})
+    assert told == ([reason] if reason else [])
+
+
+@pytest.mark.parametrize("wrong", [{"metric": "r"}, {"above": 1.0}, {"metric": "r", "patience": -1}])
+def test_half_a_rule_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"--stop\."):
+        StopRule(**wrong)  # type: ignore[arg-type]
+
+
+def test_hours_have_to_pass() -> None:
+    with pytest.raises(ConfigError, match="--max-hours is 0"):
+        RunOptions(max_hours=0)
+
+
+def test_a_run_ends_by_its_clock_with_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
+    whole = run_graph(PLAYED, tmp_path / "whole", {}, clock=(clock := VirtualClock()), timeout_s=3600, steps=6)
+    took_s = clock.now_s
+    assert whole.steps == [1, 2, 3, 4, 5, 6] and took_s > 0
+    hours = took_s / 2 / 3600
+    ran = run_graph(PLAYED, tmp_path / "run", {}, clock=VirtualClock(), timeout_s=3600, steps=400, max_hours=hours)
+    assert ran.outcome is not None and ran.outcome.interrupted and 0 < len(ran.steps) < 400
+    assert any("--max-hours" in line and "are over" in line for line in ran.view.lines)
+    assert ran.audit().ok and (tmp_path / "run" / "checkpoints" / f"step_{ran.steps[-1]:06}").is_dir()
+
+
+def test_a_run_ends_by_a_figure(tmp_path: Path) -> None:
+    rule = StopRule("tokens_trained", above=0.0, for_values=3)
+    ran = run_graph(PLAYED, tmp_path / "run", {}, clock=VirtualClock(), timeout_s=3600, steps=50, stop=rule)
+    assert ran.outcome is not None and ran.outcome.interrupted and 3 <= len(ran.steps) < 50
+    assert any("ending early: tokens_trained is" in line for line in ran.view.lines) and ran.audit().ok
+
+
+def test_responses_that_were_cut_off_are_kept_out_of_the_loss() -> None:
+    whole = group("g0")
+    cut = dataclasses.replace(whole.samples[0], truncated=True)
+    arrivals = [(0, Group("g0", (cut, whole.samples[1]), 2))]
+    for filtered, trained in ((True, 2), (False, 4)):
+        (batch,) = batches(TokenBatch(1, mask_truncated=filtered), arrivals)
+        assert batch.num_tokens == trained
+    (batch,) = batches(TokenBatch(1, mask_truncated=True), arrivals)
+    assert batch.metrics["overlong_share"] == 0.5
+    masks = [sample.loss_mask for sample in batch.samples]
+    assert masks[0] is not None and not masks[0].any() and masks[1] is None
+    assert np.array_equal(batch.samples[0].advantages, cut.advantages), "it still counts in its group's baseline"

@@ -1,0 +1,219 @@
+"""Reward functions of OpenRLHF, TRL and verl, unedited: recognised by their parameters, called as those call them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.errors import ConfigError
+from flowrl.nodes import Reward
+from flowrl.tasks import Row, Task, asked_columns, load_rows, reward_parts
+from flowrl.tasks.conventions import adapted, label_of, openrlhf_answer
+from flowrl.tasks.gathered import Gathered
+from flowrl.tasks.http import body_of_openrlhf
+from flowrl.tasks.judge import BadReward, Verdicts, load_judge
+from flowrl.tasks.question import Question
+from flowrl.tasks.rewards import parse_reward
+from flowrl.tasks.signatures import convention_of, declared, with_function
+
+FILES = Path(__file__).parent / "foreign_rewards"
+OPENRLHF, TRL, VERL = (FILES / f"{name}_reward.py" for name in ("openrlhf", "trl", "verl"))
+
+
+@pytest.mark.parametrize(
+    ("names", "convention"),
+    [
+        (["prompts", "responses", "answer"], "flowrl"),
+        (["prompt", "response"], "flowrl"),
+        (["queries", "prompts", "labels"], "openrlhf"),
+        (["queries", "prompts"], "openrlhf"),
+        (["prompts", "completions", "ground_truth"], "trl"),
+        (["completions"], "trl"),
+        (["data_source", "solution_str", "ground_truth", "extra_info"], "verl"),
+        (["solution_str", "ground_truth"], "verl"),
+        (["text"], None),
+    ],
+)
+def test_a_convention_is_known_by_the_names_of_parameters(names: list[str], convention: str | None) -> None:
+    assert convention_of(names) == convention
+
+
+def test_a_file_is_read_without_being_imported(tmp_path: Path) -> None:
+    file = tmp_path / "r.py"
+    file.write_text("raise RuntimeError\ndef helper(x): ...\ndef reward_func(queries, prompts, labels): ...\n")
+    assert declared(f"{file}:reward_func") == "openrlhf" and declared(f"{file}:helper") is None
+    assert with_function(str(file)) == f"{file}:reward_func"
+    assert declared(f"{tmp_path}/absent.py:f") is None
+    file.write_text("def f(completions): ...\ndef g(completions): ...\n")
+    with pytest.raises(ConfigError, match=r"names a file with f, g; name the function"):
+        with_function(str(file))
+
+
+def asked(place: str, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]) -> Verdicts:
+    return load_judge(place)([f"{n}?" for n in range(len(rows))], responses, rows)
+
+
+def test_openrlhf_gets_queries_prompts_and_labels_at_once() -> None:
+    found = asked(str(OPENRLHF) + ":reward_func", [{"answer": "4"}, {"label": "5"}, {}], ["4", "6", "1"])
+    assert found.rewards == found.scores == (1.0, 0.0, 0.0)
+    assert found.logs == {"answer_length": (1.0, 1.0, 1.0), "batch": (3.0, 3.0, 3.0)}
+
+
+def trl_columns(*, messages: bool) -> dict[str, Any]:
+    task = Task("arithmetic", reward=f"{TRL}:correct")
+    row = Row(
+        ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+2="}), {"answer": "4"}, 0.0, messages
+    )
+    return {**row.columns, **asked_columns(reward_parts(task), task, row)}
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_trl_gets_texts_or_messages_as_the_rows_have_them(messages: bool) -> None:
+    seen: list[Any] = []
+
+    def reward(prompts: Any, completions: Any, answer: Any, **kwargs: Any) -> list[float]:
+        seen.append((prompts, completions, answer, kwargs))
+        return [0.5]
+
+    columns = {name: [value] for name, value in trl_columns(messages=messages).items()}
+    assert adapted(reward, "trl").function(["<|user|>2+2="], ["4"], **columns) == [0.5]
+    ((prompts, completions, answer, kwargs),) = seen
+    if messages:
+        assert prompts == [[{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2="}]]
+        assert completions == [[{"role": "assistant", "content": "4"}]]
+    else:
+        assert (prompts, completions) == (["2+2="], ["4"])
+    assert answer == ["4"] and kwargs == {}
+
+
+def test_a_none_of_trl_counts_nothing_and_is_logged() -> None:
+    found = asked(f"{TRL}:short", [{}, {}], ["", "abc"])
+    assert found.rewards == (0.0, 0.25) and found.logs == {"not_applicable": (1.0, 0.0)}
+
+
+def test_verl_gets_one_sample_its_source_and_its_truth() -> None:
+    rows = [
+        {"answer": "4"},
+        {"reward_model": {"ground_truth": "7"}, "answer": "no", "data_source": "gsm8k"},
+        {"ground_truth": "9", "flowrl.row": {"task": "unknown", "turns": [], "messages": False}},
+    ]
+    place = f"{VERL}:compute_score"
+    found = asked(place, rows[:2], ["4", "7"])
+    assert found.rewards == (1.0, 1.0) and found.logs == {"acc": (1.0, 1.0)}
+    with pytest.raises(BadReward, match="unknown"):
+        asked(place, rows[2:], ["9"])
+    with pytest.raises(ConfigError, match=r"one of the columns answer, ground_truth, label, reward_model"):
+        load_judge(place).check_columns({"other": 1})
+
+
+def test_an_async_function_is_awaited() -> None:
+    async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        return float(solution_str == ground_truth)
+
+    call = adapted(compute_score, "verl").function
+    assert asyncio.run(call("2+2", "4", answer="4")) == 1.0
+
+
+def test_what_only_trl_has_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def f(completions, completion_ids): return [0.0]\n")
+    with pytest.raises(ConfigError, match="needs completion_ids, which TRL hands over"):
+        load_judge(f"{tmp_path}/r.py:f")
+
+
+def test_a_function_of_no_convention_is_told_all_four(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def f(text, truth): return 0.0\n")
+    with pytest.raises(ConfigError, match=r"begins with the parameters \(text, truth\).*OpenRLHF.*TRL.*verl"):
+        load_judge(f"{tmp_path}/r.py:f")
+
+
+# Many at once
+
+
+class Counting:
+    """A client that notes the sizes of its calls; a response "bad" fails its whole call."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Any) -> Verdicts:
+        self.sizes.append(len(responses))
+        await asyncio.sleep(0)  # a tick, in which others ask
+        if "bad" in responses:
+            raise BadReward("reward_raised", "a bad one")
+        return Verdicts(*[tuple(float(len(one)) for one in responses)] * 2)
+
+    async def close(self) -> None: ...
+
+
+def test_what_waits_is_asked_together_and_a_bad_sample_fails_alone() -> None:
+    async def run() -> tuple[Counting, list[Any]]:
+        client = Counting()
+        gathered = Gathered(client, batch=4)
+        asks = (gathered.ask(["p"], [text], [{}]) for text in ("a", "bb", "ccc", "bad", "eeeee"))
+        answers = await asyncio.gather(*asks, return_exceptions=True)
+        await gathered.close()
+        return client, answers
+
+    client, answers = asyncio.run(run())
+    assert client.sizes == [4, 1, 1, 1, 1, 1]
+    assert [one.rewards for one in answers if isinstance(one, Verdicts)] == [(1.0,), (2.0,), (3.0,), (5.0,)]
+    assert isinstance(answers[3], BadReward)
+
+
+def test_functions_that_expect_many_get_many() -> None:
+    assert Reward(Task(reward=str(OPENRLHF))).concurrency == 64
+    assert Reward(Task(reward=f"{TRL}:correct")).concurrency == 64
+    assert Reward(Task(reward=str(VERL))).concurrency == 1
+    assert Reward(Task(reward=f"{TRL}:correct"), concurrency=3).concurrency == 3
+
+
+# Servers
+
+
+def test_a_server_of_openrlhf_gets_its_fields() -> None:
+    (part,) = parse_reward("openrlhf+http://a:1/get_reward")
+    assert part.urls == ("http://a:1/get_reward",) and part.of_openrlhf and part.name == "http"
+
+    async def made() -> bytes:
+        loop = asyncio.get_running_loop()
+        return body_of_openrlhf([Question("2+2=", "4", {"answer": "4"}, loop.create_future())])
+
+    body = json.loads(asyncio.run(made()))
+    assert (body["query"], body["prompts"], body["labels"], body["responses"]) == (["2+2=4"], ["2+2="], ["4"], ["4"])
+    assert openrlhf_answer({"rewards": [1.0], "extra_logs": {"n": 2}}, 1) == {"rewards": [1.0], "logs": {"n": [2]}}
+    assert label_of({}) == ""
+
+
+# What the user is told
+
+
+def test_check_says_how_a_function_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "grpo", "--task.reward", str(OPENRLHF)]) == 0
+    assert "is called as OpenRLHF calls it, with up to 64 samples at once" in capsys.readouterr().out
+
+
+def test_the_preflight_tries_each_of_them_on_the_first_row() -> None:
+    for reward, title in ((str(OPENRLHF), "OpenRLHF"), (f"{TRL}:correct", "TRL"), (str(VERL), "verl")):
+        told = Reward(Task(reward=reward)).preflight()
+        assert told is not None and f"is called as {title} calls it" in told
+    assert Reward(Task()).preflight() is None
+
+
+def test_rows_know_whether_they_came_as_messages(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    turn = {"role": "user", "content": "2+3="}
+    lines = [
+        {"prompt": "2+2=", "answer": "4"},
+        {"prompt": [turn], "answer": "5"},
+        {"messages": [turn | {"content": "1"}]},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = load_rows(Task(str(file)), whole=True)
+    found = {row.prompt: row.as_messages for row in (*rows.train, *rows.held_out)}
+    assert found == {"2+2=": False, "2+3=": True, "1": True}
