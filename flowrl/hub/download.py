@@ -50,6 +50,11 @@ def fetched(name: HubName, choose: Choose, complete: Callable[[Path], bool], pro
         return _pinned(name, there)
 
 
+def to_stderr(text: str) -> None:
+    """A progress callback for what is done before a run has its view."""
+    print(f"flowrl: {text}", file=sys.stderr, flush=True)
+
+
 class _UnreachableError(Exception):
     """The Hub did not answer, or with a failure of its own."""
 

@@ -39,7 +39,7 @@ def problem_of(error: Exception, name: HubName) -> ConfigError:
     elif isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         text = f"{name}: {cache_home()} cannot be written ({error.strerror}); set HF_HOME to a directory of yours"
     else:
-        text = f"{name}: {_lost(error)}; run it again: what has been downloaded is kept"
+        text = f"{name} is not on this machine, and {_lost(error)}; run it again: what has been downloaded is kept"
     return ConfigError(text)
 
 

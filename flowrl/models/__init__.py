@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.hub.download import to_stderr
 from flowrl.models.cache import Progress, cache_dir
 from flowrl.models.chat import Chat, Turns, load_tokenizer
 from flowrl.models.directory import check_code, check_directory, context_length
@@ -30,11 +30,6 @@ __all__ = [
 
 def silent(text: str) -> None:
     """A progress callback that does nothing."""
-
-
-def to_stderr(text: str) -> None:
-    """A progress callback for what is done before a run has its view."""
-    print(f"flowrl: {text}", file=sys.stderr, flush=True)
 
 
 def resolve(policy: Policy, *, progress: Progress = silent) -> str:

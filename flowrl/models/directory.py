@@ -59,23 +59,26 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
 
 def weight_files(path: Path) -> list[Path]:
     """The files with the weights, safetensors if there are any, as the index names them if there is one."""
-    files = _listed(path, INDEX) or sorted(path.glob("*.safetensors"))
-    files = files or _listed(path, PICKLED_INDEX) or sorted(path.glob(PICKLED))
+    index = path / INDEX
+    files = _listed(index) or sorted(path.glob("*.safetensors"))
+    if not files:
+        index = path / PICKLED_INDEX
+        files = _listed(index) or sorted(path.glob(PICKLED))
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ConfigError(f"{path} lacks {', '.join(missing)}, which its index names; download the model again")
+        raise ConfigError(f"{path} lacks {', '.join(missing)}, which its {index.name} names; download the model again")
     if not files:
         raise ConfigError(
-            f"{path} holds no weights (*.safetensors or {PICKLED}); save the model there with save_pretrained"
+            f"{path} holds no weights (*.safetensors, or else {PICKLED}); save the model there with save_pretrained"
         )
     return files
 
 
-def _listed(path: Path, index: str) -> list[Path]:
+def _listed(index: Path) -> list[Path]:
     """The files that an index names; none without that index."""
-    if not (path / index).is_file():
+    if not index.is_file():
         return []
-    return [path / name for name in dict.fromkeys(_json(path / index).get("weight_map", {}).values())]
+    return [index.parent / name for name in dict.fromkeys(_json(index).get("weight_map", {}).values())]
 
 
 def _check_pickle(file: Path) -> None:
