@@ -56,11 +56,13 @@ class PolicyOptions:
     """Options of every graph."""
 
     policy: str = "tiny"
-    """tiny, smollm2, or the path of a Hugging Face model directory."""
+    """tiny, smollm2, the path of a Hugging Face model directory, or OWNER/NAME[@REVISION] on the Hugging Face Hub."""
     task: Task = Task("arithmetic")
     """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
     gpus: float = 0
     """GPUs of each generator, which splits the policy among them; other models take one at most. 0: CPU only."""
+    trust_remote_code: bool = False
+    """Run the Python files that come with models; holds for every model and library of the run."""
 
     def __init_subclass__(cls) -> None:
         for name in get_annotations(cls):
@@ -83,7 +85,7 @@ class PolicyOptions:
     @property
     def model(self) -> Policy:
         """The policy as nodes take it."""
-        return Policy(self.policy, task=self.task)
+        return Policy(self.policy, task=self.task, trust_remote_code=self.trust_remote_code)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.models import Policy
 from flowrl.nodes import Teacher, TeacherAdvantage
 from flowrl.prompt_options import PromptOptions
 from flowrl.training.loss.distillation_objective import ReverseKL
@@ -35,7 +34,7 @@ class Distill(PromptOptions):
 
 
 def graph(cfg: Distill) -> Graph:
-    student, teacher = cfg.model, Policy(cfg.teacher, task=cfg.task)
+    student, teacher = cfg.model, cfg.model.like(cfg.teacher)
     objective = ReverseKL(negate=cfg.negate_rewards) if cfg.exact else PolicyObjective()
 
     g = Graph("distill")

@@ -7,12 +7,11 @@ flowrl run ppo --steps 60
 flowrl run ppo --reward-model runs/reward_model/checkpoints/step_000100 --steps 60
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.models import Policy
 from flowrl.nodes import (
     AdaptiveKL,
     Critic,
@@ -67,7 +66,7 @@ class PPO(RewardOptions):
 
 
 def graph(cfg: PPO) -> Graph:
-    critic_model = Policy(cfg.critic or cfg.policy, task=cfg.task, name="critic")
+    critic_model = replace(cfg.model, model=cfg.critic or cfg.policy, name="critic")
     estimate = Estimate("gae", gamma=cfg.gamma, lam=cfg.lam, kl_coef=cfg.kl_coef, kl_estimator=cfg.kl_estimator)
     adaptive_kl = None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target)
     cpus = cfg.cpus if cfg.cpus is not None else 1 if cfg.gpus else 0.5 / cfg.num_trainers

@@ -5,7 +5,7 @@ flowrl run sft --evaluate 256 --steps 100
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flowrl import Graph
@@ -39,7 +39,7 @@ class SFT(EvaluationOptions, DatasetOptions):
     @property
     def model(self) -> Policy:
         """The policy without a warm start on the task, which is what is trained here."""
-        return Policy(self.policy)
+        return replace(super().model, task=None)
 
 
 def graph(cfg: SFT) -> Graph:

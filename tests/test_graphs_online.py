@@ -23,6 +23,7 @@ SHARED = (
     "policy",
     "task",
     "gpus",
+    "trust_remote_code",
     "max_tokens",
     "temperature",
     "group_size",

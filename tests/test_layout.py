@@ -17,11 +17,12 @@ CHECKED = (
 )
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
-BASE = {"errors", "message_base", "messages", "episode", "orphans", "packing"}
+BASE = {"errors", "message_base", "messages", "episode", "orphans", "packing", "hub"}
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "hub": {"errors"},
     "orphans": set(),
     "packing": {"errors"},
     "message_base": {"errors"},
@@ -221,6 +222,7 @@ BROAD_EXCEPTS = {
     "environments/zygote.py: ZygoteClient.start",
     "graph/load.py: user_code",
     "models/__init__.py: check_prompts",
+    "training/model/logit_scaling.py: _Stand.logits",
     "runtime/activity/lease.py: Lease._move",
     "runtime/activity/lease.py: _hook",
     "runtime/driver/cluster.py: RayCluster.start",

@@ -251,7 +251,7 @@ MODELS = {
     "broken": "config.json is not valid JSON (Expecting property name",
     "list": "config.json holds a list, but an object was needed",
     "no type": "config.json names no model_type",
-    "no weights": "holds no weights (*.safetensors)",
+    "no weights": "holds no weights (*.safetensors, or else pytorch_model*.bin)",
     "pointer": "model.safetensors is no safetensors file (42 bytes); download the model again",
     "cut off": "model.safetensors is cut off",
     "shard": "lacks model-1.safetensors, which its model.safetensors.index.json names",
@@ -264,9 +264,17 @@ def test_directories_that_are_no_model(told: Told, tmp_path: Path, case: str) ->
     assert MODELS[case] in told("run", GRPO, *SMALL, "--policy", tmp_path / "model")
 
 
-@pytest.mark.parametrize("name", ["/nowhere/model", "Qwen/Qwen2.5-0.5B"])
-def test_models_that_are_not_there(told: Told, name: str) -> None:
-    assert f"there is no model {name!r}: it is neither tiny nor smollm2" in told("run", GRPO, *SMALL, "--policy", name)
+NOT_THERE = {
+    "/nowhere/model": "there is no model '/nowhere/model': it is neither tiny, tiny_teacher, tiny_agent nor smollm2",
+    "Qwen/Qwen2.5-0.5B": "Qwen/Qwen2.5-0.5B is not on this machine, and the connection to http://127.0.0.1:9 was lost",
+}
+
+
+@pytest.mark.parametrize("name", NOT_THERE)
+def test_models_that_are_not_there(told: Told, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert NOT_THERE[name] in told("run", GRPO, *SMALL, "--policy", name)
 
 
 def test_everything_wrong_with_model_and_task_is_said_at_once(told: Told) -> None:
@@ -357,7 +365,7 @@ def test_a_reward_server_that_is_not_there(told: Told, closed_port: int) -> None
 
 SERVING = {
     "": "needs a reward model's directory or FILE.py:FUNCTION first",
-    "nowhere": "'nowhere' is neither a directory of a reward model nor a function",
+    "nowhere": "'nowhere' is neither a directory of a reward model, nor a name on the Hub, nor a function",
     "nowhere.py:f": "the reward's file nowhere.py does not exist",
     "nowhere.py:f --port 99999": "--port is 99999; it has to be in 0 to 65535",
     "nowhere.py:f --prt 1": "there is no option --prt; did you mean --port?",

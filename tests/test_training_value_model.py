@@ -13,10 +13,10 @@ import torch
 from flowrl.errors import ConfigError
 from flowrl.training.model.policy_model import companions, load_policy_model
 from flowrl.training.model.row_layout import lay_out, lay_out_ends
+from flowrl.training.model.scalar_head import has_scalar_head
 from flowrl.training.model.value_model import (
     ScalarModel,
     draw_head,
-    has_scalar_head,
     load_scalar_model,
     write_scalar_model,
 )

@@ -31,7 +31,14 @@ def examine_with_parsers(
     Raises ConfigError for a template without a boundary, and for parsers that cannot be used.
     """
     named = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-    asked = json.dumps({"model": policy.model, "tools": [dict(tool) for tool in tools], **named})
+    asked = json.dumps(
+        {
+            "model": policy.model,
+            "trust_remote_code": policy.trust_remote_code,
+            "tools": [dict(tool) for tool in tools],
+            **named,
+        }
+    )
     command = [sys.executable, "-m", "flowrl.agents.parser_trial"]
     try:
         done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=LIMIT_S)
@@ -64,7 +71,7 @@ def main() -> None:
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     named = {option: asked[option] for option in ("tool_parser", "reasoning_parser")}
     try:
-        tokenizer = known_tokenizer(Policy(asked["model"]))
+        tokenizer = known_tokenizer(Policy(asked["model"], trust_remote_code=asked["trust_remote_code"]))
         return asdict(examine(tokenizer, asked["tools"], reply_parser(tokenizer, **named), named=_words(named)))
     except ConfigError as problem:
         return {"refused": str(problem)}

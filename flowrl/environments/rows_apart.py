@@ -11,20 +11,20 @@ import pickle
 from multiprocessing.connection import Connection
 
 from flowrl.errors import ConfigError
-from flowrl.tasks import Rows, Task, child, load_rows
-from flowrl.tasks.formats import is_file_task
+from flowrl.hub import pins
+from flowrl.tasks import Rows, Task, child, load_rows, place_of_rows
 
 
 def load_rows_apart(task: Task) -> Rows:
     """As `load_rows`. Generated tasks stay in this process, where their verifiers find what was generated."""
-    if not is_file_task(task.path):
+    if place_of_rows(task) is None:
         return load_rows(task)
     mine, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_read, args=(task, theirs))
     process.start()
     theirs.close()
     try:
-        found = pickle.loads(mine.recv_bytes())
+        found, commits = pickle.loads(mine.recv_bytes())
     except EOFError:
         raise ConfigError(f"reading task {task.name!r} ended its process; see what it printed") from None
     finally:
@@ -33,6 +33,7 @@ def load_rows_apart(task: Task) -> Rows:
     if isinstance(found, str):
         raise ConfigError(found)
     assert isinstance(found, Rows)
+    pins.use(commits)
     return found
 
 
@@ -42,4 +43,4 @@ def _read(task: Task, target: Connection) -> None:
         found: Rows | str = load_rows(task)
     except ConfigError as problem:
         found = str(problem)
-    target.send_bytes(pickle.dumps(found))
+    target.send_bytes(pickle.dumps((found, pins.commits())))

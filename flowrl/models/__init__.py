@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.hub.download import to_stderr
 from flowrl.models.cache import Progress, cache_dir
 from flowrl.models.chat import Chat, Turns, load_tokenizer
-from flowrl.models.directory import check_directory, context_length
+from flowrl.models.directory import check_code, check_directory, context_length
+from flowrl.models.find_model import found_directory, known_directory
 from flowrl.models.policy import CHARACTER_CONTEXT, CHARACTER_MODELS, SMOLLM2_CONTEXT, TOOL_MODEL, Policy
 
 __all__ = [
@@ -19,9 +20,11 @@ __all__ = [
     "check_model",
     "check_prompts",
     "known_context",
+    "known_directory",
     "known_tokenizer",
     "load_tokenizer",
     "resolve",
+    "tokenizer_of",
 ]
 
 
@@ -30,7 +33,7 @@ def silent(text: str) -> None:
 
 
 def resolve(policy: Policy, *, progress: Progress = silent) -> str:
-    """The local model directory of `policy`. A built-in model that is not in the cache is created first.
+    """The local model directory of `policy`. One that is not on this machine is made or downloaded first.
 
     Safe to call from several processes: one creates the model, the others wait. `progress` is called with one
     line per stage. Raises ConfigError if there is no such model.
@@ -43,14 +46,15 @@ def resolve(policy: Policy, *, progress: Progress = silent) -> str:
         from flowrl.models.smollm2 import smollm2_model
 
         return str(smollm2_model(progress))
-    check_model(policy)
-    return str(Path(policy.model).expanduser().resolve())
+    directory = found_directory(policy, progress)
+    check_directory(directory)
+    return str(directory)
 
 
-def check_model(policy: Policy) -> None:
+def check_model(policy: Policy, *, progress: Progress = to_stderr) -> None:
     """Raise ConfigError unless `policy` names a built-in model or a directory that looks like a model.
 
-    `tiny_agent` is refused with a task for which it cannot be warm-started.
+    A model of the Hub is downloaded. `tiny_agent` is refused with a task for which it cannot be warm-started.
     """
     if policy.model == "smollm2":
         from flowrl.models.smollm2 import find_gguf
@@ -61,7 +65,12 @@ def check_model(policy: Policy) -> None:
 
         check_tool_task(policy.task)
     elif not policy.built_in:
-        check_directory(Path(policy.model).expanduser())
+        check_code(resolve(policy, progress=progress), trusted=policy.trust_remote_code)
+
+
+def tokenizer_of(policy: Policy, *, progress: Progress = silent) -> Any:
+    """The tokenizer of `policy`, whose model is made or downloaded first if it is not on this machine."""
+    return load_tokenizer(resolve(policy, progress=progress), trust_remote_code=policy.trust_remote_code)
 
 
 def known_context(policy: Policy) -> int | None:
@@ -70,35 +79,35 @@ def known_context(policy: Policy) -> int | None:
         return CHARACTER_CONTEXT
     if policy.model == "smollm2":
         return SMOLLM2_CONTEXT
-    path = Path(policy.model).expanduser()
-    return context_length(path) if not policy.built_in and (path / "config.json").is_file() else None
+    directory = known_directory(policy)
+    return context_length(directory) if directory is not None and (directory / "config.json").is_file() else None
 
 
 def known_tokenizer(policy: Policy) -> Any | None:
-    """The model's tokenizer; None if the model has yet to be made."""
+    """The model's tokenizer; None if the model has yet to be made or downloaded."""
     if policy.model in CHARACTER_MODELS:
         from flowrl.models.characters import character_tokenizer
         from flowrl.models.tool_characters import tool_tokenizer
 
         return tool_tokenizer() if policy.model == TOOL_MODEL else character_tokenizer()
-    return None if policy.built_in else load_tokenizer(Path(policy.model).expanduser())
+    directory = known_directory(policy)
+    return None if directory is None else load_tokenizer(directory, trust_remote_code=policy.trust_remote_code)
 
 
 def check_prompts(policy: Policy, conversations: Sequence[Turns], system_prompt: str) -> None:
     """Raise ConfigError unless the model's tokenizer renders `conversations`. Built-in models render everything."""
     if policy.built_in:
         return
-    path = Path(policy.model).expanduser()
-    tokenizer = load_tokenizer(path)
+    tokenizer = tokenizer_of(policy)
     if not tokenizer.chat_template and (system_prompt or any(len(turns) > 1 for turns in conversations)):
         raise ConfigError(
-            f"{path} has no chat template, so a system prompt and earlier turns cannot be passed to it; name a chat "
-            "model, add a chat_template.jinja, or ask with single turns and without a system prompt"
+            f"{policy.model} has no chat template, so a system prompt and earlier turns cannot be passed to it; "
+            "name a chat model, add a chat_template.jinja, or ask with single turns and without a system prompt"
         )
     try:
         Chat(tokenizer, system_prompt).prompt(conversations[0])
     except Exception as problem:  # the boundary to the template, which is the model author's program
         raise ConfigError(
-            f"the chat template of {path} does not render a prompt of this task ({problem}); "
+            f"the chat template of {policy.model} does not render a prompt of this task ({problem}); "
             "leave out the system prompt, or change the template"
         ) from None

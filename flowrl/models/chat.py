@@ -18,10 +18,12 @@ Messages = Sequence[Mapping[str, Any]]
 """Turns with all that chat templates know: tool calls, tools' answers, reasoning."""
 
 
-def load_tokenizer(model_dir: str | Path) -> Any:
+def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The Hugging Face tokenizer of a model directory."""
     try:
-        return _tokenizer_class(Path(model_dir)).from_pretrained(str(model_dir), local_files_only=True)
+        return _tokenizer_class(Path(model_dir)).from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as problem:
         first_line = str(problem).strip().splitlines()[0]
         raise ConfigError(

@@ -4,57 +4,90 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model*.bin", "pytorch_model.bin.index.json"
 LENGTH = struct.Struct("<Q")
 
 
 def check_directory(path: Path) -> None:
     """Raise ConfigError unless `path` holds the config of a causal language model and all its weights."""
-    if not path.is_dir():
-        raise ConfigError(
-            f"there is no model {str(path)!r}: it is neither tiny nor smollm2 nor a directory on this machine; "
-            "download the model and name its directory"
-        )
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is no model directory: config.json is missing; name one that transformers can load")
     config = _json(path / "config.json")
-    for file in _weight_files(path):
-        _check_weights(file)
+    for file in weight_files(path):
+        if file.suffix == ".bin":
+            _check_pickle(file)
+        else:
+            _check_weights(file)
     _check_kind(path, config)
+
+
+def check_code(path: str | Path, *, trusted: bool) -> None:
+    """Raise ConfigError if the model's own Python files have to be run, and are not trusted."""
+    config = _json(Path(path) / "config.json")
+    if "auto_map" in config and not trusted and config.get("model_type") not in _known_types():
+        raise ConfigError(
+            f"{path} is a {config.get('model_type')} model, whose Python files are part of it; read them, then add "
+            "--trust-remote-code (trust_remote_code=True) to run them"
+        )
+
+
+def _known_types() -> Collection[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known: Collection[str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    return known
 
 
 def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ConfigError(f"{path}/config.json names no model_type; save the model there with save_pretrained")
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "auto_map" not in config:
+    if kind not in _known_types() and "auto_map" not in config:
         raise ConfigError(
             f"{path}/config.json says model_type {kind!r}, which is no causal language model that the installed "
             "transformers knows; name another model, or install a transformers that has it"
         )
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files, from the index if there is one."""
-    if (path / INDEX).is_file():
-        names = _json(path / INDEX).get("weight_map", {}).values()
-        files = [path / name for name in dict.fromkeys(names)]
-    else:
-        files = sorted(path.glob("*.safetensors"))
+def weight_files(path: Path) -> list[Path]:
+    """The files with the weights, safetensors if there are any, as the index names them if there is one."""
+    index = path / INDEX
+    files = _listed(index) or sorted(path.glob("*.safetensors"))
+    if not files:
+        index = path / PICKLED_INDEX
+        files = _listed(index) or sorted(path.glob(PICKLED))
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ConfigError(f"{path} lacks {', '.join(missing)}, which its {INDEX} names; download the model again")
+        raise ConfigError(f"{path} lacks {', '.join(missing)}, which its {index.name} names; download the model again")
     if not files:
-        raise ConfigError(f"{path} holds no weights (*.safetensors); save the model there with save_pretrained")
+        raise ConfigError(
+            f"{path} holds no weights (*.safetensors, or else {PICKLED}); save the model there with save_pretrained"
+        )
     return files
+
+
+def _listed(index: Path) -> list[Path]:
+    """The files that an index names; none without that index."""
+    if not index.is_file():
+        return []
+    return [index.parent / name for name in dict.fromkeys(_json(index).get("weight_map", {}).values())]
+
+
+def _check_pickle(file: Path) -> None:
+    """Refuse a file of torch.save that is cut off, or in the format before torch 1.6, which is not read safely."""
+    if not zipfile.is_zipfile(file):
+        raise ConfigError(
+            f"{file} is cut off, or was written before torch 1.6 ({file.stat().st_size} bytes); download it again, or "
+            "load it with a torch that reads it and write safetensors with save_pretrained"
+        )
 
 
 def _check_weights(file: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from flowrl.errors import ConfigError
+from flowrl.hub.name import HubName
 from flowrl.tasks.task import Task
 
 TOOL_MODEL = "tiny_agent"
@@ -20,7 +22,8 @@ class Policy:
     """A model by name or path."""
 
     model: str = "tiny"
-    """`tiny`, `tiny_teacher`, `tiny_agent`, `smollm2`, or the path of a Hugging Face model directory.
+    """`tiny`, `tiny_teacher`, `tiny_agent`, `smollm2`, the path of a Hugging Face model directory, or a name on the
+    Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION. A directory of that name is preferred.
 
     `tiny` is a character model of a third of a million weights that flowrl makes itself, `tiny_teacher`
     the same trained on right answers until it gives nearly all of them, `tiny_agent` one with tokens for
@@ -31,12 +34,30 @@ class Policy:
     """What the tiny models are trained on by SFT; None leaves their weights random. Others do not look at it."""
     name: str = "policy"
     """Names the model's directory in a checkpoint."""
+    trust_remote_code: bool = False
+    """Run the Python files that come with the model. All libraries that load it do, or none."""
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ConfigError("the policy's model is empty; write tiny, smollm2 or the path of a model directory")
+            raise ConfigError(
+                "the policy's model is empty; write tiny, smollm2, the path of a model directory or OWNER/NAME"
+            )
 
     @property
     def built_in(self) -> bool:
-        """Whether flowrl creates or converts the model instead of finding it on disk."""
+        """Whether flowrl creates or converts the model instead of finding it."""
         return self.model in BUILT_IN
+
+    @property
+    def path(self) -> Path:
+        """The directory of that name, which need not exist."""
+        return Path(self.model).expanduser()
+
+    @property
+    def hub_name(self) -> HubName | None:
+        """The model's name on the Hub; None if it is built in, a directory, or cannot be one."""
+        return None if self.built_in or self.path.is_dir() else HubName.parse(self.model)
+
+    def like(self, model: str) -> Policy:
+        """Another model, of which the same is trusted."""
+        return replace(self, model=model)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from flowrl.messages import Bool, Float32, Int32
 from flowrl.models.cache import Progress, cached_directory
 from flowrl.packing import PackedUnit, micro_batches_of
-from flowrl.training.model.policy_model import choose_attention, load_policy_model
+from flowrl.training.model.policy_model import PolicyModel, choose_attention, load_policy_model
 from flowrl.training.model.row_layout import lay_out, policy_places
 from flowrl.training.settings import Dtype
 
@@ -61,6 +61,7 @@ def reference_cache(
     device: torch.device,
     token_budget: int,
     progress: Progress,
+    trust_remote_code: bool = False,
 ) -> ReferenceCache:
     """The cache of `sequences` (token ids, and which of them count) under the model, created first if missing.
 
@@ -75,9 +76,13 @@ def reference_cache(
         "data": hashlib.blake2b(b"".join(sorted(known)), digest_size=KEY_BYTES).hexdigest(),
     }
 
+    def load() -> PolicyModel:
+        attention = choose_attention(None, device, dtype)
+        return load_policy_model(model_dir, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
+
     def make(target: Path) -> None:
         progress(f"reference logprobs of {len(known)} sequences: computing them, kept for later runs")
-        _Pass(model_dir, dtype, device, token_budget, progress).write(known, target)
+        _Pass(load, device, token_budget, progress).write(known, target)
 
     return ReferenceCache(cached_directory("references", "reference", recipe, make, progress))
 
@@ -104,10 +109,9 @@ class _Pass:
     """One pass of the reference over all sequences, longest first."""
 
     def __init__(
-        self, model_dir: str | Path, dtype: Dtype, device: torch.device, token_budget: int, progress: Progress
+        self, load: Callable[[], PolicyModel], device: torch.device, token_budget: int, progress: Progress
     ) -> None:
-        self._model_dir = model_dir
-        self._dtype = dtype
+        self._load = load
         self._device = device
         self._token_budget = token_budget
         self._progress = progress
@@ -126,8 +130,7 @@ class _Pass:
         del logprobs  # flushes the memory map
 
     def _fill(self, logprobs: Float32, found: Sequence[tuple[Int32, Bool]], offsets: npt.NDArray[np.int64]) -> None:
-        attention = choose_attention(None, self._device, self._dtype)
-        model = load_policy_model(self._model_dir, dtype=self._dtype, attention=attention).eval().to(self._device)
+        model = self._load().eval().to(self._device)
         units = [PackedUnit((number,), len(tokens), len(tokens)) for number, (tokens, _) in enumerate(found)]
         told = 0
         for part in micro_batches_of(units, self._token_budget):

@@ -32,9 +32,8 @@ class Scorer:
         self.model = model
         self.chat = Chat(tokenizer, system_prompt)
         config = model.network.config
-        self.mean = float(getattr(config, "reward_mean", 0.0))
+        self.mean, self.std = stored_statistics(config)
         """Mean of the model's scores in its training; with `std` it makes the scores of several models comparable."""
-        self.std = float(getattr(config, "reward_std", 1.0))
 
     def score(self, conversations: Sequence[Conversation]) -> list[float]:
         """The score of each conversation, not normalised."""
@@ -77,20 +76,39 @@ class Scorer:
 
 
 def load_scorer(
-    path: str | Path, device: str = "cpu", dtype: Dtype = "float32", *, system_prompt: str = "", attention: str = "sdpa"
+    path: str | Path,
+    device: str = "cpu",
+    dtype: Dtype = "float32",
+    *,
+    system_prompt: str = "",
+    attention: str = "sdpa",
+    trust_remote_code: bool = False,
 ) -> Scorer:
     """The reward model in the directory `path`. Raises ConfigError if there is none."""
     from flowrl.training.model.value_model import load_scalar_model
 
-    model = load_scalar_model(path, start="reward_model", dtype=dtype, attention=attention)
-    return Scorer(model.eval().to(device), load_tokenizer(path), system_prompt=system_prompt)
+    model = load_scalar_model(
+        path, start="reward_model", dtype=dtype, attention=attention, trust_remote_code=trust_remote_code
+    )
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    return Scorer(model.eval().to(device), tokenizer, system_prompt=system_prompt)
 
 
-def check_reward_model(path: str | Path) -> None:
-    """Raise ConfigError unless the directory `path` holds a reward model. Loads no weights."""
-    from flowrl.training.model.value_model import require_scalar_head
+def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError unless the directory `path` holds a reward model that can be loaded. Loads no weights."""
+    from flowrl.training.model.scalar_head import require_scalar_head
+    from flowrl.training.model.trainable import check_scalar
 
     require_scalar_head(path)
+    check_scalar(path, trust_remote_code=trust_remote_code)
+
+
+def stored_statistics(config: Any) -> tuple[float, float]:
+    """(mean, std) of a reward model's scores, as flowrl or OpenRLHF writes them into its config; (0, 1) without."""
+    for mean, std in (("reward_mean", "reward_std"), ("mean", "std")):
+        if hasattr(config, mean) and hasattr(config, std):
+            return float(getattr(config, mean)), float(getattr(config, std))
+    return 0.0, 1.0
 
 
 def _parts(conversation: Conversation) -> tuple[Turns, str]:

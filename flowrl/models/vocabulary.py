@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flowrl.models.find_model import known_directory
 from flowrl.models.policy import CHARACTER_MODELS, TOOL_MODEL, Policy
 
 Vocabulary = Mapping[str, int]
@@ -49,7 +50,8 @@ def vocabulary(policy: Policy) -> Vocabulary | None:
         from flowrl.models.tool_characters import TOOL_TOKENS
 
         return character_vocabulary(TOOL_TOKENS if policy.model == TOOL_MODEL else ())
-    return None if policy.built_in else _of_directory(Path(policy.model).expanduser())
+    directory = known_directory(policy)
+    return None if directory is None else _of_directory(directory)
 
 
 def _of_directory(path: Path) -> Vocabulary | None:

@@ -22,9 +22,10 @@ from flowrl.errors import FlowrlError
 from flowrl.graph.facts import Facts
 from flowrl.graph.ports import In, Serve
 from flowrl.messages import Batch, Float32, Sample, Values, Weights
-from flowrl.models import Policy, check_model, resolve
+from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.packing import PackedUnit, micro_batches_of
+from flowrl.training.model.trainable import check_scalar
 from flowrl.training.settings import Dtype
 from flowrl.weights.backends import receiver
 from flowrl.weights.fetched import Receiver
@@ -73,6 +74,8 @@ class Critic(ScoringNode):
 
     def preflight(self) -> None:
         check_model(self.policy)
+        if (model_dir := known_directory(self.policy)) is not None:
+            check_scalar(model_dir, trust_remote_code=self.policy.trust_remote_code)
 
     # Lifecycle
 
@@ -89,7 +92,9 @@ class Critic(ScoringNode):
         from flowrl.weights.module import ModuleWeights
 
         torch.set_num_threads(max(1, len(self.context.cores)))
-        model = load_scalar_model(source, start="policy", dtype=self.dtype).eval()
+        model = load_scalar_model(
+            source, start="policy", dtype=self.dtype, trust_remote_code=self.policy.trust_remote_code
+        ).eval()
         self._model = model.to(self.load_device)
         self._loader = ModuleWeights(dict(model.network.named_parameters()))
         self.context.progress("ready")

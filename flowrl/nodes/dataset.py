@@ -16,7 +16,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Group, Prompt, Trainable
-from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
+from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import PromptSource
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
@@ -76,8 +76,8 @@ class Demonstrations(Node):
             )
 
     async def setup(self) -> None:
-        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
-        self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
+        tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
+        self._chat = Chat(tokenizer, self.task.system_prompt)
         self._turns = {row.prompt_id: row.turns for row in await self.blocking(self._rows)}
 
     def _rows(self) -> tuple[Row, ...]:

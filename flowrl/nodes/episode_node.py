@@ -100,7 +100,7 @@ class EpisodeNode(Node):
 
     def _load(self, model_dir: str) -> None:
         """Load the tokenizer. Raises ConfigError if an episode may be longer than the model's context."""
-        self._templates = Templates(load_tokenizer(model_dir))
+        self._templates = Templates(load_tokenizer(model_dir, trust_remote_code=self.policy.trust_remote_code))
         longest = context_length(model_dir)
         self._tokens = longest if self.limits.tokens is None else self.limits.tokens
         if self._tokens > longest:

@@ -18,7 +18,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
-from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
+from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.nodes.environment_source import prompt_fields
 from flowrl.nodes.held_out_rows import HeldOutEpisodes, HeldOutRows, HeldOutTask, held_out_prompt
 from flowrl.nodes.row_source import SourceRow
@@ -146,8 +146,7 @@ class Evaluation(Node):
 
     async def setup(self) -> None:
         if self.sets:
-            model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
-            tokenizer = await self.blocking(load_tokenizer, model_dir)
+            tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
             self._held_out += [await self._task(one, tokenizer) for one in self.sets]
         for name in self.environments:
             rows = self._rows(environment_rows(name).held_out)

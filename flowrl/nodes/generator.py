@@ -20,7 +20,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +32,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
-from flowrl.models import Policy, resolve
+from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.nodes.responses import Prefix, Responses, TokenRequest
 from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
@@ -145,8 +144,9 @@ class Generator(Node):
 
     def preflight(self) -> None:
         check_vllm_version()
-        if not self.policy.built_in:
-            model_dir = Path(self.policy.model).expanduser()
+        if self.policy.hub_name is not None:
+            check_model(self.policy)  # it is downloaded, whichever node is the first
+        if (model_dir := known_directory(self.policy)) is not None:
             for problem in (*self.parallel.problems_with(model_dir, self.gpus), *quantized_problems(model_dir)):
                 raise ConfigError(problem)
 
@@ -191,7 +191,7 @@ class Generator(Node):
             seed=self.context.seed,
             transfer=self._receiver.engine,
             slots=slots,
-            engine=self.engine,
+            engine={"trust_remote_code": self.policy.trust_remote_code, **self.engine},
         )
         await self._sampler.listen()
         if self.turns.live is not None:

@@ -12,7 +12,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Prompt, Sample
-from flowrl.models import Chat, Policy, load_tokenizer, resolve
+from flowrl.models import Chat, Policy, tokenizer_of
 from flowrl.tasks import Task, load_demonstrations
 
 
@@ -42,8 +42,8 @@ class GivenResponses(Node):
             )
 
     async def setup(self) -> None:
-        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
-        self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
+        tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
+        self._chat = Chat(tokenizer, self.task.system_prompt)
         found = await self.blocking(load_demonstrations, self.task, whole=True)
         self._turns = {row.prompt_id: row.turns for row in (*found.train, *found.held_out)}
 

@@ -10,7 +10,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Out
 from flowrl.messages import Batch, Trainable
-from flowrl.models import check_model, resolve
+from flowrl.models import check_model
 from flowrl.nodes.preference_source import Preferences, Renderer
 from flowrl.tasks import Row
 
@@ -47,7 +47,7 @@ class HeldOutPreferences(Node):
         self._samples = await self.blocking(self._render)
 
     def _render(self) -> list[Trainable]:
-        chat = self.data.chat(resolve(self.data.policy, progress=self.context.progress))
+        chat = self.data.chat(self.context.progress)
         rows = self.data.rows().held_out
         chosen = sorted(rows, key=lambda row: (Row(row.turns).prompt_id, row.prompt_id))[: self.num_rows]
         rendered = [samples for samples in Renderer(self.data, chat, chosen) if self._fits(samples)]

@@ -15,9 +15,10 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Bool, Group, Int32, Trainable
-from flowrl.models import Policy, check_model, resolve
+from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.nodes.preference_source import Preferences, Renderer
 from flowrl.tasks import Row
+from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
@@ -69,19 +70,21 @@ class PreferenceReference(Node):
 
     def preflight(self) -> None:
         check_model(self.policy)
+        if (model_dir := known_directory(self.policy)) is not None:
+            check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
 
     async def setup(self) -> None:
         self._cache = await self.blocking(self._load)
 
     def _load(self) -> ReferenceCache:
         progress = self.context.progress
-        data_dir, model_dir = (resolve(policy, progress=progress) for policy in (self.data.policy, self.policy))
+        model_dir = resolve(self.policy, progress=progress)
         import torch
 
         from flowrl.models.references import reference_cache
 
         torch.set_num_threads(max(1, len(self.context.cores)))
-        chat, rows = self.data.chat(data_dir), self.data.rows()
+        chat, rows = self.data.chat(progress), self.data.rows()
         parts = [Renderer(self.data, chat, rows.train), Renderer(self.data, chat, self._chosen(rows.held_out))]
         self._judged_on = parts[1]
         return reference_cache(
@@ -91,6 +94,7 @@ class PreferenceReference(Node):
             device=torch.device("cuda" if self.context.gpus else "cpu"),
             token_budget=self.token_budget,
             progress=progress,
+            trust_remote_code=self.policy.trust_remote_code,
         )
 
     def _chosen(self, held_out: Sequence[Row]) -> Sequence[Row]:

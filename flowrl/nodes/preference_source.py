@@ -17,7 +17,8 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Mismatched, Prompt, Trainable
-from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
+from flowrl.models import Chat, Policy, check_model, silent, tokenizer_of
+from flowrl.models.cache import Progress
 from flowrl.nodes.source import PromptSource
 from flowrl.tasks import Row, Rows, Task, load_preferences
 
@@ -49,9 +50,9 @@ class Preferences:
         """All rows; a process reads them only once."""
         return load_preferences(self.task, self.kind)
 
-    def chat(self, model_dir: str) -> Chat:
+    def chat(self, progress: Progress = silent) -> Chat:
         """The chat that renders the rows."""
-        return Chat(load_tokenizer(model_dir), self.task.system_prompt)
+        return Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
 
 
 class PreferenceSource(PromptSource):
@@ -99,8 +100,7 @@ class PreferenceDataset(Node):
             mismatches(rows.train)
 
     async def setup(self) -> None:
-        model_dir = await self.blocking(resolve, self.data.policy, progress=self.context.progress)
-        chat = await self.blocking(self.data.chat, model_dir)
+        chat = await self.blocking(self.data.chat, self.context.progress)
         self._render = Renderer(self.data, chat, (await self.blocking(self.data.rows)).train)
 
     async def run(self) -> None:

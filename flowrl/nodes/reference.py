@@ -11,11 +11,12 @@ import numpy as np
 from flowrl.graph.facts import Facts
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Sample
-from flowrl.models import Policy, check_model, resolve
+from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.nodes.shared_pass import SharedPass
 from flowrl.packing import micro_batches_of, units_of
+from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Reference(ScoringNode):
 
     def preflight(self) -> None:
         check_model(self.policy)
+        if (model_dir := known_directory(self.policy)) is not None:
+            check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
 
     async def setup(self) -> None:
         self._model = await self.blocking(self._load)
@@ -75,7 +78,11 @@ class Reference(ScoringNode):
         from flowrl.training.model.policy_model import load_policy_model
 
         torch.set_num_threads(max(1, len(self.context.cores)))
-        return load_policy_model(source, dtype=self.dtype).eval().to(self.load_device)
+        return (
+            load_policy_model(source, dtype=self.dtype, trust_remote_code=self.policy.trust_remote_code)
+            .eval()
+            .to(self.load_device)
+        )
 
     def scoring_model(self) -> PolicyModel:
         return self._model

@@ -20,7 +20,7 @@ from flowrl.errors import ConfigError, SampleFailed
 from flowrl.graph.facts import Facts
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Int32, Sample, Scored
-from flowrl.models import Policy, check_model, load_tokenizer, resolve
+from flowrl.models import Policy, check_model, resolve, tokenizer_of
 from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.nodes.shaping import Shaping
@@ -88,14 +88,18 @@ class RewardModel(ScoringNode):
     def preflight(self) -> str | None:
         from flowrl.models.scorer import check_reward_model
 
-        reward_model = Policy(self.model)
-        if reward_model.built_in:
+        if self.reward_policy.built_in:
             raise ConfigError(
                 f"{self.model} is no reward model; train one with graphs/reward_model.py and name it here"
             )
-        check_model(reward_model)
-        check_reward_model(resolve(reward_model))
+        check_model(self.reward_policy)
+        check_reward_model(resolve(self.reward_policy), trust_remote_code=self.reward_policy.trust_remote_code)
         return None if self._functions is None else self._functions.preflight()
+
+    @property
+    def reward_policy(self) -> Policy:
+        """The reward model; it is trusted as far as the policy."""
+        return self.policy.like(self.model)
 
     async def setup(self) -> None:
         await self.blocking(self._load)
@@ -113,11 +117,15 @@ class RewardModel(ScoringNode):
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         self._scorer = load_scorer(
-            resolve(Policy(self.model)), self.load_device, self.dtype, system_prompt=self.task.system_prompt
+            resolve(self.reward_policy, progress=self.context.progress),
+            self.load_device,
+            self.dtype,
+            system_prompt=self.task.system_prompt,
+            trust_remote_code=self.reward_policy.trust_remote_code,
         )
         rows = load_rows(self.task, whole=True)
         self._turns = {row.prompt_id: row.turns for row in (*rows.train, *rows.held_out)}
-        theirs = load_tokenizer(resolve(self.policy, progress=self.context.progress))
+        theirs = tokenizer_of(self.policy, progress=self.context.progress)
         some = [list(turns) for turns in list(self._turns.values())[:TRIED_ROWS]]
         self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)
         if not self._same_tokens:

@@ -6,10 +6,10 @@ import asyncio
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from flowrl.errors import ConfigError
+from flowrl.models import Policy, check_model, resolve
 from flowrl.tasks.judge import Columns, Verdicts
 from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import check_reward, open_reward, parse_reward
@@ -31,6 +31,8 @@ class ServeOptions:
     """Of the model: cpu, cuda, cuda:1."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the model."""
+    trust_remote_code: bool = False
+    """Run the Python files that come with the model."""
     timeout_s: float = 10.0
     """A function that takes longer for a request is killed."""
     workers: int = 1
@@ -71,14 +73,18 @@ def serve(what: str, options: ServeOptions) -> None:
 
 
 def _client(what: str, options: ServeOptions) -> RewardClient:
-    if Path(what).expanduser().is_dir():
-        from flowrl.models.scorer import load_scorer
+    model = Policy(what, trust_remote_code=options.trust_remote_code)
+    if model.path.is_dir() or (model.hub_name is not None and ":" not in what):
+        from flowrl.models.scorer import check_reward_model, load_scorer
 
-        return AskModel(load_scorer(str(Path(what).expanduser()), options.device, options.dtype))
+        check_model(model)
+        path = resolve(model)
+        check_reward_model(path, trust_remote_code=model.trust_remote_code)
+        return AskModel(load_scorer(path, options.device, options.dtype, trust_remote_code=options.trust_remote_code))
     if ":" not in what:
         raise ConfigError(
-            f"{what!r} is neither a directory of a reward model nor a function; name one that graphs/reward_model.py "
-            "has saved, or FILE.py:FUNCTION"
+            f"{what!r} is neither a directory of a reward model, nor a name on the Hub, nor a function; name one "
+            "that graphs/reward_model.py has saved, OWNER/NAME, or FILE.py:FUNCTION"
         )
     parts = parse_reward(what)
     check_reward(parts, ())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.messages import Prompt
-from flowrl.models import Chat, Policy, check_model, check_prompts, load_tokenizer, resolve
+from flowrl.models import Chat, Policy, check_model, check_prompts, tokenizer_of
 from flowrl.nodes.row_source import Part, RowSource
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.mixture import mixed_order
@@ -71,11 +70,11 @@ class PromptSource(RowSource):
         check_answers(self.task, rows)
         check_prompts(self.policy, [row.turns for row in rows], self.task.system_prompt)
         if self.too_long == "error" and not self.policy.built_in:
-            self._refuse_long(Chat(load_tokenizer(Path(self.policy.model).expanduser()), self.task.system_prompt), rows)
+            self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt), rows)
 
     async def setup(self) -> None:
-        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
-        self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
+        tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
+        self._chat = Chat(tokenizer, self.task.system_prompt)
         await super().setup()
         if self.too_long == "error":
             await self.blocking(self._refuse_long, self._chat, self._rows)

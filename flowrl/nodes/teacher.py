@@ -13,12 +13,13 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Group, Sample, Scored
-from flowrl.models import Policy, check_model, load_tokenizer, resolve
+from flowrl.models import Policy, check_model, known_directory, resolve, tokenizer_of
 from flowrl.models.vocabulary import difference, untold, vocabulary_problem
 from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.training.advantage.advantages import Array, distillation_advantages
 from flowrl.training.advantage.estimate import trainable
+from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
@@ -65,8 +66,10 @@ class Teacher(ScoringNode):
 
     def preflight(self) -> None:
         check_model(self.policy)
+        if (model_dir := known_directory(self.policy)) is not None:
+            check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
         if untold(self.student, self.policy):
-            _require_same_vocabulary(resolve(self.student), resolve(self.policy))
+            _require_same_vocabulary(self.student, self.policy)
 
     async def setup(self) -> None:
         self._model = await self.blocking(self._load)
@@ -78,7 +81,11 @@ class Teacher(ScoringNode):
         from flowrl.training.model.policy_model import load_policy_model
 
         torch.set_num_threads(max(1, len(self.context.cores)))
-        return load_policy_model(source, dtype=self.dtype).eval().to(self.load_device)
+        return (
+            load_policy_model(source, dtype=self.dtype, trust_remote_code=self.policy.trust_remote_code)
+            .eval()
+            .to(self.load_device)
+        )
 
     def scoring_model(self) -> PolicyModel:
         return self._model
@@ -156,8 +163,8 @@ def scored_by_teacher(sample: Sample, teacher_logprobs: Float32, hidden: Float32
     return Scored(**fields, reward=reward, raw_reward=reward, scored_s=time.time())
 
 
-def _require_same_vocabulary(student: str, teacher: str) -> None:
+def _require_same_vocabulary(student: Policy, teacher: Policy) -> None:
     """Check what the files alone do not show. Raises ConfigError."""
-    mine, other = load_tokenizer(student).get_vocab(), load_tokenizer(teacher).get_vocab()
+    mine, other = (tokenizer_of(policy).get_vocab() for policy in (student, teacher))
     if mine != other:
-        raise ConfigError(difference(student, mine, teacher, other))
+        raise ConfigError(difference(student.model, mine, teacher.model, other))

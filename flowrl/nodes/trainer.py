@@ -24,7 +24,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node, Saved
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Weights
-from flowrl.models import Policy, check_model, resolve
+from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch.batch_stats import BatchStats
 from flowrl.training.batch.masks import loss_masks
@@ -32,6 +32,7 @@ from flowrl.training.engine.requirements import TAG, check_training, lora_proble
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.model.trainable import check_trainable
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import LoRA, Start, ZeroSettings, attention_problems
 
@@ -137,8 +138,10 @@ class Trainer(Node):
 
     def preflight(self) -> None:
         check_model(self.policy)
-        model_dir = None if self.policy.built_in else Path(self.policy.model).expanduser()
-        check_training(self.zero, self.lora, model_dir=model_dir)
+        model_dir = known_directory(self.policy)
+        if model_dir is not None:
+            check_trainable(model_dir, self.objective.head, trust_remote_code=self.policy.trust_remote_code)
+        check_training(self.zero, self.lora, model_dir=model_dir, trust_remote_code=self.policy.trust_remote_code)
 
     def check_resume(self, saved: Saved) -> list[str]:
         return resume_problems(self._state_dir(str(saved.directory)) / TAG, self.zero, saved.num_replicas)
@@ -172,7 +175,8 @@ class Trainer(Node):
         progress("loading the model")
         head = self.objective.head
         start = self._head_start(source) if head == "scalar" else "policy"
-        engine = ZeroEngine(source, self.zero, gang, head=head, start=start, lora=self.lora)
+        trusted = self.policy.trust_remote_code
+        engine = ZeroEngine(source, self.zero, gang, head=head, start=start, lora=self.lora, trust_remote_code=trusted)
         if self.context.resume_dir is not None:
             engine.load(self._state_dir(self.context.resume_dir))
         self._publisher = self._make_publisher(engine)
@@ -192,7 +196,13 @@ class Trainer(Node):
         from flowrl.training.model.output_layer import load_output_layer
 
         path = resolve(self.teacher, progress=self.context.progress)
-        return load_output_layer(path, vocab_size=engine.vocab_size, dtype=self.zero.dtype, device=engine.device)
+        return load_output_layer(
+            path,
+            vocab_size=engine.vocab_size,
+            dtype=self.zero.dtype,
+            device=engine.device,
+            trust_remote_code=self.teacher.trust_remote_code,
+        )
 
     def _source(self) -> str:
         """The model directory to start from. A checkpoint of an adapter does not contain the base model."""
@@ -202,7 +212,7 @@ class Trainer(Node):
 
     def _head_start(self, source: str) -> Start:
         """How to initialise a scalar head: a model that already has one keeps it."""
-        from flowrl.training.model.value_model import has_scalar_head
+        from flowrl.training.model.scalar_head import has_scalar_head
 
         return "reward_model" if has_scalar_head(source) else "policy"
 

@@ -7,15 +7,18 @@ import difflib
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
+from flowrl.hub.name import HubName
 from flowrl.tasks import maths, preference_rows
 from flowrl.tasks.answer_checks import check_references
 from flowrl.tasks.arithmetic import Arithmetic, demonstrate
 from flowrl.tasks.files import Keys
 from flowrl.tasks.files import rows as file_rows
 from flowrl.tasks.formats import FORMATS, is_file_task
+from flowrl.tasks.hub_rows import hub_dataset
 from flowrl.tasks.judge import place_of
 from flowrl.tasks.malformed import Reading
 from flowrl.tasks.rewards import MODEL, Part, needs_rows, parse_reward, row_columns
@@ -35,6 +38,7 @@ __all__ = [
     "load_demonstrations",
     "load_preferences",
     "load_rows",
+    "place_of_rows",
     "reward_parts",
     "right_answer",
 ]
@@ -114,12 +118,13 @@ def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
         rows = _mixed(task, reading, lambda term, whole: load_preferences(term, kind))
     elif task.source == "arithmetic":
         rows = preference_rows.careless(_source(task, reading), kind)
-    elif is_file_task(task.path):
-        rows = preference_rows.rows(task.path, _options(Keys, task), reading, kind)
+    elif (place := place_of_rows(task)) is not None:
+        rows = preference_rows.rows(place, _options(Keys, task), reading, kind)
     else:
         raise ConfigError(
-            f"task {task.name!r} has no preferences: it is neither arithmetic nor a file ({FORMATS}) or dataset "
-            "directory on this machine; name one with the columns chosen and rejected, or completion and label"
+            f"task {task.name!r} has no preferences: it is neither arithmetic, nor a file ({FORMATS}) or dataset "
+            "directory on this machine, nor a dataset of the Hub; name one with the columns chosen and rejected, or "
+            "completion and label"
         )
     return _parted(task, Rows.split(rows), reading)
 
@@ -170,14 +175,22 @@ def _source(task: Task, reading: Reading) -> Iterable[Row]:
         from flowrl.tasks import reasoning
 
         return reasoning.rows(task)
-    if is_file_task(task.path):
-        return file_rows(task.path, _options(Keys, task), reading)
+    if (place := place_of_rows(task)) is not None:
+        return file_rows(place, _options(Keys, task), reading)
     close = difflib.get_close_matches(task.source, ["arithmetic", "sticks", "reasoning_gym/chain_sum"], 1, 0.5)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise ConfigError(
         f"there is no task {task.source!r}: it is neither arithmetic, nor sticks, nor reasoning_gym/NAME, nor a file "
-        f"({FORMATS}), pattern or dataset directory on this machine.{hint}"
+        f"({FORMATS}), pattern or dataset directory on this machine, nor OWNER/NAME, as datasets of the Hub are named."
+        f"{hint}"
     )
+
+
+def place_of_rows(task: Task) -> Path | HubName | None:
+    """Where the rows of a task are that generates none; None if it names neither files nor a dataset of the Hub."""
+    if task.source.startswith("reasoning_gym/"):
+        return None
+    return task.path if is_file_task(task.path) else hub_dataset(task.source)
 
 
 def _options(kind: type[Options], task: Task) -> Options:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.hub.name import HubName
 from flowrl.tasks.answer_checks import CHECKS
 from flowrl.tasks.formats import Record, records
+from flowrl.tasks.hub_rows import hub_records
 from flowrl.tasks.malformed import Malformed, Reading
 from flowrl.tasks.rows import Row
 from flowrl.tasks.shapes import ALPACA, ROLES, alpaca, is_alpaca, of_sharegpt, with_system
@@ -46,6 +48,8 @@ class Keys:
     label: str = "label"
     split: str = "train"
     """Datasets with several splits: the one to read."""
+    config: str = ""
+    """Datasets of the Hub with several configurations: the one to read."""
     check: str = "exact"
     """How responses are compared with answers: exact, math (the last number or formula, by math-verify), gsm8k (the
     number after ####, or the last one), boxed (the last \\boxed{}), choice (the letter of a multiple choice)."""
@@ -58,9 +62,20 @@ class Keys:
                 raise ConfigError(f"option {name} of a task is {getattr(self, name)!r}; it needs {', or '.join(known)}")
 
 
-def rows(path: Path, keys: Keys, reading: Reading) -> Iterator[Row]:
-    """The rows at `path`. Raises ConfigError if it cannot be read, Malformed depending on `reading`."""
-    for place, record in records(path, reading, split=keys.split):
+def read_records(source: Path | HubName, keys: Keys, reading: Reading) -> Iterator[tuple[str, Record]]:
+    """(place, record) of what is at a path, or of a dataset on the Hub. Raises ConfigError if it cannot be read."""
+    if isinstance(source, HubName):
+        return hub_records(source, reading, config=keys.config, split=keys.split)
+    if keys.config:
+        raise ConfigError(
+            f"{source} is on this machine, and config={keys.config} is for datasets of the Hub; leave it out"
+        )
+    return records(source, reading, split=keys.split)
+
+
+def rows(source: Path | HubName, keys: Keys, reading: Reading) -> Iterator[Row]:
+    """The rows of `source`. Raises ConfigError if it cannot be read, Malformed depending on `reading`."""
+    for place, record in read_records(source, keys, reading):
         row = reading.at(place, lambda place=place, record=record: _row(place, record, keys))  # type: ignore[misc]
         if row is not None and row.score >= keys.min_score:
             yield row

@@ -50,18 +50,19 @@ def is_pattern(path: Path) -> bool:
 def records(path: Path, reading: Reading, *, split: str = "train") -> Iterator[tuple[str, Record]]:
     """(place, record) of everything at `path`. Raises ConfigError if it cannot be read."""
     if path.is_file():
-        yield from _file(path, reading)
+        yield from file_records(path, reading)
     elif is_pattern(path) and not path.exists():
         for file in _matching(path):
-            yield from _file(file, reading)
+            yield from file_records(file, reading)
     elif any((path / name).is_file() for name in SAVED):
         yield from _saved(path, split)
     else:
         for file in _files(path, split):
-            yield from _file(file, reading)
+            yield from file_records(file, reading)
 
 
-def _file(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
+def file_records(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
+    """(place, record) of everything in one file, whose name says its format."""
     kind = format_of(path)
     if kind == ".parquet":
         yield from _parquet(path)

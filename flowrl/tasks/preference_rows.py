@@ -13,9 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from flowrl.hub.name import HubName
 from flowrl.tasks.arithmetic import careless_answer
-from flowrl.tasks.files import Keys, conversation, plain
-from flowrl.tasks.formats import Record, records
+from flowrl.tasks.files import Keys, conversation, plain, read_records
+from flowrl.tasks.formats import Record
 from flowrl.tasks.malformed import Malformed, Reading
 from flowrl.tasks.rows import Row
 
@@ -40,9 +41,9 @@ class Preference(Row):
         return Row(self.turns).held_out
 
 
-def rows(path: Path, keys: Keys, reading: Reading, kind: Kind) -> Iterator[Preference]:
-    """The preferences at `path`. Raises ConfigError if it cannot be read, Malformed depending on `reading`."""
-    for place, record in records(path, reading, split=keys.split):
+def rows(source: Path | HubName, keys: Keys, reading: Reading, kind: Kind) -> Iterator[Preference]:
+    """The preferences of `source`. Raises ConfigError if it cannot be read, Malformed depending on `reading`."""
+    for place, record in read_records(source, keys, reading):
         found = reading.at(place, lambda place=place, record=record: _preferences(place, record, keys, kind))  # type: ignore[misc]
         yield from found or ()
 

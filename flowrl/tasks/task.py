@@ -19,8 +19,8 @@ class Task:
     """Prompts with answers, split into training and held-out rows, and the reward that judges responses."""
 
     name: str = "arithmetic"
-    """`arithmetic`, `sticks`, `reasoning_gym/NAME`, a file of rows, a pattern of files, or a dataset directory
-    (docs/data.md).
+    """`arithmetic`, `sticks`, `reasoning_gym/NAME`, a file of rows, a pattern of files, a dataset directory,
+    or OWNER/NAME[@REVISION] on the Hugging Face Hub (docs/data.md).
 
     Options follow a colon: `reasoning_gym/chain_sum:max_terms=3,max_digits=1`, `questions.jsonl:prompt=problem`,
     `gsm8k.jsonl:prompt=question,check=math`. Several sources with weights: `0.7*problems.jsonl + 0.3*arithmetic`.

@@ -165,6 +165,11 @@ class RunDir:
             if now.get(name) != before.get(name)
         ]
 
+    def hub_commits(self) -> dict[str, str]:
+        """What names of the Hub stand for in this run, by its config.json."""
+        found: dict[str, str] = json.loads((self.path / "config.json").read_text()).get("hub", {})
+        return found
+
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file completely or not at all."""
         temporary = self.path / f".{name}.tmp"

@@ -24,6 +24,7 @@ from flowrl.graph.analysis.plan import HostPlan, Plan, make_plan, routes_of
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
+from flowrl.hub import pins
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
 from flowrl.runtime.driver.claims import claims
@@ -95,6 +96,7 @@ class Launch:
         versions: dict[str, int] = {}
         if resume_from is not None:
             versions = resume.require(resume_from, self.graph, plan, self.options.seed)
+            pins.use(directory.hub_commits())
         findings = preflight(self.graph, self.graph_file)
         view = self._open_view(plan, directory.path)
         for name, text in findings.items():
@@ -171,6 +173,7 @@ class Launch:
             "graph_file": str(self.graph_file),
             "config": dump(self.config),
             "options": options,
+            "hub": pins.commits(),
             "command": sys.argv,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **provenance(self.graph_file),
@@ -256,6 +259,7 @@ class PreparedRun:
             plan=self.plan,
             cores=host.cores,
             transport=transport,
+            commits=pins.commits(),
         )
 
     def _place(self, replica_id: str, host: HostPlan, run_id: str) -> Any:

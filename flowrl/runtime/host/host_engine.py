@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from flowrl.errors import FlowrlError, WireError
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import rebuild
 from flowrl.graph.node import Node
+from flowrl.hub import pins
 from flowrl.runtime.activity.activity import OUTSIDE
 from flowrl.runtime.activity.ending import as_failure, ended_by_itself, is_cancelled
 from flowrl.runtime.activity.lease import Lease
@@ -54,6 +55,8 @@ class HostSpec:
     plan: Any
     cores: tuple[int, ...]
     transport: EndpointTransport
+    commits: Mapping[str, str] = field(default_factory=dict)
+    """What names of the Hub stand for in this run (`flowrl.hub.pins`)."""
 
 
 class HostEngine:
@@ -61,6 +64,7 @@ class HostEngine:
 
     def __init__(self, spec: HostSpec) -> None:
         self.spec = spec
+        pins.use(spec.commits)
         self.trace = TraceBuffer()
         self.endpoint = Endpoint(spec.host, run_id=spec.run_id, driver_pid=spec.driver_pid, transport=spec.transport)
         self.replicas: dict[str, Replica] = {}

@@ -25,13 +25,13 @@ def lora_problems(lora: LoRA, zero: ZeroSettings) -> list[str]:
     return found
 
 
-def check_training(zero: ZeroSettings, lora: LoRA, *, model_dir: Path | None) -> None:
+def check_training(zero: ZeroSettings, lora: LoRA, *, model_dir: Path | None, trust_remote_code: bool = False) -> None:
     """Raise ConfigError for a missing package, disk or layer. `model_dir` is None for a model not created yet."""
     _check_packages(zero, lora)
     if zero.nvme_path:
         _check_nvme(zero.nvme_path)
     if lora.targets and model_dir is not None:
-        _check_targets(model_dir, lora)
+        _check_targets(model_dir, lora, trust_remote_code)
 
 
 def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> list[str]:
@@ -82,11 +82,12 @@ def _check_nvme(path: str) -> None:
         )
 
 
-def _check_targets(path: Path, lora: LoRA) -> None:
+def _check_targets(path: Path, lora: LoRA, trust_remote_code: bool) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from flowrl.training.model.adapter import target_layers
 
     with torch.device("meta"):
-        target_layers(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)), lora)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        target_layers(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code), lora)

@@ -72,6 +72,7 @@ class ZeroEngine:
         head: Head = "lm",
         start: Start = "policy",
         lora: LoRA | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         import deepspeed
 
@@ -93,6 +94,7 @@ class ZeroEngine:
             "attention": attention,
             "gradient_checkpointing": settings.gradient_checkpointing,
             "lora": self.lora,
+            "trust_remote_code": trust_remote_code,
         }
         if head == "scalar":
             self.model = load_scalar_model(path, start=start, seed=torch.initial_seed(), **options)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
+from flowrl.hub.hub_cache import name_of
 from flowrl.training.model.tensors import adapted_layers, beside_adapter
 from flowrl.training.settings import Dtype, LoRA
 
@@ -113,7 +114,9 @@ def write_adapter(model: Any, lora: LoRA, state: Mapping[str, Tensor], base: str
     target = Path(path)
     target.mkdir(parents=True, exist_ok=True)
     config = peft_config(lora, vllm_adapter_config(lora, model)["target_modules"])
-    config.base_model_name_or_path = str(base)
+    on_hub = name_of(Path(base))
+    config.base_model_name_or_path = on_hub.repo if on_hub else str(base)
+    config.revision = on_hub.revision if on_hub else None
     config.inference_mode = True
     whole = sorted({name.rpartition(".")[0] for name, _ in beside_adapter(model)})
     if whole:

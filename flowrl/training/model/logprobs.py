@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.training.model.logit_scaling import UNSCALED, LogitScaling
+
 LOGITS_BYTES = 128 << 20
 """Size of one chunk's logits in bytes."""
 
@@ -26,10 +28,13 @@ class Taught:
     hidden_NK: Tensor
     weight_VK: Tensor
     bias_V: Tensor | None
+    scaling: LogitScaling = UNSCALED
 
     def logprobs(self, places: slice, temperature: float) -> Tensor:
         """Logprobs [C, V] at some places, without an autograd graph."""
-        return _logits(self.hidden_NK[places], self.weight_VK, self.bias_V, temperature).log_softmax(dim=-1)
+        return _logits(self.hidden_NK[places], self.weight_VK, self.bias_V, temperature, self.scaling).log_softmax(
+            dim=-1
+        )
 
 
 def chunked_logprobs(
@@ -41,22 +46,28 @@ def chunked_logprobs(
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     taught: Taught | None = None,
+    scaling: LogitScaling = UNSCALED,
     logits_bytes: int = LOGITS_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """(log p(target), entropy of the full softmax) at every place; logits are divided by temperature.
+    """(log p(target), entropy of the full softmax) at every place; logits are scaled, and divided by temperature.
 
     With `taught` the entropy is relative to the teacher's distribution q: −Σ p log(p/q) = −KL(p‖q).
     Gradients flow through the logprobs, and through the entropy only with `entropy_gradient`.
     """
     wide_bytes = max(4, hidden_NH.element_size())
     chunk = max(1, logits_bytes // (weight_VH.shape[0] * wide_bytes))
-    return _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, entropy_gradient, chunk, taught)  # type: ignore[no-any-return, no-untyped-call]
+    return _ChunkedLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
+        hidden_NH, weight_VH, bias_V, targets_N, temperature, entropy_gradient, chunk, taught, scaling
+    )
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+def _logits(
+    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float, scaling: LogitScaling
+) -> Tensor:
     logits_CV = nn.functional.linear(hidden_CH, weight_VH, bias_V)
     if logits_CV.dtype in (torch.bfloat16, torch.float16):
         logits_CV = logits_CV.float()
+    logits_CV = scaling.apply_(logits_CV)
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
@@ -72,12 +83,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
         chunk: int,
         taught: Taught | None,
+        scaling: LogitScaling,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, sums = [], [], []
         kept_CV: Tensor | None = None
         for start in range(0, max(1, len(targets_N)), chunk):
             places = slice(start, start + chunk)
-            logits_CV = _logits(hidden_NH[places], weight_VH, bias_V, temperature)
+            logits_CV = _logits(hidden_NH[places], weight_VH, bias_V, temperature, scaling)
             log_sum_C = torch.logsumexp(logits_CV, dim=-1)
             probabilities_CV = (logits_CV - log_sum_C[:, None]).exp_()
             logprobs.append(logits_CV.gather(-1, targets_N[places, None]).squeeze(-1) - log_sum_C)
@@ -86,7 +98,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             sums.append(log_sum_C)
             kept_CV = logits_CV
         log_sums_N, entropies_N = torch.cat(sums), torch.cat(entropies)
-        ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
+        ctx.temperature, ctx.chunk, ctx.scaling = temperature, chunk, scaling
         ctx.kept_CV, ctx.taught = kept_CV if len(sums) == 1 else None, taught
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_sums_N, entropies_N)
         ctx.set_materialize_grads(False)
@@ -105,7 +117,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             places = slice(start, start + ctx.chunk)
             logits_CV = ctx.kept_CV
             if logits_CV is None:
-                logits_CV = _logits(hidden_NH[places], weight_VH, bias_V, ctx.temperature)
+                logits_CV = _logits(hidden_NH[places], weight_VH, bias_V, ctx.temperature, ctx.scaling)
             log_p_CV = logits_CV - log_sums_N[places, None]
             grad_CV = _logit_gradient(
                 log_p_CV,
@@ -115,7 +127,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 entropies_N[places],
                 None if ctx.taught is None else ctx.taught.logprobs(places, ctx.temperature),
             )
-            grad_CV = grad_CV.div_(ctx.temperature).to(weight_VH.dtype)
+            grad_CV = ctx.scaling.backward_(grad_CV.div_(ctx.temperature), ctx.temperature * logits_CV)
+            grad_CV = grad_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
                 torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[places])
             if grad_weight_VH is not None:
@@ -127,7 +140,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         if grad_bias_V is not None:
             grad_bias_V = grad_bias_V.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None, None
 
 
 def _logit_gradient(
@@ -157,8 +170,9 @@ class LogprobHead(nn.Module):
     It is a separate module, so that ZeRO-3 gathers its weight around forward and backward.
     """
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Linear, scaling: LogitScaling = UNSCALED) -> None:
         super().__init__()
+        self.scaling = scaling
         self.weight = head.weight
         self.bias = head.bias
 
@@ -178,4 +192,5 @@ class LogprobHead(nn.Module):
             temperature=temperature,
             entropy_gradient=entropy_gradient,
             taught=taught,
+            scaling=self.scaling,
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Trainable
+from flowrl.training.model.logit_scaling import UNSCALED, LogitScaling, found_scaling
 from flowrl.training.model.logprobs import Taught
 from flowrl.training.model.policy_model import DTYPES, read_config
 from flowrl.training.model.row_layout import RowLayout
@@ -27,6 +28,7 @@ class OutputLayer:
 
     weight_VK: Tensor
     bias_V: Tensor | None
+    scaling: LogitScaling = UNSCALED
 
     def taught(self, rows: RowLayout, samples: Sequence[Trainable]) -> RowLayout:
         """`rows` with the teacher's distribution; unchanged if there are no samples, only padding."""
@@ -34,15 +36,18 @@ class OutputLayer:
         if not hidden:
             return rows
         hidden_NK = torch.from_numpy(np.concatenate(hidden)).to(self.weight_VK)
-        return replace(rows, taught=Taught(hidden_NK, self.weight_VK, self.bias_V))
+        return replace(rows, taught=Taught(hidden_NK, self.weight_VK, self.bias_V, self.scaling))
 
 
-def load_output_layer(path: str | Path, *, vocab_size: int, dtype: Dtype, device: torch.device) -> OutputLayer:
+def load_output_layer(
+    path: str | Path, *, vocab_size: int, dtype: Dtype, device: torch.device, trust_remote_code: bool = False
+) -> OutputLayer:
     """Read only the output layer of the model in `path`. Raises ConfigError unless it has `vocab_size` tokens."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):  # builds the layer without memory for its weights
-        causal_lm = AutoModelForCausalLM.from_config(read_config(path))
+        config = read_config(path, trust_remote_code=trust_remote_code)
+        causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     layer = causal_lm.get_output_embeddings()
     if layer.weight.shape[0] != vocab_size:
         raise ConfigError(
@@ -52,7 +57,7 @@ def load_output_layer(path: str | Path, *, vocab_size: int, dtype: Dtype, device
     names = {id(parameter): name for name, parameter in causal_lm.named_parameters()}
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     found = [_read(Path(path), names[id(parameter)]).to(device, DTYPES[dtype]) for parameter in parameters]
-    return OutputLayer(found[0], found[1] if len(found) > 1 else None)
+    return OutputLayer(found[0], found[1] if len(found) > 1 else None, found_scaling(causal_lm))
 
 
 def _read(model_dir: Path, name: str) -> Tensor:

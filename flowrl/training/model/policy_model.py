@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
 from flowrl.training.model.adapter import add_adapter, quantization
+from flowrl.training.model.logit_scaling import found_scaling
 from flowrl.training.model.logprobs import LogprobHead
 from flowrl.training.model.row_layout import RowLayout
 from flowrl.training.model.tensors import adapted_layers
@@ -31,14 +32,8 @@ class PolicyModel(nn.Module):
 
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
-        head = causal_lm.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise ConfigError(
-                f"the output layer of {type(causal_lm).__name__} is a {type(head).__name__}; "
-                "flowrl trains causal language models whose lm_head is linear"
-            )
-        _refuse_scaled_logits(causal_lm.config)
-        causal_lm.set_output_embeddings(LogprobHead(head))
+        scaling = found_scaling(causal_lm)
+        causal_lm.set_output_embeddings(LogprobHead(causal_lm.get_output_embeddings(), scaling))
         self.causal_lm = causal_lm
 
     @property
@@ -63,16 +58,6 @@ class PolicyModel(nn.Module):
         return hidden_BLH.flatten(0, 1).index_select(0, rows.places_N)
 
 
-def _refuse_scaled_logits(config: Any) -> None:
-    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
-        found = getattr(config, name, neutral)
-        if found not in (neutral, None):
-            raise ConfigError(
-                f"{config.model_type} models scale their logits ({name} = {found}) after the output layer, "
-                "which flowrl's chunked logprobs do not do; choose a model that does not scale them"
-            )
-
-
 def choose_attention(attention: str | None, device: torch.device, dtype: Dtype) -> str:
     """`attention` if given, else flash attention on a GPU with the package installed, else torch's own kernels.
 
@@ -88,6 +73,12 @@ def choose_attention(attention: str | None, device: torch.device, dtype: Dtype) 
     return "flash_attention_2" if flash else "sdpa"
 
 
+def suited_attention(attention: str, config: Any) -> str:
+    """`attention`, but for a model whose attention scores have a soft cap, which torch's kernels would ignore."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "eager" if capped and attention == "sdpa" else attention
+
+
 def splits_packed_rows(attention: str) -> bool:
     """Whether packing sequences into one row costs no more than their own attention."""
     return "flash" in attention
@@ -100,6 +91,7 @@ def load_policy_model(
     attention: str = "sdpa",
     gradient_checkpointing: bool = False,
     lora: LoRA | None = None,
+    trust_remote_code: bool = False,
 ) -> PolicyModel:
     """The model in the Hugging Face directory `path` without dropout: π_θ and π_p have to be the same function."""
     from transformers import AutoModelForCausalLM
@@ -107,11 +99,13 @@ def load_policy_model(
 
     disable_progress_bar()
     lora = lora or LoRA()
+    config = read_config(path, trust_remote_code=trust_remote_code)
     causal_lm = AutoModelForCausalLM.from_pretrained(
         path,
-        config=read_config(path),
+        config=config,
+        trust_remote_code=trust_remote_code,
         dtype=DTYPES[dtype],
-        attn_implementation=attention,
+        attn_implementation=suited_attention(attention, config),
         quantization_config=quantization(lora, dtype),
     )
     # A pad token that is also the end token occurs in conversations; with padding_idx torch would not train it there.
@@ -124,12 +118,12 @@ def load_policy_model(
     return PolicyModel(causal_lm)
 
 
-def read_config(path: str | Path) -> Any:
+def read_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The transformers configuration of the model directory `path`, with every dropout set to 0."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not a Hugging Face model directory: {error}") from error
     for name, value in config.to_dict().items():

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
 from flowrl.training.model.adapter import add_adapter, quantization
-from flowrl.training.model.policy_model import DTYPES, quietly, read_config, write_model
+from flowrl.training.model.policy_model import DTYPES, quietly, read_config, suited_attention, write_model
 from flowrl.training.model.row_layout import RowLayout
+from flowrl.training.model.scalar_head import renamed_head, require_scalar_head
 from flowrl.training.settings import Dtype, LoRA, Start
 
 PAD_TOKEN = "<|flowrl_pad|>"
@@ -71,21 +72,6 @@ class ScalarModel(nn.Module):
         return values_N
 
 
-def has_scalar_head(path: str | Path) -> bool:
-    """Whether the model directory holds a `…ForSequenceClassification`."""
-    return any(name.endswith("ForSequenceClassification") for name in read_config(path).architectures or ())
-
-
-def require_scalar_head(path: str | Path) -> None:
-    """Raise ConfigError unless `has_scalar_head`."""
-    if not has_scalar_head(path):
-        found = ", ".join(read_config(path).architectures or ("no architecture",))
-        raise ConfigError(
-            f"{path} is not a reward model: its config.json names {found}, not a …ForSequenceClassification; "
-            "train one with graphs/reward_model.py, or start from the policy"
-        )
-
-
 def load_scalar_model(
     path: str | Path,
     *,
@@ -95,6 +81,7 @@ def load_scalar_model(
     gradient_checkpointing: bool = False,
     lora: LoRA | None = None,
     seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> ScalarModel:
     """The model in `path` with its saved head ("reward_model"), or with a head drawn from N(0, 1/(h+1)) ("policy").
 
@@ -104,16 +91,18 @@ def load_scalar_model(
 
     if start == "reward_model":
         require_scalar_head(path)
-    config = read_config(path)
+    config = read_config(path, trust_remote_code=trust_remote_code)
     config.num_labels = 1
-    pad, tokenizer = distinct_pad(path, config)
+    pad, tokenizer = distinct_pad(path, config, trust_remote_code=trust_remote_code)
     lora = lora or LoRA()
     with quietly():
         classifier = AutoModelForSequenceClassification.from_pretrained(
             path,
             config=config,
+            key_mapping=renamed_head(path),
+            trust_remote_code=trust_remote_code,
             dtype=DTYPES[dtype],
-            attn_implementation=attention,
+            attn_implementation=suited_attention(attention, config),
             quantization_config=quantization(lora, dtype),
         )
     if pad >= _num_embeddings(classifier):
@@ -148,14 +137,14 @@ def draw_head(weight_1H: nn.Parameter, seed: int) -> None:
             weight_1H.copy_(drawn)
 
 
-def distinct_pad(path: str | Path, config: Any) -> tuple[int, Any]:
+def distinct_pad(path: str | Path, config: Any, *, trust_remote_code: bool = False) -> tuple[int, Any]:
     """(a pad token that ends no sequence, the tokenizer if the pad token had to be added to it, else None)."""
     ends = _as_set(config.eos_token_id)
     if config.pad_token_id is not None and config.pad_token_id not in ends:
         return int(config.pad_token_id), None
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     ends |= _as_set(tokenizer.eos_token_id)
     added = tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends
     if added:

@@ -1,0 +1,66 @@
+"""Where a model's files are: in a directory, or in the Hugging Face cache, into which they are downloaded first."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from flowrl.errors import ConfigError
+from flowrl.hub.download import fetched
+from flowrl.hub.hub_cache import cached
+from flowrl.models.cache import Progress
+from flowrl.models.directory import check_directory
+from flowrl.models.policy import BUILT_IN, Policy
+
+BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+"""Suffixes of a model's files besides its weights."""
+PICKLED = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
+OTHER_LAYOUT = ("consolidated", "adapter_", "optimizer")
+"""How weights begin that no directory of transformers has, or that are no model's."""
+
+
+def known_directory(policy: Policy) -> Path | None:
+    """The directory of a model that is on this machine; None if it is built in, or not there yet. Asks nobody."""
+    if policy.built_in:
+        return None
+    if policy.path.is_dir():
+        return policy.path
+    return cached(policy.hub_name) if policy.hub_name is not None else None
+
+
+def found_directory(policy: Policy, progress: Progress) -> Path:
+    """The directory of a model that is not built in; one of the Hub is downloaded. Raises ConfigError."""
+    if policy.path.is_dir():
+        return policy.path.resolve()
+    if policy.hub_name is None:
+        raise ConfigError(_nowhere(policy))
+    return fetched(policy.hub_name, model_files, _complete, progress)
+
+
+def model_files(names: Iterable[str]) -> list[str]:
+    """The files that transformers and vLLM need, of all that a repository has: weights in one format."""
+    names = list(names)
+    top = [name for name in names if "/" not in name or name.startswith("additional_chat_templates/")]
+    weights = [name for name in top if name.endswith(".safetensors") and not name.startswith(OTHER_LAYOUT)]
+    if not weights:
+        weights = [name for name in top if PICKLED.fullmatch(name)]
+    return sorted({*weights, *(name for name in top if name.endswith(BESIDE))})
+
+
+def _complete(directory: Path) -> bool:
+    try:
+        check_directory(directory)
+    except ConfigError:
+        return False
+    return True
+
+
+def _nowhere(policy: Policy) -> str:
+    near = difflib.get_close_matches(policy.model, BUILT_IN, 1, 0.7)
+    hint = f"; did you mean {near[0]}?" if near else "; correct the path, or write OWNER/NAME for a model of the Hub"
+    return (
+        f"there is no model {policy.model!r}: it is neither {', '.join(BUILT_IN[:-1])} nor {BUILT_IN[-1]} nor a "
+        f"directory on this machine, and names on the Hub are OWNER/NAME or OWNER/NAME@REVISION{hint}"
+    )

@@ -1,0 +1,57 @@
+"""Whether flowrl can train a model, before anything is started: its classes are built without weights, and tried.
+
+The result is kept for the process, since several nodes have the same model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.training.settings import Head
+
+
+def check_trainable(path: str | Path, head: Head, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError with family and reason if the model in `path` cannot be trained with that head."""
+    (check_scalar if head == "scalar" else check_policy)(path, trust_remote_code=trust_remote_code)
+
+
+@functools.lru_cache(maxsize=16)
+def check_policy(path: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError unless flowrl can compute the logprobs of the model in `path`."""
+    from transformers import AutoModelForCausalLM
+
+    from flowrl.training.model.logit_scaling import found_scaling
+
+    found_scaling(_built(path, AutoModelForCausalLM.from_config, trust_remote_code))
+
+
+@functools.lru_cache(maxsize=16)
+def check_scalar(path: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError unless the model in `path` can have a scalar head: as a critic, or as a reward model."""
+    from transformers import AutoModelForSequenceClassification
+
+    from flowrl.training.model.value_model import ScalarModel
+
+    ScalarModel(_built(path, AutoModelForSequenceClassification.from_config, trust_remote_code))
+
+
+def _built(path: str | Path, build: Callable[..., Any], trust_remote_code: bool) -> Any:
+    import torch
+
+    from flowrl.training.model.policy_model import quietly, read_config
+
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    config.num_labels = 1
+    try:
+        with torch.device("meta"), quietly():
+            return build(config, trust_remote_code=trust_remote_code)
+    except (ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"{path} is a {config.model_type} model, which transformers cannot build for training ({first_line}); "
+            "choose a model of another family, or install what it needs"
+        ) from None
