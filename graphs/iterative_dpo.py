@@ -13,6 +13,7 @@ from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import PairMaker, Reference, Reward, RewardModel, Shaping
 from flowrl.prompt_options import PromptOptions
+from flowrl.role_options import PairReferenceSize, RewardModelSize
 from flowrl.training.loss.preference_objectives import DPO
 
 
@@ -25,10 +26,10 @@ class IterativeDPO(PromptOptions):
     optimizer_steps: int = 4
     """Mini-batches into which a round is split."""
 
-    reward_model: str = ""
-    """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none."""
-    reference: Literal["round", "initial"] = "round"
-    """What DPO compares the policy with: the weights that sampled the round, or the initial ones (adds a node)."""
+    reward_model: RewardModelSize = RewardModelSize()
+    """A reward model in place of the task's own reward."""
+    reference: PairReferenceSize = PairReferenceSize()
+    """What DPO compares the policy with."""
     beta: float = 0.1
     """Larger values keep the policy closer to the reference."""
     kind: Literal["dpo", "ipo", "cdpo"] = "dpo"
@@ -49,28 +50,25 @@ def graph(cfg: IterativeDPO) -> Graph:
     )
     shaping = Shaping(negate=cfg.negate_rewards)
     judge: Reward | RewardModel = (
-        RewardModel(cfg.reward_model, cfg.model, cfg.task, shaping=shaping, dtype=cfg.dtype)
-        if cfg.reward_model
+        RewardModel(cfg.reward_model.model, cfg.model, cfg.task, shaping=shaping, **cfg.scoring(cfg.reward_model))
+        if cfg.reward_model.model
         else Reward(cfg.task, shaping=shaping)
     )
 
     g = Graph("iterative_dpo")
     prompts = g.add("prompts", cfg.prompts())
-    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", judge, gpus=cfg.one_gpu if cfg.reward_model else 0)
-    pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference))
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
+    reward = g.add("reward", judge, **(cfg.place(cfg.reward_model) if cfg.reward_model.model else {}))
+    pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference.weights))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
-    if cfg.reward_model:
-        g.time_share(trainer, reward)
+    trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.reference == "initial":
-        initial = Reference(cfg.model, temperature=cfg.temperature, dtype=cfg.dtype)
-        reference = g.add("reference", initial, gpus=cfg.one_gpu)
+    if cfg.reference.weights == "initial":
+        initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference))
+        reference = g.add("reference", initial, **cfg.place(cfg.reference))
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
-        g.time_share(trainer, reference)
     else:
         g.connect(generator.rollouts, reward.rollouts)
     g.connect(reward.scored, pairs.scored)
@@ -85,4 +83,5 @@ def graph(cfg: IterativeDPO) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
+    cfg.take_turns(g, ("trainer", "reward", "reference"))
     return g

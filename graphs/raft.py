@@ -10,6 +10,7 @@ from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import BestOfN, Reward, RewardModel, Shaping
 from flowrl.prompt_options import PromptOptions
+from flowrl.role_options import RewardModelSize
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
@@ -17,8 +18,8 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 class RAFT(PromptOptions):
     groups_per_step: int = 32
 
-    reward_model: str = ""
-    """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none."""
+    reward_model: RewardModelSize = RewardModelSize()
+    """A reward model in place of the task's own reward."""
     least_reward: float | None = None
     """Leave out prompts whose best answer has a lower raw reward."""
 
@@ -27,20 +28,18 @@ def graph(cfg: RAFT) -> Graph:
     imitate = PolicyObjective(kind="reinforce", correction=None)
     shaping = Shaping(negate=cfg.negate_rewards)
     judge: Reward | RewardModel = (
-        RewardModel(cfg.reward_model, cfg.model, cfg.task, shaping=shaping, dtype=cfg.dtype)
-        if cfg.reward_model
+        RewardModel(cfg.reward_model.model, cfg.model, cfg.task, shaping=shaping, **cfg.scoring(cfg.reward_model))
+        if cfg.reward_model.model
         else Reward(cfg.task, shaping=shaping)
     )
 
     g = Graph("raft")
     prompts = g.add("prompts", cfg.prompts())
-    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", judge, gpus=cfg.one_gpu if cfg.reward_model else 0)
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
+    reward = g.add("reward", judge, **(cfg.place(cfg.reward_model) if cfg.reward_model.model else {}))
     best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(imitate), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
-    if cfg.reward_model:
-        g.time_share(trainer, reward)
+    trainer = g.add("trainer", cfg.make_trainer(imitate), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)
@@ -56,4 +55,5 @@ def graph(cfg: RAFT) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
+    cfg.take_turns(g, ("trainer", "reward"))
     return g

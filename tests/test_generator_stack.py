@@ -25,6 +25,7 @@ import pytest
 
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
+from flowrl.nodes.engine import Engine
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.vllm_sampler import VllmSampler
@@ -72,7 +73,7 @@ class Live:
     async def _start(self) -> None:
         sampling = Sampling(max_tokens=MOST)
         self.generator = Generator(
-            Policy(str(self.path)), sampling=sampling, concurrency=32, max_model_len=256, **self.options
+            Policy(str(self.path)), sampling=sampling, engine=Engine(concurrency=32, max_model_len=256), **self.options
         )
         rig = NodeRig(self.generator, name="generator", cores=CORE, timeout_s=120)
         self.rig = await rig.__aenter__()
@@ -179,7 +180,7 @@ def assert_equal_to_a_fresh_engine(live: Live, export: Path) -> None:
 
 
 async def scored_afresh(path: Path) -> list[list[float]]:
-    fresh = await asyncio.to_thread(VllmSampler.start, str(path), cores=CORE, max_model_len=256)
+    fresh = await asyncio.to_thread(VllmSampler.start, str(path), cores=CORE, engine=Engine(max_model_len=256))
     try:
         return await fresh.score(probe_sequences(99))
     finally:
@@ -421,6 +422,7 @@ def test_evaluation_is_greedy_and_counted_apart(live: Live) -> None:
 HOST = """
 import sys
 from multiprocessing.process import BaseProcess
+from flowrl.nodes.engine import Engine
 from flowrl.nodes.vllm_sampler import VllmSampler
 start = BaseProcess.start
 def told(process):
@@ -428,7 +430,7 @@ def told(process):
     print("started", process.pid, flush=True)
 if __name__ == "__main__":
     BaseProcess.start = told
-    VllmSampler.start(sys.argv[1], max_model_len=64, cores=({core},))
+    VllmSampler.start(sys.argv[1], engine=Engine(max_model_len=64), cores=({core},))
     print("ready", flush=True)
     sys.stdin.read()
 """

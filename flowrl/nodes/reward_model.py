@@ -37,7 +37,8 @@ class RewardModel(ScoringNode):
     """Scores samples by the reward model in the directory `model`; `policy` and `task` are the generator's.
 
     With `normalise` the reward is the score minus the model's mean, divided by its standard deviation, both
-    from its config.json; the raw reward is the unchanged score. At most `batch` samples go into a pass.
+    from its config.json; the raw reward is the unchanged score. At most `batch` samples wait for a pass, which takes
+    at most `token_budget` tokens, padding included, or a single longer sample.
     """
 
     cpus = 1
@@ -55,6 +56,7 @@ class RewardModel(ScoringNode):
         shaping: Shaping | None = None,
         batch: int = 64,
         dtype: Dtype = "float32",
+        token_budget: int = 8192,
     ) -> None:
         self.model = model
         self.policy = policy
@@ -63,6 +65,7 @@ class RewardModel(ScoringNode):
         self.shaping = shaping or Shaping()
         self.batch = batch
         self.dtype = dtype
+        self.token_budget = token_budget
         self._scorer: Scorer
         self._same_tokens = False
         self._pass = SharedPass(self._score_all)
@@ -74,8 +77,9 @@ class RewardModel(ScoringNode):
         problems = self.shaping.problems()
         if not self.model:
             problems.append("its model is empty; name the directory of a reward model, as graphs/reward_model.py makes")
-        if self.batch < 1:
-            problems.append(f"batch is {self.batch}; it needs at least 1")
+        for name in ("batch", "token_budget"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
         return problems
 
     def preflight(self) -> None:
@@ -99,7 +103,11 @@ class RewardModel(ScoringNode):
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         self._scorer = load_scorer(
-            resolve(Policy(self.model)), self.load_device, self.dtype, system_prompt=self.task.system_prompt
+            resolve(Policy(self.model)),
+            self.load_device,
+            self.dtype,
+            system_prompt=self.task.system_prompt,
+            token_budget=self.token_budget,
         )
         rows = load_rows(self.task, whole=True)
         self._turns = {row.prompt_id: row.turns for row in (*rows.train, *rows.held_out)}

@@ -15,6 +15,7 @@ from typing import Any
 
 from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.messages import Int32, Weights
+from flowrl.nodes.engine import Engine
 from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
 from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
@@ -50,41 +51,34 @@ class VllmSampler:
         cores: tuple[int, ...] = (),
         num_gpus: int = 0,
         sleeps: bool = False,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 128,
         longest_response: int = 512,
-        kv_cache_bytes: int | None = None,
         seed: int = 0,
         transfer: TransferEngine = SEGMENT_ENGINE,
         slots: AdapterSlots | None = None,
-        engine: Mapping[str, Any] | None = None,
+        engine: Engine | None = None,
     ) -> VllmSampler:
         """Load the model in a child process. Blocks; the child process ends with this process.
 
         `sleeps`: it has to release its GPUs between its turns.
         With `slots`, versions are LoRA adapters of the model in `model_dir`, otherwise whole weights.
         """
-        prepare_environment(cores=cores, on_gpu=bool(num_gpus))
+        engine = engine or Engine()
+        prepare_environment(cores=cores, on_gpu=bool(num_gpus), eager=engine.enforce_eager is not False)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_arguments(
             model_dir,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            kv_cache_bytes=kv_cache_bytes,
             seed=seed,
             num_gpus=num_gpus,
             sleeps=sleeps,
             transfer=transfer,
             slots=slots,
-            engine=engine or {},
+            engine=engine,
         )
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if kv_cache_bytes is None and not num_gpus:
+        if engine.kv_cache_bytes is None and not num_gpus:
             config.cache_config.kv_cache_memory_bytes = kv_cache_room(config, longest_response)
         with begun_by_us():
             return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), slots)
@@ -192,7 +186,7 @@ class VllmSampler:
         except EngineDeadError:
             raise FlowrlError(
                 f"vLLM's engine process died; {log_place()} say why (out of memory is the usual cause: lower "
-                "kv_cache_bytes, or concurrency)"
+                "--engine.kv-cache-bytes, or --engine.concurrency)"
             ) from None
 
     async def _finished(self, outputs: Any, request_id: str, version: int) -> Any:

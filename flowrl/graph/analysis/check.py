@@ -72,6 +72,7 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from edge_rules.dispatch_problems(graph)
     yield from edge_rules.call_problems(graph)
     yield from edge_rules.adapter_problems(graph)
+    yield from edge_rules.fixed_weights_problems(graph)
     yield from size_rules.resource_problems(graph, plan, cluster)
     for name, node in graph.nodes.items():
         yield from (f"node {name}: {problem}" for problem in node.check(numbers))
