@@ -41,6 +41,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(300)]
 R = TypeVar("R")
 CORE = (max(os.sched_getaffinity(0)),)
 MOST = 48
+NARROW = Engine(concurrency=32, max_model_len=256, extra=("max_num_batched_tokens=64", "enable_prefix_caching=false"))
 """Policy tokens of a sample: enough for updates and checkpoints to come in between."""
 TOLERANCE = 1e-4
 """float32 logprobs of two implementations; a stale tied head is off by 0.05 and more."""
@@ -72,9 +73,8 @@ class Live:
 
     async def _start(self) -> None:
         sampling = Sampling(max_tokens=MOST)
-        self.generator = Generator(
-            Policy(str(self.path)), sampling=sampling, engine=Engine(concurrency=32, max_model_len=256), **self.options
-        )
+        engine = self.options.pop("engine", Engine(concurrency=32, max_model_len=256))
+        self.generator = Generator(Policy(str(self.path)), sampling=sampling, engine=engine, **self.options)
         rig = NodeRig(self.generator, name="generator", cores=CORE, timeout_s=120)
         self.rig = await rig.__aenter__()
         self.record = self.rig.record
@@ -234,7 +234,7 @@ def test_a_seed_gives_the_same_sample_again(live: Live) -> None:
 
 def test_prompts_that_are_computed_in_parts_are_sampled_by_their_seeds(tmp_path: Path) -> None:
     """vLLM discards the draws of all parts but the last, and cannot take them back on CPU by itself."""
-    live = Live(tmp_path, tied=True, engine={"max_num_batched_tokens": 64, "enable_prefix_caching": False})
+    live = Live(tmp_path, tied=True, engine=NARROW)
     try:
         live.do(live.held(live.train()))
         prompts = [make_prompt(number, length=90) for number in range(6)]

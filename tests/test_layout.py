@@ -101,6 +101,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "graph": {
         "dispatch_rules": set(),
         "facts": set(),
+        "footprint": {"routes"},
         "machine": set(),
         "ports": set(),
         "routes": set(),
@@ -109,10 +110,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "option_types": set(),
         "yaml_text": set(),
         "run_file": {"option_types", "yaml_text"},
-        "node": {"facts", "ports", "routes"},
+        "node": {"facts", "footprint", "ports", "routes"},
         "graph": {"dispatch_rules", "node", "ports"},
         "load": {"command_line", "graph", "shipped"},
-        "analysis": {"dispatch_rules", "facts", "machine", "ports", "routes", "node", "graph"},
+        "analysis": {"dispatch_rules", "facts", "footprint", "machine", "ports", "routes", "node", "graph"},
         "drawing": {"dispatch_rules", "graph", "analysis"},
     },
     "runtime": {

@@ -29,12 +29,14 @@ from flowrl.agents.call_parser import ReplyParser, reply_parser
 from flowrl.episode import Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.facts import Facts
+from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
 from flowrl.models import Policy, resolve
 from flowrl.nodes.engine import Engine
+from flowrl.nodes.model_memory import generator_footprint
 from flowrl.nodes.responses import Prefix, Responses, TokenRequest
 from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
@@ -119,6 +121,15 @@ class Generator(Node):
             adapter_rank=self.adapter_rank,
             fixed_weights=_fixed(self.engine),
             optional=("requests", "turns"),
+        )
+
+    def footprint(self, share: Share) -> Footprint | None:
+        return generator_footprint(
+            self.policy,
+            share,
+            self.engine,
+            slots=2 * self.engine.concurrency,
+            longest_response=max(self.sampling.max_tokens, self.evaluation.max_tokens),
         )
 
     def check(self, facts: Any) -> list[str]:

@@ -117,6 +117,10 @@ class RewardModel(ScoringNode):
         if not self._same_tokens:
             self.context.progress("its tokenizer or template differs from the policy's: responses are rendered again")
 
+    @property
+    def scored_by(self) -> Policy:
+        return Policy(self.model)
+
     def scoring_model(self) -> ScalarModel:
         return self._scorer.model
 

@@ -31,8 +31,12 @@ class Parallel:
 
         Within Ray, vLLM would choose its Ray executor for several workers, and refuse our placement group.
         """
-        sizes = dict(zip(OPTIONS, (self._tensor(num_gpus), self.pipeline, self.data), strict=True))
+        sizes = dict(zip(OPTIONS, self.sizes(num_gpus), strict=True))
         return sizes | ({"distributed_executor_backend": "mp"} if num_gpus > 1 else {})
+
+    def sizes(self, num_gpus: int) -> tuple[int, int, int]:
+        """(tensor, pipeline, data) of a replica with so many GPUs."""
+        return self._tensor(num_gpus), self.pipeline, self.data
 
     def _tensor(self, num_gpus: int) -> int:
         return self.tensor or max(1, num_gpus) // (self.pipeline * self.data)
