@@ -31,8 +31,8 @@ class Stages:
     group_size: int = 2
     staleness: int = 1
     """Largest staleness of any trained token, in versions. 0 is synchronous."""
-    time_share: bool = False
-    """The two stages take turns on the same core instead of working side by side."""
+    time_share: tuple[str, ...] = ()
+    """generator trainer: the two stages take turns on the same core instead of working side by side."""
 
 
 class Numbers(Node):
@@ -202,7 +202,7 @@ def graph(cfg: Stages) -> Graph:
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
     trainer = g.add("trainer", SleepingTrainer(cfg.train_s))
     if cfg.time_share:
-        g.time_share(generator, trainer)
+        g.time_share(*(g.nodes[name] for name in cfg.time_share))
     g.connect(source.prompts, generator.prompts)
     g.connect(generator.samples, collect.samples)
     g.connect(collect.groups, batcher.groups)

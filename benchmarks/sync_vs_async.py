@@ -101,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+IN_TURNS = ("--time-share", "generator", "trainer")
+
 # Running
 
 
@@ -114,7 +116,7 @@ def make_cases(file: GraphFile, staleness: Sequence[int], args: Sequence[str]) -
     cases = [Case(SYNC, 0, ("--staleness", "0", *args))]
     if "time_share" in names:
         cases.append(
-            Case("sync, time share", 0, ("--staleness", "0", "--time-share", *_all_cores(file, names, args), *args))
+            Case("sync, time share", 0, ("--staleness", "0", *IN_TURNS, *_all_cores(file, names, args), *args))
         )
     cases += [
         Case(f"async {bound}", bound, ("--staleness", str(bound), *args)) for bound in sorted(set(staleness) - {0})
@@ -126,11 +128,12 @@ def make_cases(file: GraphFile, staleness: Sequence[int], args: Sequence[str]) -
 
 def _all_cores(file: GraphFile, names: set[str], args: Sequence[str]) -> tuple[str, ...]:
     """The option that gives all cores of this machine to the nodes that take turns."""
-    if "cpus" not in names:
+    if not {"generator", "trainer"} <= names:
         return ()
-    graph = file.build(file.parse(["--time-share", *args], prog="sync_vs_async"))
+    graph = file.build(file.parse([*IN_TURNS, *args], prog="sync_vs_async"))
     replicas = max(graph.placed[name].replicas for sharing in graph.time_shared for name in sharing)
-    return ("--cpus", str(Cluster.here().num_cores // replicas))
+    cores = str(Cluster.here().num_cores // replicas)
+    return ("--generator.cpus", cores, "--trainer.cpus", cores)
 
 
 def repeat(file: GraphFile, cases: Sequence[Case], repetition: int, options: argparse.Namespace) -> list[Done]:

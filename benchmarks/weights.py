@@ -28,6 +28,7 @@ import numpy as np
 
 from flowrl.messages import Weights
 from flowrl.models import Policy, resolve
+from flowrl.nodes.engine import Engine
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.vllm_sampler import VllmSampler
 from flowrl.nodes.vllm_start import model_dtype
@@ -173,8 +174,7 @@ async def generate(case: Case, pipe: Connection) -> dict[str, list[float]]:
         VllmSampler.start,
         case.model_dir,
         cores=(case.generator_core,),
-        max_model_len=256,
-        max_num_seqs=case.concurrency,
+        engine=Engine(max_model_len=256, concurrency=-(-case.concurrency // 2)),
     )
     gate, context = UpdateGate(), Context()
     host: Any = context

@@ -27,6 +27,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph, OnLimit
 from flowrl.models import Policy
 from flowrl.nodes import (
+    Engine,
     Evaluation,
     Generator,
     Preferences,
@@ -36,6 +37,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.nodes.row_source import Part
+from flowrl.role_options import ScoringSize, Size, size_problems, sizes_of
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
@@ -59,8 +61,9 @@ class PolicyOptions:
     """tiny, smollm2, the path of a Hugging Face model directory, or OWNER/NAME[@REVISION] on the Hugging Face Hub."""
     task: Task = Task("arithmetic")
     """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
-    gpus: float = 0
-    """GPUs of each generator, which splits the policy among them; other models take one at most. 0: CPU only."""
+    time_share: tuple[str, ...] | None = None
+    """Nodes that use the same cores and GPUs in turns, by name, such as: generator trainer reference. None: models that
+    only score take turns with the trainer; without any name, no node takes turns."""
     trust_remote_code: bool = False
     """Run the Python files that come with models; holds for every model and library of the run."""
 
@@ -75,12 +78,33 @@ class PolicyOptions:
 
     def problems(self) -> Iterator[str]:
         """Sentences that name an option and say what is wrong with its value. Subclasses add theirs."""
-        yield from too_low(self, gpus=0)
+        yield from size_problems(self)
+        if self.time_share is not None and len(self.time_share) == 1:
+            yield f"--time-share names {self.time_share[0]} alone; name the nodes that it takes turns with"
 
     @property
-    def one_gpu(self) -> float:
-        """GPUs of each process that runs a model on one GPU at most: a rank of a trainer, a reference, a critic."""
-        return min(1.0, self.gpus)
+    def uses_gpus(self) -> bool:
+        """Whether any role asks for GPUs. Then those that do not say have them too."""
+        return any(size.gpus for size in sizes_of(self).values())
+
+    def place(self, size: Size, *, cpus: float | None = None) -> dict[str, Any]:
+        """The arguments of `Graph.add` for a role of this size, with `cpus` cores if it does not say."""
+        gpus = size.gpus if size.gpus is not None else float(self.uses_gpus)
+        return {"replicas": size.replicas, "cpus": cpus if size.cpus is None else size.cpus, "gpus": gpus}
+
+    def take_turns(self, g: Graph, *default: tuple[str, ...]) -> None:
+        """Let the nodes of --time-share use the same devices in turns. Without the option, those of each of `default`
+        that are in the graph. To be called when all nodes are added."""
+        heavy = [name for name, placed in g.placed.items() if placed.heavy]
+        if strange := [name for name in self.time_share or () if name not in heavy]:
+            raise ConfigError(
+                f"--time-share names {strange[0]}, which is no node with cores or GPUs of its own; in this graph "
+                f"these are {', '.join(heavy)}"
+            )
+        for names in default if self.time_share is None else (self.time_share,):
+            nodes = [g.nodes[name] for name in names if name in heavy]
+            if len(nodes) > 1:
+                g.time_share(*nodes)
 
     @property
     def model(self) -> Policy:
@@ -89,7 +113,27 @@ class PolicyOptions:
 
 
 @dataclass(frozen=True)
-class SamplingOptions(PolicyOptions):
+class GeneratorOptions(PolicyOptions):
+    """Options of graphs with a generator."""
+
+    generator: Size = Size()
+    """Generators, each with a copy of the policy."""
+    engine: Engine = Engine()
+    """How vLLM runs each generator."""
+
+    @property
+    def uses_gpus(self) -> bool:
+        return super().uses_gpus or (self.engine.model_parallel_gpus > 1 and self.generator.gpus is None)
+
+    def place_generator(self) -> dict[str, Any]:
+        """The arguments of `Graph.add` for a generator; by default it has the GPUs that its engine asks for."""
+        placed = self.place(self.generator)
+        asked = self.engine.model_parallel_gpus
+        return placed if self.generator.gpus is not None or asked == 1 else placed | {"gpus": asked}
+
+
+@dataclass(frozen=True)
+class SamplingOptions(GeneratorOptions):
     """Options of graphs that sample from the policy."""
 
     max_tokens: int = 32
@@ -98,12 +142,10 @@ class SamplingOptions(PolicyOptions):
     """Sampling temperature."""
     group_size: int = 8
     """Samples of one prompt."""
-    num_generators: int = 1
-    """Generators, each with a copy of the policy."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, max_tokens=1, group_size=1, num_generators=1)
+        yield from too_low(self, max_tokens=1, group_size=1)
         if not self.temperature > 0:
             yield f"--temperature is {self.temperature}; it has to be above 0, or the samples of a prompt are all equal"
 
@@ -119,8 +161,8 @@ class TrainerOptions(PolicyOptions):
 
     lr: float = 1e-4
     """Peak learning rate of the policy."""
-    num_trainers: int = 1
-    """ZeRO ranks."""
+    trainer: Size = Size()
+    """Ranks of the policy's trainer."""
     dtype: Dtype = "float32"
     """Data type of parameters and activations."""
     token_budget: int = 8192
@@ -134,11 +176,11 @@ class TrainerOptions(PolicyOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, num_trainers=1, token_budget=1)
+        yield from too_low(self, token_budget=1)
         if not 0 <= self.lr < math.inf:
             yield f"--lr is {self.lr}; it has to be a number from 0 up"
 
-    def trainer(self, objective: Objective, **settings: Any) -> Trainer:
+    def make_trainer(self, objective: Objective, **settings: Any) -> Trainer:
         """A trainer of the policy; `settings` are further arguments of `Trainer`."""
         return Trainer(
             self.model,
@@ -150,9 +192,13 @@ class TrainerOptions(PolicyOptions):
             **settings,
         )
 
+    def scoring(self, size: ScoringSize) -> dict[str, Any]:
+        """Arguments of a node whose model only scores: what its role says, or what the trainer has."""
+        return {"dtype": size.dtype or self.dtype, "token_budget": size.token_budget or self.token_budget}
+
 
 @dataclass(frozen=True)
-class EvaluationOptions(TrainerOptions):
+class EvaluationOptions(TrainerOptions, GeneratorOptions):
     """Options of graphs that measure the trained policy on held-out prompts."""
 
     evaluate: int = 512
@@ -194,7 +240,7 @@ class EvaluationOptions(TrainerOptions):
         """The rows of --task that are trained on: all of a file, unless some are held out for the evaluation."""
         return "all" if self.evaluate_task or not (self.evaluate or self.task.generated) else "train"
 
-    def generator(self, sampling: Sampling) -> Generator:
+    def make_generator(self, sampling: Sampling) -> Generator:
         """A generator of the policy. It also answers held-out prompts, with `sampling` if each has several answers."""
         several = self.evaluate_samples > 1 or any(one.samples > 1 for one in self.evaluation_sets)
         evaluation = sampling if several else None
@@ -203,6 +249,7 @@ class EvaluationOptions(TrainerOptions):
             sampling=sampling,
             evaluation=evaluation,
             lora=self.lora,
+            engine=self.engine,
             probe_tolerance=self.probe_tolerance,
         )
 
@@ -236,9 +283,9 @@ class OnlineOptions(EvaluationOptions, SamplingOptions):
             self.groups_per_step, token_budget=self.token_budget, optimizer_steps=self.optimizer_steps, **settings
         )
 
-    def trainer(self, objective: Objective, **settings: Any) -> Trainer:
+    def make_trainer(self, objective: Objective, **settings: Any) -> Trainer:
         """A trainer of the policy on samples of this temperature; `settings` are further arguments of `Trainer`."""
-        return super().trainer(objective, temperature=self.temperature, epochs=self.epochs, **settings)
+        return super().make_trainer(objective, temperature=self.temperature, epochs=self.epochs, **settings)
 
 
 @dataclass(frozen=True)
@@ -306,7 +353,7 @@ def evaluate_offline(
     if not cfg.evaluates:
         g.ignore(trainer.weights)
         return
-    generator = g.add("generator", cfg.generator(sampling), gpus=cfg.gpus)
+    generator = g.add("generator", cfg.make_generator(sampling), **cfg.place_generator())
     evaluate(g, cfg, generator)
     g.latest(trainer.weights, generator.weights)
     g.admit(prompts.prompts, until=generator.weights, staleness=1)

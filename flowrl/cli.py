@@ -81,7 +81,8 @@ class CheckOptions:
     draw: tuple[Path, ...] = ()
     """Draw the graph: FILE.svg, FILE.mmd (Mermaid), or both."""
     cluster: str = ""
-    """Check against this cluster instead of this machine: "2x cpus=32 gpus=8 memory=256" (GiB)."""
+    """Check against this cluster instead of this machine: "2 x 8 x H100" (machines x GPUs x card), "1 x 1 x 24GB",
+    or "2x cpus=32 gpus=8 memory=256" (GiB)."""
     preflight: bool = False
     """Also try out what a run tries out before it starts: models, task, reward, a trial episode, chat template."""
     config: Path | None = None
@@ -163,10 +164,11 @@ def check(args: Sequence[str]) -> int:
 
     prepared = prepare("check", (CheckOptions,), args)
     (options,) = prepared.own
-    report = _report(prepared, Cluster.parse(options.cluster) if options.cluster else Cluster.here())
+    cluster = Cluster.parse(options.cluster) if options.cluster else Cluster.here()
+    report = _report(prepared, cluster)
     for path in options.draw:
         draw(prepared.graph, report.plan, path)
-    _print_report(report)
+    _print_report(report, _proposal(prepared, cluster, report))
     if options.preflight:
         _print_preflight(prepared)
     return 0
@@ -206,7 +208,8 @@ def run(args: Sequence[str]) -> int:
 def _dry_run(prepared: Prepared, text: str) -> int:
     """Print the options and the plan, and what a run finds out before it starts anything."""
     print(text)
-    _print_report(_report(prepared, Cluster.here()))
+    report = _report(prepared, Cluster.here())
+    _print_report(report, _proposal(prepared, Cluster.here(), report))
     _print_preflight(prepared)
     print("dry run: graph, models, data and reward are fine; nothing was started")
     return 0
@@ -219,12 +222,25 @@ def _report(prepared: Prepared, cluster: Cluster) -> Any:
         return find(prepared.graph, cluster)
 
 
-def _print_report(report: Any) -> None:
+def _proposal(prepared: Prepared, cluster: Cluster, report: Any) -> str:
+    """Options with which the graph would fit, if memory is all that is wrong with it; else ""."""
+    if not report.too_large:
+        return ""
+    from flowrl.commands.fit import fitting, option_text
+
+    found = fitting(prepared.file, prepared.cfg, cluster)
+    if found is None:
+        return "Nothing that was tried (ranks, offload, tensor parallel parts, turns) makes it fit there."
+    return f"It fits with {option_text(found)}"
+
+
+def _print_report(report: Any, proposal: str = "") -> None:
     """Raises GraphError for its problems."""
     from flowrl.graph.analysis.report import render
 
     if report.problems:
-        raise GraphError(report.problems)
+        *others, last = report.problems
+        raise GraphError((*others, f"{last} {proposal}".rstrip()))
     print(render(report))
 
 

@@ -10,6 +10,7 @@ from flowrl.blocks import OnlineOptions, too_low
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource, Reward, RewardModel, Shaping, TokenBatch
 from flowrl.nodes.source import TooLong
+from flowrl.role_options import RewardModelSize
 from flowrl.tasks.rewards import names_model
 
 
@@ -48,28 +49,33 @@ class PromptOptions(OnlineOptions):
 class RewardOptions(PromptOptions):
     """Options of graphs in which a node scores the policy's answers."""
 
-    reward_model: str = ""
-    """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none.
-    In a sum with functions where --task.reward says so: verifier + 0.5*reward_model."""
+    reward_model: RewardModelSize = RewardModelSize()
+    """A reward model in place of the task's own reward, or in a sum with it."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if names_model(self.task.reward) and not self.reward_model:
+        if names_model(self.task.reward) and not self.reward_model.model:
             yield f"--task.reward {self.task.reward!r} names reward_model; name its directory with --reward-model"
+        if self.reward_model != RewardModelSize() and not self.reward_model.model:
+            yield "--reward-model.gpus and the like size a reward model; name its directory with --reward-model"
 
-    def scoring(self, *, shaping: Shaping | None = None, normalise: bool = False) -> Reward | RewardModel:
+    def make_reward(self, *, shaping: Shaping | None = None, normalise: bool = False) -> Reward | RewardModel:
         """The node that scores responses: the task's reward, or the reward model.
 
         `normalise`: the model's scores are normalised by its own mean and standard deviation.
         """
         shaping = shaping or Shaping(negate=self.negate_rewards)
-        if not self.reward_model:
+        if not self.reward_model.model:
             return Reward(self.task, shaping=shaping)
         return RewardModel(
-            self.reward_model, self.model, self.task, normalise=normalise, shaping=shaping, dtype=self.dtype
+            self.reward_model.model,
+            self.model,
+            self.task,
+            normalise=normalise,
+            shaping=shaping,
+            **self.scoring(self.reward_model),
         )
 
-    @property
-    def reward_gpus(self) -> float:
-        """GPUs of the node that scores responses."""
-        return self.one_gpu if self.reward_model else 0
+    def place_reward(self) -> dict[str, Any]:
+        """The arguments of `Graph.add` for the node that scores responses."""
+        return self.place(self.reward_model) if self.reward_model.model else {}

@@ -63,10 +63,10 @@ def graph(cfg: AgentOpenAI) -> Graph:
     g = Graph("agent_openai")
     prompts = g.add("prompts", TaskSource(cfg.task, repeat=cfg.group_size, part=cfg.trained_part))
     agents = g.add("agents", cfg.players)
-    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
+    trainer = g.add("trainer", cfg.make_trainer(cfg.objective), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, agents.prompts)
     g.call(agents.generate, generator.turns, affinity_margin=cfg.affinity_margin)
@@ -82,4 +82,5 @@ def graph(cfg: AgentOpenAI) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate_episodes(g, cfg, agents, generator)
+    cfg.take_turns(g)
     return g

@@ -40,10 +40,10 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
     g = Graph(name)
     prompts = g.add("prompts", EnvironmentSource(environment_name, repeat=cfg.group_size))
     environment = g.add("environment", cfg.episodes(environment_name))
-    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
+    trainer = g.add("trainer", cfg.make_trainer(cfg.objective), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, environment.prompts)
     g.call(environment.generate, generator.turns, affinity_margin=cfg.affinity_margin)
@@ -59,6 +59,7 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
         look_ahead=cfg.look_ahead,
     )
     evaluate_episodes(g, cfg, environment, generator)
+    cfg.take_turns(g)
     return g
 
 

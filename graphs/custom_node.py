@@ -43,13 +43,13 @@ class Custom(PromptOptions):
 def graph(cfg: Custom) -> Graph:
     g = Graph("custom_node")
     prompts = g.add("prompts", cfg.prompts())
-    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     no_echo = g.add("no_echo", NoEcho())
     scoring = Reward(cfg.task, function=short_and_right, shaping=Shaping(negate=cfg.negate_rewards))
     reward = g.add("reward", scoring)
     advantage = g.add("advantage", GroupAdvantage("group_norm", size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(PolicyObjective()), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
+    trainer = g.add("trainer", cfg.make_trainer(PolicyObjective()), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, no_echo.rollouts)
@@ -66,4 +66,5 @@ def graph(cfg: Custom) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
+    cfg.take_turns(g)
     return g

@@ -37,14 +37,12 @@ def graph(cfg: DAPO) -> Graph:
 
     g = Graph("dapo")
     prompts = g.add("prompts", cfg.prompts())
-    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     shaping = Shaping(overlong=overlong, negate=cfg.negate_rewards)
-    reward = g.add("reward", cfg.scoring(shaping=shaping), gpus=cfg.reward_gpus)
+    reward = g.add("reward", cfg.make_reward(shaping=shaping), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage("group_norm", size=cfg.group_size, dynamic=dynamic))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
-    if cfg.reward_model:
-        g.time_share(trainer, reward)
+    trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)
@@ -60,4 +58,5 @@ def graph(cfg: DAPO) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
+    cfg.take_turns(g, ("trainer", "reward"))
     return g

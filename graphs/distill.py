@@ -5,12 +5,12 @@ flowrl run distill --policy /models/Qwen3-0.6B --teacher /models/Qwen3-8B --task
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import Teacher, TeacherAdvantage
 from flowrl.prompt_options import PromptOptions
+from flowrl.role_options import TeacherSize
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.policy_objective import PolicyObjective
 
@@ -26,30 +26,29 @@ class Distill(PromptOptions):
     negate_rewards: bool = False
     """A control experiment: the student learns the opposite of what the teacher prefers and must get worse."""
 
-    teacher: str = "tiny_teacher"
-    """tiny_teacher (for tiny), or the path of a model directory with the student's vocabulary."""
-    teacher_dtype: Literal["float32", "bfloat16"] = "float32"
+    teacher: TeacherSize = TeacherSize()
+    """The model that scores every token."""
     exact: bool = False
     """The student learns the teacher's whole next-token distributions (exact reverse KL), not sampled tokens alone."""
 
 
 def graph(cfg: Distill) -> Graph:
-    student, teacher = cfg.model, cfg.model.like(cfg.teacher)
+    student, teacher = cfg.model, cfg.model.like(cfg.teacher.model)
     objective = ReverseKL(negate=cfg.negate_rewards) if cfg.exact else PolicyObjective()
 
     g = Graph("distill")
     prompts = g.add("prompts", cfg.prompts(student))
-    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     judge = g.add(
         "teacher",
-        Teacher(teacher, student=student, temperature=cfg.temperature, dtype=cfg.teacher_dtype, exact=cfg.exact),
-        gpus=cfg.one_gpu,
+        Teacher(teacher, student=student, temperature=cfg.temperature, exact=cfg.exact, **cfg.scoring(cfg.teacher)),
+        **cfg.place(cfg.teacher),
     )
     advantage = g.add("advantage", TeacherAdvantage(size=cfg.group_size, negate=cfg.negate_rewards))
     batcher = g.add("batcher", cfg.batcher())
-    learner = cfg.trainer(objective, teacher=teacher if cfg.exact else None)
-    trainer = g.add("trainer", learner, replicas=cfg.num_trainers, gpus=cfg.one_gpu)
-    g.time_share(trainer, judge)
+    learner = cfg.make_trainer(objective, teacher=teacher if cfg.exact else None)
+    trainer = g.add("trainer", learner, **cfg.place(cfg.trainer))
+    cfg.take_turns(g, ("trainer", "teacher"))
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, judge.rollouts)

@@ -11,6 +11,7 @@ from typing import Literal
 from flowrl import Graph
 from flowrl.blocks import EvaluationOptions, PreferenceOptions, evaluate_offline, too_low
 from flowrl.nodes import PreferenceDataset, PreferenceReference, Preferences, PreferenceSource, Sampling, TokenBatch
+from flowrl.role_options import ScoringSize
 from flowrl.tasks import Task
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.preference_objectives import DPO as DPOObjective
@@ -26,6 +27,8 @@ class ReferencedPreferences(EvaluationOptions, PreferenceOptions):
     """Evaluated, and the data if no file is named: arithmetic, reasoning_gym/NAME, a .jsonl file or a directory."""
     lr: float = 5e-5
 
+    reference: ScoringSize = ScoringSize()
+    """The reference, which has the initial weights."""
     beta: float = 0.1
     """Larger values keep the policy closer to the reference."""
     max_tokens: int = 32
@@ -34,6 +37,8 @@ class ReferencedPreferences(EvaluationOptions, PreferenceOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, max_tokens=1)
+        if self.reference.replicas != 1:
+            yield "--reference.replicas: the reference's logprobs of a dataset are computed once, by one process; use 1"
 
 
 @dataclass(frozen=True)
@@ -62,18 +67,18 @@ def preference_graph(name: str, cfg: ReferencedPreferences, data: Preferences, o
     dataset = g.add("dataset", PreferenceDataset(data))
     reference = g.add(
         "reference",
-        PreferenceReference(data, dtype=cfg.dtype, token_budget=cfg.token_budget, num_held_out=cfg.held_out),
-        gpus=cfg.one_gpu,
+        PreferenceReference(data, num_held_out=cfg.held_out, **cfg.scoring(cfg.reference)),
+        **cfg.place(cfg.reference),
     )
     batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
-    learner = cfg.trainer(objective, judge_every=cfg.judge_every)
-    trainer = g.add("trainer", learner, replicas=cfg.num_trainers, gpus=cfg.one_gpu)
+    learner = cfg.make_trainer(objective, judge_every=cfg.judge_every)
+    trainer = g.add("trainer", learner, **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, dataset.prompts)
     g.connect(dataset.groups, reference.groups)
     g.connect(reference.referenced, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.connect(reference.held_out, trainer.held_out, dispatch="gang")
-    g.time_share(trainer, reference)
     evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=Sampling(max_tokens=cfg.max_tokens))
+    cfg.take_turns(g, ("trainer", "reference"))
     return g

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import PolicyOptions, too_low
+from flowrl.blocks import GeneratorOptions, too_low
 from flowrl.nodes import Evaluation, Generator, Sampling
 from flowrl.tasks.evaluation_set import EvaluationSet
 
 
 @dataclass(frozen=True)
-class Evaluate(PolicyOptions):
+class Evaluate(GeneratorOptions):
     policy: str = "tiny"
     """tiny, smollm2, or the path of a Hugging Face model directory: the model that answers."""
     prompts: int = 512
@@ -44,8 +44,8 @@ def graph(cfg: Evaluate) -> Graph:
     several = cfg.samples > 1 or any(one.samples > 1 for one in sets)
 
     g = Graph("evaluate")
-    answers = Generator(cfg.model, sampling=sampling, evaluation=sampling if several else None)
-    generator = g.add("generator", answers, gpus=cfg.gpus)
+    answers = Generator(cfg.model, sampling=sampling, evaluation=sampling if several else None, engine=cfg.engine)
+    generator = g.add("generator", answers, **cfg.place_generator())
     held_out = Evaluation(
         () if sets else cfg.task, cfg.model, num_prompts=cfg.prompts, num_samples=cfg.samples, also=cfg.also, sets=sets
     )
@@ -55,4 +55,5 @@ def graph(cfg: Evaluate) -> Graph:
     g.ignore(generator.prompts)
     g.ignore(generator.rollouts)
     g.ignore(generator.weights)
+    cfg.take_turns(g)
     return g

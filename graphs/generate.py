@@ -12,6 +12,7 @@ from flowrl import Graph
 from flowrl.blocks import SamplingOptions, too_low
 from flowrl.nodes import Generator, RemainingPrompts, ResponseWriter, Reward, RewardModel
 from flowrl.nodes.source import TooLong
+from flowrl.role_options import RewardModelSize
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Generate(SamplingOptions):
     """Write each response's reward, too."""
     best: bool = False
     """Write the response with the highest reward alone: the best of --group-size."""
-    reward_model: str = ""
-    """Directory of a reward model that scores in place of the task's own reward; empty: none."""
+    reward_model: RewardModelSize = RewardModelSize()
+    """A reward model that scores in place of the task's own reward."""
     part: Literal["all", "train", "held_out"] = "all"
     """Which prompts."""
     num_prompts: int | None = None
@@ -63,14 +64,14 @@ def graph(cfg: Generate) -> Graph:
         per_group=writes.per_group,
     )
     prompts = g.add("prompts", source)
-    generator = g.add(
-        "generator", Generator(cfg.model, sampling=cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus
-    )
+    answers = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine)
+    generator = g.add("generator", answers, **cfg.place_generator())
     writer = g.add("writer", writes)
 
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.reward_model:
-        model = g.add("reward", RewardModel(cfg.reward_model, cfg.model, cfg.task), gpus=cfg.one_gpu)
+    if cfg.reward_model.model:
+        scorer = RewardModel(cfg.reward_model.model, cfg.model, cfg.task, **cfg.reward_model.given)
+        model = g.add("reward", scorer, **cfg.place(cfg.reward_model))
         g.connect(generator.rollouts, model.rollouts)
         g.connect(model.scored, writer.samples)
     elif scored:
@@ -81,4 +82,5 @@ def graph(cfg: Generate) -> Graph:
         g.connect(generator.rollouts, writer.samples)
     g.ignore(generator.requests)
     g.ignore(generator.weights)
+    cfg.take_turns(g)
     return g

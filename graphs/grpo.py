@@ -11,6 +11,7 @@ from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import AdaptiveKL, DynamicSampling, GroupAdvantage, Reference
 from flowrl.prompt_options import RewardOptions
+from flowrl.role_options import ScoringSize
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
@@ -37,10 +38,8 @@ class GRPO(RewardOptions):
     """Subtract the KL of a whole response from its reward before the group's baseline, not token by token."""
     kl_target: float | None = None
     """Adapt `reward_kl_coef` until the KL of a response is this, in nats."""
-    cpus: float | None = None
-    """Cores of each generator and trainer; None: one, or less for ranks that would not fit."""
-    time_share: bool = False
-    """Generator and trainer take turns on the same cores and GPUs instead of working side by side."""
+    reference: ScoringSize = ScoringSize()
+    """The reference, which has the initial weights."""
     dynamic_sampling: bool = False
     """Filter groups whose rewards are all equal, which teach nothing, and sample others in their place."""
     shuffle_rewards: bool = False
@@ -61,10 +60,8 @@ def graph(cfg: GRPO) -> Graph:
 
     g = Graph("grpo")
     prompts = g.add("prompts", cfg.prompts())
-    generator = g.add(
-        "generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, cpus=cfg.cpus, gpus=cfg.gpus
-    )
-    reward = g.add("reward", cfg.scoring(), gpus=cfg.reward_gpus)
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
+    reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=dynamic))
     batch = cfg.batcher(
         whiten=whitened,
@@ -73,20 +70,15 @@ def graph(cfg: GRPO) -> Graph:
         adaptive_kl=None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target),
     )
     batcher = g.add("batcher", batch)
-    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, cpus=cfg.cpus, gpus=cfg.one_gpu)
-    if cfg.time_share:
-        g.time_share(generator, trainer)
-    if cfg.reward_model:
-        g.time_share(trainer, reward)
+    trainer = g.add("trainer", cfg.make_trainer(cfg.objective), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
     # A trainer of adapters has the reference in itself, but only when the samples have reached it.
     if cfg.reward_kl_coef or (cfg.objective.kl_coef and not cfg.lora.rank):
-        initial = Reference(cfg.model, temperature=cfg.temperature, dtype=cfg.dtype)
-        reference = g.add("reference", initial, gpus=cfg.one_gpu)
+        initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference))
+        reference = g.add("reference", initial, **cfg.place(cfg.reference))
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
-        g.time_share(trainer, reference)
     else:
         g.connect(generator.rollouts, reward.rollouts)
     g.connect(reward.scored, advantage.scored)
@@ -101,4 +93,5 @@ def graph(cfg: GRPO) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
+    cfg.take_turns(g, ("trainer", "reward", "reference"))
     return g

@@ -2,7 +2,7 @@
 
 flowrl run iterative_dpo --steps 60
 flowrl run iterative_dpo --reward-model runs/reward_model/checkpoints/step_000200 --steps 60
-flowrl run iterative_dpo --reference initial --kind ipo --steps 60
+flowrl run iterative_dpo --reference.weights initial --kind ipo --steps 60
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import PairMaker, Reference
 from flowrl.prompt_options import RewardOptions
+from flowrl.role_options import PairReferenceSize
 from flowrl.training.loss.preference_objectives import DPO
 
 
@@ -25,8 +26,8 @@ class IterativeDPO(RewardOptions):
     optimizer_steps: int = 4
     """Mini-batches into which a round is split."""
 
-    reference: Literal["round", "initial"] = "round"
-    """What DPO compares the policy with: the weights that sampled the round, or the initial ones (adds a node)."""
+    reference: PairReferenceSize = PairReferenceSize()
+    """What DPO compares the policy with."""
     beta: float = 0.1
     """Larger values keep the policy closer to the reference."""
     kind: Literal["dpo", "ipo", "cdpo"] = "dpo"
@@ -50,21 +51,18 @@ def graph(cfg: IterativeDPO) -> Graph:
 
     g = Graph("iterative_dpo")
     prompts = g.add("prompts", cfg.prompts())
-    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", cfg.scoring(), gpus=cfg.reward_gpus)
-    pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference))
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
+    reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
+    pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference.weights))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
-    if cfg.reward_model:
-        g.time_share(trainer, reward)
+    trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.reference == "initial":
-        initial = Reference(cfg.model, temperature=cfg.temperature, dtype=cfg.dtype)
-        reference = g.add("reference", initial, gpus=cfg.one_gpu)
+    if cfg.reference.weights == "initial":
+        initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference))
+        reference = g.add("reference", initial, **cfg.place(cfg.reference))
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
-        g.time_share(trainer, reference)
     else:
         g.connect(generator.rollouts, reward.rollouts)
     g.connect(reward.scored, pairs.scored)
@@ -79,4 +77,5 @@ def graph(cfg: IterativeDPO) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
+    cfg.take_turns(g, ("trainer", "reward", "reference"))
     return g

@@ -44,9 +44,8 @@ def graph(cfg: Pairs) -> Graph:
         too_long=cfg.too_long,
     )
     prompts = g.add("prompts", source)
-    generator = g.add(
-        "generator", Generator(cfg.model, sampling=cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus
-    )
+    answerer = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine)
+    generator = g.add("generator", answerer, **cfg.place_generator())
     reward = g.add("reward", Reward(cfg.task))
     maker = g.add("pair_maker", PairMaker(size=cfg.group_size, reference="initial"))
     writer = g.add("writer", PairWriter(cfg.pairs, cfg.task))
@@ -57,4 +56,5 @@ def graph(cfg: Pairs) -> Graph:
     g.connect(maker.groups, writer.groups)
     g.ignore(generator.requests)
     g.ignore(generator.weights)
+    cfg.take_turns(g)
     return g

@@ -8,7 +8,7 @@ flowrl run ppo --reward-model runs/reward_model/checkpoints/step_000100 --steps 
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
@@ -20,6 +20,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.prompt_options import RewardOptions
+from flowrl.role_options import CriticSize, CriticTrainerSize, ScoringSize, Size
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.value_objective import ValueObjective
@@ -29,16 +30,18 @@ from flowrl.training.settings import ZeroSettings
 
 @dataclass(frozen=True)
 class PPO(RewardOptions):
-    gpus: float = 0
-    """GPUs of each model process. Actor and reference take turns on theirs, so do critic trainer and critic."""
     group_size: int = 4
-    num_trainers: int = 1
-    """ZeRO ranks of the actor, and as many of the critic."""
+    trainer: Size = Size()
+    """Ranks of the actor."""
     groups_per_step: int = 32
     optimizer_steps: int = 2
 
-    critic: str = ""
-    """Initial model of the critic; empty: the policy. A reward model keeps its head, others get a new one."""
+    reference: ScoringSize = ScoringSize()
+    """The reference, which has the initial weights."""
+    critic: CriticSize = CriticSize()
+    """The critic, which values every token."""
+    critic_trainer: CriticTrainerSize = CriticTrainerSize()
+    """Ranks of the critic's trainer."""
     critic_lr: float = 3e-4
     """Peak learning rate of the critic."""
     critic_zero: ZeroSettings = ZeroSettings()
@@ -61,33 +64,33 @@ class PPO(RewardOptions):
     """Largest distance of the importance ratio from 1."""
     value_clip: float = 0.2
     """Largest distance of a value from the one that made the advantages; 0 does not clip."""
-    cpus: float | None = None
-    """Cores of each process that runs a model, except generators. None: 1 with GPUs, else 0.5 / `num_trainers`."""
+
+    def share(self, size: Size) -> dict[str, Any]:
+        """As `place`. On a CPU the ranks of the two trainers have one core together, unless they say otherwise."""
+        return self.place(size, cpus=1 if self.uses_gpus else 0.5 / self.trainer.replicas)
 
 
 def graph(cfg: PPO) -> Graph:
-    critic_model = replace(cfg.model, model=cfg.critic or cfg.policy, name="critic")
+    critic_model = replace(cfg.model, model=cfg.critic.model or cfg.policy, name="critic")
     estimate = Estimate("gae", gamma=cfg.gamma, lam=cfg.lam, kl_coef=cfg.kl_coef, kl_estimator=cfg.kl_estimator)
     adaptive_kl = None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target)
-    cpus = cfg.cpus if cfg.cpus is not None else 1 if cfg.gpus else 0.5 / cfg.num_trainers
 
     g = Graph("ppo")
     prompts = g.add("prompts", cfg.prompts())
-    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    judge = cfg.scoring(normalise=True)
-    reward = g.add("reward", judge, cpus=cpus if cfg.reward_model else None, gpus=cfg.reward_gpus)
-    initial = Reference(cfg.model, temperature=cfg.temperature, dtype=cfg.dtype)
-    reference = g.add("reference", initial, cpus=cpus, gpus=cfg.one_gpu)
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
+    reward = g.add(
+        "reward", cfg.make_reward(normalise=True), **(cfg.share(cfg.reward_model) if cfg.reward_model.model else {})
+    )
+    initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference))
+    reference = g.add("reference", initial, **cfg.share(cfg.reference))
     advantage = g.add("advantage", JoinedAdvantage(estimate, size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher(whiten="full", estimate=estimate, adaptive_kl=adaptive_kl))
-    values = Critic(critic_model, dtype=cfg.dtype, token_budget=cfg.token_budget)
-    critic = g.add("critic", values, cpus=cpus, gpus=cfg.one_gpu)
+    values = Critic(critic_model, **cfg.scoring(cfg.critic))
+    critic = g.add("critic", values, **cfg.share(cfg.critic))
     actor = g.add(
         "actor",
-        cfg.trainer(PolicyObjective(clip_low=cfg.clip, clip_high=cfg.clip), start_after=cfg.critic_warmup),
-        replicas=cfg.num_trainers,
-        cpus=cpus,
-        gpus=cfg.one_gpu,
+        cfg.make_trainer(PolicyObjective(clip_low=cfg.clip, clip_high=cfg.clip), start_after=cfg.critic_warmup),
+        **cfg.share(cfg.trainer),
     )
     critic_trainer = g.add(
         "critic_trainer",
@@ -99,14 +102,8 @@ def graph(cfg: PPO) -> Graph:
             schedule=cfg.critic_schedule,
             zero=cfg.critic_zero.with_dtype(cfg.dtype),
         ),
-        replicas=cfg.num_trainers,
-        cpus=cpus,
-        gpus=cfg.one_gpu,
+        **cfg.share(cfg.critic_trainer.sized(cfg.trainer)),
     )
-    g.time_share(actor, reference)
-    g.time_share(critic_trainer, critic)
-    if cfg.reward_model:
-        g.time_share(reference, reward)
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)
@@ -127,4 +124,5 @@ def graph(cfg: PPO) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
+    cfg.take_turns(g, ("actor", "reference", "reward"), ("critic_trainer", "critic"))
     return g

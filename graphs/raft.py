@@ -26,13 +26,11 @@ def graph(cfg: RAFT) -> Graph:
 
     g = Graph("raft")
     prompts = g.add("prompts", cfg.prompts())
-    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", cfg.scoring(), gpus=cfg.reward_gpus)
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
+    reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(imitate), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
-    if cfg.reward_model:
-        g.time_share(trainer, reward)
+    trainer = g.add("trainer", cfg.make_trainer(imitate), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)
@@ -48,4 +46,5 @@ def graph(cfg: RAFT) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
+    cfg.take_turns(g, ("trainer", "reward"))
     return g

@@ -50,12 +50,13 @@ def graph(cfg: RewardModel) -> Graph:
     dataset = g.add("dataset", PreferenceDataset(data))
     batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
     held_out = g.add("held_out", HeldOutPreferences(data, num_rows=cfg.held_out, token_budget=cfg.token_budget))
-    learner = cfg.trainer(objective, judge_every=cfg.judge_every)
-    trainer = g.add("trainer", learner, replicas=cfg.num_trainers, gpus=cfg.one_gpu)
+    learner = cfg.make_trainer(objective, judge_every=cfg.judge_every)
+    trainer = g.add("trainer", learner, **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, dataset.prompts)
     g.connect(dataset.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.connect(held_out.batch, trainer.held_out, dispatch="gang")
     g.ignore(trainer.weights)
+    cfg.take_turns(g)
     return g

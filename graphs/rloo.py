@@ -9,12 +9,15 @@ from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.nodes import GroupAdvantage, Reference
 from flowrl.prompt_options import RewardOptions
+from flowrl.role_options import ScoringSize
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
 class RLOO(RewardOptions):
+    reference: ScoringSize = ScoringSize()
+    """The reference, which has the initial weights."""
     kl_coef: float = 0.001
     """Weight of the KL to the initial weights in the reward; 0: none."""
     kl_before_baseline: bool = True
@@ -29,21 +32,18 @@ def graph(cfg: RLOO) -> Graph:
 
     g = Graph("rloo")
     prompts = g.add("prompts", cfg.prompts())
-    generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
-    reward = g.add("reward", cfg.scoring(), gpus=cfg.reward_gpus)
+    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
+    reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
-    trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
-    if cfg.reward_model:
-        g.time_share(trainer, reward)
+    trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
     if cfg.kl_coef:
-        initial = Reference(cfg.model, temperature=cfg.temperature, dtype=cfg.dtype)
-        reference = g.add("reference", initial, gpus=cfg.one_gpu)
+        initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference))
+        reference = g.add("reference", initial, **cfg.place(cfg.reference))
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
-        g.time_share(trainer, reference)
     else:
         g.connect(generator.rollouts, reward.rollouts)
     g.connect(reward.scored, advantage.scored)
@@ -58,4 +58,5 @@ def graph(cfg: RLOO) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
+    cfg.take_turns(g, ("trainer", "reward", "reference"))
     return g

@@ -10,6 +10,7 @@ from flowrl import Graph
 from flowrl.blocks import PolicyOptions
 from flowrl.models import Policy
 from flowrl.nodes import GivenResponses, RemainingPrompts, ResponseWriter, Reward, RewardModel
+from flowrl.role_options import RewardModelSize
 from flowrl.tasks import Task
 
 
@@ -21,13 +22,13 @@ class Score(PolicyOptions):
     """The column of the file that has the responses."""
     out: str = "scored.jsonl"
     """The file that is written. Rows that it has already are left out, so the same command goes on with it."""
-    reward_model: str = ""
-    """Directory of a reward model that scores in place of the task's own reward; empty: none."""
+    reward_model: RewardModelSize = RewardModelSize()
+    """A reward model that scores in place of the task's own reward."""
 
     @property
     def model(self) -> Policy:
         """The model whose tokenizer renders the responses."""
-        return Policy(self.policy or self.reward_model or "tiny", task=Task())
+        return Policy(self.policy or self.reward_model.model or "tiny", task=Task())
 
 
 def graph(cfg: Score) -> Graph:
@@ -44,12 +45,14 @@ def graph(cfg: Score) -> Graph:
     writer = g.add("writer", ResponseWriter(cfg.out, task, size=1, given=True))
 
     g.connect(prompts.prompts, responses.prompts)
-    if cfg.reward_model:
-        model = g.add("reward", RewardModel(cfg.reward_model, cfg.model, task), gpus=cfg.one_gpu)
+    if cfg.reward_model.model:
+        scorer = RewardModel(cfg.reward_model.model, cfg.model, task, **cfg.reward_model.given)
+        model = g.add("reward", scorer, **cfg.place(cfg.reward_model))
         g.connect(responses.rollouts, model.rollouts)
         g.connect(model.scored, writer.samples)
     else:
         reward = g.add("reward", Reward(task))
         g.connect(responses.rollouts, reward.rollouts)
         g.connect(reward.scored, writer.samples)
+    cfg.take_turns(g)
     return g

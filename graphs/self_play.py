@@ -36,22 +36,29 @@ class SelfPlay(GroupedEpisodes):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, opponent_every=0)
-        if (self.opponent_every or 0) > 1 and self.gpus:
-            yield f"--opponent-every is {self.opponent_every}; with --gpus it has to be 0 or 1"
+        if (self.opponent_every or 0) > 1 and self.uses_gpus:
+            yield f"--opponent-every is {self.opponent_every}; on GPUs it has to be 0 or 1"
 
     def player(self, every: int = 1) -> Generator:
         """A generator that samples held-out games too: a greedy player would repeat itself."""
-        return Generator(self.model, sampling=self.sampling, evaluation=self.sampling, lora=self.lora, every=every)
+        return Generator(
+            self.model,
+            sampling=self.sampling,
+            evaluation=self.sampling,
+            lora=self.lora,
+            engine=self.engine,
+            every=every,
+        )
 
 
 def graph(cfg: SelfPlay) -> Graph:
     g = Graph("self_play")
     prompts = g.add("prompts", EnvironmentSource(cfg.environment, repeat=cfg.group_size))
     environment = g.add("environment", cfg.episodes(cfg.environment))
-    generator = g.add("generator", cfg.player(), replicas=cfg.num_generators, gpus=cfg.gpus)
+    generator = g.add("generator", cfg.player(), **cfg.place_generator())
     advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.trainer(cfg.objective), replicas=cfg.num_trainers, gpus=cfg.gpus)
+    trainer = g.add("trainer", cfg.make_trainer(cfg.objective), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, environment.prompts)
     g.call(environment.generate, generator.turns, affinity_margin=cfg.affinity_margin)
@@ -62,7 +69,7 @@ def graph(cfg: SelfPlay) -> Graph:
 
     players, until = [generator], [generator.weights]
     if cfg.evaluate or cfg.opponent_every == 0:
-        first = g.add("first", cfg.player(), gpus=cfg.gpus)
+        first = g.add("first", cfg.player(), **cfg.place_generator() | {"replicas": 1})
         g.ignore(first.weights)  # it stays at version 0
         players.append(first)
         if cfg.opponent_every == 0:
@@ -70,7 +77,7 @@ def graph(cfg: SelfPlay) -> Graph:
         if cfg.evaluate:
             evaluate_against(g, cfg, first, generator)
     if cfg.opponent_every:
-        opponent = g.add("opponent", cfg.player(every=cfg.opponent_every), gpus=cfg.gpus)
+        opponent = g.add("opponent", cfg.player(every=cfg.opponent_every), **cfg.place_generator() | {"replicas": 1})
         g.call(environment.opponent, opponent.turns)
         g.latest(trainer.weights, opponent.weights)
         players.append(opponent)
@@ -78,8 +85,7 @@ def graph(cfg: SelfPlay) -> Graph:
     for player in players:
         g.ignore(player.prompts)
         g.ignore(player.rollouts)
-    if not cfg.gpus and len(players) > 1:
-        g.time_share(trainer, *players[1:])
+    cfg.take_turns(g, () if cfg.uses_gpus else ("trainer", "first", "opponent"))
     g.admit(
         prompts.prompts,
         until=tuple(until),

@@ -53,10 +53,11 @@ def graph(cfg: SFT) -> Graph:
     prompts = g.add("prompts", source)
     dataset = g.add("dataset", answers)
     batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
-    trainer = g.add("trainer", cfg.trainer(SFTObjective()), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
+    trainer = g.add("trainer", cfg.make_trainer(SFTObjective()), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, dataset.prompts)
     g.connect(dataset.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=Sampling(max_tokens=cfg.answer_tokens))
+    cfg.take_turns(g)
     return g

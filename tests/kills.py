@@ -30,7 +30,7 @@ WITHIN_S = 10.0
 APPEARS_WITHIN_S = 120.0
 SHM = Path("/dev/shm")
 LOOP = (GRAPHS / "faults.py", "--processes", "--generators", "2", "--ranks", "2")
-STACK = (ROOT / "graphs" / "grpo.py", "--num-trainers", "2", "--evaluate", "64", "--groups-per-step", "8")
+STACK = (ROOT / "graphs" / "grpo.py", "--trainer.replicas", "2", "--evaluate", "64", "--groups-per-step", "8")
 Find = Callable[[Run], int | None]
 
 

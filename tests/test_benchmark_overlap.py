@@ -77,7 +77,7 @@ def test_cases_follow_the_fields_of_the_graph() -> None:
         ("async 1", 1),
         ("async 2", 2),
     ]
-    assert cases[1].args == ("--staleness", "0", "--time-share", "--train-s", "0.1")
+    assert cases[1].args == ("--staleness", "0", "--time-share", "generator", "trainer", "--train-s", "0.1")
 
 
 def test_wrong_options_are_refused_before_anything_runs() -> None:

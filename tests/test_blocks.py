@@ -25,6 +25,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.load import dump, load_file, restore
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, Evaluation, Generator, PromptSource, Sampling, TokenBatch
+from flowrl.role_options import Size
 from flowrl.tasks import Task
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.sft_objective import SFT as SFTObjective
@@ -33,15 +34,15 @@ GRAPHS = Path(__file__).parent.parent / "graphs"
 CLUSTER = Cluster((Machine(cores=(0, 1)),))
 
 OUT_OF_RANGE: list[tuple[type[PolicyOptions], str, Any, str]] = [
-    (PolicyOptions, "gpus", -1, "--gpus is -1; it has to be 0 or more"),
+    (PolicyOptions, "time_share", ("generator",), "--time-share names generator alone"),
     (SamplingOptions, "max_tokens", 0, "--max-tokens is 0; it has to be 1 or more"),
     (SamplingOptions, "group_size", 0, "--group-size is 0; it has to be 1 or more"),
-    (SamplingOptions, "num_generators", 0, "--num-generators is 0; it has to be 1 or more"),
+    (SamplingOptions, "generator", Size(0), "--generator.replicas is 0; it has to be 1 or more"),
     (SamplingOptions, "temperature", 0, "--temperature is 0; it has to be above 0"),
     (SamplingOptions, "temperature", float("nan"), "--temperature is nan"),
     (TrainerOptions, "lr", -1, "--lr is -1; it has to be a number from 0 up"),
     (TrainerOptions, "lr", float("inf"), "--lr is inf"),
-    (TrainerOptions, "num_trainers", 0, "--num-trainers is 0; it has to be 1 or more"),
+    (TrainerOptions, "trainer", Size(gpus=-1), "--trainer.gpus is -1; it has to be 0 or more"),
     (TrainerOptions, "token_budget", 0, "--token-budget is 0; it has to be 1 or more"),
     (EvaluationOptions, "evaluate", -1, "--evaluate is -1; it has to be 0 or more"),
     (EvaluationOptions, "evaluate_samples", 0, "--evaluate-samples is 0; it has to be 1 or more"),
@@ -89,7 +90,7 @@ def test_a_graph_adds_options_and_ranges_of_its_own() -> None:
         load_file(GRAPHS / "reward_model.py").parse(["--held-out", "0"])
 
 
-@pytest.mark.parametrize("name", ["model", "trainer", "problems"])
+@pytest.mark.parametrize("name", ["model", "make_trainer", "problems"])
 def test_an_option_cannot_take_the_name_of_what_a_block_makes(name: str) -> None:
     with pytest.raises(ConfigError, match=f"the option {name} of Shadowing has the name of a block's method"):
         type("Shadowing", (OnlineOptions,), {"__annotations__": {name: str}, name: ""})
@@ -97,11 +98,11 @@ def test_an_option_cannot_take_the_name_of_what_a_block_makes(name: str) -> None
 
 def test_the_nodes_that_blocks_make_have_their_options() -> None:
     cfg = Mine(max_tokens=7, temperature=0.5, epochs=3, token_budget=64, groups_per_step=2, optimizer_steps=2)
-    trainer = cfg.trainer(PolicyObjective(), start_after=4)
+    trainer = cfg.make_trainer(PolicyObjective(), start_after=4)
     assert (trainer.lr, trainer.temperature, trainer.epochs, trainer.start_after) == (0.5, 0.5, 3, 4)
     batcher = cfg.batcher(whiten="full")
     assert (batcher.num_groups, batcher.token_budget, batcher.optimizer_steps, batcher.whiten) == (2, 64, 2, "full")
-    generator = cfg.generator(cfg.sampling)
+    generator = cfg.make_generator(cfg.sampling)
     assert generator.sampling == Sampling(temperature=0.5, max_tokens=7)
     assert {node.policy for node in (trainer, generator)} == {Policy("tiny", task=Task("arithmetic"))}
 
@@ -133,7 +134,7 @@ def imitation(cfg: Copied) -> Graph:
     prompts = g.add("prompts", PromptSource(cfg.task, cfg.model))
     dataset = g.add("dataset", Demonstrations(cfg.task, cfg.model))
     batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
-    trainer = g.add("trainer", cfg.trainer(SFTObjective()))
+    trainer = g.add("trainer", cfg.make_trainer(SFTObjective()))
     g.connect(prompts.prompts, dataset.prompts)
     g.connect(dataset.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")

@@ -73,7 +73,7 @@ def test_the_graph_of_the_readme_can_run_on_two_cores() -> None:
 SHOWN = re.findall(r"^flowrl run +(graphs/\w+\.py)([^#\n]*)", README, re.M)
 
 
-@pytest.mark.parametrize(("file", "options"), [one for one in SHOWN if "--gpus" not in one[1]])
+@pytest.mark.parametrize(("file", "options"), [one for one in SHOWN if "gpus" not in one[1]])
 def test_the_runs_of_the_readme_fit_on_two_cores(file: str, options: str) -> None:
     chosen = re.sub(r"--(steps|run-dir) \S+|--resume", "", options).split()
     graph_file = load_file(ROOT / file)

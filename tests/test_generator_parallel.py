@@ -14,8 +14,12 @@ from flowrl.graph.analysis.plan import make_plan, routes_of
 from flowrl.graph.routes import rank_offset, world_size
 from flowrl.models import Policy
 from flowrl.nodes import Generator, Trainer
+from flowrl.nodes.engine import Engine
 from flowrl.nodes.vllm_parallel import Parallel
 from flowrl.recipes.grpo import GRPO, graph
+from flowrl.recipes.pairs import Pairs
+from flowrl.recipes.pairs import graph as pairs_graph
+from flowrl.role_options import Size
 
 EIGHT = Cluster((Machine(tuple(range(32)), gpus=8),))
 PP = "pipeline_parallel_size"
@@ -36,7 +40,7 @@ PP = "pipeline_parallel_size"
 def test_what_is_not_asked_for_is_tensor_parallel(
     engine: dict[str, int], gpus: float, sizes: tuple[int, int, int]
 ) -> None:
-    parallel = Parallel.of(engine)
+    parallel = Parallel.of(Engine(**engine))
     assert parallel.problems(gpus) == []
     found = parallel.arguments(int(gpus))
     assert tuple(found[f"{name}_parallel_size"] for name in ("tensor", "pipeline", "data")) == sizes
@@ -50,14 +54,13 @@ def test_what_is_not_asked_for_is_tensor_parallel(
         ({PP: 2}, 3, "tensor any × pipeline 2 × data 1 parallel parts, but gpus is 3"),
         ({"tensor_parallel_size": 2}, 0, "but gpus is 0; set gpus=2"),
         ({"tensor_parallel_size": 2}, 0.5, "but gpus is 0.5; set gpus=2"),
-        ({"tensor_parallel_size": 0}, 2, "every size has to be 1 or more"),
         ({}, 1.5, "gpus is 1.5; above 1 it has to be a whole number"),
-        ({"distributed_executor_backend": "ray"}, 1, "'distributed_executor_backend' cannot be set"),
+        ({"extra": ("distributed_executor_backend=ray",)}, 1, "sets 'distributed_executor_backend', which flowrl sets"),
     ],
 )
 def test_other_sizes_are_refused(engine: dict[str, Any], gpus: float, problem: str) -> None:
     g = Graph("one")
-    g.add("generator", Generator(Policy("tiny"), engine=engine), gpus=gpus)
+    g.add("generator", Generator(Policy("tiny"), engine=Engine(**engine)), gpus=gpus)
     assert any(problem in text for text in check(g, EIGHT).problems), check(g, EIGHT).problems
 
 
@@ -72,16 +75,17 @@ def test_heads_that_cannot_be_split_are_found_before_the_start(tmp_path: Path) -
 
 def test_quantized_engines_are_refused_before_the_start(tmp_path: Path) -> None:
     """Whole weights for an fp8 engine lack `weight_scale`: without this check the first update fails halfway."""
-    g = Graph("one")
-    g.add("generator", Generator(Policy("tiny"), engine={"quantization": "fp8"}))
-    assert any("'quantization' cannot be set: weight updates lack the scales" in p for p in check(g, EIGHT).problems)
+    g = graph(GRPO(engine=Engine(quantization="fp8"), evaluate=0))
+    assert any("takes none: its engine is quantized (fp8)" in problem for problem in check(g, EIGHT).problems)
+    fixed = pairs_graph(Pairs(engine=Engine(quantization="fp8")))
+    assert check(fixed, EIGHT).problems == (), "its generator receives no weights"
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ConfigError, match=r"is quantized \(fp8\), and weight updates lack the scales \(weight_scale\)"):
         Generator(Policy(str(tmp_path))).preflight()
 
 
 def test_two_gpus_of_a_generator_are_two_ranks_beside_the_trainer() -> None:
-    g = graph(GRPO(gpus=2, num_generators=2, num_trainers=2, evaluate=0))
+    g = graph(GRPO(generator=Size(2, 2), trainer=Size(2), evaluate=0))
     assert check(g, EIGHT).problems == ()
     plan = make_plan(g, EIGHT)
     routes = routes_of(plan, "trainer")

@@ -12,6 +12,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import vllm_start
+from flowrl.nodes.engine import Engine
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.sampling import Completion, Response, Sampling, continued_seed, spread_versions
 from flowrl.nodes.vllm_processes import log_place
@@ -90,12 +91,14 @@ def test_a_response_grows_over_requests() -> None:
 
 def test_the_generators_check_names_every_problem() -> None:
     generator = Generator(
-        Policy("tiny"), sampling=Sampling(temperature=0), concurrency=0, engine={"logprobs_mode": "raw_logprobs"}
+        Policy("tiny"),
+        sampling=Sampling(temperature=0),
+        engine=Engine(extra=("logprobs_mode=raw_logprobs", "max_num_seqs=1")),
     )
     problems = generator.check(None)
     assert len(problems) == 3
     assert problems[0].startswith("sampling: temperature is 0")
-    assert "'logprobs_mode' cannot be set" in problems[1] and "concurrency is 0" in problems[2]
+    assert "sets 'logprobs_mode', which flowrl sets itself" in problems[1] and "'max_num_seqs'" in problems[2]
     assert Generator(Policy("tiny")).check(None) == []
 
 

@@ -26,6 +26,7 @@ import pytest
 from flowrl.errors import FlowrlError
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
+from flowrl.nodes.engine import Engine
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.vllm_sampler import VllmSampler
@@ -41,6 +42,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(300)]
 R = TypeVar("R")
 CORE = (max(os.sched_getaffinity(0)),)
 MOST = 48
+NARROW = Engine(concurrency=32, max_model_len=256, extra=("max_num_batched_tokens=64", "enable_prefix_caching=false"))
 """Policy tokens of a sample: enough for updates and checkpoints to come in between."""
 TOLERANCE = 1e-4
 """float32 logprobs of two implementations; a stale tied head is off by 0.05 and more."""
@@ -72,9 +74,8 @@ class Live:
 
     async def _start(self) -> None:
         sampling = Sampling(max_tokens=MOST)
-        self.generator = Generator(
-            Policy(str(self.path)), sampling=sampling, concurrency=32, max_model_len=256, **self.options
-        )
+        engine = self.options.pop("engine", Engine(concurrency=32, max_model_len=256))
+        self.generator = Generator(Policy(str(self.path)), sampling=sampling, engine=engine, **self.options)
         rig = NodeRig(self.generator, name="generator", cores=CORE, timeout_s=120)
         self.rig = await rig.__aenter__()
         self.record = self.rig.record
@@ -182,7 +183,7 @@ def assert_equal_to_a_fresh_engine(live: Live, export: Path) -> None:
 
 
 async def scored_afresh(path: Path) -> list[list[float]]:
-    fresh = await asyncio.to_thread(VllmSampler.start, str(path), cores=CORE, max_model_len=256)
+    fresh = await asyncio.to_thread(VllmSampler.start, str(path), cores=CORE, engine=Engine(max_model_len=256))
     try:
         return await fresh.score(probe_sequences(99))
     finally:
@@ -236,7 +237,7 @@ def test_a_seed_gives_the_same_sample_again(live: Live) -> None:
 
 def test_prompts_that_are_computed_in_parts_are_sampled_by_their_seeds(tmp_path: Path) -> None:
     """vLLM discards the draws of all parts but the last, and cannot take them back on CPU by itself."""
-    live = Live(tmp_path, tied=True, engine={"max_num_batched_tokens": 64, "enable_prefix_caching": False})
+    live = Live(tmp_path, tied=True, engine=NARROW)
     try:
         live.do(live.held(live.train()))
         prompts = [make_prompt(number, length=90) for number in range(6)]
@@ -424,6 +425,7 @@ def test_evaluation_is_greedy_and_counted_apart(live: Live) -> None:
 HOST = """
 import sys
 from multiprocessing.process import BaseProcess
+from flowrl.nodes.engine import Engine
 from flowrl.nodes.vllm_sampler import VllmSampler
 start = BaseProcess.start
 def told(process):
@@ -431,7 +433,7 @@ def told(process):
     print("started", process.pid, flush=True)
 if __name__ == "__main__":
     BaseProcess.start = told
-    VllmSampler.start(sys.argv[1], max_model_len=64, cores=({core},))
+    VllmSampler.start(sys.argv[1], engine=Engine(max_model_len=64), cores=({core},))
     print("ready", flush=True)
     sys.stdin.read()
 """

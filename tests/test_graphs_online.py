@@ -22,14 +22,15 @@ EVERY_ONLINE = (*ONLINE, "distill", "ppo", "custom_node")
 SHARED = (
     "policy",
     "task",
-    "gpus",
+    "time_share",
     "trust_remote_code",
+    "generator",
+    "engine",
     "max_tokens",
     "temperature",
     "group_size",
-    "num_generators",
     "lr",
-    "num_trainers",
+    "trainer",
     "dtype",
     "token_budget",
     "lora",
@@ -124,7 +125,7 @@ def test_the_shared_options_mean_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY_ONLINE)
 def test_batches_and_admission_have_the_same_options_everywhere(name: str) -> None:
-    options = "--optimizer-steps 3 --epochs 2 --staleness 2 --look-ahead 4 --num-generators 2"
+    options = "--optimizer-steps 3 --epochs 2 --staleness 2 --look-ahead 4 --generator.replicas 2"
     made = graph(name, *options.split())
     assert check(made, CLUSTER).problems == ()
     assert node(made, TokenBatch).optimizer_steps == 3
@@ -157,7 +158,7 @@ REFERENCES = {
     "reinforce_pp": (("", True), ("--kl-coef 0", False)),
     "rloo": (("", True), ("--kl-coef 0", False)),
     "dapo": (("", False),),
-    "iterative_dpo": (("", False), ("--reference initial", True)),
+    "iterative_dpo": (("", False), ("--reference.weights initial", True)),
 }
 
 

@@ -31,7 +31,7 @@ EVALUATED = ("--evaluate", str(PROMPTS), "--evaluate-samples", str(ANSWERS))
 ONLINE = {
     "agent_game": (*SMALL, *EVALUATED, "--task", "arithmetic", "--look-ahead", "4"),
     "dapo": (*SMALL, *EVALUATED, "--on-limit", "mask"),
-    "distill": (*SMALL, *EVALUATED, "--teacher", "tiny", "--num-trainers", "2", "--exact", "--epochs", "2"),
+    "distill": (*SMALL, *EVALUATED, "--teacher", "tiny", "--trainer.replicas", "2", "--exact", "--epochs", "2"),
     "iterative_dpo": (*SMALL, *EVALUATED, "--reference", "initial", "--optimizer-steps", "2"),
     "raft": (*SMALL, *EVALUATED, "--evaluate-also", "arithmetic:max_value=12", "--look-ahead", "2"),
     "reinforce_pp": (*SMALL, *EVALUATED, "--kl-target", "0.5"),

@@ -73,7 +73,7 @@ def test_scores_keep_their_order_and_do_not_depend_on_neighbours(
     asked: list[Any] = [(ask("w1 w2"), " ".join(f"w{n}" for n in range(length))) for length in (3, 9, 1, 5)]
     alone = [scorer.score([one])[0] for one in asked]
     assert scorer.score(asked) == pytest.approx(alone, abs=1e-6)
-    monkeypatch.setattr("flowrl.models.scorer.TOKENS_A_PASS", 16)
+    monkeypatch.setattr(scorer, "token_budget", 16)
     assert scorer.score(asked) == pytest.approx(alone, abs=1e-6)
     assert len({round(score, 4) for score in alone}) == 4
 

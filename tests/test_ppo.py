@@ -191,11 +191,11 @@ def test_tickets_wait_for_both_versions() -> None:
 
 
 def test_two_cores_are_enough() -> None:
-    assert check(ppo("--num-trainers", "2"), Cluster((Machine(cores=(0, 1)),))).problems == ()
+    assert check(ppo("--trainer.replicas", "2"), Cluster((Machine(cores=(0, 1)),))).problems == ()
 
 
 def test_the_critic_reads_weights_from_host_memory_on_gpus_too() -> None:
-    plan = check(ppo("--gpus", "1"), Cluster((Machine(cores=tuple(range(16)), gpus=8),))).plan
+    plan = check(ppo("--trainer.gpus", "1"), Cluster((Machine(cores=tuple(range(16)), gpus=8),))).plan
     assert {way.consumer: way.transport for way in plan.weights} == {"generator/0": "nccl", "critic/0": "shm"}
 
 

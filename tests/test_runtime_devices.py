@@ -14,6 +14,7 @@ from flowrl.graph.analysis.check import check
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.runtime.driver.claims import Claim, claims, visible_devices
+from flowrl.runtime.driver.cluster import HostSlot, environment
 from tests.graph_nodes import Grpo, grpo
 from tests.run_process import ROOT, Run
 
@@ -110,3 +111,17 @@ def test_hosts_of_a_real_ray_see_the_gpus_of_their_plan(tmp_path: Path) -> None:
         "critic-0": "2 sees 6",
         "judge-0": " sees ",
     }
+
+
+def test_settings_of_libraries_reach_every_process_on_other_machines_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"NCCL_DEBUG": "INFO", "VLLM_USE_V1": "1", "HF_HOME": "/models", "CUDA_LAUNCH_BLOCKING": "1"}
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    for alone in (False, True):
+        found = environment(HostSlot("trainer/0", 1, 1, (0, 1)), alone=alone)
+        assert {name: found[name] for name in given} == given
+        assert found["NCCL_SOCKET_IFNAME"] == "eth7"
+        assert found.get("VLLM_HOST_IP") == ("127.0.0.1" if alone else None)
+        assert "CUDA_VISIBLE_DEVICES" not in found, "the plan decides"

@@ -23,7 +23,7 @@ from flowrl.runtime.checkpoints import checkpoint_manifest
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parent.parent
 STEPS, INTERRUPTED_AT, SAVE_EVERY = 5, 8, 3
-SETTINGS = ("--num-trainers", "2", "--evaluate", "64", "--groups-per-step", "8", "--objective.kl-coef", "0.01")
+SETTINGS = ("--trainer.replicas", "2", "--evaluate", "64", "--groups-per-step", "8", "--objective.kl-coef", "0.01")
 
 
 def flowrl(*args: str, timeout_s: float = 240, env: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ from flowrl.graph.routes import WeightRoute, WeightTransport, common_transport, 
 from flowrl.messages import Weights
 from flowrl.recipes.grpo import GRPO
 from flowrl.recipes.grpo import graph as grpo_graph
+from flowrl.role_options import Size
 from flowrl.weights.backends import BACKENDS, receiver, sender
 from flowrl.weights.device_receive import NcclReceiver
 from flowrl.weights.publish import Publisher
@@ -143,7 +144,7 @@ def test_tensors_are_copied_between_synchronizations() -> None:
 
 
 def test_a_trainer_in_turns_with_its_reference_broadcasts_to_generators_of_their_own() -> None:
-    g = grpo_graph(GRPO(gpus=1, num_generators=2, reward_kl_coef=0.1, evaluate=0))
+    g = grpo_graph(GRPO(generator=Size(2, 1), reward_kl_coef=0.1, evaluate=0))
     plan = make_plan(g, Cluster((Machine(tuple(range(8)), gpus=4),)))
     assert plan.host_of("trainer/0").lease == plan.host_of("reference/0").lease != ""
     assert {weights.transport for weights in plan.weights} == {NCCL}

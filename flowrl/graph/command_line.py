@@ -29,7 +29,14 @@ REWORDED = (
     (r"Unrecognized options: (.*)", "{0} belongs to no option; write --field value"),
 )
 """(tyro's message, our replacement), as regular expression and format string."""
-RENAMED = {"judge": "reward-model"}
+RENAMED = {
+    "judge": "reward-model",
+    "num-generators": "generator.replicas",
+    "num-trainers": "trainer.replicas",
+    "gpus": "generator.gpus",
+    "cpus": "generator.cpus",
+    "teacher-dtype": "teacher.dtype",
+}
 """Former name of a graph's option -> its name."""
 
 

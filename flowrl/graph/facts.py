@@ -48,6 +48,8 @@ class Facts:
     """Ports that may stay unconnected."""
     weights_in_host_memory: bool = False
     """Readers of weights: takes them from host memory even on a GPU, because it is not a vLLM engine."""
+    fixed_weights: str = ""
+    """Readers of weights: why this node cannot take any, "" if it can."""
     memory_bytes: int = 0
     """Host memory of one replica, 0 if unknown."""
     message_bytes: Mapping[str, int] = field(default_factory=dict)

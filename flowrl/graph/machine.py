@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.errors import ConfigError
 
 GB = 1 << 30
-CLUSTER_EXAMPLE = "2x cpus=32 gpus=8 memory=256"
+CLUSTER_EXAMPLE = "2 x 8 x H100"
+CARDS = {
+    "T4": 15,
+    "V100": 32,
+    "A10": 22.5,
+    "A10G": 22.5,
+    "L4": 22.5,
+    "RTX4090": 24,
+    "RTX5090": 31.8,
+    "L40S": 45,
+    "RTX6000": 48,
+    "A100-40": 40,
+    "A100": 80,
+    "H100": 79.6,
+    "H200": 140.4,
+    "B200": 178,
+}
+"""Card -> its memory in GiB, as nvidia-smi shows it."""
+OPTION = r"(cpus|gpus|memory|shm|gpu)=(\S+)"
+CORES_A_GPU = 16
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine: the cores flowrl may use there, its GPUs and its memory (0: unknown)."""
+    """One machine: the cores flowrl may use there, its GPUs and its memory. 0 bytes: unknown."""
 
     cores: tuple[int, ...]
     gpus: int = 0
     memory_bytes: int = 0
+    gpu_bytes: int = 0
+    """Memory of each GPU."""
+    shm_bytes: int = 0
+    """Room in /dev/shm, which is a part of the memory."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +64,76 @@ class Cluster:
     @staticmethod
     def here() -> Cluster:
         """This machine, as far as this process may use it (affinity, cgroup, CUDA_VISIBLE_DEVICES)."""
-        return Cluster((Machine(tuple(sorted(os.sched_getaffinity(0))), _gpus_here(), _memory_here()),))
+        gpus = _gpus_here()
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        return Cluster((Machine(cores, gpus, _memory_here(), _gpu_memory_here() if gpus else 0, _shm_here()),))
 
     @staticmethod
     def parse(text: str) -> Cluster:
-        """Read "2x cpus=32 gpus=8 memory=256" (memory in GiB); several kinds are joined by commas."""
+        """Read "2 x 8 x H100", machines x GPUs x card, or "2x cpus=32 gpus=8 memory=256"; several kinds are joined by
+        commas. A card is a name or its memory, as 24GB. Options may follow a card: cpus, memory and shm (GiB)."""
         return Cluster(tuple(machine for part in text.split(",") for machine in _parse_machines(part.strip())))
 
 
 def _parse_machines(part: str) -> tuple[Machine, ...]:
-    match = re.fullmatch(r"(?:(\d+)\s*x\s+)?cpus=(\d+)(?:\s+gpus=(\d+))?(?:\s+memory=(\d+))?", part)
-    if match is None or match[1] == "0" or match[2] == "0":
-        raise ConfigError(f'cluster {part!r} is not a valid cluster; write it like "{CLUSTER_EXAMPLE}" (memory in GiB)')
-    count, cpus, gpus, memory = (
-        int(group or default) for group, default in zip(match.groups(), (1, 1, 0, 0), strict=True)
+    by_card = re.fullmatch(rf"(\d+)\s*x\s*(\d+)\s*x\s*([^\s=]+)((?:\s+{OPTION})*)", part, re.IGNORECASE)
+    listed = re.fullmatch(rf"(?:(\d+)\s*x\s+)?((?:{OPTION}\s*)+)", part)
+    if by_card is None and listed is None:
+        raise _not_a_cluster(part)
+    if by_card is not None:
+        count, gpus, card, options = int(by_card[1]), int(by_card[2]), by_card[3], by_card[4]
+        given = {"gpus": str(gpus), "gpu": card, **_options(part, options)}
+        room = _number(part, "memory", given.get("memory", str(max(64, 2 * gpus * _card_gib(part, card)))))
+        given = {"cpus": str(CORES_A_GPU * max(1, gpus)), "shm": str(room / 2), **given, "memory": str(room)}
+    else:
+        assert listed is not None
+        count, given = int(listed[1] or 1), _options(part, listed[2])
+    cpus = int(_number(part, "cpus", given.get("cpus", "0")))
+    if count < 1 or cpus < 1:
+        raise _not_a_cluster(part)
+    machine = Machine(
+        tuple(range(cpus)),
+        int(_number(part, "gpus", given.get("gpus", "0"))),
+        int(_number(part, "memory", given.get("memory", "0")) * GB),
+        int(_card_gib(part, given["gpu"]) * GB) if "gpu" in given else 0,
+        int(_number(part, "shm", given.get("shm", "0")) * GB),
     )
-    return (Machine(tuple(range(cpus)), gpus, memory * GB),) * count
+    return (machine,) * count
+
+
+def _options(part: str, text: str) -> dict[str, str]:
+    found = re.findall(OPTION, text)
+    if len({name for name, _ in found}) < len(found):
+        raise _not_a_cluster(part)
+    return dict(found)
+
+
+def _number(part: str, name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise _not_a_cluster(part) from None
+    if not 0 <= value < 1e9 or (name in ("cpus", "gpus") and value != int(value)):
+        raise _not_a_cluster(part)
+    return value
+
+
+def _card_gib(part: str, card: str) -> float:
+    """GiB of a card, by its name or as 24GB."""
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB|G)", card, re.IGNORECASE):
+        return float(match[1])
+    if card.upper() in CARDS:
+        return CARDS[card.upper()]
+    near = difflib.get_close_matches(card.upper(), CARDS, 1)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(CARDS)}; or write its memory, as 24GB"
+    raise ConfigError(f"cluster {part!r} names the card {card!r}, which is not known; {hint}")
+
+
+def _not_a_cluster(part: str) -> ConfigError:
+    return ConfigError(
+        f'cluster {part!r} is not a valid cluster; write it like "{CLUSTER_EXAMPLE}" (machines x GPUs x card, or its '
+        'memory as 24GB), or "2x cpus=32 gpus=8 memory=256" (memory in GiB)'
+    )
 
 
 def _gpus_here() -> int:
@@ -62,6 +141,26 @@ def _gpus_here() -> int:
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+def _gpu_memory_here() -> int:
+    """Memory of the smallest GPU, as nvidia-smi tells; 0 if it does not."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    sizes = [int(line) for line in told.split() if line.isdigit()]
+    return min(sizes, default=0) << 20
+
+
+def _shm_here() -> int:
+    """Free room in /dev/shm; 0 if there is none to ask."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
 
 
 def _memory_here() -> int:

@@ -36,6 +36,7 @@ from typing import (
 )
 
 from flowrl.graph.facts import Facts
+from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 
 if TYPE_CHECKING:
@@ -149,6 +150,13 @@ class Node:
     def facts(self) -> Facts:
         """The facts that `flowrl check` needs about this node. Reads the node's settings only."""
         return Facts()
+
+    def footprint(self, share: Share) -> Footprint | None:
+        """The memory that one replica takes, predicted from sizes; None: it has no model, or its size is unknown.
+
+        May read small files, such as a model's config.json.
+        """
+        return None
 
     async def on_acquire(self) -> None:
         """Called when this node gets its shared devices (`g.time_share`) back: restore what they held."""

@@ -6,7 +6,7 @@ if the template ends a conversation without it; a response's own trailing end to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
 from flowrl.models.chat import Chat, Turns, load_tokenizer
+from flowrl.packing import micro_batches_of, units_of
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
@@ -28,8 +29,12 @@ TOKENS_A_PASS = 16384
 class Scorer:
     """Scores with one reward model, in the calling thread; see `load_scorer`."""
 
-    def __init__(self, model: ScalarModel, tokenizer: Any, *, system_prompt: str = "") -> None:
+    def __init__(
+        self, model: ScalarModel, tokenizer: Any, *, system_prompt: str = "", token_budget: int = TOKENS_A_PASS
+    ) -> None:
         self.model = model
+        self.token_budget = token_budget
+        """Most tokens of one pass, padding included; a longer sequence has a pass of its own."""
         self.chat = Chat(tokenizer, system_prompt)
         config = model.network.config
         self.mean, self.std = stored_statistics(config)
@@ -62,7 +67,8 @@ class Scorer:
 
         scores = [0.0] * len(token_ids)
         device = self.model.network.score.weight.device
-        for indices in _passes([len(tokens) for tokens in token_ids]):
+        units = units_of([len(tokens) for tokens in token_ids], [""] * len(token_ids))
+        for indices in micro_batches_of(sorted(units, key=lambda unit: -unit.longest), self.token_budget):
             rows = lay_out_ends([token_ids[i] for i in indices], packed=False, device=device)
             with torch.no_grad():
                 found = self.model(rows).tolist()
@@ -83,6 +89,7 @@ def load_scorer(
     system_prompt: str = "",
     attention: str = "sdpa",
     trust_remote_code: bool = False,
+    token_budget: int = TOKENS_A_PASS,
 ) -> Scorer:
     """The reward model in the directory `path`. Raises ConfigError if there is none."""
     from flowrl.training.model.value_model import load_scalar_model
@@ -91,7 +98,7 @@ def load_scorer(
         path, start="reward_model", dtype=dtype, attention=attention, trust_remote_code=trust_remote_code
     )
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    return Scorer(model.eval().to(device), tokenizer, system_prompt=system_prompt)
+    return Scorer(model.eval().to(device), tokenizer, system_prompt=system_prompt, token_budget=token_budget)
 
 
 def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> None:
@@ -119,15 +126,3 @@ def _parts(conversation: Conversation) -> tuple[Turns, str]:
         found = turns[-1].get("role") if turns else "nothing"
         raise ConfigError(f"a conversation to be scored ends with {found!r}; its last turn has to be the assistant's")
     return turns[:-1], turns[-1]["content"]
-
-
-def _passes(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices in passes of similar lengths, each within `TOKENS_A_PASS` (a longer sequence has its own pass)."""
-    passed: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if passed and (len(passed) + 1) * lengths[passed[0]] > TOKENS_A_PASS:
-            yield passed
-            passed = []
-        passed.append(index)
-    if passed:
-        yield passed

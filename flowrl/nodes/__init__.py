@@ -6,6 +6,7 @@ from flowrl.nodes.batch import TokenBatch
 from flowrl.nodes.critic import Critic
 from flowrl.nodes.dataset import Demonstrations, DemonstrationSource
 from flowrl.nodes.dynamic import DynamicSampling
+from flowrl.nodes.engine import Engine
 from flowrl.nodes.environment import Environment
 from flowrl.nodes.environment_source import EnvironmentSource
 from flowrl.nodes.evaluation import Evaluation
@@ -37,6 +38,7 @@ __all__ = [
     "DemonstrationSource",
     "Demonstrations",
     "DynamicSampling",
+    "Engine",
     "Environment",
     "EnvironmentSource",
     "Evaluation",

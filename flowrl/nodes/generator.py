@@ -10,7 +10,7 @@ Invariants:
 - A checkpoint stops no request: it reads the tokens of each so far while vLLM continues to sample. Requests that
   end during the checkpoint are handled after it.
 
-Waits: an item waits for a free slot (`concurrency`), then at the gate, which an update or a checkpoint
+Waits: an item waits for a free place (`Engine.concurrency`), then at the gate, which an update or a checkpoint
 closes and opens; an update waits for its turn among the replicas while requests are running.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,17 +28,20 @@ from flowrl.agents.call_parser import ReplyParser, reply_parser
 from flowrl.episode import Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.facts import Facts
+from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.nodes.engine import Engine
+from flowrl.nodes.model_memory import generator_footprint
 from flowrl.nodes.responses import Prefix, Responses, TokenRequest
 from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_parallel import Parallel
 from flowrl.nodes.vllm_sampler import EVALUATION, VllmSampler, priority_of
-from flowrl.nodes.vllm_start import check_vllm_version, quantized_problems, refused_arguments
+from flowrl.nodes.vllm_start import check_vllm_version, quantized_problems
 from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
 from flowrl.training.engine.compilers import check_python_headers
 from flowrl.training.settings import LoRA
@@ -53,13 +56,10 @@ class Generator(Node):
     """Samples from a policy with vLLM.
 
     `sampling` is for training, `evaluation` for `requests` (default: greedy, with the limits of `sampling`).
-    `concurrency` is the number of prompts that one replica processes at a time; evaluation has the same number
-    of additional slots, at lower priority. `dtype` "auto" is the model's own. `kv_cache_bytes` None means: on a
-    GPU what vLLM finds free; on CPU space for a prompt and a response in every slot, at most 1 GiB. `lora` is the
-    trainer's: if the trainer sends adapters, a request keeps the adapter it started with, and new requests use
-    the newest. `engine` passes further options to vLLM's AsyncEngineArgs. A replica with several GPUs splits the model
-    among them: tensor parallel, unless `engine` also has pipeline_parallel_size or data_parallel_size; their product
-    is the number of GPUs.
+    `engine` has the options of vLLM. `lora` is the trainer's: if the trainer sends adapters, a request keeps the
+    adapter it started with, and new requests use the newest. A replica with several GPUs splits the model among them:
+    tensor parallel, unless `engine` also has pipeline_parallel_size or data_parallel_size; their product is the number
+    of GPUs.
 
     `probe_tolerance` is the largest mean difference of its logprobs of the probe from the trainer's; None: what the
     dtypes of both explain.
@@ -92,12 +92,8 @@ class Generator(Node):
         *,
         sampling: Sampling | None = None,
         evaluation: Sampling | None = None,
-        concurrency: int = 128,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        kv_cache_bytes: int | None = None,
         lora: LoRA | None = None,
-        engine: Mapping[str, Any] | None = None,
+        engine: Engine | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         probe_tolerance: float | None = None,
@@ -106,12 +102,8 @@ class Generator(Node):
         self.policy = policy
         self.sampling = sampling or Sampling()
         self.evaluation = evaluation or replace(self.sampling, temperature=0.0)
-        self.concurrency = concurrency
-        self.dtype = dtype
-        self.max_model_len = max_model_len
-        self.kv_cache_bytes = kv_cache_bytes
         self.adapter_rank = lora.synced_rank if lora is not None else 0
-        self.engine = dict(engine or {})
+        self.engine = engine or Engine()
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.probe_tolerance = probe_tolerance
@@ -124,22 +116,30 @@ class Generator(Node):
     def facts(self) -> Facts:
         return Facts(
             longest_response=self.sampling.max_tokens,
-            concurrency=self.concurrency,
+            concurrency=self.engine.concurrency,
             adapter_rank=self.adapter_rank,
+            fixed_weights=_fixed(self.engine),
             optional=("requests", "turns"),
+        )
+
+    def footprint(self, share: Share) -> Footprint | None:
+        return generator_footprint(
+            self.policy,
+            share,
+            self.engine,
+            slots=2 * self.engine.concurrency,
+            longest_response=max(self.sampling.max_tokens, self.evaluation.max_tokens),
         )
 
     def check(self, facts: Any) -> list[str]:
         problems = [f"sampling: {text}" for text in self.sampling.problems(trained=True)]
         known = self.sampling.problems(trained=False)
         problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
-        problems += refused_arguments(self.engine) + self.parallel.problems(self.gpus)
+        problems += self.engine.problems(self.gpus) + self.parallel.problems(self.gpus)
         if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
             problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number from 0 up")
         if self.every < 1:
             problems.append(f"every is {self.every}; it needs at least 1; for version 0 alone, ignore the weights port")
-        if self.concurrency < 1:
-            problems.append(f"concurrency is {self.concurrency}; a generator needs at least 1 slot")
         return problems
 
     def preflight(self) -> None:
@@ -183,15 +183,12 @@ class Generator(Node):
             cores=self.context.cores,
             num_gpus=len(self.context.gpus),
             sleeps=self.context.in_turns,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=2 * self.concurrency,
             longest_response=max(self.sampling.max_tokens, self.evaluation.max_tokens),
-            kv_cache_bytes=self.kv_cache_bytes,
             seed=self.context.seed,
             transfer=self._receiver.engine,
             slots=slots,
-            engine={"trust_remote_code": self.policy.trust_remote_code, **self.engine},
+            engine=self.engine,
+            trust_remote_code=self.policy.trust_remote_code,
         )
         await self._sampler.listen()
         if self.turns.live is not None:
@@ -215,7 +212,7 @@ class Generator(Node):
             tasks.create_task(self._follow_weights())
             tasks.create_task(self._serve(self.requests, self._answer))
             tasks.create_task(self._serve(self.turns, self._reply))
-            await self.prompts.each(self._generate, concurrency=self.concurrency)
+            await self.prompts.each(self._generate, concurrency=self.engine.concurrency)
             self.rollouts.close()  # `run` continues: evaluation may go on, and the last step's weights still arrive
 
     async def close(self) -> None:
@@ -225,7 +222,7 @@ class Generator(Node):
 
     async def _serve(self, port: Serve[Req, Rep], body: Callable[[Req], Awaitable[Rep]]) -> None:
         if port.live is not None:
-            await port.each(body, concurrency=self.concurrency)
+            await port.each(body, concurrency=self.engine.concurrency)
 
     async def _follow_weights(self) -> None:
         if not self.weights.connected:
@@ -368,3 +365,13 @@ def skips(held: int, version: int, *, every: int) -> bool:
 def _prefix(asked: Prompt | Turn) -> Completion:
     """The tokens generated before a checkpoint, as the first part; empty if there are none."""
     return Completion(asked.prefix_token_ids, asked.prefix_logprobs, asked.prefix_versions, "")
+
+
+def _fixed(engine: Engine) -> str:
+    """Why a generator with this engine takes no new weights, "" if it does."""
+    if not engine.quantization:
+        return ""
+    return (
+        f"its engine is quantized ({engine.quantization}), and weight updates lack the scales (weight_scale) of its "
+        "layers; leave --engine.quantization out"
+    )

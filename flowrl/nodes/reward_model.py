@@ -42,7 +42,8 @@ class RewardModel(ScoringNode):
     """Scores samples by the reward model in the directory `model`; `policy` and `task` are the generator's.
 
     With `normalise` the reward is the score minus the model's mean, divided by its standard deviation, both
-    from its config.json; the raw reward is the unchanged score. At most `batch` samples go into a pass.
+    from its config.json; the raw reward is the unchanged score. At most `batch` samples wait for a pass, which takes
+    at most `token_budget` tokens, padding included, or a single longer sample.
     """
 
     cpus = 1
@@ -60,6 +61,7 @@ class RewardModel(ScoringNode):
         shaping: Shaping | None = None,
         batch: int = 64,
         dtype: Dtype = "float32",
+        token_budget: int = 8192,
     ) -> None:
         self.model = model
         self.policy = policy
@@ -70,6 +72,7 @@ class RewardModel(ScoringNode):
         self.dtype = dtype
         self.weight, others = beside_model(parse_reward(task.verifier, verifier=task.own_verifier))
         self._functions = RewardFunctions(task, others, timeout_s=10.0, processes=1) if others else None
+        self.token_budget = token_budget
         self._scorer: Scorer
         self._same_tokens = False
         self._pass = SharedPass(self._score_all)
@@ -81,8 +84,9 @@ class RewardModel(ScoringNode):
         problems = self.shaping.problems()
         if not self.model:
             problems.append("its model is empty; name the directory of a reward model, as graphs/reward_model.py makes")
-        if self.batch < 1:
-            problems.append(f"batch is {self.batch}; it needs at least 1")
+        for name in ("batch", "token_budget"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
         return problems
 
     def preflight(self) -> str | None:
@@ -122,6 +126,7 @@ class RewardModel(ScoringNode):
             self.dtype,
             system_prompt=self.task.system_prompt,
             trust_remote_code=self.reward_policy.trust_remote_code,
+            token_budget=self.token_budget,
         )
         rows = load_rows(self.task, whole=True)
         self._turns = {row.prompt_id: row.turns for row in (*rows.train, *rows.held_out)}
@@ -130,6 +135,10 @@ class RewardModel(ScoringNode):
         self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)
         if not self._same_tokens:
             self.context.progress("its tokenizer or template differs from the policy's: responses are rendered again")
+
+    @property
+    def scored_by(self) -> Policy:
+        return Policy(self.model)
 
     def scoring_model(self) -> ScalarModel:
         return self._scorer.model

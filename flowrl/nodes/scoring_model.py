@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.node import Node
+from flowrl.models import Policy
+from flowrl.nodes.model_memory import scoring_footprint
+from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,9 +21,22 @@ if TYPE_CHECKING:
 class ScoringNode(Node):
     """A node with one model. A subclass returns it from `scoring_model`, and loads it to `load_device`."""
 
+    policy: Policy
+    dtype: Dtype
+    token_budget: int
+    """Most tokens of a pass."""
+
     def scoring_model(self) -> nn.Module:
         """The model, loaded by `setup`."""
         raise NotImplementedError
+
+    def footprint(self, share: Share) -> Footprint | None:
+        return scoring_footprint(self.scored_by, share, self.dtype, self.token_budget)
+
+    @property
+    def scored_by(self) -> Policy:
+        """The model that it loads."""
+        return self.policy
 
     @property
     def load_device(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from flowrl.models import Policy, check_model, known_directory, resolve, tokeniz
 from flowrl.models.vocabulary import difference, untold, vocabulary_problem
 from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.nodes.scoring_model import ScoringNode
+from flowrl.nodes.shared_pass import SharedPass
+from flowrl.packing import micro_batches_of, units_of
 from flowrl.training.advantage.advantages import Array, distillation_advantages
 from flowrl.training.advantage.estimate import trainable
 from flowrl.training.model.trainable import check_policy
@@ -26,12 +29,19 @@ if TYPE_CHECKING:
     from flowrl.training.model.policy_model import PolicyModel
 
 
+Judgement = tuple[Float32, Float32]
+"""(log p of the policy tokens at their positions, 0 elsewhere; the last hidden state of each policy token)."""
+
+
 class Teacher(ScoringNode):
     """Adds `teacher_logprobs` to the samples of `student`, whose vocabulary has to equal the teacher's.
 
     A sample's reward is the mean over its policy tokens of log π_teacher − log π_b, a per-token estimate
     of −KL(π_b‖π_teacher). `temperature` has to equal the generator's: logits are divided by it. With
     `exact`, samples also carry the teacher's hidden states, which the objective `ReverseKL` needs.
+
+    At most `batch` samples wait for a pass at the same time. One pass takes at most `token_budget` tokens, padding
+    included, or a single longer sample.
     """
 
     cpus = 1
@@ -47,21 +57,29 @@ class Teacher(ScoringNode):
         temperature: float = 1.0,
         dtype: Dtype = "float32",
         exact: bool = False,
+        token_budget: int = 8192,
+        batch: int = 64,
     ) -> None:
         self.policy = policy
         self.student = student
         self.temperature = temperature
         self.dtype: Dtype = dtype
         self.exact = exact
+        self.token_budget = token_budget
+        self.batch = batch
+        self._pass = SharedPass(self._judge_all)
 
     def facts(self) -> Facts:
-        return Facts()
+        return Facts(concurrency=self.batch)
 
     def check(self, facts: Any) -> list[str]:
         problem = vocabulary_problem(self.student, self.policy)
         problems = [problem] if problem else []
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
+        for name in ("token_budget", "batch"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
         return problems
 
     def preflight(self) -> None:
@@ -91,13 +109,20 @@ class Teacher(ScoringNode):
         return self._model
 
     async def run(self) -> None:
-        async for sample in self.rollouts:
-            require_one_sequence([sample], "a Teacher")
-            with self.context.busy("teach"):
-                logprobs, hidden = await self.blocking(judgement, self._model, sample, self.temperature)
-            scored = scored_by_teacher(sample, logprobs, hidden if self.exact else None)
-            self.context.ledger.scored(scored)
-            await self.scored.send(scored)
+        await self.rollouts.each(self._judge, concurrency=self.batch)
+
+    async def _judge(self, sample: Sample) -> None:
+        require_one_sequence([sample], "a Teacher")
+        logprobs, hidden = await self._pass.ask(sample)
+        scored = scored_by_teacher(sample, logprobs, hidden if self.exact else None)
+        self.context.ledger.scored(scored)
+        await self.scored.send(scored)
+
+    async def _judge_all(self, samples: list[Sample]) -> list[Judgement]:
+        with self.context.busy("teach"):
+            return await self.blocking(
+                judgements, self._model, samples, self.temperature, token_budget=self.token_budget
+            )
 
 
 class TeacherAdvantage(Node):
@@ -138,20 +163,31 @@ class TeacherAdvantage(Node):
         return -advantages if self.negate else advantages
 
 
-def judgement(model: PolicyModel, sample: Sample, temperature: float) -> tuple[Float32, Float32]:
-    """(log p of the policy tokens at their positions, 0 elsewhere; the last hidden state of each policy token)."""
+def judgements(
+    model: PolicyModel, samples: Sequence[Sample], temperature: float, *, token_budget: int
+) -> list[Judgement]:
+    """The judgement of each sample."""
     import torch
 
     from flowrl.training.model.row_layout import lay_out, policy_places
 
     device = next(model.parameters()).device
-    rows = lay_out([sample.token_ids], [sample.policy_mask], packed=False, device=device)
-    with torch.no_grad():
-        hidden_NK = model.hidden(rows)
-        logprobs_N, _ = model.causal_lm.get_output_embeddings()(hidden_NK, rows.targets_N, temperature)
-    logprobs_T = np.zeros(len(sample.token_ids), np.float32)
-    logprobs_T[policy_places(sample.policy_mask)] = logprobs_N.float().cpu().numpy()
-    return logprobs_T, hidden_NK.float().cpu().numpy()
+    places = [policy_places(sample.policy_mask) for sample in samples]
+    found: dict[int, Judgement] = {}
+    units = units_of([len(sample.token_ids) for sample in samples], [""] * len(samples))
+    for chosen in micro_batches_of(sorted(units, key=lambda unit: -unit.longest), token_budget):
+        token_ids, masks = [samples[i].token_ids for i in chosen], [samples[i].policy_mask for i in chosen]
+        rows = lay_out(token_ids, masks, packed=False, device=device)
+        with torch.no_grad():
+            hidden_NK = model.hidden(rows)
+            logprobs_N, _ = model.causal_lm.get_output_embeddings()(hidden_NK, rows.targets_N, temperature)
+        counts = [places[index].size for index in chosen]
+        parts = (torch.split(found_N.float().cpu(), counts) for found_N in (logprobs_N, hidden_NK))
+        for index, logprobs, hidden in zip(chosen, *parts, strict=True):
+            logprobs_T = np.zeros(len(samples[index].token_ids), np.float32)
+            logprobs_T[places[index]] = logprobs.numpy()
+            found[index] = logprobs_T, hidden.numpy()
+    return [found[index] for index in range(len(samples))]
 
 
 def scored_by_teacher(sample: Sample, teacher_logprobs: Float32, hidden: Float32 | None = None) -> Scored:

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
+from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.node import Node, Saved
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch.batch_stats import BatchStats
 from flowrl.training.batch.masks import loss_masks
@@ -110,6 +112,10 @@ class Trainer(Node):
             adapter_rank=self.lora.synced_rank,
             saves=self.policy.name,
         )
+
+    def footprint(self, share: Share) -> Footprint | None:
+        scalar = isinstance(self.objective, Objective) and self.objective.head == "scalar"
+        return trainer_footprint(self.policy, share, self.zero, self.lora, scalar=scalar)
 
     def check(self, facts: Any) -> list[str]:
         if not isinstance(self.objective, Objective):

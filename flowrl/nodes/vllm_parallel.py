@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from flowrl.nodes.engine import Engine
 
 OPTIONS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
@@ -21,18 +22,21 @@ class Parallel:
     data: int = 1
 
     @classmethod
-    def of(cls, engine: Mapping[str, Any]) -> Parallel:
-        """The sizes among vLLM's engine arguments."""
-        tensor, pipeline, data = (engine.get(name) for name in OPTIONS)
-        return cls(tensor, 1 if pipeline is None else pipeline, 1 if data is None else data)
+    def of(cls, engine: Engine) -> Parallel:
+        """The sizes among the options of a generator's engine."""
+        return cls(engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
 
     def arguments(self, num_gpus: int) -> dict[str, Any]:
         """Engine arguments for a replica with so many GPUs, which have no `problems`.
 
         Within Ray, vLLM would choose its Ray executor for several workers, and refuse our placement group.
         """
-        sizes = dict(zip(OPTIONS, (self._tensor(num_gpus), self.pipeline, self.data), strict=True))
+        sizes = dict(zip(OPTIONS, self.sizes(num_gpus), strict=True))
         return sizes | ({"distributed_executor_backend": "mp"} if num_gpus > 1 else {})
+
+    def sizes(self, num_gpus: int) -> tuple[int, int, int]:
+        """(tensor, pipeline, data) of a replica with so many GPUs."""
+        return self._tensor(num_gpus), self.pipeline, self.data
 
     def _tensor(self, num_gpus: int) -> int:
         return self.tensor or max(1, num_gpus) // (self.pipeline * self.data)
@@ -40,8 +44,6 @@ class Parallel:
     def problems(self, gpus: float) -> list[str]:
         """What is wrong with these sizes on `gpus` GPUs for each replica, as complete sentences."""
         asked = f"tensor {self.tensor or 'any'} × pipeline {self.pipeline} × data {self.data} parallel parts"
-        if min(1 if self.tensor is None else self.tensor, self.pipeline, self.data) < 1:
-            return [f"the engine asks for {asked}; every size has to be 1 or more"]
         least = (self.tensor or 1) * self.pipeline * self.data
         if gpus <= 1:
             return [] if least == 1 else [f"the engine asks for {asked}, but gpus is {gpus:g}; set gpus={least}"]

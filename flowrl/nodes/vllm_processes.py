@@ -75,7 +75,7 @@ class EngineProcesses:
 def engine_died() -> FlowrlError:
     return FlowrlError(
         f"vLLM's engine process died; {log_place()} say why (out of memory is the usual cause: lower "
-        "kv_cache_bytes, or concurrency)"
+        "--engine.kv-cache-bytes, or --engine.concurrency)"
     )
 
 

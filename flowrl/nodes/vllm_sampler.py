@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from flowrl.errors import SampleFailed
 from flowrl.messages import Int32, Weights
+from flowrl.nodes.engine import Engine
 from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
 from flowrl.nodes.vllm_processes import EngineProcesses, engine_died
@@ -53,47 +54,42 @@ class VllmSampler:
         cores: tuple[int, ...] = (),
         num_gpus: int = 0,
         sleeps: bool = False,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 128,
         longest_response: int = 512,
-        kv_cache_bytes: int | None = None,
         seed: int = 0,
         transfer: TransferEngine = SEGMENT_ENGINE,
         slots: AdapterSlots | None = None,
-        engine: Mapping[str, Any] | None = None,
+        engine: Engine | None = None,
+        trust_remote_code: bool = False,
     ) -> VllmSampler:
         """Load the model in a child process. Blocks; the child process ends with this process.
 
         `sleeps`: it has to release its GPUs between its turns.
         With `slots`, versions are LoRA adapters of the model in `model_dir`, otherwise whole weights.
         """
-        prepare_environment(cores=cores, on_gpu=bool(num_gpus))
+        engine = engine or Engine()
+        prepare_environment(cores=cores, on_gpu=bool(num_gpus), eager=engine.enforce_eager is not False)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_arguments(
             model_dir,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            kv_cache_bytes=kv_cache_bytes,
             seed=seed,
             num_gpus=num_gpus,
             sleeps=sleeps,
             transfer=transfer,
             slots=slots,
-            engine=engine or {},
+            engine=engine,
         )
+        arguments["trust_remote_code"] = trust_remote_code
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if kv_cache_bytes is None and not num_gpus:
+        if engine.kv_cache_bytes is None and not num_gpus:
             config.cache_config.kv_cache_memory_bytes = kv_cache_room(config, longest_response)
         others = set(active_children())
         with begun_by_us():
-            engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            started = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         pids = (child.pid for child in active_children() if child not in others)
-        return cls(engine, EngineProcesses(pid for pid in pids if pid is not None), slots)
+        return cls(started, EngineProcesses(pid for pid in pids if pid is not None), slots)
 
     async def listen(self) -> None:
         """Start on this loop. vLLM's tasks only forward what callers request and await, so they belong to no node."""

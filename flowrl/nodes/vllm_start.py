@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.nodes.engine import Engine
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_parallel import Parallel, read_config
 from flowrl.weights.fetched import TransferEngine
@@ -26,18 +26,6 @@ KV_CACHE_BYTES = 1 << 30
 """Maximum size of the KV cache on CPU, where vLLM writes all of it at the start."""
 PROMPT_TOKENS = 512
 """Assumed tokens of a prompt when the KV cache is sized; with longer prompts vLLM waits for free cache space."""
-OURS = {
-    "model": "the policy decides",
-    "logprobs_mode": "training needs the logprobs of the distribution that was sampled from",
-    "worker_extension_cls": "weight updates are built on it",
-    "weight_transfer_config": "weight updates are built on it",
-    "scheduling_policy": "evaluation runs below training by priority",
-    "distributed_executor_backend": "vLLM's workers are children of the generator's process",
-    "quantization": "weight updates lack the scales (weight_scale) of quantized layers",
-    "enable_lora": "the generator's `lora` decides",
-    "max_loras": "the bound of staleness decides",
-}
-"""Engine arguments that a user cannot pass, and why."""
 
 
 def check_vllm_version() -> str:
@@ -59,11 +47,6 @@ def check_vllm_version() -> str:
     )
 
 
-def refused_arguments(engine: Mapping[str, Any]) -> list[str]:
-    """Engine arguments that flowrl sets itself, as complete sentences."""
-    return [f"the engine argument {name!r} cannot be set: {OURS[name]}; remove it" for name in engine if name in OURS]
-
-
 def quantized_problems(model_dir: Path) -> list[str]:
     """Whether the model in `model_dir` is stored quantized, as a complete sentence."""
     quantized = read_config(model_dir).get("quantization_config")
@@ -76,7 +59,7 @@ def quantized_problems(model_dir: Path) -> list[str]:
     ]
 
 
-def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool) -> None:
+def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, eager: bool = True) -> None:
     """Set what vLLM and its child processes read from the environment. Before the first import of vllm."""
     from flowrl.weights.engine_process import PARENT_VARIABLE
 
@@ -85,7 +68,8 @@ def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if on_gpu:
         return
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first request compiles for many seconds
+    if eager:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first request compiles for many seconds
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # otherwise vLLM overrides "uni"
     if cores:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(len(cores))
@@ -101,25 +85,19 @@ def model_dtype(model_dir: str) -> str:
 def engine_arguments(
     model_dir: str,
     *,
-    dtype: str,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    kv_cache_bytes: int | None,
     seed: int,
     num_gpus: int,
     sleeps: bool,
     transfer: TransferEngine,
     slots: AdapterSlots | None,
-    engine: Mapping[str, Any],
+    engine: Engine,
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs: ours, then the user's."""
     from vllm.config import WeightTransferConfig
 
     arguments: dict[str, Any] = {
         "model": model_dir,
-        "dtype": model_dtype(model_dir) if dtype == "auto" else dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
+        "dtype": model_dtype(model_dir) if engine.dtype == "auto" else engine.dtype,
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
@@ -134,14 +112,11 @@ def engine_arguments(
         arguments |= {"enable_sleep_mode": sleeps, **Parallel.of(engine).arguments(num_gpus)}
     else:
         arguments |= {
-            "enforce_eager": True,
             "block_size": 32,
             "distributed_executor_backend": "uni",
             "kv_cache_memory_bytes": KV_CACHE_BYTES,  # `kv_cache_room` lowers it
         }
-    if kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = kv_cache_bytes
-    return arguments | dict(engine)
+    return arguments | engine.arguments(on_gpu=bool(num_gpus))
 
 
 def kv_cache_room(config: Any, longest_response: int) -> int:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl.errors import GraphError
-from flowrl.graph.analysis import edge_rules, flow_rules, size_rules
+from flowrl.graph.analysis import edge_rules, flow_rules, residents, size_rules
 from flowrl.graph.analysis.plan import Plan, make_plan
+from flowrl.graph.analysis.residents import DeviceUse, MachineUse, Resident
 from flowrl.graph.graph import Graph
 from flowrl.graph.machine import Cluster
 
@@ -28,6 +29,13 @@ class Report:
     plan: Plan
     notes: tuple[str, ...] = ()
     """What nodes say of their settings."""
+    residents: tuple[Resident, ...] = ()
+    """The processes whose memory is known."""
+    devices: tuple[DeviceUse, ...] = ()
+    machines: tuple[MachineUse, ...] = ()
+
+    too_large: bool = False
+    """Whether all that is wrong is that it asks for more GPUs, cores or memory than there are."""
 
     @property
     def ok(self) -> bool:
@@ -43,14 +51,29 @@ def check(graph: Graph, cluster: Cluster | None = None) -> Report:
     """Check `graph` for `cluster` (default: this machine). Never raises for a mistake in the graph."""
     cluster = cluster or Cluster.here()
     plan = make_plan(graph, cluster)
-    problems = dict.fromkeys((*graph.mistakes, *_problems(graph, plan, cluster)))
+    others = dict.fromkeys((*graph.mistakes, *_problems(graph, plan, cluster)))
+    too_large = tuple(size_rules.resource_problems(graph, plan, cluster)) if graph.nodes else ()
+    if not plan.homeless:
+        too_large += tuple(residents.memory_problems(graph, plan, cluster))
+    problems = dict.fromkeys((*others, *too_large))
     warnings = (
         *size_rules.idle_warnings(graph, plan.numbers),
         *size_rules.episode_warnings(graph, plan.numbers),
         *size_rules.memory_warnings(graph, plan, cluster),
     )
     notes = tuple(f"{name}: {note}" for name, node in graph.nodes.items() for note in node.notes())
-    return Report(tuple(problems), () if problems else warnings, plan, notes)
+    found = residents.residents(graph, plan, cluster)
+    warnings += tuple(residents.memory_warnings(residents.machines(found, cluster)))
+    return Report(
+        tuple(problems),
+        () if problems else warnings,
+        plan,
+        notes,
+        found,
+        residents.devices(found, cluster),
+        residents.machines(found, cluster),
+        too_large=bool(too_large) and not others,
+    )
 
 
 def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
@@ -75,6 +98,6 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from edge_rules.dispatch_problems(graph)
     yield from edge_rules.call_problems(graph)
     yield from edge_rules.adapter_problems(graph)
-    yield from size_rules.resource_problems(graph, plan, cluster)
+    yield from edge_rules.fixed_weights_problems(graph)
     for name, node in graph.nodes.items():
         yield from (f"node {name}: {problem}" for problem in node.check(numbers))

@@ -156,6 +156,14 @@ def adapter_problems(graph: Graph) -> Iterator[str]:
             )
 
 
+def fixed_weights_problems(graph: Graph) -> Iterator[str]:
+    """Weights are sent to nodes that can take them."""
+    for edge in graph.edges:
+        why = graph.placed[owner(edge.into)].node.facts().fixed_weights
+        if edge.kind == "latest" and why:
+            yield f"{port_name(edge.out)} sends weights to {port_name(edge.into)}, which takes none: {why}."
+
+
 def _content(rank: int | None) -> str:
     return f"adapters of rank {rank}" if rank else "whole weights"
 

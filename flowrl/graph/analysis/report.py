@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flowrl.graph.analysis.check import Report
+from flowrl.graph.analysis.memory_report import TERMS, device_rows, machine_rows, process_rows
 from flowrl.graph.analysis.plan import HostPlan, Plan
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -27,9 +28,23 @@ def render(report: Report) -> str:
             *_branches(plan),
             *_table(("process", "nodes", "cores", "GPUs", "machine"), [_host(host) for host in plan.hosts]),
             *(f"\nnote: {note}" for note in report.notes),
+            *_memory(report),
             *(f"\nwarning: {warning}" for warning in report.warnings),
         )
     )
+
+
+def _memory(report: Report) -> Iterator[str]:
+    """What is where and when, for the processes whose model has a known size."""
+    if not report.residents:
+        return
+    yield "\n  memory in GiB, predicted from sizes (docs/memory.md); host: checkpoints and published weights, too"
+    yield from _table(("process", "in", *TERMS, "host"), list(process_rows(report.residents)))
+    if report.devices:
+        yield ""
+        yield from _table(("device", "has", "most", "there"), list(device_rows(report.devices)))
+    yield ""
+    yield from _table(("machine", "memory", "/dev/shm"), list(machine_rows(report.machines)))
 
 
 def size_text(num_bytes: float) -> str:

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ ANSWER_WITHIN_S = 5.0
 HEAD_AWAY_S = 6.0
 """How long a run continues without the head of its cluster: a head that keeps its state may return. Ray's library
 ends the process after 60 s."""
+FORWARDED = ("NCCL_", "VLLM_", "HF_", "CUDA_")
+"""Beginnings of the names of environment variables that every process gets. CUDA_VISIBLE_DEVICES is the plan's."""
 ESSENTIAL = ("gcs_server", "raylet")
 EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
@@ -64,8 +66,15 @@ def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # the plan decides, see `claims`
         "PYTHONUNBUFFERED": "1",
-        **({name: os.environ.get(name, value) for name, value in LOOPBACK.items()} if alone else {}),
+        **(LOOPBACK if alone else {}),
+        **forwarded(os.environ),
     }
+
+
+def forwarded(variables: Mapping[str, str]) -> dict[str, str]:
+    """The user's settings of libraries, which every process gets, on other machines too."""
+    mine = {name: text for name, text in variables.items() if name.startswith(FORWARDED) or name in LOOPBACK}
+    return {name: text for name, text in mine.items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
 class RayCluster:

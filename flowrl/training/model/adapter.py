@@ -125,7 +125,7 @@ def write_adapter(model: Any, lora: LoRA, state: Mapping[str, Tensor], base: str
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, target / "adapter_model.safetensors")
 
 
-class Engine(Protocol):
+class AdaptedEngine(Protocol):
     """The part of `flowrl.training.engine.zero.ZeroEngine` that `AdapterSource` needs."""
 
     @property
@@ -139,7 +139,7 @@ class Engine(Protocol):
 class AdapterSource:
     """A training engine whose published tensors are its adapter's; see `flowrl.weights.send.Source`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AdaptedEngine) -> None:
         self._engine = engine
 
     @property

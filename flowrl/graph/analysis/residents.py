@@ -1,0 +1,202 @@
+"""Who is in the memory of every device, machine and /dev/shm, and whether it fits.
+
+A device in turns holds what its processes keep always, and of what they have in their turns the largest. Without turns
+all of it is there at the same time. What a process has on a device counts as memory of its machine if it has no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flowrl.graph.analysis.place import HostPlan
+from flowrl.graph.analysis.plan import Plan
+from flowrl.graph.footprint import Footprint, MemoryTerm, Share
+from flowrl.graph.graph import Graph, owner
+from flowrl.graph.machine import GB, Cluster
+
+
+@dataclass(frozen=True)
+class Resident:
+    """One node replica whose memory is predicted."""
+
+    replica: str
+    host: HostPlan
+    footprint: Footprint
+
+    @property
+    def always(self) -> int:
+        return self.footprint.num_bytes("always")
+
+    @property
+    def while_active(self) -> int:
+        return self.footprint.num_bytes("turn")
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """The memory of one GPU."""
+
+    machine: int
+    gpu: int
+    num_bytes: int
+    """What it has; 0: unknown."""
+    residents: tuple[Resident, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most that is in it at the same time."""
+        return sum(resident.always for resident in self.residents) + sum(
+            max(sizes) for sizes in self._by_lease().values()
+        )
+
+    def _by_lease(self) -> dict[str, list[int]]:
+        """Lease, or process that takes no turns -> what each has in its turn."""
+        found: dict[str, list[int]] = {}
+        for resident in self.residents:
+            found.setdefault(resident.host.lease or resident.replica, []).append(resident.while_active)
+        return found
+
+
+@dataclass(frozen=True)
+class MachineUse:
+    """The memory of one machine, and its /dev/shm, which is a part of that."""
+
+    machine: int
+    memory_bytes: int
+    shm_bytes: int
+    host: int
+    """The most that its processes have in its memory, /dev/shm included."""
+    activations: int
+    """The part of it that only full micro-batches take."""
+    shm: int
+
+
+def residents(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[Resident, ...]:
+    """The replicas that can tell their memory."""
+    return tuple(
+        Resident(replica, host, footprint)
+        for host in plan.hosts
+        for replica in host.nodes
+        if (footprint := _footprint(graph, plan, cluster, host, replica)) is not None
+    )
+
+
+def _footprint(graph: Graph, plan: Plan, cluster: Cluster, host: HostPlan, replica: str) -> Footprint | None:
+    name, _, number = replica.partition("/")
+    share = Share(
+        replicas=graph.placed[name].replicas,
+        first=number == "0",
+        gpus=host.num_gpus,
+        device_bytes=cluster.machines[host.machine].gpu_bytes if host.num_gpus else 0,
+        in_turns=bool(host.lease),
+        token_budget=_budget(graph, name),
+        longest_sample=plan.numbers.longest_sample,
+        sends=tuple(way.transport for way in plan.weights if way.producer == replica and way.transport is not None),
+        receives=tuple(way.transport for way in plan.weights if way.consumer == replica and way.transport is not None),
+    )
+    return graph.nodes[name].footprint(share)
+
+
+def _budget(graph: Graph, name: str) -> int | None:
+    """The largest token budget of the nodes that send to `name`."""
+    sent = (graph.nodes[owner(edge.out)].facts().token_budget for edge in graph.edges if owner(edge.into) == name)
+    return max((budget for budget in sent if budget is not None), default=None)
+
+
+def devices(found: Sequence[Resident], cluster: Cluster) -> tuple[DeviceUse, ...]:
+    """Every GPU that somebody uses whose memory is predicted."""
+    places = sorted({(resident.host.machine, gpu) for resident in found for gpu in resident.host.gpus})
+    return tuple(
+        DeviceUse(
+            machine,
+            gpu,
+            cluster.machines[machine].gpu_bytes,
+            tuple(r for r in found if r.host.machine == machine and gpu in r.host.gpus),
+        )
+        for machine, gpu in places
+    )
+
+
+def machines(found: Sequence[Resident], cluster: Cluster) -> tuple[MachineUse, ...]:
+    """Every machine that somebody uses whose memory is predicted."""
+    return tuple(
+        _machine(index, [r for r in found if r.host.machine == index], cluster)
+        for index in sorted({resident.host.machine for resident in found})
+    )
+
+
+def _machine(index: int, mine: Sequence[Resident], cluster: Cluster) -> MachineUse:
+    shm = sum(term.num_bytes for resident in mine for term in resident.footprint.terms if term.place == "shm")
+    steady = sum(_in_host(resident, "always", "turn", "away") for resident in mine)
+    passing = max(sum(_in_host(resident, stay) for resident in mine) for stay in ("loading", "export"))
+    machine = cluster.machines[index]
+    activations = sum(_in_host(resident, "turn", only="activations") for resident in mine)
+    return MachineUse(index, machine.memory_bytes, machine.shm_bytes, steady + passing + shm, activations, shm)
+
+
+def _in_host(resident: Resident, *stays: str, only: str = "") -> int:
+    def counts(term: MemoryTerm) -> bool:
+        return (
+            term.stay in stays
+            and only in ("", term.name)
+            and (term.place == "host" or (term.place == "device" and not resident.host.gpus))
+        )
+
+    return sum(term.num_bytes for term in resident.footprint.terms if counts(term))
+
+
+def memory_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Check 9: what does not fit, with what takes the memory."""
+    found = residents(graph, plan, cluster)
+    for name, problem in dict.fromkeys(
+        (resident.replica.partition("/")[0], problem) for resident in found for problem in resident.footprint.problems
+    ):
+        yield f"node {name}: {problem}."
+    told: set[tuple[str, ...]] = set()
+    for device in devices(found, cluster):
+        names = tuple(resident.replica.partition("/")[0] for resident in device.residents)
+        if device.num_bytes and device.peak > device.num_bytes and names not in told:
+            told.add(names)
+            yield _too_small(device)
+    for machine in machines(found, cluster):
+        yield from _machine_problems(machine)
+
+
+def _too_small(device: DeviceUse) -> str:
+    parts = "; ".join(f"{resident.replica}: {_parts(resident)}" for resident in device.residents)
+    where = f"GPU {device.gpu} of machine {device.machine}"
+    return (
+        f"{where} has {device.num_bytes / GB:.1f} GiB, and {device.peak / GB:.1f} are needed at the same time "
+        f"({parts}); "
+        "use more ranks, offload, smaller models, or nodes in turns."
+    )
+
+
+def _parts(resident: Resident) -> str:
+    terms = [term for term in resident.footprint.terms if term.place == "device" and term.stay in ("always", "turn")]
+    return ", ".join(f"{term.name} {term.num_bytes / GB:.1f}" for term in terms if term.num_bytes >= GB // 20)
+
+
+def memory_warnings(found: Sequence[MachineUse]) -> Iterator[str]:
+    """Check 10: machines that are full only if micro-batches are."""
+    for machine in found:
+        if machine.memory_bytes and machine.host > machine.memory_bytes:
+            yield (
+                f"machine {machine.machine} has {machine.memory_bytes / GB:.1f} GiB of memory, and its processes need "
+                f"{machine.host / GB:.1f} if micro-batches are full; lower --token-budget, or use "
+                "--zero.gradient-checkpointing."
+            )
+
+
+def _machine_problems(machine: MachineUse) -> Iterator[str]:
+    if machine.memory_bytes and machine.host - machine.activations > machine.memory_bytes:
+        yield (
+            f"machine {machine.machine} has {machine.memory_bytes / GB:.1f} GiB of memory, and its processes need "
+            f"{(machine.host - machine.activations) / GB:.1f}; offload less, use fewer replicas, or smaller models."
+        )
+    if machine.shm_bytes and machine.shm > machine.shm_bytes:
+        yield (
+            f"/dev/shm of machine {machine.machine} has {machine.shm_bytes / GB:.2f} GiB, and published weights take "
+            f"up to {machine.shm / GB:.2f}; make it larger (docker run --shm-size, or an emptyDir with medium: Memory)."
+        )

@@ -1,0 +1,58 @@
+"""What a node replica keeps in memory, as it predicts it from sizes: `Node.footprint`, for `flowrl check`.
+
+The formulas are those of docs/memory.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowrl.graph.routes import WeightTransport
+
+Place = Literal["device", "host", "shm"]
+"""The memory of each GPU that the replica has (of the machine, if it has none), of the machine, and its /dev/shm."""
+Stay = Literal["always", "turn", "away", "loading", "export"]
+"""When a term is there: always; in the replica's own turns, or always if it takes none; between its turns; while it
+loads; while a checkpoint is exported."""
+
+
+@dataclass(frozen=True)
+class MemoryTerm:
+    """One thing that takes memory."""
+
+    name: str
+    num_bytes: int
+    place: Place = "device"
+    stay: Stay = "always"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What is known about a replica's place when its memory is predicted."""
+
+    replicas: int
+    first: bool
+    """Whether it is replica 0, which publishes and exports for its gang."""
+    gpus: float
+    device_bytes: int
+    """Memory of each of its GPUs; 0: it has none, or that is unknown."""
+    in_turns: bool
+    token_budget: int | None
+    """Most tokens of a micro-batch that it is sent; None: nobody declares it."""
+    longest_sample: int | None
+    sends: tuple[WeightTransport, ...] = ()
+    """To each reader of its weights."""
+    receives: tuple[WeightTransport, ...] = ()
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of one replica."""
+
+    terms: tuple[MemoryTerm, ...]
+    problems: tuple[str, ...] = ()
+    """What does not fit whatever else is there, as complete sentences."""
+
+    def num_bytes(self, *stays: Stay, place: Place = "device") -> int:
+        return sum(term.num_bytes for term in self.terms if term.place == place and term.stay in stays)

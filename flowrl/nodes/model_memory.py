@@ -1,0 +1,169 @@
+"""Footprints of the nodes that have a model: sizes from config.json, formulas from docs/memory.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowrl.graph.footprint import Footprint, MemoryTerm, Share
+from flowrl.graph.routes import WeightTransport
+from flowrl.models import Policy
+from flowrl.models.known_shapes import known_shape
+from flowrl.nodes.engine import Engine
+from flowrl.nodes.vllm_parallel import Parallel
+from flowrl.training.engine.train_memory import TrainerModel, scoring_bytes
+from flowrl.training.model.model_shape import BYTES, ModelShape
+from flowrl.training.settings import Dtype, LoRA, ZeroSettings
+
+GIB = 1 << 30
+RUNTIME_BYTES = 600 << 20
+"""CUDA context, kernels and cuBLAS workspace of a process on a GPU. An assumption: `make gpu-check` measures it."""
+NCCL_BYTES = 256 << 20
+"""Buffers of NCCL's communicators of a process. An assumption, as above."""
+PACKED_BYTES = 2 * (256 << 20)
+"""The two buffers into which vLLM packs weights for a broadcast, at either end."""
+GRAPHS_BYTES = 1 << 30
+"""CUDA graphs of vLLM. An assumption, as above."""
+UTILIZATION = 0.92
+"""vLLM's default of gpu_memory_utilization."""
+BATCHED_TOKENS = 8192
+"""Tokens of a step for which vLLM reserves memory."""
+PROMPT_TOKENS, LARGEST_CPU_CACHE = 512, GIB
+"""As in `kv_cache_room`."""
+
+
+def trainer_footprint(
+    policy: Policy, share: Share, zero: ZeroSettings, lora: LoRA, *, scalar: bool
+) -> Footprint | None:
+    """One rank of a trainer; of rank 0, which publishes and exports."""
+    shape = known_shape(policy)
+    if shape is None:
+        return None
+    model = TrainerModel(shape, zero, lora, share.replicas, scalar)
+    return Footprint(tuple(_trainer_terms(model, share)))
+
+
+def _trainer_terms(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
+    offload = model.zero.offload if not model.zero.nvme_path else "disk"
+    tokens = share.token_budget or share.longest_sample or 0
+    if offload == "none":
+        yield MemoryTerm("weights", model.weights)
+        yield MemoryTerm("gradients", model.gradients)
+        yield MemoryTerm("optimizer", model.master + model.moments)
+    else:
+        yield MemoryTerm("weights", model.weights, "device" if offload == "optimizer" else "host")
+        yield MemoryTerm("gradients", model.gradients + model.offload_copies, "host")
+        if offload != "disk":
+            yield MemoryTerm("optimizer", model.master + model.moments, "host")
+    yield MemoryTerm("activations", model.activations(tokens) + model.gathered, "device", "turn")
+    yield MemoryTerm("buffers", model.buckets + _broadcast(share))
+    if share.gpus:
+        yield MemoryTerm("runtime", RUNTIME_BYTES + (NCCL_BYTES if share.replicas > 1 else 0))
+    whole = model.parameters * model.element
+    if model.stage < 3:
+        yield MemoryTerm("loading", whole, "host", "loading")
+    if share.first:
+        yield MemoryTerm("export", whole, "host", "export")
+        yield from _segments(model, share)
+
+
+def _broadcast(share: Share) -> int:
+    return PACKED_BYTES if WeightTransport.NCCL in share.sends else 0
+
+
+def _segments(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
+    """Published versions in shared memory: one for each reader, and the two newest, at most."""
+    readers = [way for way in share.sends if way.in_host_memory]
+    sent = (model.trained if model.lora.synced_rank else model.parameters) * model.element
+    if readers:
+        yield MemoryTerm("published weights", (len(readers) + 2) * sent, "shm")
+
+
+def scoring_footprint(policy: Policy, share: Share, dtype: Dtype, token_budget: int) -> Footprint | None:
+    """A model that only scores."""
+    shape = known_shape(policy)
+    if shape is None:
+        return None
+    element = BYTES[dtype]
+    weights = shape.parameters * element
+    terms = [MemoryTerm("weights", weights, "device", "turn"), MemoryTerm("loading", weights, "host", "loading")]
+    terms.append(MemoryTerm("activations", scoring_bytes(shape, element, token_budget), "device", "turn"))
+    if share.in_turns and share.gpus:
+        terms.append(MemoryTerm("weights", weights, "host", "away"))
+    if share.gpus:
+        terms.append(MemoryTerm("runtime", RUNTIME_BYTES))
+    return Footprint(tuple(terms))
+
+
+def generator_footprint(
+    policy: Policy, share: Share, engine: Engine, *, slots: int, longest_response: int
+) -> Footprint | None:
+    """One generator; the terms on a device are those of each of its GPUs."""
+    shape = known_shape(policy)
+    if shape is None:
+        return None
+    if not share.gpus:
+        return Footprint(tuple(_cpu_generator(shape, engine, slots, longest_response)))
+    tensor, pipeline, _ = Parallel.of(engine).sizes(max(1, int(share.gpus)))
+    if problem := _unsplit(shape, policy, tensor):
+        return Footprint((), (problem,))
+    element = _element(shape, engine)
+    stored = 1 if "fp8" in engine.quantization else element
+    offloaded = int(engine.cpu_offload_gb * GIB)
+    weights = max(0, -(-shape.parameters * stored // (tensor * pipeline)) - offloaded)
+    runtime = RUNTIME_BYTES + (0 if engine.enforce_eager else GRAPHS_BYTES) + (NCCL_BYTES if tensor > 1 else 0)
+    runtime += _broadcast_in(share)
+    activations = scoring_bytes(shape, element, BATCHED_TOKENS) // tensor + 8 * shape.vocab * slots
+    cache_element = 1 if engine.kv_cache_dtype.startswith("fp8") else element
+    per_token = 2 * -(-shape.layers // pipeline) * max(1, shape.kv_heads // tensor) * shape.head_dim * cache_element
+    taken = weights + activations + runtime
+    budget = int((engine.gpu_memory_utilization or UTILIZATION) * share.device_bytes)
+    cache = engine.kv_cache_bytes or max(0, budget - taken)
+    least = per_token * (engine.max_model_len or share.longest_sample or 0)
+    terms = [
+        MemoryTerm("weights", weights, "device", "turn"),
+        MemoryTerm("KV cache", cache if share.device_bytes or engine.kv_cache_bytes else least, "device", "turn"),
+        MemoryTerm("activations", activations, "device", "turn"),
+        MemoryTerm("runtime", runtime),
+    ]
+    if offloaded:
+        terms.append(MemoryTerm("weights", offloaded * max(1, int(share.gpus)), "host"))
+    if share.in_turns:
+        terms.append(MemoryTerm("weights", weights * max(1, int(share.gpus)), "host", "away"))
+    return Footprint(tuple(terms), tuple(_small_cache(share, engine, cache, least, taken)))
+
+
+def _broadcast_in(share: Share) -> int:
+    return PACKED_BYTES if WeightTransport.NCCL in share.receives else 0
+
+
+def _small_cache(share: Share, engine: Engine, cache: int, least: int, taken: int) -> Iterator[str]:
+    if share.device_bytes and cache < least:
+        part = engine.gpu_memory_utilization or UTILIZATION
+        yield (
+            f"vLLM takes {part:g} of each GPU's {share.device_bytes / GIB:.1f} GiB; weights and computing need "
+            f"{taken / GIB:.1f}, so {cache / GIB:.2f} are left for the KV cache, and one sequence of "
+            f"{engine.max_model_len or share.longest_sample} tokens needs {least / GIB:.2f}; raise "
+            "--engine.tensor-parallel-size or --engine.gpu-memory-utilization, or shorten prompts and responses"
+        )
+
+
+def _unsplit(shape: ModelShape, policy: Policy, tensor: int) -> str:
+    """Why tensor parallelism cannot split the model, "" if it can."""
+    if shape.heads % tensor:
+        return (
+            f"the engine splits {policy.model} into {tensor} tensor-parallel parts, but the model has {shape.heads} "
+            "attention heads; use a number of GPUs that divides them, or more replicas with fewer GPUs"
+        )
+    return ""
+
+
+def _cpu_generator(shape: ModelShape, engine: Engine, slots: int, longest_response: int) -> Iterator[MemoryTerm]:
+    element = _element(shape, engine)
+    yield MemoryTerm("weights", shape.parameters * element)
+    tokens = slots * (PROMPT_TOKENS + longest_response)
+    room = min(LARGEST_CPU_CACHE, tokens * shape.kv_bytes_per_token(element))
+    yield MemoryTerm("KV cache", engine.kv_cache_bytes or room)
+
+
+def _element(shape: ModelShape, engine: Engine) -> int:
+    return shape.element_bytes if engine.dtype == "auto" else BYTES[engine.dtype]

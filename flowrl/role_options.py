@@ -1,0 +1,121 @@
+"""The sizes of a graph's roles: replicas, GPUs and cores, and for models that only score their dtype and token budget.
+
+A role has the same block under the same name in every graph that has it: `--generator.replicas`, `--reference.gpus`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from flowrl.training.settings import Dtype
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a role is."""
+
+    replicas: int = 1
+    """Processes of this role; of a trainer its ZeRO ranks."""
+    gpus: float | None = None
+    """GPUs of each; None: one if any role of the graph has GPUs, else 0. Only a generator can have several."""
+    cpus: float | None = None
+    """Cores of each; None: by role."""
+
+
+@dataclass(frozen=True)
+class CriticTrainerSize:
+    """The size of the critic's trainer."""
+
+    replicas: int | None = None
+    """ZeRO ranks; None: as many as the policy's trainer."""
+    gpus: float | None = None
+    """GPUs of each; None: one if any role of the graph has GPUs, else 0."""
+    cpus: float | None = None
+    """Cores of each; None: by role."""
+
+    def sized(self, like: Size) -> Size:
+        """The size for a policy's trainer of size `like`."""
+        return Size(like.replicas if self.replicas is None else self.replicas, self.gpus, self.cpus)
+
+
+@dataclass(frozen=True)
+class ScoringSize(Size):
+    """The size of a role whose model only scores."""
+
+    dtype: Dtype | None = None
+    """Type of weights and computation; None: that of the trainer."""
+    token_budget: int | None = None
+    """Most tokens of one pass, padding included; None: that of the trainer."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Arguments of a node whose model only scores, in a graph without a trainer: what is not said is left out."""
+        said = {"dtype": self.dtype, "token_budget": self.token_budget}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class _Model:
+    model: str = ""
+    """Directory of the model; empty: none."""
+
+
+@dataclass(frozen=True)
+class RewardModelSize(ScoringSize, _Model):
+    """The reward model."""
+
+    model: str = ""
+    """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none.
+    In a sum with functions where --task.reward says so: verifier + 0.5*reward_model."""
+
+
+@dataclass(frozen=True)
+class CriticSize(ScoringSize, _Model):
+    """The critic."""
+
+    model: str = ""
+    """Initial model of the critic; empty: the policy. A reward model keeps its head, others get a new one."""
+
+
+@dataclass(frozen=True)
+class _Weights:
+    weights: Literal["round", "initial"] = "round"
+    """The weights that sampled the round, or the initial ones (adds a node)."""
+
+
+@dataclass(frozen=True)
+class PairReferenceSize(ScoringSize, _Weights):
+    """The reference of pairs that were sampled by the policy."""
+
+
+@dataclass(frozen=True)
+class TeacherSize(ScoringSize, _Model):
+    """The teacher."""
+
+    model: str = "tiny_teacher"
+    """tiny_teacher (for tiny), or the path of a model directory with the student's vocabulary."""
+    dtype: Dtype | None = "float32"
+    """Type of weights and computation; None: that of the trainer."""
+
+
+def sizes_of(options: object) -> dict[str, Size | CriticTrainerSize]:
+    """Role -> its size, for every role in `options`, a dataclass."""
+    values = {one.name: getattr(options, one.name) for one in fields(options)}  # type: ignore[arg-type]
+    return {name: value for name, value in values.items() if isinstance(value, Size | CriticTrainerSize)}
+
+
+def size_problems(options: object) -> Iterator[str]:
+    """A sentence for each size in `options` that is out of range."""
+    for role, size in sizes_of(options).items():
+        name = f"--{role.replace('_', '-')}"
+        if size.replicas is not None and size.replicas < 1:
+            yield f"{name}.replicas is {size.replicas}; it has to be 1 or more"
+        for field_name in ("gpus", "cpus"):
+            value = getattr(size, field_name)
+            if value is not None and not value >= 0:
+                yield f"{name}.{field_name} is {value}; it has to be 0 or more"
+        budget = getattr(size, "token_budget", None)
+        if budget is not None and budget < 1:
+            yield f"{name}.token-budget is {budget}; it has to be 1 or more"

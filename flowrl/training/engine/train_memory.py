@@ -1,0 +1,151 @@
+"""Bytes that one rank of a trainer takes, from the sizes of its model and its settings; docs/memory.md explains them.
+
+Ψ parameters, A of them trained (all, or those of adapters), b bytes an element, n tokens of a micro-batch, N ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowrl.training.model.model_shape import BYTES, ModelShape
+from flowrl.training.settings import LoRA, ZeroSettings
+
+BUCKET_BYTES = 4 * 50_000_000
+"""DeepSpeed's buffer for gradients that are about to be reduced, in fp32 (`BUCKET_ELEMENTS` of zero.py)."""
+LIVE_PARAMETERS = 1_000_000_000
+"""DeepSpeed's `stage3_max_live_parameters`: gathered ones that it keeps at most."""
+PERSISTENT_ELEMENTS = 100_000
+"""DeepSpeed's `stage3_param_persistence_threshold`."""
+LOGITS_BYTES = 128 << 20
+"""Size of a chunk of logits (logprobs.py)."""
+QUANTIZED_BYTES = {"none": None, "nf4": 0.52, "int8": 1.02}
+"""Bytes of a quantized parameter with its share of the scales (bitsandbytes: blocks of 64, nested)."""
+MOMENTS_BYTES = {"adamw": 8, "muon": 8, "sgd": 0}
+"""fp32 state of the optimizer for each trained parameter; muon's matrices need half."""
+
+
+@dataclass(frozen=True)
+class TrainerModel:
+    """One rank's model, and how it is trained."""
+
+    shape: ModelShape
+    zero: ZeroSettings
+    lora: LoRA
+    ranks: int
+    scalar: bool = False
+    """A scalar head in place of the output layer."""
+
+    @property
+    def element(self) -> int:
+        return BYTES[self.zero.dtype]
+
+    @property
+    def stage(self) -> int:
+        return self.zero.effective_stage(self.ranks)
+
+    @property
+    def parameters(self) -> int:
+        head = self.shape.vocab * self.shape.hidden if self.scalar and not self.shape.tied else 0
+        return self.shape.parameters - head
+
+    @property
+    def trained(self) -> int:
+        return self.shape.adapter_parameters(self.lora.rank) if self.lora.rank else self.parameters
+
+    @property
+    def weights(self) -> int:
+        """Weights of the model as this rank keeps them; at stage 3 a part."""
+        quantized = QUANTIZED_BYTES[self.lora.quantize]
+        linear = self.shape.layers * sum(i * o for i, o in self.shape.linears)
+        base = self.parameters * self.element if quantized is None else 0
+        if quantized is not None:
+            base = int(linear * quantized) + (self.parameters - linear) * self.element
+        total = base + (self.trained * self.element if self.lora.rank else 0)
+        return -(-total // self.ranks) + self.persistent if self.stage == 3 else total
+
+    @property
+    def persistent(self) -> int:
+        """Parameters so small that stage 3 keeps them whole on every rank."""
+        matrices = [inputs * outputs for inputs, outputs in self.shape.linears]
+        small = sum(size for size in matrices if size <= PERSISTENT_ELEMENTS) + self.shape.layer_vectors
+        return (small * self.shape.layers + self.shape.hidden) * self.element
+
+    @property
+    def gathered(self) -> int:
+        """Whole parameters that stage 3 gathers for a pass."""
+        return min(self.parameters, LIVE_PARAMETERS) * self.element if self.stage == 3 else 0
+
+    @property
+    def master(self) -> int:
+        """The fp32 copy of this rank's trained parameters; stage 0 has none."""
+        return 0 if self.stage == 0 else -(-4 * self.trained // self.ranks)
+
+    @property
+    def moments(self) -> int:
+        """The optimizer's state of them."""
+        total = MOMENTS_BYTES[self.zero.optimizer] * self.trained
+        return total if self.stage == 0 else -(-total // self.ranks)
+
+    @property
+    def gradients(self) -> int:
+        """fp32 sums of this rank's part. At stage 1 of the whole, beside the gradients in the dtype of the model."""
+        if self.stage < 2:
+            return (4 + (self.element if self.stage else 0)) * self.trained
+        return -(-4 * self.trained // self.ranks)
+
+    @property
+    def offload_copies(self) -> int:
+        """With offload, in host memory: a second copy of the gradients, which the optimizer reads; below stage 3 also
+        this rank's part of the weights, and the largest gradient."""
+        if self.zero.offload == "none":
+            return 0
+        copy = -(-4 * self.trained // self.ranks)
+        if self.stage == 3:
+            return copy
+        return copy - (-self.element * self.trained // self.ranks) + 4 * self.shape.largest_matrix
+
+    @property
+    def buckets(self) -> int:
+        return BUCKET_BYTES if self.stage >= 2 else 0
+
+    def activations(self, tokens: int) -> int:
+        """What a forward keeps for its backward, and the most that computing adds to it."""
+        per_layer = tokens * layer_bytes(self.shape, self.element)
+        working = tokens * self.element * (2 * self._wide + self.shape.hidden) + self._matrix_gradient
+        head = 0 if self.scalar else head_bytes(self.shape, self.element, tokens)
+        if self.zero.gradient_checkpointing:
+            kept = tokens * self.element * self.shape.hidden * self.shape.layers
+            return kept + max(per_layer + working, head)
+        return per_layer * self.shape.layers + max(working, head)
+
+    @property
+    def _wide(self) -> int:
+        return self.shape.feed_forward * self.shape.active_experts
+
+    @property
+    def _matrix_gradient(self) -> int:
+        """Gradients of two of the largest matrices of a layer, before they are added to what was accumulated."""
+        return 2 * self.element * max(inputs * outputs for inputs, outputs in self.shape.linears)
+
+
+def layer_bytes(shape: ModelShape, element: int) -> int:
+    """Activations of one token that one decoder layer keeps: norms (in fp32 besides), attention, feed-forward."""
+    norms = (16 if element == 2 else 24) * shape.hidden + 8
+    attention = element * (2 * shape.query + 2 * shape.key) + 4 * shape.heads
+    feed_forward = 4 * element * shape.feed_forward * shape.active_experts
+    return norms + attention + feed_forward
+
+
+def head_bytes(shape: ModelShape, element: int, tokens: int) -> int:
+    """The last norm, four fp32 tensors of a chunk's logits, and the gradient of the output layer, in fp32 and cast."""
+    chunk = min(tokens, max(1, LOGITS_BYTES // (4 * shape.vocab)))
+    last_norm = (8 if element == 2 else 12) * shape.hidden * tokens
+    return last_norm + 16 * shape.vocab * chunk + (4 + element) * shape.vocab * shape.hidden
+
+
+def scoring_bytes(shape: ModelShape, element: int, tokens: int) -> int:
+    """The most that a forward without gradients computes with: one layer, or three fp32 tensors of a chunk's logits."""
+    wide = shape.feed_forward * shape.active_experts
+    layer = tokens * (3 * element * wide + (4 + 3 * element) * shape.hidden)
+    chunk = min(tokens, max(1, LOGITS_BYTES // (4 * shape.vocab)))
+    return max(layer, element * tokens * shape.hidden + 12 * shape.vocab * chunk)
