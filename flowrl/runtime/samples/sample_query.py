@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.samples.rollout_files import FOLDER, RolloutFile, rollout_files
+from flowrl.runtime.samples.rollout_files import FOLDER, RolloutFile, columns_of, rollout_files
 
 SampleRow = Mapping[str, Any]
 Order = Literal["last", "best", "worst", "failed"]
@@ -62,10 +62,8 @@ def find(run_dir: Path, query: SampleQuery) -> list[SampleRow]:
 
 def find_sample(run_dir: Path, sample_id: str) -> SampleRow | None:
     """The row of one sample; None if it is not kept."""
-    import pyarrow.parquet as pq
-
     for file in reversed(rollout_files(run_dir)):
-        ids = pq.read_table(file.path, columns=["sample_id"], partitioning=None)["sample_id"].to_pylist()
+        ids = columns_of(file.path, ["sample_id"])["sample_id"].to_pylist()
         if sample_id in ids:
             return _read([Place(file, ids.index(sample_id), None, file.first)])[0]
     return None
@@ -158,9 +156,7 @@ def _bound(file: RolloutFile, sign: float) -> float:
 
 def _places(file: RolloutFile, query: SampleQuery) -> Iterator[Place]:
     """The rows of the file that fit the query's step, and failed where those are asked for."""
-    import pyarrow.parquet as pq
-
-    found = pq.read_table(file.path, columns=CHOOSING, partitioning=None).to_pydict()
+    found = columns_of(file.path, CHOOSING).to_pydict()
     for index, (step, state, reward) in enumerate(zip(found["step"], found["state"], found["reward"], strict=True)):
         if query.step in (None, step) and (query.order != "failed" or state == "failed"):
             yield Place(file, index, reward, step)
