@@ -27,6 +27,10 @@ class IterativeDPO(RewardOptions):
 
     reference: Literal["round", "initial"] = "round"
     """What DPO compares the policy with: the weights that sampled the round, or the initial ones (adds a node)."""
+    prefer: str = ""
+    """A function (prompts, firsts, seconds), as FILE.py:FUNCTION, or a server, that says which of two answers is the
+    better one; the pair is then the answers that win most and fewest comparisons. Empty: those of highest and lowest
+    reward."""
     beta: float = 0.1
     """Larger values keep the policy closer to the reference."""
     kind: Literal["dpo", "ipo", "cdpo"] = "dpo"
@@ -52,7 +56,7 @@ def graph(cfg: IterativeDPO) -> Graph:
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.generator(cfg.sampling), replicas=cfg.num_generators, gpus=cfg.gpus)
     reward = g.add("reward", cfg.scoring(), gpus=cfg.reward_gpus)
-    pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference))
+    pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference, prefer=cfg.prefer, task=cfg.task))
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.trainer(objective), replicas=cfg.num_trainers, gpus=cfg.one_gpu)
     if cfg.reward_model:
