@@ -20,13 +20,8 @@ from typing import Literal
 from flowrl.errors import ConfigError
 
 Convention = Literal["flowrl", "openrlhf", "trl", "verl", "pairwise"]
-TITLES: dict[Convention, str] = {
-    "flowrl": "flowrl",
-    "openrlhf": "OpenRLHF",
-    "trl": "TRL",
-    "verl": "verl",
-    "pairwise": "a comparison",
-}
+TITLES: dict[Convention, str] = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
+"""How those are called whose functions are called as theirs."""
 MARKS: dict[str, Convention] = {
     "queries": "openrlhf",
     "completions": "trl",
