@@ -1,7 +1,7 @@
 """Rewards of responses that a file has: by functions, servers or a reward model, written beside them.
 
-flowrl score sums.jsonl --task.reward rules.py:short --out scored.jsonl
-flowrl score sums.jsonl --reward-model runs/reward_model/checkpoints/step_000200 --out scored.jsonl
+flowrl run score --task sums.jsonl --task.reward rules.py:short --out scored.jsonl
+flowrl run score --task sums.jsonl --reward-model runs/reward_model/checkpoints/step_000200 --out scored.jsonl
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from flowrl import Graph
 from flowrl.blocks import PolicyOptions
 from flowrl.models import Policy
-from flowrl.nodes import GivenResponses, RemainingPrompts, ResponseWriter, Reward, RewardModel
+from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter, Reward, RewardModel
 from flowrl.tasks import Task
 
 
@@ -23,6 +23,8 @@ class Score(PolicyOptions):
     """The file that is written. Rows that it has already are left out, so the same command goes on with it."""
     reward_model: str = ""
     """Directory of a reward model that scores in place of the task's own reward; empty: none."""
+    step_separator: str = ""
+    """The reward model scores every step of a response, and this ends a step, as '\\n'; empty: it scores responses."""
 
     @property
     def model(self) -> Policy:
@@ -45,7 +47,12 @@ def graph(cfg: Score) -> Graph:
 
     g.connect(prompts.prompts, responses.prompts)
     if cfg.reward_model:
-        model = g.add("reward", RewardModel(cfg.reward_model, cfg.model, task), gpus=cfg.one_gpu)
+        judge = (
+            ProcessReward(cfg.reward_model, cfg.model, task, separator=cfg.step_separator)
+            if cfg.step_separator
+            else RewardModel(cfg.reward_model, cfg.model, task)
+        )
+        model = g.add("reward", judge, gpus=cfg.one_gpu)
         g.connect(responses.rollouts, model.rollouts)
         g.connect(model.scored, writer.samples)
     else:
