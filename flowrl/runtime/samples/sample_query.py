@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.samples.rollout_files import FOLDER, RolloutFile, columns_of, rollout_files
+from flowrl.runtime.samples.rollout_files import FOLDER, RolloutFile, columns_of, readable, rollout_files
 
 SampleRow = Mapping[str, Any]
 Order = Literal["last", "best", "worst", "failed"]
@@ -142,7 +142,8 @@ def _bound(file: RolloutFile, sign: float) -> float:
     """No row of the file has a higher `sign` * reward."""
     import pyarrow.parquet as pq
 
-    metadata = pq.read_metadata(file.path)
+    with readable(file.path):
+        metadata = pq.read_metadata(file.path)
     column = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "reward")
     bounds = []
     for group in range(metadata.num_row_groups):
@@ -169,7 +170,7 @@ def _read(places: Sequence[Place]) -> list[SampleRow]:
     rows: dict[Place, SampleRow] = {}
     for number, mine in itertools.groupby(sorted(places, key=lambda one: one.file.number), lambda one: one.file):
         wanted = list(mine)
-        with pq.ParquetFile(number.path) as opened:
+        with readable(number.path), pq.ParquetFile(number.path) as opened:
             start = 0
             for group in range(opened.num_row_groups):
                 size = opened.metadata.row_group(group).num_rows
