@@ -8,7 +8,8 @@ from typing import Any
 
 from flowrl.blocks import OnlineOptions, too_low
 from flowrl.models import Policy
-from flowrl.nodes import PromptSource, Reward, RewardModel, Shaping, TokenBatch
+from flowrl.nodes import ProcessReward, PromptSource, Reward, RewardModel, Shaping, TokenBatch
+from flowrl.nodes.process_reward import OfSteps
 from flowrl.nodes.source import TooLong
 from flowrl.role_options import RewardModelSize
 from flowrl.tasks.rewards import names_model
@@ -52,8 +53,15 @@ class RewardOptions(PromptOptions):
     reward_model: RewardModelSize = RewardModelSize()
     """A reward model in place of the task's own reward, or in a sum with it."""
 
+    step_separator: str = ""
+    """The reward model scores every step of a response, and this ends a step, as '\\n'; empty: it scores responses."""
+    of_steps: OfSteps = "min"
+    """What a response's reward is of the scores of its steps."""
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.step_separator and not self.reward_model.model:
+            yield "--step-separator is for a process reward model; name its directory with --reward-model"
         if names_model(self.task.reward) and not self.reward_model.model:
             yield f"--task.reward {self.task.reward!r} names reward_model; name its directory with --reward-model"
         if self.reward_model != RewardModelSize() and not self.reward_model.model:
@@ -67,6 +75,16 @@ class RewardOptions(PromptOptions):
         shaping = shaping or Shaping(negate=self.negate_rewards)
         if not self.reward_model.model:
             return Reward(self.task, shaping=shaping)
+        if self.step_separator:
+            return ProcessReward(
+                self.reward_model.model,
+                self.model,
+                self.task,
+                separator=self.step_separator,
+                of_steps=self.of_steps,
+                shaping=shaping,
+                **self.scoring(self.reward_model),
+            )
         return RewardModel(
             self.reward_model.model,
             self.model,

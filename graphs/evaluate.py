@@ -1,7 +1,7 @@
 """A model's answers to held-out prompts, without training: how many are right, and their mean score.
 
-flowrl evaluate tiny --task arithmetic --prompts 512
-flowrl evaluate runs/first/checkpoints/step_000060 --sets test.jsonl:check=math
+flowrl run evaluate --policy tiny --task arithmetic --prompts 512
+flowrl run evaluate --policy runs/first/checkpoints/step_000060 --sets test.jsonl:check=math
 """
 
 from collections.abc import Iterator

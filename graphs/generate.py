@@ -1,7 +1,7 @@
 """Responses of a model to the prompts of a task, written to a file; with rewards, or the best of n alone.
 
-flowrl generate tiny --task arithmetic --num-prompts 100 --out sums.jsonl
-flowrl generate tiny --task arithmetic --group-size 8 --best --out best.jsonl
+flowrl run generate --policy tiny --task arithmetic --num-prompts 100 --out sums.jsonl
+flowrl run generate --policy tiny --task arithmetic --group-size 8 --best --out best.jsonl
 """
 
 from collections.abc import Iterator

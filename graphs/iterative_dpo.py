@@ -28,6 +28,10 @@ class IterativeDPO(RewardOptions):
 
     reference: PairReferenceSize = PairReferenceSize()
     """What DPO compares the policy with."""
+    prefer: str = ""
+    """A function (prompts, firsts, seconds), as FILE.py:FUNCTION, or a server, that says which of two answers is the
+    better one; the pair is then the answers that win most and fewest comparisons. Empty: those of highest and lowest
+    reward."""
     beta: float = 0.1
     """Larger values keep the policy closer to the reference."""
     kind: Literal["dpo", "ipo", "cdpo"] = "dpo"
@@ -53,7 +57,8 @@ def graph(cfg: IterativeDPO) -> Graph:
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
-    pairs = g.add("pairs", PairMaker(size=cfg.group_size, reference=cfg.reference.weights))
+    judge = PairMaker(size=cfg.group_size, reference=cfg.reference.weights, prefer=cfg.prefer, task=cfg.task)
+    pairs = g.add("pairs", judge)
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))
 

@@ -21,6 +21,9 @@ class Pairs(SamplingOptions):
 
     pairs: str = "pairs.jsonl"
     """The file that is written."""
+    prefer: str = ""
+    """A function (prompts, firsts, seconds), as FILE.py:FUNCTION, or a server, that says which of two answers is the
+    better one; empty: the task's reward."""
     part: Literal["all", "train", "held_out"] = "all"
     """Which prompts. Readers of the file hold out the same prompts again, so `all` has both parts."""
     num_prompts: int | None = None
@@ -47,7 +50,7 @@ def graph(cfg: Pairs) -> Graph:
     answerer = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine)
     generator = g.add("generator", answerer, **cfg.place_generator())
     reward = g.add("reward", Reward(cfg.task))
-    maker = g.add("pair_maker", PairMaker(size=cfg.group_size, reference="initial"))
+    maker = g.add("pair_maker", PairMaker(size=cfg.group_size, reference="initial", prefer=cfg.prefer, task=cfg.task))
     writer = g.add("writer", PairWriter(cfg.pairs, cfg.task))
 
     g.connect(prompts.prompts, generator.prompts)

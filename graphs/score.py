@@ -1,7 +1,7 @@
 """Rewards of responses that a file has: by functions, servers or a reward model, written beside them.
 
-flowrl score sums.jsonl --task.reward rules.py:short --out scored.jsonl
-flowrl score sums.jsonl --reward-model runs/reward_model/checkpoints/step_000200 --out scored.jsonl
+flowrl run score --task sums.jsonl --task.reward rules.py:short --out scored.jsonl
+flowrl run score --task sums.jsonl --reward-model runs/reward_model/checkpoints/step_000200 --out scored.jsonl
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from flowrl import Graph
 from flowrl.blocks import PolicyOptions
 from flowrl.models import Policy
-from flowrl.nodes import GivenResponses, RemainingPrompts, ResponseWriter, Reward, RewardModel
+from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter, Reward, RewardModel
 from flowrl.role_options import RewardModelSize
 from flowrl.tasks import Task
 
@@ -24,6 +24,8 @@ class Score(PolicyOptions):
     """The file that is written. Rows that it has already are left out, so the same command goes on with it."""
     reward_model: RewardModelSize = RewardModelSize()
     """A reward model that scores in place of the task's own reward."""
+    step_separator: str = ""
+    """The reward model scores every step of a response, and this ends a step, as '\\n'; empty: it scores responses."""
 
     @property
     def model(self) -> Policy:
@@ -46,8 +48,13 @@ def graph(cfg: Score) -> Graph:
 
     g.connect(prompts.prompts, responses.prompts)
     if cfg.reward_model.model:
-        scorer = RewardModel(cfg.reward_model.model, cfg.model, task, **cfg.reward_model.given)
-        model = g.add("reward", scorer, **cfg.place(cfg.reward_model))
+        given = cfg.reward_model.given
+        judge = (
+            ProcessReward(cfg.reward_model.model, cfg.model, task, separator=cfg.step_separator, **given)
+            if cfg.step_separator
+            else RewardModel(cfg.reward_model.model, cfg.model, task, **given)
+        )
+        model = g.add("reward", judge, **cfg.place(cfg.reward_model))
         g.connect(responses.rollouts, model.rollouts)
         g.connect(model.scored, writer.samples)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from flowrl.runtime.telemetry.alarms import NAMES as ALARMS
 from flowrl.runtime.telemetry.metrics import NAMES, Metrics, flat, read, rewind
 from flowrl.runtime.telemetry.sinks import open_sinks
 from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, bottleneck
+from flowrl.runtime.telemetry.tracking import SampleTables, Tracking, markdown
 
 LANE = "generator/0.rollouts -> reward/0.rollouts"
 OTHER_LANE = "generator/0.rollouts -> reward/1.rollouts"
@@ -209,6 +211,41 @@ def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
     assert values == [(1, 0.25), (2, 0.5)]
 
 
+def test_tensorboard_shows_samples_as_text(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tables = SampleTables(Tracking(samples=2, samples_every=2))
+    sinks = open_sinks(["tensorboard"], tmp_path, {})
+    metrics = Metrics(tmp_path, Statistics(), roles={}, sinks=sinks, tables=tables)
+    for step in (1, 2, 3):
+        for member in range(3):
+            tables.add({"step": step, "prompt": "1|1\n<b>", "response": f"r{step}{member}", "state": "trained"})
+        metrics.line({"step": step})
+    tables.add({"step": 3, "prompt": "p", "response": "held", "state": "held_out", "reward": 0.5})
+    metrics.evaluation(3, {"evaluation/score": 0.5})
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    texts = [(one.step, one.tensor_proto.string_val[0].decode()) for one in events.Tensors("samples/text_summary")]
+    assert [step for step, _ in texts] == [1, 3], "every second step"
+    assert "| r11 |" in texts[0][1] and "r10" not in texts[0][1], "the last two"
+    assert "1&#124;1<br>&lt;b>" in texts[0][1]
+    (held_out,) = events.Tensors("held_out_samples/text_summary")
+    assert b"| held | 0.5 |" in held_out.tensor_proto.string_val[0]
+    assert markdown([]).count("\n") == 1
+
+
+def test_a_run_is_named_by_option_then_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    assert Tracking(project="mine").named("project", "WANDB_PROJECT") == "mine"
+    assert Tracking().named("project", "OTHER", "WANDB_PROJECT") == "theirs"
+    monkeypatch.delenv("WANDB_PROJECT")
+    assert Tracking().named("project", "WANDB_PROJECT") is None
+    with pytest.raises(ConfigError, match=r"--tracking\.samples-every is -1"):
+        Tracking(samples_every=-1)
+
+
 @pytest.mark.slow
 def test_wandb_keeps_an_offline_run_in_the_run_directory(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
@@ -218,8 +255,19 @@ def test_wandb_keeps_an_offline_run_in_the_run_directory(tmp_path: Path) -> None
     subprocess.run([sys.executable, "-c", TRACKED, str(run_dir)], env=environment, check=True, timeout=90)
     (kept,) = run_dir.glob("wandb/offline-run-*/run-grpo-7.wandb")  # its last block is written when the process ends
     content = kept.read_bytes()
-    for expected in (b"reward_mean", b"evaluation/score", b"0.75", b"0.25", b"alarm/kl_drift"):
+    for expected in (
+        b"reward_mean",
+        b"evaluation/score",
+        b"0.75",
+        b"0.25",
+        b"alarm/kl_drift",
+        b"mine",
+        b"pair",
+        b"first",
+    ):
         assert expected in content, expected
+    (first, second) = sorted(run_dir.glob("wandb/offline-run-*/files/media/table/samples_*.json"))
+    assert {"answer 1", "answer 2"} == {json.loads(path.read_text())["data"][0][3] for path in (first, second)}
 
 
 TRACKED = """
@@ -228,9 +276,14 @@ from pathlib import Path
 from flowrl.runtime.telemetry.metrics import Metrics
 from flowrl.runtime.telemetry.sinks import open_sinks
 from flowrl.runtime.telemetry.statistics import Statistics
+from flowrl.runtime.telemetry.tracking import SampleTables, Tracking
 run_dir = Path(sys.argv[1])
-metrics = Metrics(run_dir, Statistics(), roles={}, sinks=open_sinks(["wandb"], run_dir, {"lr": 0.5}))
+tables = SampleTables(Tracking(samples_every=1))
+tracking = Tracking(project="mine", group="pair", name="first")
+sinks = open_sinks(["wandb"], run_dir, {"lr": 0.5}, tracking)
+metrics = Metrics(run_dir, Statistics(), roles={}, sinks=sinks, tables=tables)
 for step in (1, 2):
+    tables.add({"step": step, "prompt": "1+1=", "response": f"answer {step}", "state": "trained"})
     metrics.line({"step": step, "reward_mean": step / 4})
 metrics.evaluation(2, {"evaluation/score": 0.75})
 metrics.close()
@@ -244,14 +297,19 @@ def test_trackio_keeps_a_run_in_its_database(tmp_path: Path, monkeypatch: pytest
     pytest.importorskip("trackio")
     run_dir = tmp_path / "grpo-7"
     run_dir.mkdir()
-    metrics = Metrics(run_dir, Statistics(), roles={}, sinks=open_sinks(["trackio"], run_dir, {"lr": 0.5}))
+    # A driver opens its sinks in another task than it writes in: what is context of the one is not of the other.
+    sinks = contextvars.copy_context().run(open_sinks, ["trackio"], run_dir, {"lr": 0.5})
+    tables = SampleTables(Tracking(samples_every=1))
+    metrics = Metrics(run_dir, Statistics(), roles={}, sinks=sinks, tables=tables)
     for step in (1, 2):
+        tables.add({"step": step, "prompt": "1+1=", "response": f"answer {step}", "state": "trained"})
         metrics.line({"step": step, "reward_mean": step / 4})
     metrics.close()
     (database,) = (tmp_path / "trackio").glob("*.db")
     with closing(sqlite3.connect(database)) as db:
         rows = [json.loads(row) for (row,) in db.execute("SELECT metrics FROM metrics ORDER BY step")]
-    assert [row["reward_mean"] for row in rows] == [0.25, 0.5]
+    assert [row["reward_mean"] for row in rows if "reward_mean" in row] == [0.25, 0.5]
+    assert "answer 2" in json.dumps(rows)
 
 
 def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:

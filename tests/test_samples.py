@@ -327,6 +327,19 @@ def test_mistakes_are_one_sentence(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [[], ["--best"], ["--failed"], ["--diff", "0"]])
+def test_a_damaged_file_is_named_and_a_resume_puts_it_aside(
+    run_dir: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (run_dir / "rollouts").iterdir():
+        path.write_bytes(path.read_bytes()[:-20])
+    assert main(["samples", str(run_dir), *options]) == 2
+    told = capsys.readouterr().err
+    assert "cannot be read" in told and "rollouts/" in told and len(told.splitlines()) == 1
+    rewind_rollouts(run_dir, 1e9)
+    assert rollout_files.rollout_files(run_dir) == [] and len(list((run_dir / "rollouts").glob("*.damaged"))) == 4
+
+
 def test_a_directory_without_samples_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["samples", str(tmp_path)]) == 2
     assert "is no run directory" in capsys.readouterr().err

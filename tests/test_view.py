@@ -48,6 +48,13 @@ def busy_board() -> Board:
     )
 
 
+def test_the_newest_sample_is_shown_without_what_moves_the_cursor() -> None:
+    board = busy_board()
+    board.sample = {"step": 7, "state": "trained", "prompt": "2+2=\n", "response": "\x1b[2J4", "reward": 0.5}
+    text = screen(board)
+    assert "2+2=" in text and "\\x1b[2J4" in text and "step 7  trained  reward 0.5" in text
+
+
 def screen(board: Board, width: int = 100) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(draw(board))

@@ -23,13 +23,13 @@ def run_graph_of(command: str, args: Sequence[str]) -> int:
     """Run the graph of that name; the exit status."""
     option, needed = FIRST[command]
     if args and args[0] in ("-h", "--help"):
-        prepare(command, (), [command, "--help"])
+        prepare("run", (), [command, "--help"])
     if not args or args[0].startswith("-"):
         raise ConfigError(f"flowrl {command} needs {needed}")
     from flowrl.runtime.driver.launch import Launch
     from flowrl.runtime.driver.options import RunOptions
 
-    prepared = prepare(command, (RunOptions,), [command, option, *args])
+    prepared = prepare("run", (RunOptions,), [command, option, *args])
     (options,) = prepared.own
     result = Launch(prepared.file.path, prepared.graph, prepared.cfg, options).run()
     if command == "evaluate":

@@ -17,6 +17,7 @@ from flowrl.nodes.limits import Limits
 from flowrl.nodes.pair_writer import PairWriter
 from flowrl.nodes.preference_reference import PreferenceReference
 from flowrl.nodes.preference_source import PreferenceDataset, Preferences, PreferenceSource
+from flowrl.nodes.process_reward import ProcessReward
 from flowrl.nodes.reference import Reference
 from flowrl.nodes.response_writer import RemainingPrompts, ResponseWriter
 from flowrl.nodes.reward import Reward
@@ -26,6 +27,7 @@ from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.selection import BestOfN, PairMaker
 from flowrl.nodes.shaping import Overlong, Shaping
 from flowrl.nodes.source import PromptSource
+from flowrl.nodes.step_dataset import HeldOutSteps, StepDataset
 from flowrl.nodes.task_source import TaskSource
 from flowrl.nodes.teacher import Teacher, TeacherAdvantage
 from flowrl.nodes.trainer import Trainer
@@ -46,6 +48,7 @@ __all__ = [
     "GivenResponses",
     "GroupAdvantage",
     "HeldOutPreferences",
+    "HeldOutSteps",
     "JoinedAdvantage",
     "Limits",
     "Overlong",
@@ -55,6 +58,7 @@ __all__ = [
     "PreferenceReference",
     "PreferenceSource",
     "Preferences",
+    "ProcessReward",
     "PromptSource",
     "Reference",
     "RemainingPrompts",
@@ -63,6 +67,7 @@ __all__ = [
     "RewardModel",
     "Sampling",
     "Shaping",
+    "StepDataset",
     "TaskSource",
     "Teacher",
     "TeacherAdvantage",

@@ -64,6 +64,10 @@ class Reward(Node):
 
     def check(self, facts: Any) -> list[str]:
         problems = self.shaping.problems()
+        if compared := [part.place for part in self.parts if part.convention == "pairwise"]:
+            problems.append(
+                f"{compared[0]} compares two responses, and a reward scores one; PairMaker(prefer) takes it"
+            )
         if names_model(self.task.reward):
             problems.append(f"its reward {self.task.reward!r} names a reward model; a RewardModel node scores with one")
         if self.timeout_s <= 0:

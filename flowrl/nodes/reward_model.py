@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError, SampleFailed
@@ -175,13 +175,15 @@ class RewardModel(ScoringNode):
             return self._scorer.ended(sample.token_ids)
         return self._scorer.ids(self._turns[sample.prompt_id], sample.response_text)
 
-    def scored_sample(self, sample: Sample, score: float, beside: Verdicts | None = None) -> Scored:
+    def scored_sample(
+        self, sample: Sample, score: float, beside: Verdicts | None = None, more: Mapping[str, float] | None = None
+    ) -> Scored:
         """`sample` with the reward on which it is trained, and the unchanged one as the raw reward.
 
-        `beside` is what the functions of a sum say.
+        `beside` is what the functions of a sum say, `more` are further parts to be logged.
         """
         reward = self._scorer.normalised([score])[0] if self.normalise else score
-        summed, raw, parts = self.weight * reward, self.weight * score, {MODEL: score}
+        summed, raw, parts = self.weight * reward, self.weight * score, {MODEL: score, **(more or {})}
         if beside is not None:
             summed, raw = summed + beside.rewards[0], raw + beside.scores[0]
             parts |= {name: values[0] for name, values in beside.logs.items()}

@@ -18,6 +18,9 @@ from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
 from flowrl.nodes.judged import Judged
 from flowrl.nodes.one_sequence import require_one_sequence
+from flowrl.nodes.pairwise import Comparisons
+from flowrl.tasks import Task
+from flowrl.tasks.judge import BadReward
 from flowrl.training.advantage.advantages import all_equal
 from flowrl.training.advantage.estimate import trainable, whole_reward
 from flowrl.training.advantage.seat_credit import require_one_seat
@@ -81,7 +84,8 @@ class PairMaker(Node):
     A group without a difference is filtered as `tie`, the members in between as `not_paired`, a group with
     fewer than two scored members as `group_too_small`. With `reference="round"` the reference is the weights
     that sampled the pair, whose logprobs every sample carries; with "initial" an upstream Reference node
-    provides the reference logprobs.
+    provides the reference logprobs. `prefer` is a pairwise reward for `task` (`flowrl.nodes.pairwise`): the best is
+    then the answer that wins most comparisons, whatever its reward. A group that cannot be compared fails.
     """
 
     keyed_state = True
@@ -89,8 +93,12 @@ class PairMaker(Node):
     scored: In[Scored]
     groups: Out[Group]
 
-    def __init__(self, *, size: int, reference: PairReference = "round") -> None:
+    def __init__(
+        self, *, size: int, reference: PairReference = "round", prefer: str = "", task: Task | None = None
+    ) -> None:
         self.size = size
+        self.task = task
+        self._comparisons = Comparisons(prefer) if prefer else None
         self.reference: PairReference = reference
         self._judged = Judged()
 
@@ -103,11 +111,33 @@ class PairMaker(Node):
             problems.append(f"the group size is {self.size}; a pair needs at least 2")
         if self.reference not in get_args(PairReference):
             problems.append(f"reference is {self.reference!r}; it has to be round or initial")
+        if self._comparisons is not None and self.task is None:
+            problems.append("prefer= needs task=, whose rows it is tried out on")
         return problems
+
+    def preflight(self) -> None:
+        if self._comparisons is not None and self.task is not None:
+            self._comparisons.preflight(self.task)
+
+    async def setup(self) -> None:
+        if self._comparisons is not None:
+            await self.blocking(self._comparisons.open)
+
+    async def close(self) -> None:
+        if self._comparisons is not None:
+            await self._comparisons.close()
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
-            pair, reason = self.pair(members.items)
+            try:
+                compared = await self._compared(members.items)
+            except BadReward as bad:
+                self.context.metric(bad.reason, 1)
+                for sample in members.items:
+                    self.scored.drop(sample, bad.reason, state="failed")
+                continue
+            pair, reason = self.pair(compared)
+            pair = tuple(sample for chosen in pair for sample in members.items if sample.sample_id == chosen.sample_id)
             self._judged.add(members.items, passed_on=pair)
             paired = {sample.sample_id for sample in pair}
             for sample in members.items:
@@ -117,6 +147,14 @@ class PairMaker(Node):
                 await self.groups.send(self.group(members, *pair), made_from=pair)
             else:
                 self._judged.assert_some_pass(self.name, reason)
+
+    async def _compared(self, samples: Sequence[Scored]) -> Sequence[Scored]:
+        """The samples with the share of comparisons that each has won as their reward, if they are compared."""
+        if self._comparisons is None:
+            return samples
+        with self.context.busy("compare"):
+            won = await self._comparisons.shares_won(samples)
+        return [replace(sample, reward=share) for sample, share in zip(samples, won, strict=True)]
 
     def pair(self, samples: Sequence[Scored]) -> tuple[tuple[Scored, ...], str]:
         """(chosen, rejected), or () if there is no pair, and the reason why the others are left out."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.tasks.signatures import Convention
+from flowrl.tasks.signatures import SECOND, Convention
 
 ROW = "flowrl.row"
 """The column with what a row is besides its columns: the task's name, its turns, and whether it came as messages."""
@@ -46,12 +46,15 @@ def adapted(function: Callable[..., Any], convention: Convention) -> Adapted:
         return Adapted(_of_verl(function, keep, takes_all), True, None, frozenset(needed - VERL), truths)
     if convention == "openrlhf":
         return Adapted(_of_openrlhf(function, keep, takes_all), False, None, frozenset(needed - OPENRLHF))
+    if convention == "pairwise":
+        return Adapted(_of_comparison(function, keep, takes_all), False, None, frozenset(needed - PAIRWISE) | {SECOND})
     return Adapted(_of_trl(function, keep, takes_all), False, None, frozenset(needed - TRL))
 
 
 STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 OPENRLHF = frozenset({"queries", "prompts", "labels"})
 TRL = frozenset({"prompts", "completions"})
+PAIRWISE = frozenset({"prompts", "firsts", "seconds"})
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 Call = Callable[..., Any]
 
@@ -77,6 +80,15 @@ def _of_trl(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
             "completions": [_trl_completion(response, row) for _, response, row in asked],
         }
         return _then(function(**_chosen(columns | given, keep, takes_all)), _trl_answer)
+
+    return _like(call, function)
+
+
+def _of_comparison(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
+    def call(prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]) -> Any:
+        seconds = columns.pop(SECOND)
+        given = {"prompts": list(prompts), "firsts": list(responses), "seconds": list(seconds)}
+        return _then(function(**_chosen(columns | given, keep, takes_all)), _flat)
 
     return _like(call, function)
 

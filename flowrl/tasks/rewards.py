@@ -101,7 +101,7 @@ def adapted_text(parts: Iterable[Part]) -> str | None:
         f"{part.place} is called as {TITLES[part.convention]} calls it"
         + (f", with up to {BATCH} samples at once" if part.convention in BATCHED else "")
         for part in parts
-        if part.convention not in (None, "flowrl")
+        if part.convention in TITLES
     ]
     return "; ".join(found) or None
 

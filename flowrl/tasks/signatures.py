@@ -3,6 +3,7 @@
     flowrl    (prompts, responses, **columns), or (prompt, response, **columns) for one sample
     openrlhf  (queries, prompts, labels, **kwargs): a query is the prompt with its response
     trl       (completions, prompts, **columns) in any order; texts, or lists of messages for rows of messages
+    pairwise  (prompts, firsts, seconds, **columns): how likely the first response is the better one
     verl      (data_source, solution_str, ground_truth, extra_info=None) for one sample
 
 `declared` reads the parameters of a function in a file without importing it, so that a graph can be checked at once.
@@ -18,12 +19,20 @@ from typing import Literal
 
 from flowrl.errors import ConfigError
 
-Convention = Literal["flowrl", "openrlhf", "trl", "verl"]
-TITLES: dict[Convention, str] = {"flowrl": "flowrl", "openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
-MARKS: dict[str, Convention] = {"queries": "openrlhf", "completions": "trl", "solution_str": "verl"}
+Convention = Literal["flowrl", "openrlhf", "trl", "verl", "pairwise"]
+TITLES: dict[Convention, str] = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
+"""How those are called whose functions are called as theirs."""
+MARKS: dict[str, Convention] = {
+    "queries": "openrlhf",
+    "completions": "trl",
+    "solution_str": "verl",
+    "seconds": "pairwise",
+}
 """The parameter that no other convention has."""
 BATCHED: frozenset[Convention] = frozenset({"openrlhf", "trl"})
 """Foreign conventions under which a function expects many samples at once."""
+SECOND = "second"
+"""The column with the response that another one is compared with."""
 USUAL = ("reward_func", "reward_fn", "compute_score")
 """Names that such functions usually have."""
 

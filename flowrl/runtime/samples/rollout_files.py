@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flowrl.errors import ConfigError
 from flowrl.runtime.samples.sample_record import TRAIN, SampleRecord
 
 FOLDER = "rollouts"
@@ -116,17 +118,41 @@ def bound_rollouts(run_dir: Path, most_bytes: int = MOST_BYTES) -> bool:
 
 
 def rewind_rollouts(run_dir: Path, until_s: float) -> None:
-    """Remove the rows of samples whose state became known after `until_s`: a resumed run decides it again."""
+    """Remove the rows of samples whose state became known after `until_s`: a resumed run decides it again.
+
+    A file that cannot be read is put aside.
+    """
     import pyarrow.compute as pc
-    import pyarrow.parquet as pq
 
     for file in rollout_files(run_dir):
-        table = pq.read_table(file.path, partitioning=None)
+        try:
+            table = columns_of(file.path)
+        except ConfigError:
+            file.path.replace(file.path.with_name(f"{file.path.name}.damaged"))
+            continue
         kept = table.filter(pc.less_equal(table["closed_s"], until_s))
         if not kept.num_rows:
             file.path.unlink()
         elif kept.num_rows < table.num_rows:
             _write(file.path, kept)
+
+
+def columns_of(path: Path, names: Sequence[str] | None = None) -> Any:
+    """These columns of a file, by default all. pyarrow's `read_table` would import pandas, which takes longer."""
+    import pyarrow.parquet as pq
+
+    with readable(path), pq.ParquetFile(path) as file:
+        return file.read(columns=None if names is None else list(names))
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """What pyarrow raises inside, as for a damaged file, becomes a ConfigError that names the file."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as problem:
+        first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        raise ConfigError(f"{path} cannot be read ({first}); remove it, and the others are shown") from None
 
 
 def _table(rows: Sequence[SampleRecord]) -> Any:

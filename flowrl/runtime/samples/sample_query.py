@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.samples.rollout_files import FOLDER, RolloutFile, rollout_files
+from flowrl.runtime.samples.rollout_files import FOLDER, RolloutFile, columns_of, readable, rollout_files
 
 SampleRow = Mapping[str, Any]
 Order = Literal["last", "best", "worst", "failed"]
@@ -62,10 +62,8 @@ def find(run_dir: Path, query: SampleQuery) -> list[SampleRow]:
 
 def find_sample(run_dir: Path, sample_id: str) -> SampleRow | None:
     """The row of one sample; None if it is not kept."""
-    import pyarrow.parquet as pq
-
     for file in reversed(rollout_files(run_dir)):
-        ids = pq.read_table(file.path, columns=["sample_id"], partitioning=None)["sample_id"].to_pylist()
+        ids = columns_of(file.path, ["sample_id"])["sample_id"].to_pylist()
         if sample_id in ids:
             return _read([Place(file, ids.index(sample_id), None, file.first)])[0]
     return None
@@ -144,7 +142,8 @@ def _bound(file: RolloutFile, sign: float) -> float:
     """No row of the file has a higher `sign` * reward."""
     import pyarrow.parquet as pq
 
-    metadata = pq.read_metadata(file.path)
+    with readable(file.path):
+        metadata = pq.read_metadata(file.path)
     column = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "reward")
     bounds = []
     for group in range(metadata.num_row_groups):
@@ -158,9 +157,7 @@ def _bound(file: RolloutFile, sign: float) -> float:
 
 def _places(file: RolloutFile, query: SampleQuery) -> Iterator[Place]:
     """The rows of the file that fit the query's step, and failed where those are asked for."""
-    import pyarrow.parquet as pq
-
-    found = pq.read_table(file.path, columns=CHOOSING, partitioning=None).to_pydict()
+    found = columns_of(file.path, CHOOSING).to_pydict()
     for index, (step, state, reward) in enumerate(zip(found["step"], found["state"], found["reward"], strict=True)):
         if query.step in (None, step) and (query.order != "failed" or state == "failed"):
             yield Place(file, index, reward, step)
@@ -173,7 +170,7 @@ def _read(places: Sequence[Place]) -> list[SampleRow]:
     rows: dict[Place, SampleRow] = {}
     for number, mine in itertools.groupby(sorted(places, key=lambda one: one.file.number), lambda one: one.file):
         wanted = list(mine)
-        with pq.ParquetFile(number.path) as opened:
+        with readable(number.path), pq.ParquetFile(number.path) as opened:
             start = 0
             for group in range(opened.num_row_groups):
                 size = opened.metadata.row_group(group).num_rows

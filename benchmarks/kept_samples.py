@@ -1,0 +1,141 @@
+"""What keeping samples costs: paired runs of a graph, and the time that `flowrl samples` takes on many of them.
+
+    python -m benchmarks.kept_samples [--repeat 3] [--steps 60] [--gigabytes 1]
+
+Runs take turns, without and with the default share; the time of each run's steps is compared in pairs. Then files of
+that size are written, and the command is timed on them, the start of Python included.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from flowrl.runtime.samples.rollout_files import rollout_files, write_rollouts
+
+ASKED = (["--limit", "3"], ["--step", "7"], ["--best"], ["--worst"], ["--failed"], ["--diff", "1", "--step", "2"])
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the measurement."""
+
+    repeat: int = 3
+    """Pairs of runs; 0: none."""
+    steps: int = 60
+    """Steps of each run."""
+    graph: str = "grpo"
+    """The graph, by name or file."""
+    gigabytes: float = 1.0
+    """Size of the files that are read; 0: none are."""
+
+
+def main(options: Options) -> None:
+    """Print both tables."""
+    with tempfile.TemporaryDirectory() as folder:
+        if options.repeat:
+            _costs(options, Path(folder))
+        if options.gigabytes:
+            _reads(Path(folder) / "many", int(options.gigabytes * 2**30))
+
+
+def _costs(options: Options, folder: Path) -> None:
+    ratios = []
+    for number in range(options.repeat):
+        times = {}
+        for keep in ("off", "auto") if number % 2 else ("auto", "off"):
+            run_dir = folder / f"{keep}-{number}"
+            times[keep] = _run(options, run_dir, keep)
+        kept = _num_rows(folder / f"auto-{number}")
+        ratios.append(times["auto"] / times["off"])
+        print(json.dumps({"pair": number, **times, "ratio": round(ratios[-1], 4), "kept": kept}), flush=True)
+    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+    print(f"time with the default share / without: median {statistics.median(ratios):.3f} ({spread})")
+
+
+def _run(options: Options, run_dir: Path, keep: str) -> float:
+    """Seconds from the first to the last step."""
+    command = [sys.executable, "-m", "flowrl.cli", "run", options.graph, "--steps", str(options.steps), "--plain"]
+    command += ["--evaluate", "0", "--keep-samples", keep, "--run-dir", str(run_dir)]
+    subprocess.run(command, capture_output=True, check=True)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return float(lines[-1]["time_s"] - lines[0]["time_s"])
+
+
+def _num_rows(run_dir: Path) -> int:
+    import pyarrow.parquet as pq
+
+    return sum(pq.read_metadata(file.path).num_rows for file in rollout_files(run_dir))
+
+
+def _reads(run_dir: Path, num_bytes: int) -> None:
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text("{}")
+    size = _write(run_dir, num_bytes)
+    print(f"{size / 2**30:.2f} GiB in {len(rollout_files(run_dir))} files, {_num_rows(run_dir)} samples")
+    for asked in ASKED:
+        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "flowrl.cli", "samples", str(run_dir), *asked]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        took_s = time.perf_counter() - began
+        now = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
+        print(
+            json.dumps(
+                {
+                    "asked": " ".join(asked),
+                    "seconds": round(took_s, 2),
+                    "cpu_s": round(cpu_s, 2),
+                    "bytes": len(done.stdout),
+                }
+            )
+        )
+
+
+def _write(run_dir: Path, num_bytes: int) -> int:
+    """Files as a long run has them, of words that do not compress well; their size."""
+    source = random.Random(0)
+    words = [f"{source.getrandbits(40):010x}" for _ in range(50_000)]
+    size, step, number = 0, 0, 1
+    while size < num_bytes:
+        rows = []
+        for _ in range(8):
+            step += 1
+            rows += [_row(step, member, " ".join(source.choices(words, k=120)), source) for member in range(256)]
+        number = write_rollouts(run_dir, rows, number)
+        size = sum(file.path.stat().st_size for file in rollout_files(run_dir))
+    return size
+
+
+def _row(step: int, member: int, text: str, source: random.Random) -> dict[str, Any]:
+    failed = source.random() < 0.001
+    return {
+        "sample_id": f"prompts:0:{step}:{member}",
+        "group_id": f"prompts:0:{step}",
+        "prompt_id": f"{member // 8}",
+        "epoch": step,
+        "member": member,
+        "phase": "train",
+        "step": step,
+        "state": "failed" if failed else "trained",
+        "reason": "reward_raised" if failed else None,
+        "prompt": text[:200],
+        "response": text,
+        "reward": None if failed else source.random(),
+        "closed_s": float(step),
+    }
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,79 @@
+"""Ranks the answers to one prompt by comparing them with each other, two at a time.
+
+Each pair of answers is asked about once; which of the two comes first alternates, so that a preference for the first
+place nearly evens out over a group. An answer's score is its share of comparisons won.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Sample
+from flowrl.tasks import Task, load_rows
+from flowrl.tasks.judge import BadReward
+from flowrl.tasks.reward_client import RewardClient
+from flowrl.tasks.rewards import Part, check_reward, open_reward, parse_reward
+from flowrl.tasks.signatures import SECOND
+
+
+class Comparisons:
+    """Asks the pairwise reward `text`: a function `(prompts, firsts, seconds, **columns)`, or a server.
+
+    It says how likely the first response is the better one: 1, 0, or between. Servers get the second as a column.
+    """
+
+    def __init__(self, text: str, *, timeout_s: float = 60.0) -> None:
+        self.parts: tuple[Part, ...] = parse_reward(text)
+        self._timeout_s = timeout_s
+        self._client: RewardClient | None = None
+
+    def preflight(self, task: Task) -> None:
+        """Load the function, and compare two answers to the first row. Raises ConfigError."""
+        wrong = [part.place for part in self.parts if not part.urls and part.convention not in (None, "pairwise")]
+        if wrong:
+            raise ConfigError(f"{wrong[0]} compares no answers; it needs the parameters (prompts, firsts, seconds)")
+        rows = load_rows(task, whole=True)
+        row = (*rows.train, *rows.held_out)[0]
+        check_reward(self.parts, [{**row.columns, SECOND: ""}])
+        asyncio.run(self._trial(row.prompt, row.answer or "", dict(row.columns)))
+
+    async def _trial(self, prompt: str, answer: str, columns: dict[str, object]) -> None:
+        client = open_reward(self.parts, timeout_s=self._timeout_s, retries=0)
+        try:
+            await client.ask([prompt], [answer], [{**columns, SECOND: f"{answer} "}])
+        except BadReward as bad:
+            raise ConfigError(f"the trial comparison failed: {bad}; fix the function, or start the server") from bad
+        finally:
+            await client.close()
+
+    def open(self) -> None:
+        """Load the function; heavy."""
+        check_reward(self.parts, ())
+        self._client = open_reward(self.parts, timeout_s=self._timeout_s)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def shares_won(self, samples: Sequence[Sample]) -> list[float]:
+        """The share of comparisons that each sample wins. Raises BadReward."""
+        assert self._client is not None, "`open` comes first"
+        if len(samples) < 2:
+            return [0.0] * len(samples)
+        pairs = [(a, b) if (a + b) % 2 else (b, a) for a, b in itertools.combinations(range(len(samples)), 2)]
+        verdicts = await self._client.ask(
+            [samples[first].prompt_text for first, _ in pairs],
+            [samples[first].response_text for first, _ in pairs],
+            [{**samples[first].columns, SECOND: samples[second].response_text} for first, second in pairs],
+        )
+        won = [0.0] * len(samples)
+        for (first, second), likely in zip(pairs, verdicts.rewards, strict=True):
+            if not 0.0 <= likely <= 1.0:
+                raise BadReward("reward_malformed", f"a comparison gave {json.dumps(likely)}; it needs 0 to 1")
+            won[first] += likely
+            won[second] += 1.0 - likely
+        return [share / (len(samples) - 1) for share in won]

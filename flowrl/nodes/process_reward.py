@@ -1,0 +1,78 @@
+"""A process reward model as a node: it scores every step of a response, and the reward is made of those scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from flowrl.errors import SampleFailed
+from flowrl.messages import Bool, Int32, Sample
+from flowrl.models import Policy
+from flowrl.models.scorer import TOKENS_A_PASS
+from flowrl.models.steps import separator_of, split_steps, step_tokens
+from flowrl.nodes.critic import values_of
+from flowrl.nodes.reward_model import RewardModel
+from flowrl.nodes.shared_pass import SharedPass
+from flowrl.tasks import Task
+
+OfSteps = Literal["min", "mean", "product", "last"]
+MOST_LOGGED = 32
+"""Steps whose scores are kept by name."""
+
+
+class ProcessReward(RewardModel):
+    """Scores steps by the model that the graph process_reward_model trains; a score is σ of the model's output.
+
+    `separator` ends a step, and `of_steps` says what a response's reward is of the scores of its steps. `reward_parts`
+    has the scores as `step_0`, `step_1` and so on, and their number as `steps`.
+    """
+
+    def __init__(
+        self, model: str, policy: Policy, task: Task, *, separator: str, of_steps: OfSteps = "min", **options: Any
+    ) -> None:
+        super().__init__(model, policy, task, **options)
+        self.separator = separator_of(separator)
+        self.of_steps: OfSteps = of_steps
+        self._steps: SharedPass[tuple[Int32, Bool], Sequence[float]] = SharedPass(self._score_steps)
+
+    def check(self, facts: Any) -> list[str]:
+        problems = super().check(facts)
+        if self.of_steps not in get_args(OfSteps):
+            problems.append(f"of_steps is {self.of_steps!r}; choose one of {', '.join(get_args(OfSteps))}")
+        if self.normalise:
+            problems.append("normalise is set, but the scores of steps are probabilities; leave it out")
+        return problems
+
+    async def _score(self, sample: Sample) -> None:
+        scores = await self._steps.ask(self.step_tokens(sample))
+        if not all(map(math.isfinite, scores)):
+            self.context.metric("reward_not_finite", 1)
+            raise SampleFailed("reward_not_finite")
+        parts = {"steps": float(len(scores))} | {f"step_{n}": score for n, score in enumerate(scores[:MOST_LOGGED])}
+        scored = self.scored_sample(sample, reward_of(scores, self.of_steps), await self._verdicts(sample), parts)
+        self.context.ledger.scored(scored)
+        await self.scored.send(scored)
+
+    def step_tokens(self, sample: Sample) -> tuple[Int32, Bool]:
+        """The tokens that the model reads, and where the scores of the steps stand."""
+        steps = split_steps(sample.response_text, self.separator)
+        return step_tokens(self._scorer.chat, self._turns[sample.prompt_id], steps, self.separator)
+
+    async def _score_steps(self, asked: list[tuple[Int32, Bool]]) -> Sequence[Sequence[float]]:
+        with self.context.busy("score"):
+            return await self.blocking(self._pass_of, asked)
+
+    def _pass_of(self, asked: list[tuple[Int32, Bool]]) -> list[list[float]]:
+        ids, masks = zip(*asked, strict=True)
+        budget = max(TOKENS_A_PASS, max(map(len, ids)))
+        values = values_of(self._scorer.model, ids, masks, token_budget=budget)
+        return [(1 / (1 + np.exp(-found[mask]))).tolist() for found, mask in zip(values, masks, strict=True)]
+
+
+def reward_of(scores: Sequence[float], of_steps: OfSteps) -> float:
+    """The reward of a response whose steps have these scores."""
+    found = {"min": min(scores), "mean": sum(scores) / len(scores), "product": math.prod(scores), "last": scores[-1]}
+    return found[of_steps]

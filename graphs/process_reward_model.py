@@ -1,0 +1,63 @@
+"""A process reward model: a language model with a scalar head, trained to say of each step whether it is right.
+
+flowrl run process_reward_model --task steps.jsonl --steps 300
+flowrl run grpo --reward-model runs/prm/checkpoints/step_000300 --step-separator '\\n'
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flowrl import Graph
+from flowrl.blocks import DatasetOptions, too_low
+from flowrl.models import Policy
+from flowrl.nodes import DemonstrationSource, HeldOutSteps, StepDataset, TokenBatch
+from flowrl.training.loss.step_objective import StepCorrectness
+
+
+@dataclass(frozen=True)
+class ProcessRewardModel(DatasetOptions):
+    policy: str = "tiny"
+    """tiny, smollm2, or the path of a Hugging Face model directory: the initial model, which gets a new head."""
+    lr: float = 5e-4
+    batch: int = 64
+    """Responses of one step."""
+
+    step_separator: str = "\\n"
+    """What ends a step of a response."""
+    max_length: int = 1024
+    """Most tokens of a conversation; rows with a longer one are dropped."""
+    held_out: int = 256
+    """Held-out rows on which the accuracy is measured; 0: none."""
+    judge_every: int = 50
+    """Steps between these measurements; 0: only before and after training."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, max_length=2, held_out=0, judge_every=0)
+
+    @property
+    def model(self) -> Policy:
+        """The initial model, without a warm start on the task."""
+        return Policy(self.policy)
+
+
+def graph(cfg: ProcessRewardModel) -> Graph:
+    data = StepDataset(cfg.task, cfg.model, separator=cfg.step_separator, max_tokens=cfg.max_length)
+    source = DemonstrationSource(cfg.task, cfg.model, epochs=cfg.epochs, max_tokens=cfg.max_length)
+
+    g = Graph("process_reward_model")
+    prompts = g.add("prompts", source)
+    dataset = g.add("dataset", data)
+    batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
+    learner = cfg.make_trainer(StepCorrectness(), judge_every=cfg.judge_every)
+    trainer = g.add("trainer", learner, **cfg.place(cfg.trainer))
+
+    g.connect(prompts.prompts, dataset.prompts)
+    g.connect(dataset.groups, batcher.groups)
+    g.connect(batcher.batches, trainer.batches, dispatch="gang")
+    if cfg.held_out:
+        held_out = g.add("held_out", HeldOutSteps(data, num_rows=cfg.held_out, token_budget=cfg.token_budget))
+        g.connect(held_out.batch, trainer.held_out, dispatch="gang")
+    g.ignore(trainer.weights)
+    cfg.take_turns(g)
+    return g

@@ -1,0 +1,74 @@
+"""Answers that are compared with each other: which pair is made, and what a comparison may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.errors import ConfigError
+from flowrl.nodes import PairMaker, Reward
+from flowrl.tasks import Task
+from flowrl.testing import NodeRecord, run_node, scored
+
+LONGER = """
+def longer(prompts, firsts, seconds, **columns):
+    return [0.5 if len(a) == len(b) else float(len(a) > len(b)) for a, b in zip(firsts, seconds, strict=True)]
+
+
+def broken(prompts, firsts, seconds):
+    return [2.0 for _ in firsts]
+
+
+def first(prompts, firsts, seconds):
+    return [1.0 for _ in firsts]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "compare.py").write_text(LONGER)
+    return str(tmp_path / "compare.py")
+
+
+def through(prefer: str, *texts: str) -> NodeRecord:
+    """One group, in which rewards say the opposite of lengths."""
+    samples: list[Any] = [scored(n, -float(len(text)), response_text=text) for n, text in enumerate(texts)]
+    node = PairMaker(size=len(texts), prefer=prefer, task=Task())
+    return run_node(node, {"scored": samples})
+
+
+def test_the_answer_that_wins_most_comparisons_is_chosen_whatever_its_reward(file: str) -> None:
+    record = through(f"{file}:longer", "aa", "a", "aaaa", "aaa")
+    (group,) = record.sent("groups")
+    assert [(sample.response_text, sample.label, sample.reward) for sample in group.samples] == [
+        ("aaaa", 1, -4.0),
+        ("a", -1, -1.0),
+    ]
+    assert record.reasons() == [("filtered", "not_paired")] * 2
+
+
+def test_a_preference_for_the_first_place_evens_out(file: str) -> None:
+    record = through(f"{file}:first", "a", "b", "c")
+    assert record.sent("groups") == [] and record.reasons() == [("filtered", "tie")] * 3
+
+
+def test_a_comparison_that_says_nothing_sensible_fails_the_group(file: str) -> None:
+    record = through(f"{file}:broken", "a", "b")
+    assert record.sent("groups") == [] and record.reasons() == [("failed", "reward_malformed")] * 2
+
+
+def test_the_function_is_tried_before_the_run_and_told_apart_from_rewards(file: str, tmp_path: Path) -> None:
+    PairMaker(size=2, prefer=f"{file}:longer", task=Task()).preflight()
+    (tmp_path / "other.py").write_text("def f(prompts, responses): return [0.0]\n")
+    with pytest.raises(ConfigError, match=r"compares no answers; it needs the parameters \(prompts, firsts, seconds\)"):
+        PairMaker(size=2, prefer=f"{tmp_path}/other.py:f", task=Task()).preflight()
+    (problem,) = Reward(Task(reward=f"{file}:longer")).check(None)
+    assert "compares two responses, and a reward scores one" in problem
+
+
+def test_graphs_of_pairs_take_it(file: str) -> None:
+    for graph in ("iterative_dpo", "pairs"):
+        assert main(["check", graph, "--prefer", f"{file}:longer"]) == 0

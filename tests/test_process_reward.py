@@ -1,0 +1,132 @@
+"""Process reward: where the scores of steps are read, the loss, the data, and the reward made of steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Prompt
+from flowrl.models import Chat, Policy, load_tokenizer
+from flowrl.models.steps import separator_of, split_steps, step_tokens
+from flowrl.nodes import ProcessReward, StepDataset
+from flowrl.nodes.critic import values_of
+from flowrl.nodes.process_reward import reward_of
+from flowrl.nodes.step_dataset import labelled_steps
+from flowrl.tasks import Row, Task, load_demonstrations
+from flowrl.testing import run_node, sample
+from flowrl.training.model.policy_model import companions
+from flowrl.training.model.value_model import load_scalar_model, write_scalar_model
+from tests.word_policy import EOS, make_policy
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"), pad="<pad>")
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"w{n}", "steps": ["w1 w2", "w3"], "labels": [True, n % 2 == 0]} for n in range(12)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return Task(str(tmp_path / "rows.jsonl"))
+
+
+def test_steps_are_split_by_the_separator() -> None:
+    assert split_steps("a\nb\n\nc\n", "\n") == ["a", "b", "c"] and split_steps("", "\n") == [""]
+    assert separator_of("\\n\\n") == "\n\n"
+    with pytest.raises(ConfigError, match="separator of steps is empty"):
+        separator_of("")
+
+
+def test_each_step_has_one_place_behind_its_separator(policy: Path) -> None:
+    chat = Chat(load_tokenizer(policy))
+    ids, mask = step_tokens(chat, [{"role": "user", "content": "w9"}], ["w1 w2", "w3"], " w5")
+    assert ids.tolist() == [9, 1, 2, 5, 3, 5, EOS] and np.flatnonzero(mask).tolist() == [4, 6]
+
+
+def test_rows_become_samples_with_a_label_at_each_step(policy: Path, task: Task) -> None:
+    row = load_demonstrations(task).train[0]
+    prompt = Prompt("s", "g", row.prompt_id, 0, 0, 1, 0, row.prompt, np.zeros(1, np.int32), row.columns)
+    record = run_node(StepDataset(task, Policy(str(policy)), separator=" w5"), {"prompts": [prompt]})
+    (group,) = record.sent("groups")
+    (made,) = group.samples
+    assert made.returns is not None
+    assert made.returns[made.policy_mask].tolist() == [float(label) for label in row.columns["labels"]]
+    assert made.response_tokens == 2 and (made.sample_id, made.response_text) == ("s", "w1 w2 w5w3")
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"steps": ["a", "b"], "labels": [1]}, "as many `labels`"),
+        ({"answer": "4"}, "it has answer"),
+        ({"steps": ["a"], "labels": ["right"]}, "they are 0 to 1"),
+    ],
+)
+def test_rows_without_labelled_steps_are_told(columns: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        labelled_steps(Row.ask("1+1=", **columns), "\n")
+
+
+def test_steps_may_be_one_text_or_have_trls_name() -> None:
+    assert labelled_steps(Row.ask("q", steps="a\nb", labels=(1, 0)), "\n") == (["a", "b"], [1.0, 0.0])
+    assert labelled_steps(Row.ask("q", completions=("a",), labels=(True,)), "\n") == (["a"], [1.0])
+
+
+def test_the_loss_is_the_mean_cross_entropy_over_steps() -> None:
+    import torch
+
+    from flowrl.training.loss.objective import LossInputs, Totals
+    from flowrl.training.loss.step_objective import StepCorrectness
+
+    values = torch.tensor([[2.0, -1.0, 7.0], [0.5, 3.0, 9.0]], requires_grad=True)
+    labels = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    none = torch.zeros(2, 0)
+    inputs = LossInputs(
+        none, none, none, mask, {"labels": labels}, Totals(3, 2), values, torch.zeros(2), torch.zeros(0, 2)
+    )
+    loss, stats = StepCorrectness().loss(inputs)
+    likely = 1 / (1 + np.exp(-np.array([2.0, -1.0, 0.5])))
+    expected = -(np.log(likely[0]) + np.log(likely[1]) + np.log(1 - likely[2])) / 3
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-6)
+    assert float(stats["step_accuracy"]) == pytest.approx(1 / 3)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert values.grad is not None and values.grad[0, 2] == 0
+
+
+def test_the_reward_is_made_of_the_scores_of_the_steps() -> None:
+    scores = [0.5, 0.2, 0.8]
+    found = [reward_of(scores, of_steps) for of_steps in ("min", "mean", "product", "last")]  # type: ignore[arg-type]
+    assert found == pytest.approx([0.2, 0.5, 0.08, 0.8])
+
+
+def test_the_node_scores_every_step_where_training_reads_it(policy: Path, task: Task, tmp_path: Path) -> None:
+    path = tmp_path / "process"
+    model = load_scalar_model(policy, start="policy", seed=1)
+    write_scalar_model(model, model.network.state_dict(), companions(policy), path)
+    row = load_demonstrations(task).train[0]
+    given = sample(0, prompt_id=row.prompt_id, response_text="w1 w2 w5 w3 w5", token_ids=np.array([1, EOS], np.int32))
+    node = ProcessReward(str(path), Policy(str(policy)), task, separator=" w5", of_steps="product")
+    (out,) = run_node(node, {"rollouts": [given]}).sent("scored")
+    chat = Chat(load_tokenizer(path))
+    ids, mask = step_tokens(chat, row.turns, ["w1 w2", " w3"], " w5")
+    values = values_of(load_scalar_model(path, start="reward_model").eval(), [ids], [mask], token_budget=64)[0][mask]
+    expected = 1 / (1 + np.exp(-values))
+    assert [out.reward_parts["step_0"], out.reward_parts["step_1"]] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert out.reward_parts["steps"] == 2.0
+    assert out.reward == pytest.approx(float(np.prod(expected)), abs=1e-5)
+
+
+def test_a_separator_without_a_model_is_refused() -> None:
+    from flowrl.graph.load import load_file
+
+    with pytest.raises(ConfigError, match="--step-separator is for a process reward model"):
+        load_file("grpo").parse(["--step-separator", ";"])
