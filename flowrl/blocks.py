@@ -21,11 +21,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from inspect import get_annotations
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph, OnLimit
 from flowrl.models import Policy
+from flowrl.models.size_table import Learning
 from flowrl.nodes import (
     Evaluation,
     Generator,
@@ -36,6 +37,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.nodes.row_source import Part
+from flowrl.nodes.source import TooLong
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
@@ -91,6 +93,8 @@ class PolicyOptions:
 @dataclass(frozen=True)
 class SamplingOptions(PolicyOptions):
     """Options of graphs that sample from the policy."""
+
+    learning: ClassVar[Learning] = "samples"
 
     max_tokens: int = 32
     """Most tokens of a response."""
@@ -245,6 +249,8 @@ class OnlineOptions(EvaluationOptions, SamplingOptions):
 class DatasetOptions(TrainerOptions):
     """Options of graphs that train the policy on a dataset."""
 
+    learning: ClassVar[Learning] = "rows"
+
     batch: int = 64
     """Rows of one step."""
     epochs: int | None = None
@@ -259,8 +265,12 @@ class DatasetOptions(TrainerOptions):
 class PreferenceOptions(DatasetOptions):
     """Options of graphs that train the policy on preferences."""
 
+    learning: ClassVar[Learning] = "preferences"
+
     max_length: int = 1024
-    """Most tokens of a conversation; rows with a longer one are dropped."""
+    """Most tokens of a conversation."""
+    too_long: TooLong = "drop"
+    """Longer ones are dropped and counted, lose their beginning, or are an error before training."""
     held_out: int = 256
     """Held-out rows on which accuracy and changes of logprobs are measured; 0: none."""
     judge_every: int = 10
@@ -273,7 +283,7 @@ class PreferenceOptions(DatasetOptions):
     def preferences(self, rows: str, kind: Literal["pairs", "labelled"] = "pairs") -> Preferences:
         """The preferences in `rows`, a file or dataset; if that is empty, the task's own."""
         task = replace(self.task, name=rows) if rows else self.task
-        return Preferences(task, self.model, kind=kind, max_tokens=self.max_length)
+        return Preferences(task, self.model, kind=kind, max_tokens=self.max_length, too_long=self.too_long)
 
 
 def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator) -> None:

@@ -12,6 +12,7 @@ from flowrl import Graph
 from flowrl.blocks import DatasetOptions, EvaluationOptions, evaluate_offline, too_low
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, DemonstrationSource, Sampling, TokenBatch
+from flowrl.nodes.source import TooLong
 from flowrl.training.loss.sft_objective import SFT as SFTObjective
 
 
@@ -26,7 +27,9 @@ class SFT(EvaluationOptions, DatasetOptions):
     """Held-out prompts that are answered before and after training; 0: none, and no generator."""
 
     max_tokens: int = 1024
-    """Most tokens of a conversation; longer ones are dropped."""
+    """Most tokens of a conversation."""
+    too_long: TooLong = "drop"
+    """Longer conversations are dropped and counted, lose their beginning, or are an error before training."""
     assistant: Literal["all", "last"] = "all"
     """Train every assistant turn of a conversation, or the last alone."""
     answer_tokens: int = 32
@@ -45,10 +48,15 @@ class SFT(EvaluationOptions, DatasetOptions):
 def graph(cfg: SFT) -> Graph:
     g = Graph("sft")
     source = DemonstrationSource(
-        cfg.task, cfg.model, epochs=cfg.epochs, max_tokens=cfg.max_tokens, part=cfg.trained_part
+        cfg.task, cfg.model, epochs=cfg.epochs, max_tokens=cfg.max_tokens, part=cfg.trained_part, too_long=cfg.too_long
     )
     answers = Demonstrations(
-        cfg.task, cfg.model, max_tokens=cfg.max_tokens, part=cfg.trained_part, trained=cfg.assistant
+        cfg.task,
+        cfg.model,
+        max_tokens=cfg.max_tokens,
+        part=cfg.trained_part,
+        trained=cfg.assistant,
+        too_long=cfg.too_long,
     )
     prompts = g.add("prompts", source)
     dataset = g.add("dataset", answers)
