@@ -65,6 +65,10 @@ class PolicyOptions:
     """GPUs of each generator, which splits the policy among them; other models take one at most. 0: CPU only."""
     trust_remote_code: bool = False
     """Run the Python files that come with models; holds for every model and library of the run."""
+    chat_template: str = ""
+    """File of a Jinja template in place of the policy's own; none: the last message's text, without a template."""
+    chat_template_kwargs: str = ""
+    """Values of the chat template's variables, as enable_thinking=false."""
 
     def __init_subclass__(cls) -> None:
         for name in get_annotations(cls):
@@ -87,7 +91,13 @@ class PolicyOptions:
     @property
     def model(self) -> Policy:
         """The policy as nodes take it."""
-        return Policy(self.policy, task=self.task, trust_remote_code=self.trust_remote_code)
+        return Policy(
+            self.policy,
+            task=self.task,
+            trust_remote_code=self.trust_remote_code,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ SHARED = (
     "task",
     "gpus",
     "trust_remote_code",
+    "chat_template",
+    "chat_template_kwargs",
     "max_tokens",
     "temperature",
     "group_size",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import comb
 from typing import Any, TypeVar
@@ -72,7 +73,7 @@ class Evaluation(Node):
     ) -> None:
         first = (task,) if isinstance(task, Task) else tuple(task)
         like = (*first, *(one.task for one in sets))
-        further = tuple(Task(name, system_prompt=like[0].system_prompt) for name in also if like)
+        further = tuple(replace(like[0], name=name, reward="") for name in also if like)
         asked, played = (
             tuple(EvaluationSet(one.name, one, num=num_prompts, samples=num_samples) for one in tasks)
             for tasks in ((*first, *further), agent_tasks)

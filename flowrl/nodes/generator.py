@@ -32,7 +32,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
-from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.models import Policy, check_model, known_directory, resolve, with_template
 from flowrl.nodes.responses import Prefix, Responses, TokenRequest
 from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.vllm_adapters import AdapterSlots
@@ -196,7 +196,9 @@ class Generator(Node):
         await self._sampler.listen()
         if self.turns.live is not None:
             self._parser = reply_parser(
-                self._sampler.tokenizer, tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser
+                with_template(self._sampler.tokenizer, self.policy),
+                tool_parser=self.tool_parser,
+                reasoning_parser=self.reasoning_parser,
             )
         self._updates = WeightUpdates(
             self._sampler,

@@ -42,7 +42,7 @@ class EvaluationSet:
         named = NAMED.fullmatch(text)
         name, rest = named.groups() if named else ("", text)
         plain, own = take_options(f"evaluation set {text!r}", rest, OWN_OPTIONS)
-        task = Task(plain, system_prompt=like.system_prompt)
+        task = Task(plain, system_prompt=like.system_prompt, template=like.template)
         reward = (
             str(own["reward"])
             if "reward" in own
