@@ -11,10 +11,17 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.models.characters import character_tokenizer
-from flowrl.nodes import Demonstrations, DemonstrationSource, PreferenceDataset, Preferences, PreferenceSource
+from flowrl.nodes import (
+    Demonstrations,
+    DemonstrationSource,
+    HeldOutDemonstrations,
+    PreferenceDataset,
+    Preferences,
+    PreferenceSource,
+)
 from flowrl.nodes.source import TooLong
 from flowrl.nodes.too_long import answer_start, shortened
-from flowrl.tasks import Task
+from flowrl.tasks import Task, load_demonstrations
 from flowrl.testing import run_node
 
 
@@ -82,3 +89,23 @@ def _renderer(data: Preferences) -> object:
     from flowrl.nodes.preference_source import Renderer
 
     return Renderer(data, data.chat(), data.rows().train)
+
+
+def test_the_loss_is_measured_on_rows_that_are_not_trained(tmp_path: Path) -> None:
+    task = rows(tmp_path / "rows.jsonl", answer="yes")
+    data = Demonstrations(task, Policy("tiny"), max_tokens=20)
+    (batch,) = run_node(HeldOutDemonstrations(data), name="held_out").sent("batch")
+    source = DemonstrationSource(task, Policy("tiny"), epochs=1)
+    asked = {prompt.prompt_id for prompt in run_node(source, name="prompts").sent("prompts")}
+    held_out = load_demonstrations(task).held_out
+    assert {sample.prompt_id for sample in batch.samples} <= {row.prompt_id for row in held_out}
+    assert not {sample.prompt_id for sample in batch.samples} & asked
+    assert 0 < len(batch.samples) < len(held_out), "the longest are left out"
+    tokenizer = character_tokenizer()
+    assert {tokenizer.decode(s.token_ids[s.policy_mask]) for s in batch.samples} == {"yes<|end|>"}
+    assert batch.num_tokens == 4 * len(batch.samples)
+
+
+def test_a_source_that_trains_all_rows_holds_none_out() -> None:
+    whole = Demonstrations(Task("arithmetic"), Policy("tiny"), part="all")
+    assert "set part='train', so that rows are held out" in HeldOutDemonstrations(whole).check(None)[0]

@@ -15,8 +15,9 @@ from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Group, Prompt, Trainable
+from flowrl.messages import Bool, Group, Int32, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
+from flowrl.models.chat import Turns
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import PromptSource, TooLong
 from flowrl.nodes.too_long import refuse_long, shortened
@@ -120,13 +121,15 @@ class Demonstrations(Node):
             self.context.ledger.generated(sample)
             await self.groups.send(Group(prompt.group_id, (sample,), 1))
 
+    def rendered(self, chat: Chat, turns: Turns, answer: str) -> tuple[Int32, Bool]:
+        """(ids, mask) of a conversation with its answer; the mask marks what is trained."""
+        token_ids, mask = (chat.demonstration if self.trained == "all" else chat.completion)(turns, answer)
+        return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
+
     def demonstration(self, prompt: Prompt) -> Trainable:
         """The sample of a model that gives the row's answer."""
         answer = str(prompt.columns["answer"])
-        render = self._chat.demonstration if self.trained == "all" else self._chat.completion
-        token_ids, mask = render(self._turns[prompt.prompt_id], answer)
-        if self.too_long == "truncate":
-            token_ids, mask = shortened(token_ids, mask, self.max_tokens)
+        token_ids, mask = self.rendered(self._chat, self._turns[prompt.prompt_id], answer)
         return Trainable(
             sample_id=prompt.sample_id,
             group_id=prompt.group_id,
