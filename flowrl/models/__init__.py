@@ -25,6 +25,7 @@ __all__ = [
     "known_tokenizer",
     "load_tokenizer",
     "resolve",
+    "to_stderr",
     "tokenizer_of",
     "with_template",
 ]

@@ -100,8 +100,9 @@ def _values(
     yield "max_length", response + prompt
     if getattr(fields.get("overlong_buffer"), "default", 0):
         yield "overlong_buffer", _number(given, "max_tokens", response) // 8
-    yield "group_size", GROUP_SIZE
-    yield "groups_per_step", row.groups
+    if "groups_per_step" in fields:
+        yield "group_size", GROUP_SIZE
+        yield "groups_per_step", row.groups
     if getattr(fields.get("evaluate"), "default", 0):
         yield "evaluate", EVALUATED
 
