@@ -21,11 +21,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from inspect import get_annotations
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph, OnLimit
 from flowrl.models import Policy
+from flowrl.models.size_table import Learning
 from flowrl.nodes import (
     Engine,
     Evaluation,
@@ -37,6 +38,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.nodes.row_source import Part
+from flowrl.nodes.source import TooLong
 from flowrl.role_options import ScoringSize, Size, size_problems, sizes_of
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
@@ -66,6 +68,10 @@ class PolicyOptions:
     only score take turns with the trainer; without any name, no node takes turns."""
     trust_remote_code: bool = False
     """Run the Python files that come with models; holds for every model and library of the run."""
+    chat_template: str = ""
+    """File of a Jinja template in place of the policy's own; none: the last message's text, without a template."""
+    chat_template_kwargs: str = ""
+    """Values of the chat template's variables, as enable_thinking=false."""
 
     def __init_subclass__(cls) -> None:
         for name in get_annotations(cls):
@@ -109,7 +115,13 @@ class PolicyOptions:
     @property
     def model(self) -> Policy:
         """The policy as nodes take it."""
-        return Policy(self.policy, task=self.task, trust_remote_code=self.trust_remote_code)
+        return Policy(
+            self.policy,
+            task=self.task,
+            trust_remote_code=self.trust_remote_code,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,8 @@ class GeneratorOptions(PolicyOptions):
 @dataclass(frozen=True)
 class SamplingOptions(GeneratorOptions):
     """Options of graphs that sample from the policy."""
+
+    learning: ClassVar[Learning] = "samples"
 
     max_tokens: int = 32
     """Most tokens of a response."""
@@ -292,6 +306,8 @@ class OnlineOptions(EvaluationOptions, SamplingOptions):
 class DatasetOptions(TrainerOptions):
     """Options of graphs that train the policy on a dataset."""
 
+    learning: ClassVar[Learning] = "rows"
+
     batch: int = 64
     """Rows of one step."""
     epochs: int | None = None
@@ -306,8 +322,12 @@ class DatasetOptions(TrainerOptions):
 class PreferenceOptions(DatasetOptions):
     """Options of graphs that train the policy on preferences."""
 
+    learning: ClassVar[Learning] = "preferences"
+
     max_length: int = 1024
-    """Most tokens of a conversation; rows with a longer one are dropped."""
+    """Most tokens of a conversation."""
+    too_long: TooLong = "drop"
+    """Longer ones are dropped and counted, lose their beginning, or are an error before training."""
     held_out: int = 256
     """Held-out rows on which accuracy and changes of logprobs are measured; 0: none."""
     judge_every: int = 10
@@ -320,7 +340,7 @@ class PreferenceOptions(DatasetOptions):
     def preferences(self, rows: str, kind: Literal["pairs", "labelled"] = "pairs") -> Preferences:
         """The preferences in `rows`, a file or dataset; if that is empty, the task's own."""
         task = replace(self.task, name=rows) if rows else self.task
-        return Preferences(task, self.model, kind=kind, max_tokens=self.max_length)
+        return Preferences(task, self.model, kind=kind, max_tokens=self.max_length, too_long=self.too_long)
 
 
 def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator) -> None:

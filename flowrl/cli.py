@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.commands.copy_graph import parse_new
+from flowrl.commands.origins import derived_text, print_origins
 from flowrl.commands.prepare import Prepared, prepare
 from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
@@ -169,6 +170,7 @@ def check(args: Sequence[str]) -> int:
     for path in options.draw:
         draw(prepared.graph, report.plan, path)
     _print_report(report, _proposal(prepared, cluster, report))
+    print_origins(prepared.origins)
     if options.preflight:
         _print_preflight(prepared)
     return 0
@@ -195,7 +197,7 @@ def run(args: Sequence[str]) -> int:
         write_run_file(of_files.save_config, *described)
     from flowrl.runtime.driver.launch import Launch
 
-    launch = Launch(prepared.file.path, prepared.graph, prepared.cfg, options)
+    launch = Launch(prepared.file.path, prepared.graph, prepared.cfg, options, derived_text(prepared.origins))
     if of_files.dry_run:
         return _dry_run(prepared, run_file_text(*described))
     result = launch.run()
@@ -210,6 +212,7 @@ def _dry_run(prepared: Prepared, text: str) -> int:
     print(text)
     report = _report(prepared, Cluster.here())
     _print_report(report, _proposal(prepared, Cluster.here(), report))
+    print_origins(prepared.origins)
     _print_preflight(prepared)
     print("dry run: graph, models, data and reward are fine; nothing was started")
     return 0

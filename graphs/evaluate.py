@@ -15,6 +15,8 @@ from flowrl.tasks.evaluation_set import EvaluationSet
 
 @dataclass(frozen=True)
 class Evaluate(GeneratorOptions):
+    learning = "samples"  # its answers are as long as those of training
+
     policy: str = "tiny"
     """tiny, smollm2, or the path of a Hugging Face model directory: the model that answers."""
     prompts: int = 512

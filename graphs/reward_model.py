@@ -17,6 +17,7 @@ from flowrl.training.schedule import Schedule
 
 @dataclass(frozen=True)
 class RewardModel(PreferenceOptions):
+    learning = "rewards"  # a new head beside the policy's weights
     policy: str = "tiny"
     """tiny, smollm2, or the path of a Hugging Face model directory: the initial model, which gets a new head."""
     task: Task = Task("arithmetic")

@@ -30,7 +30,9 @@ class Score(PolicyOptions):
     @property
     def model(self) -> Policy:
         """The model whose tokenizer renders the responses."""
-        return Policy(self.policy or self.reward_model.model or "tiny", task=Task())
+        named = self.policy or self.reward_model.model or "tiny"
+        own = {"chat_template": self.chat_template, "chat_template_kwargs": self.chat_template_kwargs}
+        return Policy(named, task=Task(), trust_remote_code=self.trust_remote_code, **own)
 
 
 def graph(cfg: Score) -> Graph:

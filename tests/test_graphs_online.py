@@ -24,6 +24,8 @@ SHARED = (
     "task",
     "time_share",
     "trust_remote_code",
+    "chat_template",
+    "chat_template_kwargs",
     "generator",
     "engine",
     "max_tokens",

@@ -238,3 +238,17 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
     check_policy(tmp_path, trust_remote_code=True)
     model = load_policy_model(tmp_path, trust_remote_code=True)
     assert type(model.network).__name__ == "Model" and type(model.network).__module__.startswith("transformers_modules")
+
+
+def test_an_adapter_of_a_model_on_the_hub_names_its_commit_and_finds_its_base(hub: Hub, tmp_path: Path) -> None:
+    from flowrl.commands.merge_adapter import base_of
+    from flowrl.hub.hub_cache import name_of
+
+    base = Path(resolve(Policy("acme/tiny")))
+    assert name_of(base) == HubName("acme/tiny", base.name) and name_of(tmp_path / "model") is None
+    described = {"base_model_name_or_path": "acme/tiny", "revision": base.name}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    hub.repos["acme/tiny"].files["config.json"] += b"\n"  # the branch moves on
+    pins.forget()
+    assert base_of(tmp_path, "") == base
+    assert base_of(tmp_path, "acme/tiny") != base, "the one that is named, as it is now"

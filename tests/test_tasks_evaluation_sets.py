@@ -162,10 +162,13 @@ def test_two_sets_need_two_names(tmp_path: Path) -> None:
         config("grpo", "--evaluate-task", f"a={test}", f"a={test},num=5")
 
 
-def test_too_few_held_out_rows_point_to_whole_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_with_few_held_out_rows_is_asked_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = file_of(tmp_path / "train.jsonl", 30)
-    assert main(["run", "grpo", "--task", train, "--dry-run"]) == 2
-    assert "or name a file whose rows are all asked with --evaluate-task" in capsys.readouterr().err
+    held_out = len(load_rows(Task(train)).held_out)
+    assert main(["run", "grpo", "--task", train, "--dry-run"]) == 0
+    assert f"{held_out} prompts, 1 answer each: all that are held out, fewer than the 512" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="or name a file whose rows are all asked with --evaluate-task"):
+        EvaluationSet("none", Task(train), num=5).require_enough([])
 
 
 def test_a_split_that_is_not_there_is_no_other_split(tmp_path: Path) -> None:

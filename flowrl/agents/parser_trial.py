@@ -19,6 +19,8 @@ from flowrl.models import Policy, known_tokenizer
 from flowrl.models.chat import Messages
 from flowrl.tasks import child
 
+POLICY = ("trust_remote_code", "chat_template", "chat_template_kwargs")
+"""What its tokenizer depends on besides the model."""
 LIMIT_S = 300.0
 """vLLM's import takes some ten seconds of a core that has nothing else to do."""
 
@@ -34,7 +36,7 @@ def examine_with_parsers(
     asked = json.dumps(
         {
             "model": policy.model,
-            "trust_remote_code": policy.trust_remote_code,
+            "options": {name: getattr(policy, name) for name in POLICY},
             "tools": [dict(tool) for tool in tools],
             **named,
         }
@@ -71,7 +73,7 @@ def main() -> None:
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     named = {option: asked[option] for option in ("tool_parser", "reasoning_parser")}
     try:
-        tokenizer = known_tokenizer(Policy(asked["model"], trust_remote_code=asked["trust_remote_code"]))
+        tokenizer = known_tokenizer(Policy(asked["model"], **asked["options"]))
         return asdict(examine(tokenizer, asked["tools"], reply_parser(tokenizer, **named), named=_words(named)))
     except ConfigError as problem:
         return {"refused": str(problem)}

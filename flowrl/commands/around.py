@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from flowrl.commands.origins import derived_text
 from flowrl.commands.prepare import prepare
 from flowrl.errors import ConfigError
 
@@ -31,7 +32,8 @@ def run_graph_of(command: str, args: Sequence[str]) -> int:
 
     prepared = prepare("run", (RunOptions,), [command, option, *args])
     (options,) = prepared.own
-    result = Launch(prepared.file.path, prepared.graph, prepared.cfg, options).run()
+    derived = derived_text(prepared.origins)
+    result = Launch(prepared.file.path, prepared.graph, prepared.cfg, options, derived).run()
     if command == "evaluate":
         _print_figures(result.outcome.evaluations["before"])
     return 0

@@ -10,6 +10,7 @@ from typing import Literal
 
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
+from flowrl.models import Policy, resolve, to_stderr
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,22 @@ def adapter_dir(path: Path) -> Path:
 def base_of(adapter: Path, named: str) -> Path:
     """The directory of the base model. Raises ConfigError."""
     try:
-        said = json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        config = json.loads((adapter / "adapter_config.json").read_text())
     except ValueError as problem:
         raise ConfigError(
             f"{adapter}/adapter_config.json is not valid JSON ({problem}); save the adapter again"
         ) from None
-    base = named or said
+    base = named or config.get("base_model_name_or_path")
+    if base and (policy := Policy(_with_commit(base, None if named else config.get("revision")))).hub_name is not None:
+        return Path(resolve(policy, progress=to_stderr))
     if not base or not (Path(base).expanduser() / "config.json").is_file():
         raise ConfigError(f"the adapter's base model {base!r} is no model directory here; name it with --base")
     return Path(base).expanduser()
+
+
+def _with_commit(base: str, revision: str | None) -> str:
+    """The name of a base on the Hub with the commit that the adapter was trained on; a directory as it is."""
+    return f"{base}@{revision}" if revision and not Path(base).expanduser().is_dir() else base
 
 
 def require_free(out: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.commands.origins import origins, values_given
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.graph import Graph
@@ -16,6 +17,7 @@ from flowrl.graph.load import GraphFile, load_file
 from flowrl.graph.option_types import filled
 from flowrl.graph.run_file import RunFile
 from flowrl.graph.shipped import shipped_names
+from flowrl.models.size_defaults import size_defaults
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Prepared:
     cfg: Any
     own: tuple[Any, ...]
     """The command's own options, one instance for each of its dataclasses."""
+    origins: Mapping[str, tuple[Any, str]]
+    """Option that depends on the model -> its value, and where that comes from."""
 
 
 def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str]) -> Prepared:
@@ -37,7 +41,10 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
     _refuse_shadowing(file, own_types)
     parts = _split(args[1:] if named else args, own_types)
     given = run_file.values(file.config_type, *_in_run_files()) if run_file is not None else {}
-    defaults = [filled(kind, given) if given else None for kind in (*own_types, file.config_type)]
+    asked = {**given, **values_given(parts[-1], file.config_type)}
+    fitting = size_defaults(file.config_type, asked)
+    kinds = (*((kind, given) for kind in own_types), (file.config_type, {**fitting.values, **given}))
+    defaults = [filled(kind, values) if values else None for kind, values in kinds]
     if any("--help" in part for part in parts):
         _print_help(command, file, own_types, defaults)
     prog = f"flowrl {command} {file.shown}"
@@ -47,7 +54,7 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
     ]
     others = [name for kind in own_types for name in option_names(kind)]
     cfg = file.parse(parts[-1], prog=f"flowrl {command}", others=others, default=defaults[-1])
-    return Prepared(file, file.build(cfg), cfg, tuple(own))
+    return Prepared(file, file.build(cfg), cfg, tuple(own), origins(file, cfg, fitting, asked))
 
 
 def _load(command: str, graph: str, run_file: RunFile | None) -> GraphFile:

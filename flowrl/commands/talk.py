@@ -28,6 +28,8 @@ class ChatOptions:
     """Sampling temperature; 0: the most likely token."""
     top_p: float = 1.0
     """Sample from the most likely tokens that have this share together."""
+    trust_remote_code: bool = False
+    """Run the Python files that come with the model."""
     seed: int | None = None
     """Replies follow from it; None: others each time."""
 
@@ -45,7 +47,7 @@ def chat(args: Sequence[str]) -> int:
             parse_options(ChatOptions, ["--help"], prog="flowrl chat MODEL")
         raise ConfigError("flowrl chat needs a model first: flowrl chat runs/NAME, or flowrl chat MODEL_DIRECTORY")
     options = parse_options(ChatOptions, args[1:], prog="flowrl chat MODEL")
-    talk = Talk(_directory(args[0]), options)
+    talk = Talk(_directory(args[0], options), options)
     print(HELP, file=sys.stderr)
     for line in _lines():
         if line == "/exit":
@@ -59,13 +61,14 @@ def chat(args: Sequence[str]) -> int:
     return 0
 
 
-def _directory(named: str) -> Path:
-    """The model's directory: of a built-in model, a run, a checkpoint, or a model."""
-    from flowrl.models import Policy, resolve
+def _directory(named: str, options: ChatOptions) -> Path:
+    """The model's directory: of a built-in model, a run, a checkpoint, a model, or a name on the Hub."""
+    from flowrl.models import Policy, resolve, to_stderr
     from flowrl.tasks import Task
 
-    policy = Policy(named, task=Task())
-    return Path(resolve(policy)) if policy.built_in else model_dir(Path(named).expanduser())
+    policy = Policy(named, task=Task(), trust_remote_code=options.trust_remote_code)
+    found = policy.built_in or policy.hub_name is not None
+    return Path(resolve(policy, progress=to_stderr)) if found else model_dir(policy.path)
 
 
 def _lines() -> Iterator[str]:
@@ -91,11 +94,14 @@ class Talk:
         from flowrl.models import Chat, Policy, check_model, load_tokenizer
 
         disable_progress_bar()
-        check_model(Policy(str(directory)))
-        self._tokenizer = load_tokenizer(directory)
+        trusted = options.trust_remote_code
+        check_model(Policy(str(directory), trust_remote_code=trusted))
+        self._tokenizer = load_tokenizer(directory, trust_remote_code=trusted)
         self._chat = Chat(self._tokenizer, options.system_prompt)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").to(device)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trusted).to(
+            device
+        )
         self._options = options
         self._turns: list[dict[str, str]] = []
         if options.seed is not None:

@@ -12,6 +12,7 @@ from flowrl.models.chat import Chat, Turns, load_tokenizer
 from flowrl.models.directory import check_code, check_directory, context_length
 from flowrl.models.find_model import found_directory, known_directory
 from flowrl.models.policy import CHARACTER_CONTEXT, CHARACTER_MODELS, SMOLLM2_CONTEXT, TOOL_MODEL, Policy
+from flowrl.models.template_options import check_template, with_template
 
 __all__ = [
     "Chat",
@@ -24,7 +25,9 @@ __all__ = [
     "known_tokenizer",
     "load_tokenizer",
     "resolve",
+    "to_stderr",
     "tokenizer_of",
+    "with_template",
 ]
 
 
@@ -56,6 +59,7 @@ def check_model(policy: Policy, *, progress: Progress = to_stderr) -> None:
 
     A model of the Hub is downloaded. `tiny_agent` is refused with a task for which it cannot be warm-started.
     """
+    check_template(policy)
     if policy.model == "smollm2":
         from flowrl.models.smollm2 import find_gguf
 
@@ -66,11 +70,14 @@ def check_model(policy: Policy, *, progress: Progress = to_stderr) -> None:
         check_tool_task(policy.task)
     elif not policy.built_in:
         check_code(resolve(policy, progress=progress), trusted=policy.trust_remote_code)
+    if policy.chat_template or policy.chat_template_kwargs:
+        known_tokenizer(policy)
 
 
 def tokenizer_of(policy: Policy, *, progress: Progress = silent) -> Any:
     """The tokenizer of `policy`, whose model is made or downloaded first if it is not on this machine."""
-    return load_tokenizer(resolve(policy, progress=progress), trust_remote_code=policy.trust_remote_code)
+    found = load_tokenizer(resolve(policy, progress=progress), trust_remote_code=policy.trust_remote_code)
+    return with_template(found, policy)
 
 
 def known_context(policy: Policy) -> int | None:
@@ -89,9 +96,11 @@ def known_tokenizer(policy: Policy) -> Any | None:
         from flowrl.models.characters import character_tokenizer
         from flowrl.models.tool_characters import tool_tokenizer
 
-        return tool_tokenizer() if policy.model == TOOL_MODEL else character_tokenizer()
+        return with_template(tool_tokenizer() if policy.model == TOOL_MODEL else character_tokenizer(), policy)
     directory = known_directory(policy)
-    return None if directory is None else load_tokenizer(directory, trust_remote_code=policy.trust_remote_code)
+    if directory is None:
+        return None
+    return with_template(load_tokenizer(directory, trust_remote_code=policy.trust_remote_code), policy)
 
 
 def check_prompts(policy: Policy, conversations: Sequence[Turns], system_prompt: str) -> None:

@@ -36,6 +36,10 @@ class Policy:
     """Names the model's directory in a checkpoint."""
     trust_remote_code: bool = False
     """Run the Python files that come with the model. All libraries that load it do, or none."""
+    chat_template: str = ""
+    """File of a Jinja template in place of the model's own; `none`: no template, only the last message's text."""
+    chat_template_kwargs: str = ""
+    """Values of the template's variables, as enable_thinking=false,date=today."""
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -59,5 +63,5 @@ class Policy:
         return None if self.built_in or self.path.is_dir() else HubName.parse(self.model)
 
     def like(self, model: str) -> Policy:
-        """Another model, of which the same is trusted."""
-        return replace(self, model=model)
+        """Another model, of which the same is trusted; it has its own chat template."""
+        return replace(self, model=model, chat_template="", chat_template_kwargs="")

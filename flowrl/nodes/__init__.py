@@ -13,6 +13,7 @@ from flowrl.nodes.evaluation import Evaluation
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.given_responses import GivenResponses
 from flowrl.nodes.held_out import HeldOutPreferences
+from flowrl.nodes.held_out_demonstrations import HeldOutDemonstrations
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.pair_writer import PairWriter
 from flowrl.nodes.preference_reference import PreferenceReference
@@ -47,6 +48,7 @@ __all__ = [
     "Generator",
     "GivenResponses",
     "GroupAdvantage",
+    "HeldOutDemonstrations",
     "HeldOutPreferences",
     "HeldOutSteps",
     "JoinedAdvantage",

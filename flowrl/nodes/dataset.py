@@ -15,10 +15,12 @@ from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Group, Prompt, Trainable
+from flowrl.messages import Bool, Group, Int32, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
+from flowrl.models.chat import Turns
 from flowrl.nodes.row_source import Part
-from flowrl.nodes.source import PromptSource
+from flowrl.nodes.source import PromptSource, TooLong
+from flowrl.nodes.too_long import refuse_long, shortened
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
 
 Trained = Literal["all", "last"]
@@ -30,9 +32,18 @@ class DemonstrationSource(PromptSource):
     row_noun = "conversations"
 
     def __init__(
-        self, task: Task, policy: Policy, *, epochs: int | None = None, max_tokens: int = 2048, part: Part = "train"
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        epochs: int | None = None,
+        max_tokens: int = 2048,
+        part: Part = "train",
+        too_long: TooLong = "drop",
     ) -> None:
-        super().__init__(task, policy, epochs=epochs, max_prompt_tokens=max_tokens, part=part)
+        # What is an error is found by `Demonstrations`, which has the whole conversation.
+        passed: TooLong = "truncate" if too_long == "truncate" else "drop"
+        super().__init__(task, policy, epochs=epochs, max_prompt_tokens=max_tokens, part=part, too_long=passed)
 
     def facts(self) -> Facts:
         return replace(super().facts(), longest_prompt=None)  # the limit is that of the whole conversation
@@ -45,20 +56,28 @@ class Demonstrations(Node):
     """Turns each prompt into a conversation that ends with its row's answer.
 
     `trained` says which assistant turns are trained: all, or the last, which is the answer. Rows of more than
-    `max_tokens` tokens are dropped with the reason `too_long`.
+    `max_tokens` tokens are dropped with the reason `too_long`, lose their beginning, or are an error, by `too_long`.
     """
 
     prompts: In[Prompt]
     groups: Out[Group]
 
     def __init__(
-        self, task: Task, policy: Policy, *, max_tokens: int = 2048, part: Part = "train", trained: Trained = "all"
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        max_tokens: int = 2048,
+        part: Part = "train",
+        trained: Trained = "all",
+        too_long: TooLong = "drop",
     ) -> None:
         self.task = task
         self.policy = policy
         self.max_tokens = max_tokens
         self.part: Part = part
         self.trained: Trained = trained
+        self.too_long: TooLong = too_long
 
     def facts(self) -> Facts:
         return Facts(group_size=1, longest_response=self.max_tokens, drops=True, keeps_lineage=False)
@@ -74,10 +93,18 @@ class Demonstrations(Node):
                 f"{without} training rows of {self.task.name!r} have no answer to learn from; set the option "
                 "answer= of the task to the column that holds it"
             )
+        if self.too_long == "error" and not self.policy.built_in:
+            self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
+
+    def _refuse_long(self, chat: Chat) -> None:
+        lengths = (len(chat.demonstration(row.turns, str(row.answer))[0]) for row in self._rows())
+        refuse_long(lengths, self.max_tokens, option="max_tokens", task=self.task.name)
 
     async def setup(self) -> None:
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
         self._chat = Chat(tokenizer, self.task.system_prompt)
+        if self.too_long == "error":
+            await self.blocking(self._refuse_long, self._chat)
         self._turns = {row.prompt_id: row.turns for row in await self.blocking(self._rows)}
 
     def _rows(self) -> tuple[Row, ...]:
@@ -94,11 +121,15 @@ class Demonstrations(Node):
             self.context.ledger.generated(sample)
             await self.groups.send(Group(prompt.group_id, (sample,), 1))
 
+    def rendered(self, chat: Chat, turns: Turns, answer: str) -> tuple[Int32, Bool]:
+        """(ids, mask) of a conversation with its answer; the mask marks what is trained."""
+        token_ids, mask = (chat.demonstration if self.trained == "all" else chat.completion)(turns, answer)
+        return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
+
     def demonstration(self, prompt: Prompt) -> Trainable:
         """The sample of a model that gives the row's answer."""
         answer = str(prompt.columns["answer"])
-        render = self._chat.demonstration if self.trained == "all" else self._chat.completion
-        token_ids, mask = render(self._turns[prompt.prompt_id], answer)
+        token_ids, mask = self.rendered(self._chat, self._turns[prompt.prompt_id], answer)
         return Trainable(
             sample_id=prompt.sample_id,
             group_id=prompt.group_id,

@@ -27,7 +27,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Serve
 from flowrl.messages import Branch, Prompt, Record
-from flowrl.models import Policy, load_tokenizer
+from flowrl.models import Policy, load_tokenizer, with_template
 from flowrl.models.directory import context_length
 from flowrl.nodes.attempt import AskedTurn, Templates
 from flowrl.nodes.attempt_outcomes import AttemptOutcomes
@@ -100,7 +100,9 @@ class EpisodeNode(Node):
 
     def _load(self, model_dir: str) -> None:
         """Load the tokenizer. Raises ConfigError if an episode may be longer than the model's context."""
-        self._templates = Templates(load_tokenizer(model_dir, trust_remote_code=self.policy.trust_remote_code))
+        self._templates = Templates(
+            with_template(load_tokenizer(model_dir, trust_remote_code=self.policy.trust_remote_code), self.policy)
+        )
         longest = context_length(model_dir)
         self._tokens = longest if self.limits.tokens is None else self.limits.tokens
         if self._tokens > longest:

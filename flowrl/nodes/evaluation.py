@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import comb
 from typing import Any, TypeVar
@@ -72,7 +73,7 @@ class Evaluation(Node):
     ) -> None:
         first = (task,) if isinstance(task, Task) else tuple(task)
         like = (*first, *(one.task for one in sets))
-        further = tuple(Task(name, system_prompt=like[0].system_prompt) for name in also if like)
+        further = tuple(replace(like[0], name=name, reward="") for name in also if like)
         asked, played = (
             tuple(EvaluationSet(one.name, one, num=num_prompts, samples=num_samples) for one in tasks)
             for tasks in ((*first, *further), agent_tasks)
@@ -124,7 +125,7 @@ class Evaluation(Node):
             rows_played = self._rows(environment_rows(name).held_out)
             if len(rows_played) < self.num_prompts:
                 raise ConfigError(too_few(name, len(rows_played), self.num_prompts))
-        return "; ".join(self._said(one) for one in (*self.sets, *self.agent_sets) if one.whole) or None
+        return "; ".join(self._said(one) for one in (*self.sets, *self.agent_sets) if self._is_said(one)) or None
 
     def _checked(self, one: EvaluationSet) -> Sequence[Row]:
         """The prompts of a set. Raises ConfigError if they are too few."""
@@ -132,6 +133,10 @@ class Evaluation(Node):
         one.require_enough(rows)
         check_answers(one.task, rows)
         return rows
+
+    def _is_said(self, one: EvaluationSet) -> bool:
+        """Whether it is not plain how many prompts a set has."""
+        return one.whole or (one.takes_fewer and len(one.chosen(load_rows(one.task))) < (one.num or 0))
 
     def _said(self, one: EvaluationSet) -> str:
         """What a set asks, and how much of it is trained on."""
@@ -141,6 +146,8 @@ class Evaluation(Node):
         known = {row.prompt_id for row in (*trained.train, *trained.held_out)}
         shared = sum(row.prompt_id in known for row in rows)
         text = f"{one.name}: {len(rows)} prompts, {one.samples} answer{'s' if one.samples > 1 else ''} each"
+        if not one.whole:
+            return f"{text}: all that are held out, fewer than the {one.num} asked for"
         text += f", {found.repeated} rows with the prompt of another left out" if found.repeated else ""
         return text + (f", {shared} of them are in the training data too" if shared else "")
 

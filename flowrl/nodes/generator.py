@@ -33,7 +33,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
-from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.models import Policy, check_model, known_directory, resolve, with_template
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.model_memory import generator_footprint
 from flowrl.nodes.responses import Prefix, Responses, TokenRequest
@@ -193,7 +193,9 @@ class Generator(Node):
         await self._sampler.listen()
         if self.turns.live is not None:
             self._parser = reply_parser(
-                self._sampler.tokenizer, tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser
+                with_template(self._sampler.tokenizer, self.policy),
+                tool_parser=self.tool_parser,
+                reasoning_parser=self.reasoning_parser,
             )
         self._updates = WeightUpdates(
             self._sampler,

@@ -19,7 +19,8 @@ from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Mismatched, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, silent, tokenizer_of
 from flowrl.models.cache import Progress
-from flowrl.nodes.source import PromptSource
+from flowrl.nodes.source import PromptSource, TooLong
+from flowrl.nodes.too_long import refuse_long
 from flowrl.tasks import Row, Rows, Task, load_preferences
 
 
@@ -34,6 +35,8 @@ class Preferences:
     kind: Literal["pairs", "labelled"] = "pairs"
     max_tokens: int = 1024
     """Longest conversation, prompt and completion together."""
+    too_long: TooLong = "drop"
+    """What becomes of rows with a longer one: they are dropped, their prompts lose their beginning, or an error."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("pairs", "labelled"):
@@ -66,6 +69,7 @@ class PreferenceSource(PromptSource):
             epochs=epochs,
             seed=seed,
             max_prompt_tokens=data.max_tokens,
+            too_long="truncate" if data.too_long == "truncate" else "drop",
         )
         self.data = data
 
@@ -79,7 +83,8 @@ class PreferenceSource(PromptSource):
 class PreferenceDataset(Node):
     """Appends the row's completions to its prompt; their tokens and end token are trained, the prompt is not.
 
-    A row with a conversation of more than the data's `max_tokens` is dropped with the reason `too_long`.
+    A row with a conversation of more than the data's `max_tokens` is dropped with the reason `too_long`, or its prompt
+    loses its beginning, or it is an error, by the data's `too_long`.
     """
 
     keyed_state = True
@@ -98,10 +103,18 @@ class PreferenceDataset(Node):
         rows = self.data.rows()
         if self.data.kind == "labelled":
             mismatches(rows.train)
+        if self.data.too_long == "error" and not self.data.policy.built_in:
+            self._refuse_long(Renderer(self.data, self.data.chat(), rows.train))
+
+    def _refuse_long(self, rendered: Renderer) -> None:
+        lengths = (max(len(sample.token_ids) for sample in samples) for samples in rendered)
+        refuse_long(lengths, self.data.max_tokens, option="max_tokens", task=self.data.task.name)
 
     async def setup(self) -> None:
         chat = await self.blocking(self.data.chat, self.context.progress)
         self._render = Renderer(self.data, chat, (await self.blocking(self.data.rows)).train)
+        if self.data.too_long == "error":
+            await self.blocking(self._refuse_long, self._render)
 
     async def run(self) -> None:
         async for members in self.prompts.groups(self.data.group_size):
@@ -142,6 +155,7 @@ class Renderer:
     def __init__(self, data: Preferences, chat: Chat, rows: Sequence[Row]) -> None:
         self._kind = data.kind
         self._max_tokens = data.max_tokens
+        self._truncates = data.too_long == "truncate"
         self._chat = chat
         self._rows = {row.prompt_id: row for row in rows}
         self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
@@ -154,11 +168,19 @@ class Renderer:
         row = self._rows[row_id]
         if self._kind == "pairs":
             texts = ((row.columns["chosen"], 1), (row.columns["rejected"], -1))
-            return tuple(self._sample(row, member, *text) for member, text in enumerate(texts))
+            return self._shortened(tuple(self._sample(row, member, *text) for member, text in enumerate(texts)))
         label = 1 if row.columns["label"] else -1
         ids, mask = self._chat.completion(row.turns, self._mismatches[row_id].columns["completion"])
         mismatched = Mismatched(ids[: self._max_tokens], mask[: self._max_tokens])
-        return (replace(self._sample(row, 0, row.columns["completion"], label), mismatched=mismatched),)
+        sample = self._sample(row, 0, row.columns["completion"], label)
+        return self._shortened((replace(sample, mismatched=mismatched),))
+
+    def _shortened(self, samples: tuple[Trainable, ...]) -> tuple[Trainable, ...]:
+        """Completions that are too long lose the beginning of their prompt, all the same part of it."""
+        excess = max(len(sample.token_ids) for sample in samples) - self._max_tokens
+        if not self._truncates or not 0 < excess < min(sample.prompt_tokens for sample in samples):
+            return samples
+        return tuple(_without_beginning(sample, excess) for sample in samples)
 
     def _sample(self, row: Row, member: int, text: str, label: int) -> Trainable:
         token_ids, mask = self._chat.completion(row.turns, text)
@@ -182,6 +204,18 @@ class Renderer:
             label=label,
             pair=row.prompt_id if self._kind == "pairs" else row.columns.get("pair", ""),
         )
+
+
+def _without_beginning(sample: Trainable, number: int) -> Trainable:
+    return replace(
+        sample,
+        token_ids=sample.token_ids[number:],
+        policy_mask=sample.policy_mask[number:],
+        behavior_logprobs=sample.behavior_logprobs[number:],
+        versions=sample.versions[number:],
+        advantages=sample.advantages[number:],
+        prompt_tokens=sample.prompt_tokens - number,
+    )
 
 
 def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:

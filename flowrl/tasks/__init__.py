@@ -19,6 +19,7 @@ from flowrl.tasks.files import Keys
 from flowrl.tasks.files import rows as file_rows
 from flowrl.tasks.formats import FORMATS, is_file_task
 from flowrl.tasks.hub_rows import hub_dataset
+from flowrl.tasks.input_template import asked_by
 from flowrl.tasks.judge import place_of
 from flowrl.tasks.malformed import Reading
 from flowrl.tasks.rewards import MODEL, Part, needs_rows, parse_reward, row_columns
@@ -93,7 +94,7 @@ def load_rows(task: Task, *, whole: bool = False) -> Rows:
     """
     reading = _reading(task)
     rows = _mixed(task, reading, load_rows) if len(task.sources) > 1 else _source(task, reading)
-    return _parted(task, Rows.split(rows), reading, whole)
+    return _parted(task, Rows.split(_asked(task, rows)), reading, whole)
 
 
 @functools.lru_cache(maxsize=8)
@@ -103,7 +104,7 @@ def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
         return load_rows(task, whole=whole)
     reading = _reading(task)
     rows = _mixed(task, reading, load_demonstrations) if len(task.sources) > 1 else _source(task, reading)
-    return _parted(task, Rows.every(rows), reading, whole)
+    return _parted(task, Rows.every(_asked(task, rows)), reading, whole)
 
 
 @functools.lru_cache(maxsize=8)
@@ -126,7 +127,12 @@ def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
             "directory on this machine, nor a dataset of the Hub; name one with the columns chosen and rejected, or "
             "completion and label"
         )
-    return _parted(task, Rows.split(rows), reading)
+    return _parted(task, Rows.split(_asked(task, rows)), reading)
+
+
+def _asked(task: Task, rows: Iterable[Row]) -> Iterable[Row]:
+    """`rows`, asked as the task's template says."""
+    return asked_by(task.template, rows) if task.template else rows
 
 
 def _reading(task: Task) -> Reading:

@@ -42,7 +42,7 @@ class EvaluationSet:
         named = NAMED.fullmatch(text)
         name, rest = named.groups() if named else ("", text)
         plain, own = take_options(f"evaluation set {text!r}", rest, OWN_OPTIONS)
-        task = Task(plain, system_prompt=like.system_prompt)
+        task = Task(plain, system_prompt=like.system_prompt, template=like.template)
         reward = (
             str(own["reward"])
             if "reward" in own
@@ -67,9 +67,14 @@ class EvaluationSet:
         part = (*rows.train, *rows.held_out) if self.whole else rows.held_out
         return tuple(sorted(part, key=lambda row: row.prompt_id)[: self.num])
 
+    @property
+    def takes_fewer(self) -> bool:
+        """Whether all are asked where there are fewer than `num`: a file has as many held-out rows as it has."""
+        return not (self.whole or self.task.generated)
+
     def require_enough(self, found: Sequence[object]) -> None:
-        """Raise ConfigError if there are fewer prompts than `num`."""
-        if self.num is None or len(found) >= self.num:
+        """Raise ConfigError if there are fewer prompts than `num`, or of the held-out rows of a file none at all."""
+        if self.num is None or len(found) >= self.num or (found and self.takes_fewer):
             return
         if self.whole:
             raise ConfigError(f"{self.name!r} has {len(found)} rows, but num is {self.num}; leave num out to ask all")

@@ -9,6 +9,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.answer_checks import CHECKS
+from flowrl.tasks.input_template import check_template
 from flowrl.tasks.name_options import parse_options, split_name
 from flowrl.tasks.rewards import parse_reward
 from flowrl.tasks.weighted_sums import PLUS, Term, terms
@@ -34,8 +35,11 @@ class Task:
     """
     system_prompt: str = ""
     """First message of every conversation; "" leaves it to the model's chat template."""
+    template: str = ""
+    """How a question is asked, as 'Solve: {prompt}'; {COLUMN} is another column of the row. {} is the prompt, too."""
 
     def __post_init__(self) -> None:
+        check_template(self.template)
         if len(self.sources) > 1:
             self._check_sources()
             return

@@ -59,6 +59,8 @@ class Launch:
     graph: Graph
     config: Any
     options: RunOptions
+    derived: str = ""
+    """What to say of options that nobody has given."""
 
     def run(self) -> Result:
         """Check, prepare, run, audit. Raises FlowrlError with a message for the user."""
@@ -102,6 +104,8 @@ class Launch:
         for name, text in findings.items():
             view.progress(name, text)
         view.progress("driver", f"records go to {directory.path}")
+        if self.derived:
+            view.progress("driver", self.derived)
         if resume_from is not None and (changed := directory.changed_config(dump(self.config))):
             view.warning(f"--resume has other options than the run was started with: {'; '.join(changed)}")
         for problem in directory.damaged:

@@ -1,0 +1,71 @@
+"""Where the values of options come from that depend on the model: given, derived from its size, or `tiny`'s own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrl.graph.command_line import option_names
+from flowrl.graph.load import GraphFile
+from flowrl.models.policy import CHARACTER_MODELS
+from flowrl.models.size_defaults import BY_SIZE, SizeDefaults
+
+Origins = Mapping[str, tuple[Any, str]]
+GIVEN = "given"
+
+
+def values_given(args: Sequence[str], config_type: type[Any]) -> dict[str, Any]:
+    """Option -> the text after it, of those on the command line: "lora.rank" -> "8". Nothing is checked here."""
+    leaves, found, name = option_names(config_type), dict[str, Any](), ""
+    for arg in args:
+        if arg.startswith("--"):
+            spelled, equals, value = arg[2:].partition("=")
+            name = leaves.get(spelled.replace("_", "-"), "").replace("-", "_")
+            found |= {name: value if equals else None} if name else {}
+        elif name and found[name] is None:
+            found[name] = arg
+    return found
+
+
+def origins(file: GraphFile, cfg: Any, fitting: SizeDefaults, given: Mapping[str, Any]) -> Origins:
+    """Every option that depends on the model, of those that the graph has."""
+    model = getattr(cfg, "policy", None)
+    if not isinstance(model, str) or not hasattr(cfg, "learning"):
+        return {}
+    own = f"{model}'s own" if model in CHARACTER_MODELS else f"of {file.shown}"
+    found = {}
+    for name in BY_SIZE:
+        value = _leaf(cfg, name)
+        if value is not None:
+            found[name] = (value, GIVEN if name in given else fitting.why if name in fitting.values else own)
+    return found
+
+
+def print_origins(found: Origins) -> None:
+    """A line for each option: name, value, where it comes from."""
+    if not found:
+        return
+    width = max(map(len, found), default=0)
+    shown = {name: _shown(value) for name, (value, _) in found.items()}
+    column = max(map(len, shown.values()), default=0)
+    print("\noptions that depend on the model:")
+    print(*(f"  {name:<{width}}  {shown[name]:<{column}}  {why}" for name, (_, why) in found.items()), sep="\n")
+
+
+def derived_text(found: Origins) -> str:
+    """What was derived from the model's size, in one line; empty if nothing was."""
+    derived = {name: (value, why) for name, (value, why) in found.items() if why.startswith("default for")}
+    if not derived:
+        return ""
+    why = next(why for _, why in derived.values()).replace("default", "defaults", 1)
+    return f"{why}: {', '.join(f'{name} {_shown(value)}' for name, (value, _) in derived.items())}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _leaf(cfg: Any, name: str) -> Any:
+    for part in name.split("."):
+        cfg = getattr(cfg, part, None)
+    return cfg

@@ -1,0 +1,44 @@
+"""How a row's question is asked: `--task.template 'Solve: {prompt}'`, with other columns of the row by their names."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from flowrl.errors import ConfigError
+from flowrl.tasks.rows import Row
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+NAMED, EMPTY = "{prompt}", "{}"
+FIELD = re.compile(r"\{(\w+)\}")
+KEPT_BACK = ("answer", "chosen", "rejected", "completion")
+"""Columns that a question must not tell."""
+
+
+def check_template(template: str) -> None:
+    """Raise ConfigError for a template that does not hold the prompt, or gives the answer away."""
+    if template and NAMED not in template and EMPTY not in template:
+        raise ConfigError(f"the task's template {template!r} has no place for the prompt; write {NAMED} where it goes")
+
+
+def asked_by(template: str, rows: Iterable[AnyRow]) -> Iterator[AnyRow]:
+    """The rows with their last message put into the template. Other braces, as of \\boxed{}, stay as they are."""
+    for row in rows:
+        yield dataclasses.replace(row, turns=(*row.turns[:-1], {**row.turns[-1], "content": _asked(template, row)}))
+
+
+def _asked(template: str, row: Row) -> str:
+    if NAMED not in template:
+        return template.replace(EMPTY, row.prompt, 1)
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1]
+        if name == "prompt":
+            return row.prompt
+        if name in row.columns and name not in KEPT_BACK:
+            return str(row.columns[name])
+        return found[0]
+
+    return FIELD.sub(value, template)

@@ -1,0 +1,124 @@
+"""Defaults by the size of the model: read from its files, replaced where flowrl declares them, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.blocks import OnlineOptions
+from flowrl.cli import CheckOptions
+from flowrl.commands.prepare import Prepared, prepare
+from flowrl.graph.shipped import shipped_names
+from flowrl.models import Policy
+from flowrl.models.model_size import ModelSize, model_size
+from flowrl.models.size_defaults import size_defaults
+from flowrl.models.size_table import TABLE, row_for
+
+ROOT = Path(__file__).parent.parent
+
+
+def a_model(place: Path, parameters: int, context: int = 32768) -> Path:
+    """A directory whose weights have that many parameters by their header; there are no values."""
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps({"model_type": "qwen2", "max_position_embeddings": context}))
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [parameters // 10, 10], "data_offsets": [0, 0]}}).encode()
+    (place / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return place
+
+
+def checked(*args: object) -> Prepared:
+    return prepare("check", (CheckOptions,), [str(arg) for arg in args])
+
+
+def origin(prepared: Prepared, name: str) -> tuple[Any, str]:
+    return prepared.origins[name]
+
+
+def test_a_size_is_counted_or_told_by_the_name(tmp_path: Path) -> None:
+    assert model_size(Policy(str(a_model(tmp_path / "m", 8_000_000_000)))) == ModelSize(8_000_000_000)
+    assert model_size(Policy("acme/Some-0.6B-it")) == ModelSize(600_000_000, "by its name")
+    assert model_size(Policy("acme/SmolLM2-135M-Instruct")).parameters == 135_000_000
+    assert model_size(Policy("acme/v2-base")) == ModelSize(None)
+    assert str(ModelSize(8_190_000_000)) == "8.19 billion parameters"
+    assert str(ModelSize(600_000_000, "by its name")) == "600 million parameters (by its name)"
+    assert row_for(0.5e9) is TABLE[0] and row_for(0.6e9) is TABLE[1] and row_for(None) is TABLE[2]
+
+
+def test_tiny_keeps_what_the_graphs_declare() -> None:
+    prepared = checked("grpo")
+    assert (prepared.cfg.lr, prepared.cfg.max_tokens, prepared.cfg.dtype) == (1e-4, 32, "float32")
+    assert origin(prepared, "lr") == (1e-4, "tiny's own")
+
+
+def test_the_line_of_the_readme_runs_sensibly(tmp_path: Path) -> None:
+    """Its model of eight billion parameters, with nothing said but where it is."""
+    model = a_model(tmp_path / "Qwen3-8B", 8_190_000_000)
+    cfg = checked("grpo", "--policy", model, "--task", "train.jsonl").cfg
+    assert (cfg.lr, cfg.dtype, cfg.max_tokens, cfg.max_prompt_tokens) == (1e-6, "bfloat16", 2048, 2048)
+    assert (cfg.group_size, cfg.groups_per_step, cfg.evaluate, cfg.token_budget) == (8, 64, 256, 8192)
+
+
+def test_what_is_given_wins_and_others_follow_it(tmp_path: Path) -> None:
+    model = a_model(tmp_path / "m", 8_000_000_000)
+    options = ["--policy", model, "--max_tokens=7000", "--lora.rank", "16", "--dtype", "float32"]
+    prepared = checked("grpo", *options)
+    cfg = prepared.cfg
+    assert (cfg.max_tokens, cfg.dtype, cfg.token_budget) == (7000, "float32", 7000 + 2048)
+    assert cfg.lr == pytest.approx(1e-5), "ten times that of all weights, for an adapter"
+    assert origin(prepared, "max_tokens") == (7000, "given")
+    assert origin(prepared, "lr")[1] == "default for 8 billion parameters"
+    assert checked("grpo", "--policy", model, "--zero.stage", 0).cfg.dtype == "float32"
+
+
+def test_a_run_file_gives_too(tmp_path: Path) -> None:
+    model = a_model(tmp_path / "m", 1_000_000_000)
+    (tmp_path / "run.yaml").write_text(f"graph: grpo\npolicy: {model}\nlr: 3.0e-4\n")
+    prepared = checked("--config", tmp_path / "run.yaml")
+    assert prepared.cfg.lr == 3e-4 and origin(prepared, "lr")[1] == "given"
+    assert prepared.cfg.max_tokens == 1024
+
+
+def test_lengths_fit_the_context(tmp_path: Path) -> None:
+    cfg = checked("grpo", "--policy", a_model(tmp_path / "m", 1_000_000_000, context=1024)).cfg
+    assert (cfg.max_prompt_tokens, cfg.max_tokens) == (384, 384)
+    episodes = checked("agent_game", "--policy", tmp_path / "m").cfg
+    assert (episodes.limits.tokens, episodes.max_tokens) == (1024, 384)
+
+
+@pytest.mark.parametrize("graph", shipped_names())
+def test_every_graph_takes_the_defaults_of_a_model(graph: str, tmp_path: Path) -> None:
+    """All options of the table that the graph has are set by it, or kept at 0 where that means none."""
+    prepared = checked(graph, "--policy", a_model(tmp_path / "m", 8_000_000_000), "--task", "train.jsonl")
+    kept = {name for name, (_, why) in prepared.origins.items() if not why.startswith("default for 8 billion")}
+    assert kept <= {"evaluate", "token_budget", "group_size"} and bool(prepared.origins) is (graph != "score")
+    if hasattr(prepared.cfg, "max_tokens"):
+        assert prepared.cfg.max_tokens >= 512
+    learnt = {"sft": 1e-5, "dpo": 5e-7, "kto": 5e-7, "reward_model": 1e-5, "process_reward_model": 1e-5}
+    if hasattr(prepared.cfg, "lr"):
+        assert prepared.cfg.lr == learnt.get(graph, 1e-6)
+
+
+@dataclass(frozen=True)
+class Own(OnlineOptions):
+    lr: float = 7e-7
+
+
+def test_a_default_of_ones_own_graph_is_kept() -> None:
+    values = size_defaults(Own, {"policy": "acme/x-8B"}).values
+    assert "lr" not in values and values["dtype"] == "bfloat16"
+    assert size_defaults(Own, {}).values == {}
+
+
+def test_the_documented_table_is_the_one_that_is_used() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"[\d.]+e-\d+|\d+", line) for line in text.splitlines() if re.match(r"\| (up to|above) ", line)]
+    numbers = [[float(number) for number in row[-7:]] for row in rows]
+    assert numbers == [
+        [row.samples, row.rows, row.preferences, row.rewards, row.response, row.prompt, row.groups] for row in TABLE
+    ]
