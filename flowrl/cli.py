@@ -60,6 +60,8 @@ usage: flowrl COMMAND
         put an adapter into the weights of its base model
   export RUN_DIR|CHECKPOINT --name DIR, or --to hub --name OWNER/NAME
         copy or upload a checkpoint's model, without what only a resume needs
+  doctor [--address HOST:6379] [--json]
+        find out what this machine or a cluster can do: packages, GPUs, /dev/shm, compilers, Ray, tcp between machines
   serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS]
         answer rewards over HTTP, for graphs that name the address as their reward
   version
@@ -71,7 +73,7 @@ to begin with:
   flowrl check grpo
   flowrl run grpo --steps 20 --run-dir runs/first
   flowrl audit runs/first"""
-OWN_HELP = ("quickstart", "samples", "evaluate", "generate", "score", "chat", "merge", "export")
+OWN_HELP = ("quickstart", "samples", "evaluate", "generate", "score", "chat", "merge", "export", "doctor")
 """Commands that print a help of their own."""
 
 
@@ -327,6 +329,13 @@ def chat(args: Sequence[str]) -> int:
     return talk(args)
 
 
+def doctor(args: Sequence[str]) -> int:
+    """`flowrl doctor`: status 1 if something failed."""
+    from flowrl.commands.doctor import DoctorOptions, examine
+
+    return examine(parse_options(DoctorOptions, args, prog="flowrl doctor"))
+
+
 def serve_reward(args: Sequence[str]) -> int:
     """`flowrl serve-reward MODEL`: serves until it is interrupted."""
     if not args or args[0].startswith("-"):
@@ -367,6 +376,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "chat": chat,
     "merge": merge,
     "export": export,
+    "doctor": doctor,
     "serve-reward": serve_reward,
     "version": show_version,
 }

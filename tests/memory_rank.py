@@ -23,8 +23,6 @@ from tests.ranks import as_rank
 CASES: dict[str, dict[str, object]] = {
     "stage 1": {"stage": 1, "dtype": "bfloat16"},
     "stage 2, offload": {"stage": 2, "dtype": "bfloat16", "offload": "optimizer"},
-    "stage 2, sgd": {"stage": 2, "dtype": "float32", "optimizer": "sgd"},
-    "stage 2, lora": {"stage": 2, "dtype": "bfloat16", "rank": 8},
     "stage 3": {"stage": 3, "dtype": "bfloat16"},
 }
 """Case -> settings, and the rank of an adapter."""

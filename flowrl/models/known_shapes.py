@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flowrl.models.find_model import known_directory
 from flowrl.models.policy import CHARACTER_MODELS, Policy
 from flowrl.training.model.model_shape import ModelShape, read_shape
 
@@ -21,4 +22,7 @@ def known_shape(policy: Policy) -> ModelShape | None:
         return CHARACTER_SHAPE
     if policy.model == "smollm2":
         return SMOLLM2_SHAPE
-    return read_shape(Path(policy.model).expanduser())
+    if policy.model.endswith(".json"):
+        return read_shape(Path(policy.model).expanduser())
+    directory = known_directory(policy)
+    return read_shape(directory) if directory is not None else None

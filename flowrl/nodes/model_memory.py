@@ -16,7 +16,7 @@ from flowrl.training.settings import Dtype, LoRA, ZeroSettings
 
 GIB = 1 << 30
 RUNTIME_BYTES = 600 << 20
-"""CUDA context, kernels and cuBLAS workspace of a process on a GPU. An assumption: `make gpu-check` measures it."""
+"""CUDA context, kernels and cuBLAS workspace of a process on a GPU. An assumption, not measured."""
 NCCL_BYTES = 256 << 20
 """Buffers of NCCL's communicators of a process. An assumption, as above."""
 PACKED_BYTES = 2 * (256 << 20)

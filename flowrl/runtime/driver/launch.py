@@ -28,6 +28,7 @@ from flowrl.hub import pins
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
 from flowrl.runtime.driver.claims import claims
+from flowrl.runtime.driver.node_versions import require_same_versions
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.preflight import preflight
 from flowrl.runtime.ledger.terms import Terms
@@ -83,7 +84,10 @@ class Launch:
         if not os.environ.get("RAY_ADDRESS"):
             return Cluster.here()
         cluster.start(graph_dir=self.graph_file.parent, num_cpus=0, num_gpus=0)
-        return cluster.machines()
+        machines = cluster.machines()
+        if len(machines.machines) > 1:
+            require_same_versions()
+        return machines
 
     def _claimed(self, directory: RunDir, machines: Cluster, cluster: RayCluster) -> Result:
         from flowrl.runtime.audit.audit import audit

@@ -1,0 +1,40 @@
+"""`flowrl doctor`: what this machine, or a cluster, can do; every line that is not fine has its remedy."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from flowrl.commands.finding import Finding, as_text
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Options of `flowrl doctor`."""
+
+    address: str = ""
+    """Head of a Ray cluster to join, HOST:6379; empty: RAY_ADDRESS, or a Ray of its own."""
+    ray: bool = True
+    """Start or join Ray."""
+    json: bool = False
+    """Print a JSON object instead of lines."""
+
+
+def examine(options: DoctorOptions) -> int:
+    """Print the findings; the exit status: 0, or 1 if something failed."""
+    from flowrl.commands.cluster_findings import ray_findings
+    from flowrl.commands.machine_findings import machine_findings
+
+    parts: Iterable[Finding] = machine_findings()
+    if options.ray:
+        parts = itertools.chain(parts, ray_findings(options.address))
+    findings = list(parts)
+    failed = sum(finding.status == "failed" for finding in findings)
+    if options.json:
+        print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print(as_text(findings))
+        print(f"doctor: {f'{failed} failed' if failed else 'ok'}")
+    return 1 if failed else 0

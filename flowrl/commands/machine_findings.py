@@ -1,0 +1,267 @@
+"""What `flowrl doctor` finds out on one machine: packages, driver, devices, /dev/shm, compilers, bandwidths."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from flowrl.channel.address import CurveKeys, local_ip
+from flowrl.commands.finding import Finding
+from flowrl.errors import ConfigError
+from flowrl.graph.machine import GB, Cluster
+from flowrl.nodes.vllm_start import check_vllm_version
+from flowrl.training.engine.compilers import check_nvcc, check_python_headers
+
+LEAST_DRIVER = 580
+"""The packages are built for CUDA 13."""
+LEAST_SHM_BYTES = GB
+LEAST_FILES = 4096
+"""A run opens a socket for each pair of processes, and vLLM some hundred files."""
+COPIED_BYTES = 256 << 20
+CHUNK_BYTES = 4 << 20
+ROUNDS = 200
+LEAST_SHM_RATE, LEAST_TCP_RATE = 0.3e9, 0.03e9
+"""Bytes a second below which weights and messages wait for the memory or for the network."""
+
+
+def machine_findings() -> Iterator[Finding]:
+    """All of them, one after the other."""
+    yield python()
+    yield packages()
+    yield _raised("vllm", check_vllm_version, "vLLM")
+    yield from devices()
+    yield shared_memory()
+    yield from compilers()
+    yield open_files()
+    yield shared_memory_rate()
+    yield loopback_rate()
+
+
+def python() -> Finding:
+    found = f"Python {sys.version.split()[0]}, {len(os.sched_getaffinity(0))} cores"
+    return Finding("python", "ok", found)
+
+
+def packages() -> Finding:
+    """The versions of what flowrl depends on, against what it asks for."""
+    wrong = list(_wrong_packages())
+    if wrong:
+        return Finding("packages", "failed", "; ".join(wrong), "run make setup, or pip install --upgrade flowrl")
+    return Finding("packages", "ok", f"flowrl {version('flowrl')} and all packages that it asks for")
+
+
+def _wrong_packages() -> Iterator[str]:
+    from packaging.requirements import Requirement
+
+    for text in requires("flowrl") or ():
+        asked = Requirement(text)
+        if asked.marker is not None and not asked.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = version(asked.name)
+        except PackageNotFoundError:
+            yield f"{asked.name} is missing"
+            continue
+        if not asked.specifier.contains(found, prereleases=True):
+            yield f"{asked.name} is {found}, not {asked.specifier}"
+
+
+def _raised(name: str, check: Callable[[], object], found: str) -> Finding:
+    """The finding of a check that raises ConfigError."""
+    try:
+        answer = check()
+    except ConfigError as problem:
+        told, _, remedy = str(problem).rpartition("; ")
+        return Finding(name, "failed", told or remedy, remedy)
+    return Finding(name, "ok", f"{found} {answer}" if isinstance(answer, str) else found)
+
+
+def devices() -> Iterator[Finding]:
+    """Driver, GPUs as torch sees them, and whether they reach each other's memory."""
+    driver = _driver()
+    count = Cluster.here().num_gpus
+    if driver is None and not count:
+        for name in ("driver", "gpus", "peer access"):
+            yield Finding(name, "skipped", "no NVIDIA GPU here: models run on CPUs")
+        return
+    yield _driver_finding(driver)
+    import torch
+
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if seen < count or not seen:
+        remedy = "install the GPU packages (FLOWRL_DEVICE=gpu make setup, or pip install 'flowrl[gpu]')"
+        yield Finding("gpus", "failed", f"{count} devices, of which torch {torch.__version__} sees {seen}", remedy)
+        yield Finding("peer access", "skipped", "torch sees no GPU")
+        return
+    names = [torch.cuda.get_device_properties(index) for index in range(seen)]
+    yield Finding("gpus", "ok", ", ".join(f"{one.name} {one.total_memory / GB:.1f} GiB" for one in names))
+    yield _peer_finding(seen, torch.cuda.can_device_access_peer)
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA driver, None without nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.split()[0] if told.split() else None
+
+
+def _driver_finding(driver: str | None) -> Finding:
+    remedy = f"install an NVIDIA driver of version {LEAST_DRIVER} or newer, which CUDA 13 needs"
+    if driver is None:
+        return Finding("driver", "failed", "there are GPUs, but nvidia-smi does not answer", remedy)
+    major = driver.partition(".")[0]
+    if not major.isdigit() or int(major) < LEAST_DRIVER:
+        return Finding("driver", "failed", f"version {driver}", remedy)
+    return Finding("driver", "ok", f"version {driver}")
+
+
+def _peer_finding(count: int, reaches: Callable[[int, int], bool]) -> Finding:
+    if count < 2:
+        return Finding("peer access", "skipped", "one GPU")
+    apart = [(one, other) for one in range(count) for other in range(one + 1, count) if not reaches(one, other)]
+    if not apart:
+        return Finding("peer access", "ok", f"all pairs of {count} GPUs")
+    pairs = ", ".join(f"{one}-{other}" for one, other in apart[:4])
+    remedy = "weights and gradients go through host memory there: see nvidia-smi topo -m, and IOMMU or ACS settings"
+    return Finding("peer access", "warning", f"{len(apart)} pairs have none ({pairs})", remedy)
+
+
+def shared_memory() -> Finding:
+    """Room in /dev/shm for messages and weights."""
+    room = Cluster.here().machines[0].shm_bytes
+    remedy = "make it larger: docker run --shm-size=16g, an emptyDir with medium: Memory, or mount -o remount,size=16g"
+    numbers = {"shm_bytes": float(room)}
+    if room < LEAST_SHM_BYTES:
+        return Finding("/dev/shm", "failed", f"{room / GB:.2f} GiB free, for weights and messages", remedy, numbers)
+    return Finding("/dev/shm", "ok", f"{room / GB:.1f} GiB free", numbers=numbers)
+
+
+def compilers() -> Iterator[Finding]:
+    """What compiles at the first use."""
+    missing = [name for name in ("gcc", "g++") if shutil.which(name) is None]
+    if missing:
+        remedy = "install them, on Debian: apt-get install g++"
+        yield Finding("compilers", "failed", f"{' and '.join(missing)} not found", remedy)
+    else:
+        yield Finding("compilers", "ok", "gcc, g++")
+    yield _raised("Python.h", lambda: check_python_headers("what Triton starts vLLM's kernels with"), "found")
+    if Cluster.here().num_gpus:
+        yield _raised("nvcc", lambda: check_nvcc("DeepSpeed's async_io (--zero.nvme-path)"), "found, or not needed")
+    else:
+        yield Finding("nvcc", "skipped", "no NVIDIA GPU here")
+
+
+def open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < LEAST_FILES:
+        return Finding("open files", "warning", f"at most {soft}", f"ulimit -n {min(hard, 65536)} before flowrl run")
+    return Finding("open files", "ok", f"at most {soft}")
+
+
+def shared_memory_rate() -> Finding:
+    """Bytes a second that are written to /dev/shm and read again."""
+    data = bytes(CHUNK_BYTES)
+    try:
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+            began = time.perf_counter()
+            for _ in range(COPIED_BYTES // CHUNK_BYTES):
+                file.write(data)
+            file.seek(0)
+            while file.readinto(bytearray(CHUNK_BYTES)):
+                pass
+            seconds = time.perf_counter() - began
+    except OSError as error:
+        return Finding("shared memory", "failed", f"/dev/shm cannot be written: {error}", "make it writable and larger")
+    return _rate("shared memory", 2 * COPIED_BYTES / seconds, LEAST_SHM_RATE, {})
+
+
+def loopback_rate() -> Finding:
+    """Round trip and bytes a second over tcp with CURVE, from this process to itself."""
+    with Echo(CurveKeys.new()) as echo:
+        return loopback_finding(*measure(echo.url, echo.keys))
+
+
+def loopback_finding(round_trip_s: float, rate: float) -> Finding:
+    return _rate("loopback, CURVE", rate, LEAST_TCP_RATE, {"round_trip_s": round_trip_s})
+
+
+def _rate(name: str, rate: float, least: float, numbers: dict[str, float]) -> Finding:
+    found = f"{rate / 1e9:.2f} GB/s" + "".join(f", round trip {1e6 * s:.0f} µs" for s in numbers.values())
+    numbers = {**numbers, "bytes_per_s": rate}
+    if rate < least:
+        remedy = f"expected {least / 1e9:g} GB/s or more: look for other jobs, or for a limit of the container"
+        return Finding(name, "warning", found, remedy, numbers)
+    return Finding(name, "ok", found, numbers=numbers)
+
+
+class Echo:
+    """Answers on tcp with CURVE, in a thread of its own: a message of one byte by itself, others by their length."""
+
+    def __init__(self, keys: CurveKeys, ip: str = "") -> None:
+        import threading
+
+        import zmq
+
+        self.keys = keys
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.REP)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+        ip = ip or local_ip()
+        self.url = f"tcp://{ip}:{self._socket.bind_to_random_port(f'tcp://{ip}')}"
+        self._thread = threading.Thread(target=self._answer, name="flowrl-echo", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Echo:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._context.term()  # returns when the thread, whose wait it ends, has closed its socket
+        self._thread.join()
+
+    def _answer(self) -> None:
+        import zmq
+
+        try:
+            while True:
+                message = self._socket.recv()
+                self._socket.send(message if len(message) == 1 else str(len(message)).encode())
+        except zmq.ContextTerminated:
+            self._socket.close(linger=0)
+
+
+def measure(
+    url: str, keys: CurveKeys, *, num_bytes: int = COPIED_BYTES // 4, within_s: float = 5.0
+) -> tuple[float, float]:
+    """(round trip in seconds, bytes a second) to an `Echo`. Raises ConfigError if it does not answer."""
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.REQ) as link:
+        link.linger, link.rcvtimeo, link.sndtimeo = 0, int(1000 * within_s), int(1000 * within_s)
+        link.curve_serverkey, link.curve_publickey, link.curve_secretkey = keys.public, keys.public, keys.secret
+        link.connect(url)
+        try:
+            link.send(b"x")
+            link.recv()
+            began = time.perf_counter()
+            for _ in range(ROUNDS):
+                link.send(b"x")
+                link.recv()
+            half = time.perf_counter()
+            data = bytes(CHUNK_BYTES)
+            for _ in range(num_bytes // CHUNK_BYTES):
+                link.send(data, copy=False)
+                link.recv()
+        except zmq.Again:
+            raise ConfigError(f"{url} does not answer within {within_s:g} s; open tcp between the machines") from None
+        return (half - began) / ROUNDS, num_bytes / (time.perf_counter() - half)
