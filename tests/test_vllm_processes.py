@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from flowrl.errors import FlowrlError
-from flowrl.nodes.vllm_processes import EngineProcesses
+from flowrl.nodes.vllm_processes import EngineProcesses, starting
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -118,3 +118,10 @@ def test_a_process_that_is_gone_already() -> None:
                 await asyncio.Event().wait()
 
     asyncio.run(check())
+
+
+def test_an_engine_that_does_not_start_is_told_in_a_sentence() -> None:
+    with pytest.raises(FlowrlError, match="ended before it was ready"), starting():
+        raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+    with pytest.raises(RuntimeError, match="another"), starting():
+        raise RuntimeError("another")

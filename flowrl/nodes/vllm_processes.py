@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from flowrl.errors import FlowrlError
 
@@ -77,6 +77,20 @@ def engine_died() -> FlowrlError:
         f"vLLM's engine process died; {log_place()} say why (out of memory is the usual cause: lower "
         "--engine.kv-cache-bytes, or --engine.concurrency)"
     )
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Raises FlowrlError where vLLM reports that its engine process has ended before it was ready."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "initialization failed" not in str(problem):
+            raise
+        raise FlowrlError(
+            f"vLLM's engine process ended before it was ready; {log_place()} say why (a model that vLLM does not "
+            "support, or too little memory, are the usual causes)"
+        ) from None
 
 
 def log_place(output: int = 1) -> str:

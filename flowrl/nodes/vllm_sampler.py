@@ -18,7 +18,7 @@ from flowrl.messages import Int32, Weights
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
-from flowrl.nodes.vllm_processes import EngineProcesses, engine_died
+from flowrl.nodes.vllm_processes import EngineProcesses, engine_died, starting
 from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
 from flowrl.runtime.activity.hostloop import apart
 from flowrl.weights.engine_process import begun_by_us
@@ -86,7 +86,7 @@ class VllmSampler:
         if engine.kv_cache_bytes is None and not num_gpus:
             config.cache_config.kv_cache_memory_bytes = kv_cache_room(config, longest_response)
         others = set(active_children())
-        with begun_by_us():
+        with begun_by_us(), starting():
             started = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         pids = (child.pid for child in active_children() if child not in others)
         return cls(started, EngineProcesses(pid for pid in pids if pid is not None), slots)
