@@ -92,7 +92,7 @@ def train(engine: Any, seed: int) -> None:
 
     draw = np.random.default_rng((seed, engine.rank))
     tokens = [draw.integers(0, engine.vocab_size, LENGTH).astype(np.int32) for _ in range(SEQUENCES)]
-    rows = lay_out(tokens, [np.ones(LENGTH, np.bool_)] * SEQUENCES, packed=False, device=torch.device("cpu"))
+    rows = lay_out(tokens, [np.ones(LENGTH, np.bool_)] * SEQUENCES, layout="padded", device=torch.device("cpu"))
     engine.set_lr(1e-5)
     logprobs_N, _ = engine.forward(rows, temperature=1.0)
     engine.backward(-logprobs_N.mean() / engine.gang.size, last=True)

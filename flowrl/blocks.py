@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal
 from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph, OnLimit
 from flowrl.models import Policy
+from flowrl.models.model_layout import trainer_layout
 from flowrl.models.size_table import Learning
 from flowrl.nodes import (
     Engine,
@@ -44,7 +45,7 @@ from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import Dtype, LoRA, ZeroSettings
+from flowrl.training.settings import Dtype, Layout, LoRA, ZeroSettings
 
 
 def too_low(options: object, **least: float) -> Iterator[str]:
@@ -180,11 +181,12 @@ class TrainerOptions(PolicyOptions):
     dtype: Dtype = "float32"
     """Data type of parameters and activations."""
     token_budget: int = 8192
-    """Most tokens of a micro-batch, padding included. Preference pairs are never split."""
+    """Most tokens of a micro-batch, padding included; a prefix that samples share counts once if the layout of `zero`
+    lets the trainer compute it once. Preference pairs are never split."""
     lora: LoRA = LoRA()
     """Train adapters of the policy instead of all its weights, as with --lora.rank 16."""
     zero: ZeroSettings = ZeroSettings()
-    """Sharding, offload, optimizer and attention of the policy's trainer."""
+    """Sharding, offload, optimizer, attention and layout of the policy's trainer."""
     schedule: Schedule = Schedule()
     """Warm-up and decay of the learning rate."""
 
@@ -193,6 +195,11 @@ class TrainerOptions(PolicyOptions):
         yield from too_low(self, token_budget=1)
         if not 0 <= self.lr < math.inf:
             yield f"--lr is {self.lr}; it has to be a number from 0 up"
+
+    @property
+    def packed_as(self) -> Layout:
+        """How the batches of the trainer are packed: as trees only where it computes those."""
+        return trainer_layout(self.model, self.zero).layout
 
     def make_trainer(self, objective: Objective, **settings: Any) -> Trainer:
         """A trainer of the policy; `settings` are further arguments of `Trainer`."""
@@ -208,7 +215,11 @@ class TrainerOptions(PolicyOptions):
 
     def scoring(self, size: ScoringSize) -> dict[str, Any]:
         """Arguments of a node whose model only scores: what its role says, or what the trainer has."""
-        return {"dtype": size.dtype or self.dtype, "token_budget": size.token_budget or self.token_budget}
+        return {
+            "dtype": size.dtype or self.dtype,
+            "token_budget": size.token_budget or self.token_budget,
+            "layout": self.zero.layout,
+        }
 
 
 @dataclass(frozen=True)
@@ -294,7 +305,11 @@ class OnlineOptions(EvaluationOptions, SamplingOptions):
     def batcher(self, **settings: Any) -> TokenBatch:
         """A batcher of groups; `settings` are further arguments of `TokenBatch`."""
         return TokenBatch(
-            self.groups_per_step, token_budget=self.token_budget, optimizer_steps=self.optimizer_steps, **settings
+            self.groups_per_step,
+            token_budget=self.token_budget,
+            layout=self.packed_as,
+            optimizer_steps=self.optimizer_steps,
+            **settings,
         )
 
     def make_trainer(self, objective: Objective, **settings: Any) -> Trainer:

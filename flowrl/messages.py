@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from flowrl import packing
 from flowrl.message_base import Message as Message
+from flowrl.tree_packing import ByTree, share
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -243,6 +244,9 @@ class Batch(Message):
     """>= 0: the trainer masks tokens older than this out of the loss (`on_limit="mask"`)."""
     token_budget: int = 0
     """Tokens of one micro-batch, padding included, used by `split`; 0 is one micro-batch a step."""
+    layout: str = "rows"
+    """Whether micro-batches are packed as rows or as trees of shared prefixes. auto: trees if something is shared;
+    `split` then says in its parts which of the two they are."""
     optimizer_steps: int = 1
     """Mini-batches the samples are cut into, in their order: one optimizer step each."""
     step_ends: tuple[int, ...] = ()
@@ -254,15 +258,26 @@ class Batch(Message):
 
         Raises ConfigError if one sequence alone, or one pair, exceeds the token budget.
         """
-        units = packed(self.samples)
+        units, way = packed(self.samples), self._packing()
         owners = [number for number, sample in enumerate(self.samples) for _ in sample.sequences]
         names = [f"pair {s.pair!r}" if s.pair else f"sample {s.sample_id!r}" for s in self.samples for _ in s.sequences]
-        packing.require_budget(units, self.token_budget, names)
-        parts = packing.split(units, n, optimizer_steps=self.optimizer_steps, token_budget=self.token_budget)
+        packing.require_budget(units, self.token_budget, names, way)
+        parts = packing.split(units, n, optimizer_steps=self.optimizer_steps, packing=way)
+        layout = "tree" if isinstance(way, ByTree) else "rows"
         return tuple(
-            replace(self, samples=tuple(self.samples[i] for i in mine), micro_batches=found, step_ends=ends)
+            replace(
+                self, samples=tuple(self.samples[i] for i in mine), micro_batches=found, step_ends=ends, layout=layout
+            )
             for mine, found, ends in (part.by_sample(owners) for part in parts)
         )
+
+    def _packing(self) -> packing.Packing:
+        """The way to pack its samples: as trees if these are asked for, or if they save more than rows lose."""
+        twice = any(sample.mismatched is not None for sample in self.samples)
+        passes = [found for sample in self.samples for found in _passes(sample, twice)]
+        if self.layout == "tree" or (self.layout == "auto" and share([tokens for tokens, *_ in passes])):
+            return ByTree(self.token_budget, passes)
+        return packing.ByRows(self.token_budget)
 
 
 def packed(samples: Sequence[Trainable]) -> list[packing.PackedUnit]:
@@ -270,6 +285,13 @@ def packed(samples: Sequence[Trainable]) -> list[packing.PackedUnit]:
     units = packing.units_of([s.pass_tokens for s in samples], [s.pair for s in samples])
     lengths = [[one.token_ids.size for one in s.sequences] if s.branches else [s.pass_tokens] for s in samples]
     return packing.by_sequence(units, lengths) if any(s.branches for s in samples) else units
+
+
+def _passes(sample: Trainable, twice: bool) -> list[tuple[Int32, ...]]:
+    """For each sequence its tokens in the pass over it, and if there are two in that over mismatched completions."""
+    other = sample.mismatched
+    found = [(one.token_ids, one.token_ids if other is None else other.token_ids) for one in sample.sequences]
+    return [one[: 1 + twice] for one in found]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Split a batch into ranks, optimizer steps and micro-batches by the lengths of its sequences. Needs numpy only.
+"""Split a batch into ranks, optimizer steps and micro-batches by the tokens that passes over them compute.
+
+Sequences are in padded rows (`ByRows`), or in trees of shared prefixes (`flowrl.tree_packing`). Needs numpy only.
 
 Invariants, checked by a property test:
 - every sequence is in exactly one micro-batch of exactly one rank;
@@ -7,7 +9,7 @@ Invariants, checked by a property test:
 - an optimizer step trains the same samples for every number of ranks and every token budget;
 - all ranks have the same `step_ends`, hence the same number of micro-batches (ZeRO-3's collectives need
   every rank in each of them); a rank with nothing to do has an empty one;
-- a micro-batch padded to its longest sequence holds at most `token_budget` tokens.
+- a micro-batch padded to its longest sequence, or as a tree, holds at most `token_budget` tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -99,14 +102,43 @@ class RankPart:
         return samples, found, self.step_ends
 
 
-def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, token_budget: int) -> list[RankPart]:
-    """The parts of all ranks, balanced by tokens; the micro-batches are sorted by length, longest first."""
+class Packing(Protocol):
+    """How units are divided over ranks and into micro-batches."""
+
+    def deal(self, units: Sequence[PackedUnit], n: int) -> list[list[PackedUnit]]:
+        """The units of each of `n` ranks, balanced by tokens."""
+
+    def micro_batches(self, units: Sequence[PackedUnit]) -> list[list[int]]:
+        """Indices of the units of one rank, cut so that each micro-batch stays within the budget."""
+
+    def size(self, unit: PackedUnit) -> int:
+        """Tokens of a micro-batch of this unit alone."""
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """Right-padded rows: the micro-batches are sorted by length, longest first."""
+
+    token_budget: int
+
+    def deal(self, units: Sequence[PackedUnit], n: int) -> list[list[PackedUnit]]:
+        return deal(units, n)
+
+    def micro_batches(self, units: Sequence[PackedUnit]) -> list[list[int]]:
+        return micro_batches_of(apart(units), self.token_budget)
+
+    def size(self, unit: PackedUnit) -> int:
+        return unit.padded
+
+
+def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, packing: Packing) -> list[RankPart]:
+    """The parts of all ranks."""
     owned: list[list[int]] = [[] for _ in range(num_ranks)]
     micro_batches: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
     step_ends: list[int] = []
     for step in np.array_split(np.arange(len(units)), optimizer_steps):
-        dealt = deal([units[i] for i in step], num_ranks)
-        found = [micro_batches_of(apart(part), token_budget) for part in dealt]
+        dealt = packing.deal([units[i] for i in step], num_ranks)
+        found = [packing.micro_batches(part) for part in dealt]
         most = max(1, *(len(part) for part in found))
         for rank, part in enumerate(found):
             for indices in part + [[]] * (most - len(part)):
@@ -120,13 +152,16 @@ def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, 
     ]
 
 
-def require_budget(units: Sequence[PackedUnit], token_budget: int, names: Sequence[str]) -> None:
+def require_budget(
+    units: Sequence[PackedUnit], token_budget: int, names: Sequence[str], packing: Packing | None = None
+) -> None:
     """Raise ConfigError if one sample alone, or one pair, exceeds the token budget. `names`: for each sequence."""
     for unit in apart(units) if token_budget else ():
-        if unit.padded > token_budget:
+        size = (packing or ByRows(token_budget)).size(unit)
+        if size > token_budget:
             alone, name = len(unit.indices) == 1, names[unit.indices[0]]
-            needs = f"has {unit.longest} tokens" if alone else f"needs {unit.padded} tokens, padding included"
-            least = "the longest prompt plus the longest response" if alone else unit.padded
+            needs = f"has {unit.longest} tokens" if alone else f"needs {size} tokens, padding included"
+            least = "the longest prompt plus the longest response" if alone else size
             raise ConfigError(
                 f"{name} {needs}, more than the token budget of {token_budget} a micro-batch; raise token_budget to at "
                 f"least {least}"

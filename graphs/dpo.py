@@ -70,7 +70,7 @@ def preference_graph(name: str, cfg: ReferencedPreferences, data: Preferences, o
         PreferenceReference(data, num_held_out=cfg.held_out, **cfg.scoring(cfg.reference)),
         **cfg.place(cfg.reference),
     )
-    batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
+    batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget, layout=cfg.packed_as))
     learner = cfg.make_trainer(objective, judge_every=cfg.judge_every)
     trainer = g.add("trainer", learner, **cfg.place(cfg.trainer))
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
+from flowrl.models.model_layout import trainer_layout
 from flowrl.nodes import (
     AdaptiveKL,
     Critic,
@@ -25,7 +26,7 @@ from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.value_objective import ValueObjective
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.settings import Layout, ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class PPO(RewardOptions):
         """As `place`. On a CPU the ranks of the two trainers have one core together, unless they say otherwise."""
         return self.place(size, cpus=1 if self.uses_gpus else 0.5 / self.trainer.replicas)
 
+    @property
+    def packed_as(self) -> Layout:
+        """Trees only if the critic's trainer computes them too."""
+        critic = trainer_layout(replace(self.model, model=self.critic.model or self.policy), self.critic_zero)
+        return super().packed_as if critic.trees else "rows"
+
 
 def graph(cfg: PPO) -> Graph:
     critic_model = replace(cfg.model, model=cfg.critic.model or cfg.policy, name="critic")
@@ -85,7 +92,7 @@ def graph(cfg: PPO) -> Graph:
     reference = g.add("reference", initial, **cfg.share(cfg.reference))
     advantage = g.add("advantage", JoinedAdvantage(estimate, size=cfg.group_size))
     batcher = g.add("batcher", cfg.batcher(whiten="full", estimate=estimate, adaptive_kl=adaptive_kl))
-    values = Critic(critic_model, **cfg.scoring(cfg.critic))
+    values = Critic(critic_model, **cfg.scoring(cfg.critic) | {"layout": cfg.critic_zero.layout})
     critic = g.add("critic", values, **cfg.share(cfg.critic))
     actor = g.add(
         "actor",

@@ -48,7 +48,7 @@ def graph(cfg: ProcessRewardModel) -> Graph:
     g = Graph("process_reward_model")
     prompts = g.add("prompts", source)
     dataset = g.add("dataset", data)
-    batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
+    batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget, layout=cfg.packed_as))
     learner = cfg.make_trainer(StepCorrectness(), judge_every=cfg.judge_every)
     trainer = g.add("trainer", learner, **cfg.place(cfg.trainer))
 

@@ -49,7 +49,7 @@ def graph(cfg: RewardModel) -> Graph:
     g = Graph("reward_model")
     prompts = g.add("prompts", PreferenceSource(data, epochs=cfg.epochs))
     dataset = g.add("dataset", PreferenceDataset(data))
-    batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
+    batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget, layout=cfg.packed_as))
     held_out = g.add("held_out", HeldOutPreferences(data, num_rows=cfg.held_out, token_budget=cfg.token_budget))
     learner = cfg.make_trainer(objective, judge_every=cfg.judge_every)
     trainer = g.add("trainer", learner, **cfg.place(cfg.trainer))

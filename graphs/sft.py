@@ -70,7 +70,7 @@ def graph(cfg: SFT) -> Graph:
     )
     prompts = g.add("prompts", source)
     dataset = g.add("dataset", answers)
-    batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget))
+    batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget, layout=cfg.packed_as))
     trainer = g.add("trainer", cfg.make_trainer(SFTObjective(), judge_every=cfg.judge_every), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, dataset.prompts)

@@ -52,7 +52,7 @@ def measured(settings: dict[str, object], gang: Gang, directory: Path) -> dict[s
     loaded = sum(size for address, size in storages().items() if address not in before)
     for _ in range(2):
         ids = np.arange(16, dtype=np.int32)
-        rows = lay_out([ids], [np.ones(len(ids), np.bool_)], packed=False)
+        rows = lay_out([ids], [np.ones(len(ids), np.bool_)], layout="padded")
         logprobs_N, _ = engine.forward(rows, temperature=1.0)
         engine.set_lr(1e-3)
         engine.backward(-logprobs_N.sum(), last=True)

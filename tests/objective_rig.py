@@ -70,7 +70,7 @@ def run(objective: Objective, cut: Sequence[Sequence[int]], **seen: Any) -> Outc
             [given[i].policy_mask for i in part],
             objective,
             version=0,
-            packed=False,
+            layout="padded",
             device=CPU,
         )
         for part in cut

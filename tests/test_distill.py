@@ -155,7 +155,7 @@ def test_rows_carry_the_hidden_states_of_their_samples_in_order() -> None:
         trainable(scored_by_teacher(s, s.teacher_logprobs, np.full((s.response_tokens, 2), n, np.float32)), np.zeros(5))
         for n, s in enumerate(given)
     ]
-    rows = lay_out([s.token_ids for s in samples], [s.policy_mask for s in samples], packed=False)
+    rows = lay_out([s.token_ids for s in samples], [s.policy_mask for s in samples], layout="padded")
     found = layer.taught(rows, samples).taught
     assert found is not None
     torch.testing.assert_close(found.hidden_NK, torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]))
@@ -240,7 +240,7 @@ def test_hidden_states_and_output_layer_give_the_teachers_distribution(cache: ob
     node = Teacher(Policy("tiny"), student=Policy("tiny"), exact=True)
     scored_samples = run_node(node, {"rollouts": [given]}, timeout_s=100).sent("scored")
     layer = load_output_layer(path, vocab_size=261, dtype="float32", device=torch.device("cpu"))
-    rows = lay_out([given.token_ids], [given.policy_mask], packed=False)
+    rows = lay_out([given.token_ids], [given.policy_mask], layout="padded")
     found = layer.taught(rows, scored_samples).taught
     assert found is not None
     ids = torch.from_numpy(given.token_ids.astype(np.int64))[None]

@@ -118,7 +118,7 @@ def test_rows_of_a_sample_count_once_and_share_its_mean() -> None:
             [masks[i] for i in order],
             PolicyObjective(),
             version=0,
-            packed=False,
+            layout="padded",
             device=torch.device("cpu"),
             shares=[shares[i] for i in order],
         )

@@ -24,6 +24,7 @@ from flowrl.training.advantage.advantages import WHITENED_ESTIMATORS, advantages
 from flowrl.training.advantage.estimate import Estimate, stack
 from flowrl.training.batch.masks import loss_masks
 from flowrl.training.batch.micro_batch import make_micro_batch
+from flowrl.training.layouts import Placing
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.policy_losses import kl, policy_loss
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -125,7 +126,7 @@ def test_ipo_compares_means_per_token_and_dpo_sums(kind: Any) -> None:
     samples = [preference(0, -1, [-1.0] * 5, [-1.4] * 5), preference(1, 1, [-2.0, -0.5], [-2.2, -1.1])]
     objective = DPO(beta=0.4, kind=kind)
     masks = [s.policy_mask for s in samples]
-    piece = make_micro_batch(samples, masks, objective, version=0, packed=False, device=torch.device("cpu"))
+    piece = make_micro_batch(samples, masks, objective, version=0, layout="padded", device=torch.device("cpu"))
     nothing = piece.mask_BT.new_zeros(2, 0)
     logprobs = piece.behavior_BT
     totals = Totals(piece.num_tokens, piece.num_sequences, 1, 1)
@@ -174,13 +175,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PolicyModel:
     return load_policy_model(path)
 
 
-def gradient_of(model: PolicyModel, row: int, *, packed: bool, changed: int | None = None) -> Tensor:
+def gradient_of(model: PolicyModel, row: int, *, layout: Placing, changed: int | None = None) -> Tensor:
     """Of the sum of one sample's logprobs, in a micro-batch with its neighbours, to all parameters."""
     samples = make_batch(0, CASES[0]).samples[:4]
     token_ids = [s.token_ids.copy() for s in samples]
     if changed is not None:
         token_ids[changed] = (token_ids[changed] + 7) % 40
-    rows = lay_out(token_ids, [s.policy_mask for s in samples], packed=packed)
+    rows = lay_out(token_ids, [s.policy_mask for s in samples], layout=layout)
     model.zero_grad()
     rows.spread(model(rows, 0.8)[0])[row].sum().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -188,17 +189,17 @@ def gradient_of(model: PolicyModel, row: int, *, packed: bool, changed: int | No
 
 @pytest.mark.parametrize("row", range(4))
 def test_gradients_of_packed_rows_equal_those_of_padded_ones(model: PolicyModel, row: int) -> None:
-    padded = gradient_of(model, row, packed=False)
+    padded = gradient_of(model, row, layout="padded")
     assert float(padded.abs().max()) > 0.1
-    torch.testing.assert_close(gradient_of(model, row, packed=True), padded, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradient_of(model, row, layout="packed"), padded, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 @pytest.mark.parametrize("changed", [0, 2])
-def test_a_neighbour_changes_no_gradient(model: PolicyModel, packed: bool, changed: int) -> None:
-    before, after = (gradient_of(model, 1, packed=packed, changed=which) for which in (None, changed))
+def test_a_neighbour_changes_no_gradient(model: PolicyModel, layout: Placing, changed: int) -> None:
+    before, after = (gradient_of(model, 1, layout=layout, changed=which) for which in (None, changed))
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
-    own = gradient_of(model, 1, packed=packed, changed=1)
+    own = gradient_of(model, 1, layout=layout, changed=1)
     assert float((own - before).abs().max()) > 0.1
 
 

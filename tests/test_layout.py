@@ -17,16 +17,18 @@ CHECKED = (
 )
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
-BASE = {"errors", "message_base", "messages", "episode", "orphans", "packing", "hub"}
+BASE = {"errors", "message_base", "messages", "episode", "orphans", "packing", "hub", "forest", "tree_packing"}
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "hub": {"errors"},
     "orphans": set(),
+    "forest": set(),
     "packing": {"errors"},
+    "tree_packing": {"forest", "packing"},
     "message_base": {"errors"},
-    "messages": {"errors", "message_base", "packing"},
+    "messages": {"errors", "message_base", "packing", "tree_packing"},
     "episode": {"messages"},
     "graph": BASE,
     "channel": BASE | {"graph"},
@@ -134,10 +136,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "schedule": set(),
         "advantage": set(),
         "loss": {"settings"},
-        "model": {"settings"},
-        "engine": {"settings", "model"},
-        "batch": {"loss", "model", "engine"},
-        "learner": {"loss", "model", "engine", "batch"},
+        "layouts": {"settings"},
+        "model": {"settings", "layouts"},
+        "engine": {"settings", "layouts", "model"},
+        "batch": {"loss", "layouts", "model", "engine"},
+        "learner": {"loss", "layouts", "model", "engine", "batch"},
     },
 }
 """Part of flowrl -> its rooms (folders, and files beside them) -> the other rooms that each may import."""

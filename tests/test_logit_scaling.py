@@ -76,7 +76,7 @@ def test_logprobs_and_gradients_equal_those_of_transformers(family: str) -> None
     model.zero_grad()
 
     arrays = [ids.to(torch.int32).numpy() for ids in sequences]
-    rows = lay_out(arrays, [ids > 0 for ids in arrays], packed=False)
+    rows = lay_out(arrays, [ids > 0 for ids in arrays], layout="padded")
     ours = PolicyModel(model)(rows, 0.7, True)
     torch.testing.assert_close(ours[0], theirs[0].detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours[1], theirs[1].detach(), atol=1e-5, rtol=1e-5)
@@ -95,7 +95,7 @@ def test_a_soft_cap_of_attention_scores_is_not_lost_with_the_default_attention(t
     model.save_pretrained(tmp_path)
     ids = torch.randint(3, 61, (12,))
     loaded = load_policy_model(tmp_path)
-    rows = lay_out([ids.to(torch.int32).numpy()], [ids.numpy() > 0], packed=False)
+    rows = lay_out([ids.to(torch.int32).numpy()], [ids.numpy() > 0], layout="padded")
     theirs = expected(type(model).from_pretrained(tmp_path, attn_implementation="eager"), [ids], 1.0)[0]
     torch.testing.assert_close(loaded(rows)[0], theirs, atol=1e-5, rtol=1e-5)
 

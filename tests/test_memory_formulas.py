@@ -111,7 +111,7 @@ def passed(
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    rows = lay_out([np.arange(LENGTH, dtype=np.int32)] * ROWS, [np.ones(LENGTH, np.bool_)] * ROWS, packed=False)
+    rows = lay_out([np.arange(LENGTH, dtype=np.int32)] * ROWS, [np.ones(LENGTH, np.bool_)] * ROWS, layout="padded")
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Source:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         ids = [np.array(tokens, np.int32) for tokens in sequences]
-        rows = lay_out(ids, [np.ones(len(t), np.bool_) for t in ids], packed=False)
+        rows = lay_out(ids, [np.ones(len(t), np.bool_) for t in ids], layout="padded")
         with torch.no_grad():
             values_N = self._model(rows)
         return [part.tolist() for part in values_N.split([len(t) - 1 for t in ids])]

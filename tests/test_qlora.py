@@ -21,7 +21,7 @@ TOLERANCE: dict[Quantize, float] = {"nf4": 1e-4, "int8": 0.05}
 def logprobs(model: Any) -> Any:
     from flowrl.training.model.row_layout import lay_out
 
-    return model(lay_out([TOKENS], [np.ones(len(TOKENS), np.bool_)], packed=False))[0]
+    return model(lay_out([TOKENS], [np.ones(len(TOKENS), np.bool_)], layout="padded"))[0]
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flowrl.forest import num_unique
 from flowrl.messages import Trainable
 from flowrl.runtime.driver.cluster import LOOPBACK
 from tests.ranks import run_ranks
@@ -162,6 +163,16 @@ def test_half_precision_goes_the_same_way(case: Case, gang_dir: Path) -> None:
     likeness = [cosine(*pair) for pair in zip(found["gradients"], gradients, strict=True)]
     assert likeness[0] > 0.995
     assert min(likeness) > 0.9
+
+
+@pytest.mark.parametrize("name", ["tree", "tree_of_old_tokens"])
+def test_a_tree_computes_fewer_tokens_than_its_samples_have(name: str, gang_dir: Path) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    told = json.loads((gang_dir / f"{name}.json").read_text())["updates"]
+    for version, update in enumerate(told):
+        samples = make_batch(version, case).samples
+        unique = num_unique([sample.token_ids[:-1] for sample in samples])
+        assert unique <= update["computed"] < sum(sample.token_ids.size - 1 for sample in samples)
 
 
 def test_the_clipped_gradient_norm_is_told_before_clipping(gang_dir: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
+from flowrl.training.layouts import Placing
 from flowrl.training.model.logprobs import chunked_logprobs
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import lay_out, policy_places
@@ -83,12 +84,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PolicyModel:
     return load_policy_model(path)
 
 
-def logprobs_of(model: PolicyModel, *, packed: bool, change: int | None = None) -> list[np.ndarray]:
+def logprobs_of(model: PolicyModel, *, layout: Placing, change: int | None = None) -> list[np.ndarray]:
     samples = make_batch(0, CASES[0]).samples
     token_ids = [s.token_ids.copy() for s in samples]
     if change is not None:
         token_ids[change] = (token_ids[change] + 1) % 40
-    rows = lay_out(token_ids, [s.policy_mask for s in samples], packed=packed)
+    rows = lay_out(token_ids, [s.policy_mask for s in samples], layout=layout)
     logprobs_BT = rows.spread(model(rows)[0])
     return [
         row[: len(policy_places(s.policy_mask))].detach().numpy() for row, s in zip(logprobs_BT, samples, strict=True)
@@ -96,16 +97,16 @@ def logprobs_of(model: PolicyModel, *, packed: bool, change: int | None = None) 
 
 
 def test_packed_equals_padded_equals_one_by_one(model: PolicyModel) -> None:
-    padded, packed = logprobs_of(model, packed=False), logprobs_of(model, packed=True)
+    padded, packed = logprobs_of(model, layout="padded"), logprobs_of(model, layout="packed")
     for row, (sample, ours, theirs) in enumerate(zip(make_batch(0, CASES[0]).samples, padded, packed, strict=True)):
-        alone = model(lay_out([sample.token_ids], [sample.policy_mask], packed=False))[0].detach().numpy()
+        alone = model(lay_out([sample.token_ids], [sample.policy_mask], layout="padded"))[0].detach().numpy()
         assert ours == pytest.approx(alone, abs=1e-5), row
         assert theirs == pytest.approx(alone, abs=1e-5), row
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_neighbour_changes_nothing(model: PolicyModel, packed: bool) -> None:
-    before, after = logprobs_of(model, packed=packed), logprobs_of(model, packed=packed, change=2)
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
+def test_a_neighbour_changes_nothing(model: PolicyModel, layout: Placing) -> None:
+    before, after = logprobs_of(model, layout=layout), logprobs_of(model, layout=layout, change=2)
     differences = [float(np.abs(a - b).max()) for a, b in zip(before, after, strict=True)]
     assert differences.pop(2) > 0.1
     assert max(differences) < 1e-5

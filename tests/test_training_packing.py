@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import ConfigError
-from flowrl.messages import Batch, Trainable
+from flowrl.forest import num_unique
+from flowrl.messages import Batch, Mismatched, Trainable
 
 
 def sample(index: int, length: int) -> Trainable:
@@ -108,6 +110,87 @@ def test_split_keeps_pairs_together_in_their_order(lengths: list[int], ranks: in
             found = [part.samples[i] for i in micro if part.samples[i].pair]
             for first, second in zip(found[::2], found[1::2], strict=True):
                 assert (first.pair, first.label, second.label) == (second.pair, 1, -1)
+
+
+# Trees
+
+
+def grouped(sizes: list[tuple[int, int, int]], seed: int, **fields: Any) -> Batch:
+    """Groups of (samples, tokens of the prompt, most tokens of a response)."""
+    draw = np.random.default_rng(seed)
+    samples = []
+    for members, prompt, response in sizes:
+        start = draw.integers(0, 3, prompt)
+        for _ in range(members):
+            ids = np.concatenate([start, draw.integers(0, 3, draw.integers(1, response + 1))]).astype(np.int32)
+            samples.append(replace(sample(len(samples), len(ids)), token_ids=ids))
+    tokens = sum(s.response_tokens for s in samples)
+    return Batch(tuple(samples), (), num_sequences=len(samples), num_tokens=tokens, num_groups=len(sizes), **fields)
+
+
+GROUPS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=8)
+
+
+@given(
+    sizes=GROUPS,
+    seed=st.integers(0, 1000),
+    ranks=st.integers(1, 4),
+    budget=st.sampled_from([0, 100, 200]),
+    steps=st.integers(1, 3),
+    pairs=st.booleans(),
+)
+def test_split_of_trees_keeps_every_invariant(
+    sizes: list[tuple[int, int, int]], seed: int, ranks: int, budget: int, steps: int, pairs: bool
+) -> None:
+    whole = grouped(sizes, seed, token_budget=budget, optimizer_steps=steps, layout="tree")
+    if pairs and len(whole.samples) % 2 == 0:
+        whole = paired(whole)
+    parts = whole.split(ranks)
+    ids = [part.samples[i].sample_id for part in parts for micro in part.micro_batches for i in micro]
+    assert sorted(ids) == sorted(s.sample_id for s in whole.samples)
+    assert {part.layout for part in parts} == {"tree"}
+    assert {(part.step_ends, len(part.micro_batches)) for part in parts} == {
+        (parts[0].step_ends, parts[0].step_ends[-1])
+    }
+    rows = replace(whole, layout="rows", token_budget=0).split(1)[0]
+    assert [set.union(*step) for step in zip(*map(steps_of, parts), strict=True)] == steps_of(rows)
+    for part in parts:
+        for micro in filter(None, part.micro_batches):
+            assert not budget or num_unique([part.samples[i].token_ids for i in micro]) <= budget
+            found = [part.samples[i] for i in micro if part.samples[i].pair]
+            for first, second in zip(found[::2], found[1::2], strict=True):
+                assert (first.pair, first.label, second.label) == (second.pair, 1, -1)
+
+
+@given(sizes=GROUPS, seed=st.integers(0, 1000), ranks=st.integers(2, 4))
+def test_no_rank_has_much_more_than_its_share_of_a_forest(
+    sizes: list[tuple[int, int, int]], seed: int, ranks: int
+) -> None:
+    whole = grouped(sizes, seed, layout="tree")
+    loads = [num_unique([s.token_ids for s in part.samples]) for part in whole.split(ranks)]
+    fair = -(-num_unique([s.token_ids for s in whole.samples]) // ranks)
+    assert max(loads) <= fair + 2 * max(s.token_ids.size for s in whole.samples)
+
+
+def test_a_group_fills_a_micro_batch_of_unique_tokens() -> None:
+    whole = grouped([(8, 40, 1)] * 2, 0, token_budget=96, layout="tree")
+    (part,) = whole.split(1)
+    assert [len({part.samples[i].group_id for i in micro}) for micro in part.micro_batches] == [8]
+    assert len(replace(whole, layout="rows").split(1)[0].micro_batches) == 8
+
+
+def test_auto_packs_rows_unless_something_is_shared() -> None:
+    shared, apart = grouped([(4, 20, 3)], 0, layout="auto"), grouped([(1, 20, 3)] * 4, 0, layout="auto")
+    assert [whole.split(1)[0].layout for whole in (shared, apart)] == ["tree", "rows"]
+    assert apart.split(1)[0].micro_batches == replace(apart, layout="rows").split(1)[0].micro_batches
+
+
+def test_the_pass_over_mismatched_completions_is_within_the_budget_too() -> None:
+    whole = grouped([(4, 30, 1)], 0, token_budget=100, layout="tree")
+    others = [Mismatched(np.full(60, 5 + n, np.int32), np.ones(60, np.bool_)) for n in range(4)]
+    samples = tuple(replace(s, mismatched=other) for s, other in zip(whole.samples, others, strict=True))
+    (part,) = replace(whole, samples=samples).split(1)
+    assert [len(micro) for micro in part.micro_batches] == [1, 1, 1, 1]
 
 
 def test_a_pair_above_the_budget_is_named() -> None:

@@ -66,7 +66,7 @@ def test_a_pair_with_one_half_masked_out_does_not_count() -> None:
     given = samples()
     masks = [s.policy_mask for s in given]
     masks[3] = np.zeros_like(masks[3])
-    piece = make_micro_batch(given, masks, DPO(), version=0, packed=False, device=CPU)
+    piece = make_micro_batch(given, masks, DPO(), version=0, layout="padded", device=CPU)
     assert piece.pairs_P2.tolist() == [[0, 1], [4, 5]]
     assert piece.counts == (18, 5, 2, 3)
     assert not DPO().enough(Totals(num_tokens=9, num_sequences=3))
@@ -95,7 +95,7 @@ def test_mismatched_completions_are_a_pass_of_their_own() -> None:
         np.arange(9, dtype=np.int32), np.arange(9) >= 4, np.where(np.arange(9) >= 4, -1, 0).astype(np.float32)
     )
     given = [replace(first, mismatched=other), second]
-    piece = make_micro_batch(given, [s.policy_mask for s in given], KTO(), version=0, packed=False, device=CPU)
+    piece = make_micro_batch(given, [s.policy_mask for s in given], KTO(), version=0, layout="padded", device=CPU)
     crossed = piece.mismatched
     assert crossed is not None
     assert crossed.counted_B.tolist() == [True, False]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
+from flowrl.training.layouts import Placing
 from flowrl.training.model.policy_model import companions, load_policy_model
 from flowrl.training.model.row_layout import lay_out, lay_out_ends
 from flowrl.training.model.scalar_head import has_scalar_head
@@ -35,8 +36,8 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return model, path
 
 
-def scores_of(model: ScalarModel, *, packed: bool) -> list[float]:
-    rows = lay_out_ends(SEQUENCES, packed=packed)
+def scores_of(model: ScalarModel, *, layout: Placing) -> list[float]:
+    rows = lay_out_ends(SEQUENCES, layout=layout)
     with torch.no_grad():
         return [float(x) for x in rows.spread(model(rows)).squeeze(-1)]
 
@@ -62,20 +63,20 @@ def their_scores(path: Path, side: str | None) -> list[float]:
 @pytest.mark.parametrize("side", ["left", "right", None])
 def test_scores_equal_those_of_transformers_own_class(saved: tuple[ScalarModel, Path], side: str | None) -> None:
     model, path = saved
-    ours = scores_of(model, packed=False)
+    ours = scores_of(model, layout="padded")
     assert ours == pytest.approx(their_scores(path, side), abs=1e-5)
     assert len({round(score, 3) for score in ours}) == len(SEQUENCES), "equal scores would prove nothing"
 
 
 def test_packed_rows_give_the_same_scores(saved: tuple[ScalarModel, Path]) -> None:
-    assert scores_of(saved[0], packed=True) == pytest.approx(scores_of(saved[0], packed=False), abs=1e-5)
+    assert scores_of(saved[0], layout="packed") == pytest.approx(scores_of(saved[0], layout="padded"), abs=1e-5)
 
 
 def test_a_saved_head_comes_back_and_a_new_one_does_not(saved: tuple[ScalarModel, Path]) -> None:
     model, path = saved
     assert has_scalar_head(path)
     again = load_scalar_model(path, start="reward_model")
-    assert scores_of(again, packed=False) == pytest.approx(scores_of(model, packed=False), abs=1e-6)
+    assert scores_of(again, layout="padded") == pytest.approx(scores_of(model, layout="padded"), abs=1e-6)
     fresh = load_scalar_model(path, start="policy", seed=2)
     assert not torch.allclose(fresh.classifier.score.weight, model.classifier.score.weight)
     assert torch.equal(fresh.classifier.model.embed_tokens.weight, model.classifier.model.embed_tokens.weight)
@@ -85,8 +86,8 @@ def test_values_are_read_before_each_policy_token(saved: tuple[ScalarModel, Path
     model = saved[0]
     tokens, mask = SEQUENCES[0], np.array([False, False, True, False, True, True])
     with torch.no_grad():
-        values_N = model(lay_out([tokens], [mask], packed=False))
-        prefixes = [model(lay_out_ends([tokens[:t]], packed=False)) for t in (2, 4, 5)]
+        values_N = model(lay_out([tokens], [mask], layout="padded"))
+        prefixes = [model(lay_out_ends([tokens[:t]], layout="padded")) for t in (2, 4, 5)]
     assert values_N.tolist() == pytest.approx([float(v) for v in prefixes], abs=1e-5)
 
 
@@ -103,7 +104,7 @@ def test_the_head_is_drawn_with_variance_one_by_width_plus_one() -> None:
 def test_dropout_is_off(saved: tuple[ScalarModel, Path]) -> None:
     model = saved[0]
     model.train()
-    assert scores_of(model, packed=False) == scores_of(model, packed=False)
+    assert scores_of(model, layout="padded") == scores_of(model, layout="padded")
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
@@ -111,8 +112,8 @@ def test_the_end_tokens_embedding_learns_although_it_is_the_pad_token(tmp_path: 
     tokens, mask = np.array([1, EOS, 2, EOS], np.int32), np.array([False, False, True, True])
     make_policy(tmp_path, pad=pad)
     policy, scalar = load_policy_model(tmp_path), load_scalar_model(tmp_path, start="policy")
-    policy(lay_out([tokens], [mask], packed=False))[0].sum().backward()
-    scalar(lay_out_ends([tokens], packed=False)).sum().backward()
+    policy(lay_out([tokens], [mask], layout="padded"))[0].sum().backward()
+    scalar(lay_out_ends([tokens], layout="padded")).sum().backward()
     for model in (policy, scalar):
         gradient = model.network.get_input_embeddings().weight.grad
         assert float(gradient[EOS].abs().max()) > 1e-3
@@ -120,9 +121,9 @@ def test_the_end_tokens_embedding_learns_although_it_is_the_pad_token(tmp_path: 
 
 def test_the_head_computes_in_float32(saved: tuple[ScalarModel, Path]) -> None:
     half = load_scalar_model(saved[1], start="reward_model", dtype="bfloat16")
-    values_N = half(lay_out_ends(SEQUENCES, packed=False))
+    values_N = half(lay_out_ends(SEQUENCES, layout="padded"))
     assert values_N.dtype == torch.float32
-    assert values_N.tolist() == pytest.approx(scores_of(saved[0], packed=False), abs=0.2)
+    assert values_N.tolist() == pytest.approx(scores_of(saved[0], layout="padded"), abs=0.2)
 
 
 def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:

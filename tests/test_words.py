@@ -59,7 +59,7 @@ ELSEWHERE = {
     ),
     "epoch": (
         "passes over data",
-        r"tasks/|nodes/|training/|messages|ledger|audit/|samples/|benchmarks/(stages|episodes)",
+        r"tasks/|nodes/|training/|messages|ledger|audit/|samples/|benchmarks/(stages|episodes|layouts)",
     ),
     "track": (
         "traces, the option --track, an argument of zmq's send",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flowrl.messages import Batch, Trainable
+from flowrl.training.settings import Layout
 
 VOCABULARY = 40
 TEMPERATURE = 0.8
@@ -31,6 +32,10 @@ class Case:
     tied: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
     """Further ZeroSettings."""
+    layout: Layout = "rows"
+    """Of trainer and batch. In a tree the samples of a group share their prompt, or the beginning of it."""
+    dense_places: int | None = None
+    """The most places for which the rule chooses a dense mask; None: its own."""
 
     @property
     def half(self) -> bool:
@@ -56,6 +61,17 @@ CASES = (
     Case("offloaded", settings={"offload": "all"}, optimizer_steps=2),
     Case("packed", settings={"packing": True}, token_budget=35),
     Case("gradient_checkpointing", settings={"gradient_checkpointing": True}, optimizer_steps=2),
+    Case("tree", layout="tree"),
+    Case("tree_of_old_tokens", layout="tree", mask_staleness=1, token_budget=30, optimizer_steps=3),
+    Case("tree_cascade", layout="tree", dense_places=0, optimizer_steps=2, mask_staleness=1),
+    Case(
+        "tree_checkpointed",
+        {"kl_coef": 0.3, "entropy_coef": 0.1, "kl_estimator": "k3"},
+        layout="tree",
+        dense_places=0,
+        settings={"gradient_checkpointing": True},
+    ),
+    Case("tree_bfloat16", layout="tree", settings={"dtype": "bfloat16"}),
     Case("bfloat16_stage_3", settings={"dtype": "bfloat16"}),
     Case("bfloat16_stage_2", stage=2, settings={"dtype": "bfloat16"}),
     Case("bfloat16_stage_1", stage=1, settings={"dtype": "bfloat16"}),
@@ -89,6 +105,8 @@ def make_batch(number: int, case: Case) -> Batch:
     samples = [
         _sample(draw, group, member, size, number) for group, size in enumerate((3, 2, 2)) for member in range(size)
     ]
+    if case.layout != "rows":
+        samples = [_with_shared_prompt(sample, number) for sample in samples]
     return Batch(
         tuple(samples),
         (),
@@ -98,7 +116,15 @@ def make_batch(number: int, case: Case) -> Batch:
         mask_staleness=case.mask_staleness,
         token_budget=case.token_budget,
         optimizer_steps=case.optimizer_steps,
+        layout=case.layout,
     )
+
+
+def _with_shared_prompt(sample: Trainable, number: int) -> Trainable:
+    """`sample` with a prompt that is the beginning of its group's."""
+    prompt = np.random.default_rng((number, int(sample.prompt_id))).integers(0, VOCABULARY, 8)
+    start = prompt[: sample.prompt_tokens].astype(np.int32)
+    return replace(sample, token_ids=np.concatenate([start, sample.token_ids[len(start) :]]))
 
 
 def _sample(draw: np.random.Generator, group: int, member: int, size: int, version: int) -> Trainable:

@@ -18,11 +18,13 @@ from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.model.attention import rule
 from flowrl.training.settings import ZeroSettings
 from tests.ranks import as_rank
 from tests.run_process import listening
 from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch
 
+DENSE_PLACES = rule.DENSE_PLACES
 EVERYTHING_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 
@@ -50,8 +52,10 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
         clip_grad_norm=case.clip,
         attention="sdpa",
         deepspeed=EVERYTHING_SHARDED,
+        layout=case.layout,
         **case.settings,
     )
+    rule.DENSE_PLACES = DENSE_PLACES if case.dense_places is None else case.dense_places
     engine = Recording(directory / ("tied" if case.tied else "untied"), settings, gang)
     engine.gradients = []
     learner = Learner(
@@ -60,12 +64,16 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
     updates = []
     for version in range(BATCHES):
         part = make_batch(version, case).split(gang.size)[gang.rank]
+        assert part.layout == case.layout
         updates.append(learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR))
     weights = {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}
     probe = engine.score([[1, 2, 3, 4], [5, 6]])
     if gang.rank == 0:
         torch.save({"gradients": engine.gradients, "weights": weights}, directory / f"{case.name}.pt")
-        told = [{"stats": dict(u.stats), "grad_norm": u.grad_norm, "gap": u.behavior_gap} for u in updates]
+        told = [
+            {"stats": dict(u.stats), "grad_norm": u.grad_norm, "gap": u.behavior_gap, "computed": u.tokens_computed}
+            for u in updates
+        ]
         (directory / f"{case.name}.json").write_text(json.dumps({"updates": told, "probe": probe}))
     engine.export(directory / f"{case.name}-export")
     _checkpoint(case, engine, learner, gang, directory)

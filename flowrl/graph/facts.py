@@ -34,6 +34,8 @@ class Facts:
     """Trainers and generators: rank of the LoRA adapters that versions are sent as, 0 for whole weights."""
     saves: str | None = None
     """Trainers: the name of their model's directory in a checkpoint."""
+    layout: str | None = None
+    """Batchers: how they pack micro-batches. Trainers: what they can compute. rows: one row for each sequence."""
     drops: bool = False
     """May drop, filter or fail samples: `flowrl check` shows on which branches this ends them."""
     trains: bool = False

@@ -22,10 +22,10 @@ import torch
 
 from flowrl.messages import Bool, Float32, Int32
 from flowrl.models.cache import Progress, cached_directory
-from flowrl.packing import PackedUnit, micro_batches_of
 from flowrl.training.model.policy_model import PolicyModel, choose_attention, load_policy_model
 from flowrl.training.model.row_layout import lay_out, policy_places
-from flowrl.training.settings import Dtype
+from flowrl.training.settings import Dtype, Layout
+from flowrl.tree_packing import passes_over
 
 VERSION = 1
 """Increased by changes of this file that give other numbers."""
@@ -62,6 +62,7 @@ def reference_cache(
     token_budget: int,
     progress: Progress,
     trust_remote_code: bool = False,
+    layout: Layout = "auto",
 ) -> ReferenceCache:
     """The cache of `sequences` (token ids, and which of them count) under the model, created first if missing.
 
@@ -78,7 +79,9 @@ def reference_cache(
 
     def load() -> PolicyModel:
         attention = choose_attention(None, device, dtype)
-        return load_policy_model(model_dir, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
+        return load_policy_model(
+            model_dir, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code, layout=layout
+        )
 
     def make(target: Path) -> None:
         progress(f"reference logprobs of {len(known)} sequences: computing them, kept for later runs")
@@ -106,7 +109,7 @@ def fingerprint(model_dir: Path) -> str:
 
 
 class _Pass:
-    """One pass of the reference over all sequences, longest first."""
+    """One pass of the reference over all sequences."""
 
     def __init__(
         self, load: Callable[[], PolicyModel], device: torch.device, token_budget: int, progress: Progress
@@ -131,15 +134,19 @@ class _Pass:
 
     def _fill(self, logprobs: Float32, found: Sequence[tuple[Int32, Bool]], offsets: npt.NDArray[np.int64]) -> None:
         model = self._load().eval().to(self._device)
-        units = [PackedUnit((number,), len(tokens), len(tokens)) for number, (tokens, _) in enumerate(found)]
-        told = 0
-        for part in micro_batches_of(units, self._token_budget):
+        passes, trees = passes_over([tokens for tokens, _ in found], self._token_budget, model.layout)
+        done = told = 0
+        for part in passes:
             tokens, masks = zip(*(found[number] for number in part), strict=True)
-            rows = lay_out(tokens, masks, packed=False, device=self._device)
+            rows = lay_out(tokens, masks, layout="tree" if trees else "padded", device=self._device)
             with torch.no_grad():
                 logprobs_N, _ = model(rows, 1.0)
-            logprobs[offsets[part[0]] : offsets[part[-1] + 1]] = logprobs_N.float().cpu().numpy()
-            if (tenth := 10 * (part[-1] + 1) // len(found)) > told:
+            sizes = [offsets[number + 1] - offsets[number] for number in part]
+            values_N = np.split(logprobs_N.float().cpu().numpy(), np.cumsum(sizes)[:-1])
+            for number, values in zip(part, values_N, strict=True):
+                logprobs[offsets[number] : offsets[number + 1]] = values
+            done += len(part)
+            if (tenth := 10 * done // len(found)) > told:
                 told = tenth
                 self._progress(f"reference logprobs: {10 * tenth} %")
         del model

@@ -15,8 +15,9 @@ import numpy as np
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
 from flowrl.models.chat import Chat, Turns, load_tokenizer
-from flowrl.packing import micro_batches_of, units_of
-from flowrl.training.settings import Dtype
+from flowrl.training.layouts import Placing
+from flowrl.training.settings import Attention, Dtype, Layout
+from flowrl.tree_packing import passes_over
 
 if TYPE_CHECKING:
     from flowrl.training.model.value_model import ScalarModel
@@ -67,9 +68,10 @@ class Scorer:
 
         scores = [0.0] * len(token_ids)
         device = self.model.network.score.weight.device
-        units = units_of([len(tokens) for tokens in token_ids], [""] * len(token_ids))
-        for indices in micro_batches_of(sorted(units, key=lambda unit: -unit.longest), self.token_budget):
-            rows = lay_out_ends([token_ids[i] for i in indices], packed=False, device=device)
+        passes, trees = passes_over(token_ids, self.token_budget, self.model.layout)
+        for indices in passes:
+            way: Placing = "tree" if trees else "padded"
+            rows = lay_out_ends([token_ids[i] for i in indices], layout=way, device=device)
             with torch.no_grad():
                 found = self.model(rows).tolist()
             for index, value in zip(indices, found, strict=True):
@@ -87,15 +89,21 @@ def load_scorer(
     dtype: Dtype = "float32",
     *,
     system_prompt: str = "",
-    attention: str = "sdpa",
+    attention: Attention = "sdpa",
     trust_remote_code: bool = False,
     token_budget: int = TOKENS_A_PASS,
+    layout: Layout = "auto",
 ) -> Scorer:
     """The reward model in the directory `path`. Raises ConfigError if there is none."""
     from flowrl.training.model.value_model import load_scalar_model
 
     model = load_scalar_model(
-        path, start="reward_model", dtype=dtype, attention=attention, trust_remote_code=trust_remote_code
+        path,
+        start="reward_model",
+        dtype=dtype,
+        attention=attention,
+        trust_remote_code=trust_remote_code,
+        layout=layout,
     )
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     return Scorer(model.eval().to(device), tokenizer, system_prompt=system_prompt, token_budget=token_budget)

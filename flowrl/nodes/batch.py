@@ -8,28 +8,31 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from flowrl.channel.tickets import Window
 from flowrl.errors import ConfigError
+from flowrl.forest import num_shared
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out
-from flowrl.messages import Batch, Bool, Group, Int32, Trainable, Values, packed
+from flowrl.messages import Batch, Bool, Group, Trainable, Values, packed
 from flowrl.nodes.judged import judged_metrics
 from flowrl.nodes.running import AdaptiveKL, RunningEstimate
 from flowrl.nodes.valued import question, require_advantages, value_metrics, with_values
 from flowrl.training.advantage.advantages import whiten
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.batch.masks import loss_masks, trained_mask
+from flowrl.training.settings import Layout
 
 
 class TokenBatch(Node):
     """Puts `num_groups` groups into a batch; one batch makes one version of the weights.
 
-    `token_budget` bounds the tokens of a micro-batch, padding included. `optimizer_steps` is the number of
+    `token_budget` bounds the tokens of a micro-batch, padding included. With the `layout` "auto" or "tree", where the
+    trainer computes trees, tokens of a prefix that sequences share count once. `optimizer_steps` is the number of
     mini-batches the batch is split into. `whiten` normalises advantages over all trained tokens of the batch, as
     the estimators `reinforce` and `reinforce_baseline` require: "off", "full", or "mean" (mean only).
 
@@ -52,6 +55,7 @@ class TokenBatch(Node):
         num_groups: int,
         *,
         token_budget: int = 8192,
+        layout: Layout = "rows",
         optimizer_steps: int = 1,
         whiten: Literal["off", "full", "mean"] = "off",
         estimate: Estimate | None = None,
@@ -61,6 +65,7 @@ class TokenBatch(Node):
     ) -> None:
         self.num_groups = num_groups
         self.token_budget = token_budget
+        self.layout = layout
         self.optimizer_steps = optimizer_steps
         self.whiten = whiten
         self.estimate = estimate
@@ -85,6 +90,7 @@ class TokenBatch(Node):
         return Facts(
             groups_per_batch=self.num_groups,
             token_budget=self.token_budget,
+            layout=self.layout,
             keeps_lineage=False,
             optional=() if self._wants_values else ("values",),
         )
@@ -96,6 +102,8 @@ class TokenBatch(Node):
             ("optimizer_steps", self.optimizer_steps),
         )
         problems = [f"{name} is {value}; it needs at least 1" for name, value in ranges if value < 1]
+        if self.layout not in get_args(Layout):
+            problems.append(f"layout is {self.layout!r}; choose one of {', '.join(get_args(Layout))}")
         if self.whiten not in ("off", "full", "mean"):
             problems.append(f"whiten is {self.whiten!r}; it has to be off, full or mean")
         if (self.normalise_rewards or self.adaptive_kl is not None) and self.estimate is None:
@@ -165,6 +173,7 @@ class TokenBatch(Node):
             num_groups=len(groups),
             mask_staleness=self._mask_staleness,
             token_budget=self.token_budget,
+            layout=self.layout,
             optimizer_steps=min(self.optimizer_steps, len(packed(samples))),
             metrics=batch_metrics(groups) | metrics,
         )
@@ -233,14 +242,7 @@ def branch_metrics(samples: Sequence[Trainable]) -> dict[str, float]:
 def repeated_tokens(sample: Trainable) -> int:
     """Number of tokens of the sample's branches in prefixes that an earlier sequence has too."""
     ids = [sequence.token_ids for sequence in sample.sequences]
-    return sum(max(_shared(ids[n], earlier) for earlier in ids[:n]) for n in range(1, len(ids)))
-
-
-def _shared(one: Int32, other: Int32) -> int:
-    """Number of tokens at the beginning that are equal."""
-    size = min(one.size, other.size)
-    different = np.flatnonzero(one[:size] != other[:size])
-    return int(different[0]) if different.size else size
+    return sum(max(num_shared(ids[n], earlier) for earlier in ids[:n]) for n in range(1, len(ids)))
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:

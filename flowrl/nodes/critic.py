@@ -23,10 +23,12 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.ports import In, Serve
 from flowrl.messages import Batch, Float32, Sample, Values, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.models.model_layout import note, scoring_layout
 from flowrl.nodes.scoring_model import ScoringNode
-from flowrl.packing import PackedUnit, micro_batches_of
+from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_scalar
-from flowrl.training.settings import Dtype
+from flowrl.training.settings import Dtype, Layout
+from flowrl.tree_packing import passes_over
 from flowrl.weights.backends import receiver
 from flowrl.weights.fetched import Receiver
 from flowrl.weights.probe import TOLERANCE, ProbeMismatch, coarser, mismatch
@@ -41,6 +43,7 @@ class Critic(ScoringNode):
     """Computes values for a batcher's samples, with the newest weights from the trainer on its latest edge.
 
     `policy` is that trainer's. `token_budget` bounds the tokens of one forward pass, padding included.
+    `layout`: whether prefixes that samples share are computed once, see `ZeroSettings`.
     """
 
     cpus = 1
@@ -48,10 +51,13 @@ class Critic(ScoringNode):
     requests: Serve[Batch, Values]
     weights: In[Weights]
 
-    def __init__(self, policy: Policy, *, dtype: Dtype = "float32", token_budget: int = 8192) -> None:
+    def __init__(
+        self, policy: Policy, *, dtype: Dtype = "float32", token_budget: int = 8192, layout: Layout = "auto"
+    ) -> None:
         self.policy = policy
         self.dtype: Dtype = dtype
         self.token_budget = token_budget
+        self.layout: Layout = layout
         self.version = -1
         self._content = -1
         """The version whose tensors are loaded; older than `version` after an unchanged version."""
@@ -70,7 +76,10 @@ class Critic(ScoringNode):
     def check(self, facts: Any) -> list[str]:
         if self.token_budget < 1:
             return [f"token_budget is {self.token_budget}; it needs at least the longest sample"]
-        return []
+        return refused(self.layout, scoring_layout(self.policy, self.layout))
+
+    def notes(self) -> list[str]:
+        return [note(scoring_layout(self.policy, self.layout))]
 
     def preflight(self) -> None:
         check_model(self.policy)
@@ -93,7 +102,11 @@ class Critic(ScoringNode):
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         model = load_scalar_model(
-            source, start="policy", dtype=self.dtype, trust_remote_code=self.policy.trust_remote_code
+            source,
+            start="policy",
+            dtype=self.dtype,
+            trust_remote_code=self.policy.trust_remote_code,
+            layout=self.layout,
         ).eval()
         self._model = model.to(self.load_device)
         self._loader = ModuleWeights(dict(model.network.named_parameters()))
@@ -192,11 +205,11 @@ def values_of(
 
     device = next(model.parameters()).device
     values = [np.zeros(len(tokens), np.float32) for tokens in token_ids]
-    lengths = [len(tokens) for tokens in token_ids]
-    units = [PackedUnit((index,), length, length) for index, length in enumerate(lengths)]
-    for indices in micro_batches_of(sorted(units, key=lambda unit: -unit.longest), token_budget):
+    passes, trees = passes_over(token_ids, token_budget, model.layout)
+    for indices in passes:
         places = [policy_places(policy_masks[i]) for i in indices]
-        rows = lay_out([token_ids[i] for i in indices], [policy_masks[i] for i in indices], packed=False, device=device)
+        tokens, masks = [token_ids[i] for i in indices], [policy_masks[i] for i in indices]
+        rows = lay_out(tokens, masks, layout="tree" if trees else "padded", device=device)
         with torch.no_grad():
             values_N = model(rows).float().cpu()
         for i, where, part in zip(indices, places, values_N.split([len(p) for p in places]), strict=True):

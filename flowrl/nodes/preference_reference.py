@@ -16,10 +16,12 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Bool, Group, Int32, Trainable
 from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.models.model_layout import note, scoring_layout
 from flowrl.nodes.preference_source import Preferences, Renderer
 from flowrl.tasks import Row
+from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_policy
-from flowrl.training.settings import Dtype
+from flowrl.training.settings import Dtype, Layout
 
 if TYPE_CHECKING:
     from flowrl.models.references import ReferenceCache
@@ -29,7 +31,8 @@ class PreferenceReference(Node):
     """Adds `ref_logprobs` under `policy` (None: the data's) to preferences, mismatched completions included.
 
     Sends up to `num_held_out` held-out rows as one batch before everything else, to evaluate the trainer.
-    `token_budget` bounds the tokens of one pass, padding included.
+    `token_budget` bounds the tokens of one pass, padding included. `layout`: whether prefixes that sequences share are
+    computed once, see `ZeroSettings`.
     """
 
     cpus = 1
@@ -46,12 +49,14 @@ class PreferenceReference(Node):
         dtype: Dtype = "float32",
         token_budget: int = 8192,
         num_held_out: int = 256,
+        layout: Layout = "auto",
     ) -> None:
         self.data = data
         self.policy = policy or data.policy
         self.dtype: Dtype = dtype
         self.token_budget = token_budget
         self.num_held_out = num_held_out
+        self.layout: Layout = layout
 
     def facts(self) -> Facts:
         return Facts(optional=("held_out",))
@@ -66,7 +71,10 @@ class PreferenceReference(Node):
             )
         if self.num_held_out < 0:
             problems.append(f"num_held_out is {self.num_held_out}; it has to be 0 (none) or more")
-        return problems
+        return problems + refused(self.layout, scoring_layout(self.policy, self.layout))
+
+    def notes(self) -> list[str]:
+        return [note(scoring_layout(self.policy, self.layout))]
 
     def preflight(self) -> None:
         check_model(self.policy)
@@ -95,6 +103,7 @@ class PreferenceReference(Node):
             token_budget=self.token_budget,
             progress=progress,
             trust_remote_code=self.policy.trust_remote_code,
+            layout=self.layout,
         )
 
     def _chosen(self, held_out: Sequence[Row]) -> Sequence[Row]:

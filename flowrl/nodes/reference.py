@@ -12,12 +12,14 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Sample
 from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.models.model_layout import note, scoring_layout
 from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.nodes.shared_pass import SharedPass
-from flowrl.packing import micro_batches_of, units_of
+from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_policy
-from flowrl.training.settings import Dtype
+from flowrl.training.settings import Dtype, Layout
+from flowrl.tree_packing import passes_over
 
 if TYPE_CHECKING:
     from flowrl.training.model.policy_model import PolicyModel
@@ -27,7 +29,8 @@ class Reference(ScoringNode):
     """Adds `ref_logprobs` to samples. `temperature` has to equal the generator's: logits are divided by it.
 
     `dtype` applies to weights and computation, as in the trainer. At most `batch` samples wait for a pass at the
-    same time. One pass takes at most `token_budget` tokens, padding included, or a single longer sample.
+    same time. One pass takes at most `token_budget` tokens, padding included, or a single longer sample. `layout`:
+    whether prefixes that samples share are computed once, see `ZeroSettings`.
     """
 
     cpus = 1
@@ -43,12 +46,14 @@ class Reference(ScoringNode):
         dtype: Dtype = "float32",
         token_budget: int = 8192,
         batch: int = 64,
+        layout: Layout = "auto",
     ) -> None:
         self.policy = policy
         self.temperature = temperature
         self.dtype = dtype
         self.token_budget = token_budget
         self.batch = batch
+        self.layout: Layout = layout
         self._pass = SharedPass(self._refer_all)
 
     def facts(self) -> Facts:
@@ -61,7 +66,10 @@ class Reference(ScoringNode):
         for name in ("token_budget", "batch"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
-        return problems
+        return problems + refused(self.layout, scoring_layout(self.policy, self.layout))
+
+    def notes(self) -> list[str]:
+        return [note(scoring_layout(self.policy, self.layout))]
 
     def preflight(self) -> None:
         check_model(self.policy)
@@ -79,7 +87,9 @@ class Reference(ScoringNode):
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         return (
-            load_policy_model(source, dtype=self.dtype, trust_remote_code=self.policy.trust_remote_code)
+            load_policy_model(
+                source, dtype=self.dtype, trust_remote_code=self.policy.trust_remote_code, layout=self.layout
+            )
             .eval()
             .to(self.load_device)
         )
@@ -114,11 +124,11 @@ def reference_logprobs(
     results = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
     places = [policy_places(sample.policy_mask) for sample in samples]
     wanted = [index for index, found in enumerate(places) if found.size]
-    units = units_of([len(samples[index].token_ids) for index in wanted], [""] * len(wanted))
-    for passed in micro_batches_of(sorted(units, key=lambda unit: -unit.longest), token_budget):
+    passes, trees = passes_over([samples[index].token_ids for index in wanted], token_budget, model.layout)
+    for passed in passes:
         chosen = [wanted[number] for number in passed]
         token_ids, masks = [samples[i].token_ids for i in chosen], [samples[i].policy_mask for i in chosen]
-        rows = lay_out(token_ids, masks, packed=False, device=device)
+        rows = lay_out(token_ids, masks, layout="tree" if trees else "padded", device=device)
         with torch.no_grad():
             logprobs_N, _ = model(rows, temperature)
         for index, part in zip(chosen, logprobs_N.float().cpu().split([places[i].size for i in chosen]), strict=True):

@@ -21,6 +21,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Int32, Sample, Scored
 from flowrl.models import Policy, check_model, resolve, tokenizer_of
+from flowrl.models.model_layout import note, scoring_layout
 from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.nodes.shaping import Shaping
@@ -28,7 +29,8 @@ from flowrl.nodes.shared_pass import SharedPass
 from flowrl.tasks import Task, load_rows
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import MODEL, beside_model, parse_reward
-from flowrl.training.settings import Dtype
+from flowrl.training.layouts import Decision, refused
+from flowrl.training.settings import Dtype, Layout
 
 if TYPE_CHECKING:
     from flowrl.models.scorer import Scorer
@@ -43,7 +45,8 @@ class RewardModel(ScoringNode):
 
     With `normalise` the reward is the score minus the model's mean, divided by its standard deviation, both
     from its config.json; the raw reward is the unchanged score. At most `batch` samples wait for a pass, which takes
-    at most `token_budget` tokens, padding included, or a single longer sample.
+    at most `token_budget` tokens, padding included, or a single longer sample. `layout`: whether prefixes that samples
+    share are computed once, see `ZeroSettings`.
     """
 
     cpus = 1
@@ -62,6 +65,7 @@ class RewardModel(ScoringNode):
         batch: int = 64,
         dtype: Dtype = "float32",
         token_budget: int = 8192,
+        layout: Layout = "auto",
     ) -> None:
         self.model = model
         self.policy = policy
@@ -73,6 +77,7 @@ class RewardModel(ScoringNode):
         self.weight, others = beside_model(parse_reward(task.verifier, verifier=task.own_verifier))
         self._functions = RewardFunctions(task, others, timeout_s=10.0, processes=1) if others else None
         self.token_budget = token_budget
+        self.layout: Layout = layout
         self._scorer: Scorer
         self._same_tokens = False
         self._pass = SharedPass(self._score_all)
@@ -87,7 +92,14 @@ class RewardModel(ScoringNode):
         for name in ("batch", "token_budget"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
-        return problems
+        return problems + (refused(self.layout, self._layout) if self.model else [])
+
+    @property
+    def _layout(self) -> Decision:
+        return scoring_layout(self.reward_policy, self.layout)
+
+    def notes(self) -> list[str]:
+        return [note(self._layout)]
 
     def preflight(self) -> str | None:
         from flowrl.models.scorer import check_reward_model
@@ -127,6 +139,7 @@ class RewardModel(ScoringNode):
             system_prompt=self.task.system_prompt,
             trust_remote_code=self.reward_policy.trust_remote_code,
             token_budget=self.token_budget,
+            layout=self.layout,
         )
         rows = load_rows(self.task, whole=True)
         self._turns = {row.prompt_id: row.turns for row in (*rows.train, *rows.held_out)}

@@ -15,19 +15,20 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Group, Sample, Scored
 from flowrl.models import Policy, check_model, known_directory, resolve, tokenizer_of
+from flowrl.models.model_layout import note, scoring_layout
 from flowrl.models.vocabulary import difference, untold, vocabulary_problem
 from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.nodes.shared_pass import SharedPass
-from flowrl.packing import micro_batches_of, units_of
 from flowrl.training.advantage.advantages import Array, distillation_advantages
 from flowrl.training.advantage.estimate import trainable
+from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_policy
-from flowrl.training.settings import Dtype
+from flowrl.training.settings import Dtype, Layout
+from flowrl.tree_packing import passes_over
 
 if TYPE_CHECKING:
     from flowrl.training.model.policy_model import PolicyModel
-
 
 Judgement = tuple[Float32, Float32]
 """(log p of the policy tokens at their positions, 0 elsewhere; the last hidden state of each policy token)."""
@@ -41,7 +42,8 @@ class Teacher(ScoringNode):
     `exact`, samples also carry the teacher's hidden states, which the objective `ReverseKL` needs.
 
     At most `batch` samples wait for a pass at the same time. One pass takes at most `token_budget` tokens, padding
-    included, or a single longer sample.
+    included, or a single longer sample. `layout`: whether prefixes that samples share are computed once, see
+    `ZeroSettings`.
     """
 
     cpus = 1
@@ -59,6 +61,7 @@ class Teacher(ScoringNode):
         exact: bool = False,
         token_budget: int = 8192,
         batch: int = 64,
+        layout: Layout = "auto",
     ) -> None:
         self.policy = policy
         self.student = student
@@ -67,6 +70,7 @@ class Teacher(ScoringNode):
         self.exact = exact
         self.token_budget = token_budget
         self.batch = batch
+        self.layout: Layout = layout
         self._pass = SharedPass(self._judge_all)
 
     def facts(self) -> Facts:
@@ -80,7 +84,10 @@ class Teacher(ScoringNode):
         for name in ("token_budget", "batch"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
-        return problems
+        return problems + refused(self.layout, scoring_layout(self.policy, self.layout))
+
+    def notes(self) -> list[str]:
+        return [note(scoring_layout(self.policy, self.layout))]
 
     def preflight(self) -> None:
         check_model(self.policy)
@@ -100,7 +107,9 @@ class Teacher(ScoringNode):
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         return (
-            load_policy_model(source, dtype=self.dtype, trust_remote_code=self.policy.trust_remote_code)
+            load_policy_model(
+                source, dtype=self.dtype, trust_remote_code=self.policy.trust_remote_code, layout=self.layout
+            )
             .eval()
             .to(self.load_device)
         )
@@ -172,21 +181,22 @@ def judgements(
     from flowrl.training.model.row_layout import lay_out, policy_places
 
     device = next(model.parameters()).device
-    places = [policy_places(sample.policy_mask) for sample in samples]
     found: dict[int, Judgement] = {}
-    units = units_of([len(sample.token_ids) for sample in samples], [""] * len(samples))
-    for chosen in micro_batches_of(sorted(units, key=lambda unit: -unit.longest), token_budget):
-        token_ids, masks = [samples[i].token_ids for i in chosen], [samples[i].policy_mask for i in chosen]
-        rows = lay_out(token_ids, masks, packed=False, device=device)
+    passes, trees = passes_over([sample.token_ids for sample in samples], token_budget, model.layout)
+    for passed in passes:
+        chosen = [samples[i] for i in passed]
+        token_ids, masks = [s.token_ids for s in chosen], [s.policy_mask for s in chosen]
+        rows = lay_out(token_ids, masks, layout="tree" if trees else "padded", device=device)
         with torch.no_grad():
             hidden_NK = model.hidden(rows)
             logprobs_N, _ = model.causal_lm.get_output_embeddings()(hidden_NK, rows.targets_N, temperature)
-        counts = [places[index].size for index in chosen]
-        parts = (torch.split(found_N.float().cpu(), counts) for found_N in (logprobs_N, hidden_NK))
-        for index, logprobs, hidden in zip(chosen, *parts, strict=True):
+        places = [policy_places(mask) for mask in masks]
+        ends = np.cumsum([len(where) for where in places])[:-1]
+        parts = (np.split(tensor.float().cpu().numpy(), ends) for tensor in (logprobs_N, hidden_NK))
+        for index, where, logprobs, hidden in zip(passed, places, *parts, strict=True):
             logprobs_T = np.zeros(len(samples[index].token_ids), np.float32)
-            logprobs_T[places[index]] = logprobs.numpy()
-            found[index] = logprobs_T, hidden.numpy()
+            logprobs_T[where] = logprobs
+            found[index] = logprobs_T, hidden
     return [found[index] for index in range(len(samples))]
 
 

@@ -26,11 +26,13 @@ from flowrl.graph.node import Node, Saved
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.models.model_layout import note, trainer_layout
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch.batch_stats import BatchStats
 from flowrl.training.batch.masks import loss_masks
 from flowrl.training.engine.requirements import TAG, check_training, lora_problems, resume_problems
+from flowrl.training.layouts import Decision, refused
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -111,6 +113,7 @@ class Trainer(Node):
             optional=("weights", "held_out"),
             adapter_rank=self.lora.synced_rank,
             saves=self.policy.name,
+            layout=self._layout.layout,
         )
 
     def footprint(self, share: Share) -> Footprint | None:
@@ -140,7 +143,15 @@ class Trainer(Node):
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
         problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
+        problems += refused(self.zero.layout, self._layout)
         return problems + lora_problems(self.lora, self.zero)
+
+    @property
+    def _layout(self) -> Decision:
+        return trainer_layout(self.policy, self.zero)
+
+    def notes(self) -> list[str]:
+        return [note(self._layout)]
 
     def preflight(self) -> None:
         check_model(self.policy)
@@ -370,6 +381,7 @@ def _metrics(update: Update) -> dict[str, Any]:
         "skipped_steps": update.skipped_steps,
         "unchanged": not update.changed,
         "token_passes": update.token_passes,
+        "tokens_computed": update.tokens_computed,
         "grad_norm": update.grad_norm,
         "behavior_gap": update.behavior_gap,
         "behavior_gap_by_staleness": {str(age): gap for age, gap in update.behavior_gap_by_staleness.items()},

@@ -29,6 +29,7 @@ from flowrl.training.batch.micro_batch import MicroBatch, make_micro_batch
 from flowrl.training.batch.referenced import with_reference
 from flowrl.training.batch.sequence_rows import RowShare, in_rows
 from flowrl.training.engine.zero import ZeroEngine
+from flowrl.training.layouts import Placing
 from flowrl.training.loss.objective import LossInputs, Objective, Totals
 from flowrl.training.model.output_layer import OutputLayer
 
@@ -65,6 +66,8 @@ class Update:
     """Number of steps whose gradient was not finite."""
     token_passes: int
     """Tokens that entered a loss, counted once in each epoch."""
+    tokens_computed: int
+    """Tokens that one pass over the batch computes, prompts and padding included, shared prefixes once."""
     grad_norm: float | None
     """Mean over the applied steps, before clipping."""
     stats: Mapping[str, float | None]
@@ -104,14 +107,17 @@ class Learner:
         self.engine.set_lr(lr)
         if self.objective.needs_reference and self.engine.lora.rank:
             mismatched = self.objective.needs_mismatched
-            part = with_reference(self.engine, part, mismatched=mismatched, temperature=self._temperature)
+            part = with_reference(
+                self.engine, part, self._placing(part), mismatched=mismatched, temperature=self._temperature
+            )
         micro_batches = [self._micro_batch(part, masks, shares, indices, version) for indices in part.micro_batches]
         starts = (0, *part.step_ends[:-1])
         steps = [micro_batches[start:end] for start, end in zip(starts, part.step_ends, strict=True)]
         totals = self._totals(steps)
         several = self._epochs * len(steps) > 1
         old = self._proximal(micro_batches) if several and self.objective.needs_proximal else {}
-        return self._run(steps, totals, old)
+        update = self._run(steps, totals, old)
+        return replace(update, tokens_computed=self._computed(micro_batches))
 
     def rest(self, part: Batch, masks: Sequence[Bool], version: int) -> Update:
         """Process a batch without an update: nothing is computed, but the bound is asserted."""
@@ -131,6 +137,21 @@ class Learner:
                 sums.add(self._reported(loss, stats))
         merged = self._merged(sums)
         return {name: merged.values.get(name) for name in ("loss", *self.objective.stats)}
+
+    def _computed(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Tokens of one pass over the micro-batches of all ranks; collective."""
+        return sum(self.engine.gang.gather(sum(one.rows.num_computed for one in micro_batches)))
+
+    def _placing(self, part: Batch) -> Placing:
+        """How the passes over `part` are laid out. Trees have more sequences than rows would have room for."""
+        if part.layout != "tree":
+            return self.engine.layout
+        if self.engine.layout not in ("auto", "tree"):
+            raise FlowrlError(
+                "the batcher packs trees of shared prefixes, but this trainer computes rows, which would need more "
+                "tokens than the token budget; give the batcher layout='rows', or the trainer layout='auto'"
+            )
+        return "tree"
 
     def _merged(self, sums: Sums) -> Sums:
         merged = Sums()
@@ -255,7 +276,7 @@ class Learner:
             [masks[i] for i in indices],
             self.objective,
             version=version,
-            packed=self.engine.packed,
+            layout=self._placing(part),
             device=self.engine.device,
             shares=[shares[i] for i in indices],
         )
@@ -299,6 +320,7 @@ def _metrics(sums: Sums, names: Sequence[str], norms: Sequence[float], skipped: 
         optimizer_steps=len(norms),
         skipped_steps=skipped,
         token_passes=token_passes,
+        tokens_computed=0,
         grad_norm=sum(norms) / len(norms) if norms else None,
         stats={name: sums.values.get(name) for name in names},
         behavior_gap=sum(sums.gap_by_age.values()) / tokens if tokens else None,

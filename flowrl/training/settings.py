@@ -17,6 +17,7 @@ Start = Literal["policy", "reward_model"]
 """How a scalar head is initialised: newly drawn, or as it was saved."""
 Optimizer = Literal["adamw", "muon", "sgd"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Layout = Literal["auto", "rows", "tree"]
 Sync = Literal["adapter", "merged"]
 Quantize = Literal["none", "nf4", "int8"]
 MOST_RANK = 512
@@ -100,6 +101,9 @@ class ZeroSettings:
     """transformers' implementation; None: flash attention for bfloat16 on a GPU if it is installed, else sdpa."""
     packing: bool | None = None
     """Put the sequences of a micro-batch into one row without padding; None: only with flash attention."""
+    layout: Layout = "auto"
+    """tree: prefixes that sequences of a micro-batch share, as a group's prompt, are computed once. rows: a row for
+    each sequence. auto: trees where the model can and something is shared."""
     gradient_checkpointing: bool = False
     ema_decay: float = 0.0
     """Above 0: keep an exponential moving average of the weights and export it with every checkpoint."""
@@ -107,7 +111,7 @@ class ZeroSettings:
     """Further DeepSpeed settings; they override flowrl's."""
 
     def __post_init__(self) -> None:
-        choices = {"offload": Offload, "dtype": Dtype, "optimizer": Optimizer}
+        choices = {"offload": Offload, "dtype": Dtype, "optimizer": Optimizer, "layout": Layout}
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(kind))}")

@@ -6,7 +6,7 @@ The loop goes episode by episode and sequence by sequence, each in a forward pas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flowrl.episode import Episode
+from flowrl.training.settings import Layout
 from tests.branching_episodes import episode
 from tests.oracle import plain
 from tests.oracle.cases import LENGTH, LR, RATIOS
@@ -43,6 +44,7 @@ class BranchedCase:
     aggregation: str
     mask_staleness: int = -1
     optimizer_steps: int = 1
+    layout: Layout = "rows"
 
     @property
     def objective(self) -> dict[str, Any]:
@@ -52,7 +54,7 @@ class BranchedCase:
         return {**RATIOS[self.ratio], **wide, "aggregation": self.aggregation, **constant}
 
 
-BRANCHED_CASES = (
+IN_ROWS = (
     BranchedCase("token", "episode", "ppo", "token"),
     BranchedCase("sequence", "episode", "dual_clip", "sequence", optimizer_steps=2),
     BranchedCase("sequence_stale", "episode", "ppo", "sequence", mask_staleness=1),
@@ -63,6 +65,8 @@ BRANCHED_CASES = (
     BranchedCase("turn_gspo", "turn", "gspo", "sequence"),
     BranchedCase("turn_reinforce", "turn", "reinforce", "sequence", optimizer_steps=2),
 )
+BRANCHED_CASES = (*IN_ROWS, *(replace(case, name=f"{case.name}-tree", layout="tree") for case in IN_ROWS[::2]))
+"""Some once more, with the history that sequences of an episode share computed once."""
 
 
 def recorded(version: int) -> list[list[Episode]]:

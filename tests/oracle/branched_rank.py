@@ -38,13 +38,16 @@ def batches_of(case: BranchedCase) -> list[Batch]:
         arriving += group
         arriving += [lost(member, group=group[0].group_id) for member in range(len(group), GROUP_SIZE)]
     groups = run_node(advantage, {"scored": arriving}).sent("groups")
-    batcher = TokenBatch(len(SHAPES), token_budget=TOKEN_BUDGET, optimizer_steps=case.optimizer_steps)
+    batcher = TokenBatch(
+        len(SHAPES), token_budget=TOKEN_BUDGET, layout=case.layout, optimizer_steps=case.optimizer_steps
+    )
     window, limit = (1, MAX_STALENESS) if case.mask_staleness < 0 else (0, case.mask_staleness)
     return run_node(batcher, {"groups": list(enumerate(groups))}, window=window, max_staleness=limit).sent("batches")
 
 
 def train(case: BranchedCase, engine: Recording, directory: Path) -> None:
     engine.start_over()
+    engine.layout = "tree" if case.layout == "tree" else "padded"
     learner = Learner(
         engine,
         PolicyObjective(**case.objective),
@@ -54,6 +57,7 @@ def train(case: BranchedCase, engine: Recording, directory: Path) -> None:
     losses = []
     for version, batch in enumerate(batches_of(case)):
         part = batch.split(engine.gang.size)[engine.gang.rank]
+        assert part.layout == case.layout
         rows = sum(len(sample.sequences) for sample in part.samples)
         assert sorted(i for one in part.micro_batches for i in one) == list(range(rows))
         masks = loss_masks(part.samples, part.mask_staleness, version)

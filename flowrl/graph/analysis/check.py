@@ -88,6 +88,7 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from size_rules.count_problems(graph, numbers)
     yield from size_rules.group_problems(graph)
     yield from size_rules.model_problems(graph)
+    yield from size_rules.layout_problems(graph)
     if not loose:  # an unconnected port is the cause of whatever else is missing on a path
         yield from flow_rules.feedback_problems(graph)
         yield from size_rules.ticket_problems(graph, numbers)

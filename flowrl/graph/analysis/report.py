@@ -27,11 +27,21 @@ def render(report: Report) -> str:
             "",
             *_branches(plan),
             *_table(("process", "nodes", "cores", "GPUs", "machine"), [_host(host) for host in plan.hosts]),
-            *(f"\nnote: {note}" for note in report.notes),
+            *_notes(report),
             *_memory(report),
             *(f"\nwarning: {warning}" for warning in report.warnings),
         )
     )
+
+
+def _notes(report: Report) -> Iterator[str]:
+    """What the nodes say of their settings, once for those that say the same."""
+    said: dict[str, list[str]] = {}
+    for note in report.notes:
+        name, _, text = note.partition(": ")
+        said.setdefault(text, []).append(name)
+    for text, names in said.items():
+        yield f"\nnote: {', '.join(names)}: {text}"
 
 
 def _memory(report: Report) -> Iterator[str]:

@@ -77,6 +77,17 @@ def group_problems(graph: Graph) -> Iterator[str]:
             yield f"the nodes disagree on the {word} ({field}): {each}; give all of them the same number."
 
 
+def layout_problems(graph: Graph) -> Iterator[str]:
+    """A trainer that computes rows has no room for what its batcher packs into a tree."""
+    for edge in graph.edges:
+        batcher, trainer = (graph.nodes[owner(port)].facts() for port in (edge.out, edge.into))
+        if batcher.layout in ("auto", "tree") and trainer.layout == "rows":
+            yield (
+                f"{owner(edge.out)} packs trees of shared prefixes (layout={batcher.layout!r}), but "
+                f"{owner(edge.into)} computes rows; give {owner(edge.out)} layout='rows'."
+            )
+
+
 def model_problems(graph: Graph) -> Iterator[str]:
     """The models of two trainers need two directories in a checkpoint."""
     savers: dict[str, list[str]] = {}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flowrl.messages import Bool, Trainable
 from flowrl.training.batch.sequence_rows import RowShare
+from flowrl.training.layouts import Placing
 from flowrl.training.loss.objective import Objective
 from flowrl.training.model.row_layout import RowLayout, lay_out, lay_out_ends, policy_places
 
@@ -62,7 +63,7 @@ def make_micro_batch(
     objective: Objective,
     *,
     version: int,
-    packed: bool,
+    layout: Placing,
     device: torch.device,
     shares: Sequence[RowShare | None] = (),
 ) -> MicroBatch:
@@ -74,11 +75,11 @@ def make_micro_batch(
     token_ids = [s.token_ids for s in samples]
     if objective.at_end:
         places = [np.array([len(tokens) - 1]) for tokens in token_ids]
-        rows = lay_out_ends(token_ids, packed=packed, device=device)
+        rows = lay_out_ends(token_ids, layout=layout, device=device)
         trained = [np.array([mask.any()]) for mask in masks]
     else:
         places = [policy_places(sample.policy_mask) for sample in samples]
-        rows = lay_out(token_ids, [s.policy_mask for s in samples], packed=packed, device=device)
+        rows = lay_out(token_ids, [s.policy_mask for s in samples], layout=layout, device=device)
         trained = [mask[where] for mask, where in zip(masks, places, strict=True)]
     behavior = [s.behavior_logprobs[where] for s, where in zip(samples, places, strict=True)]
     wholes = _wholes(trained, shares)
@@ -95,7 +96,7 @@ def make_micro_batch(
         num_tokens=int(sum(mask.sum() for mask in trained)),
         num_sequences=sum(whole.counts for whole in wholes),
         num_desirable=int(sum(s.label > 0 and mask.any() for s, mask in zip(samples, trained, strict=True))),
-        mismatched=_mismatched(samples, packed, device) if objective.needs_mismatched else None,
+        mismatched=_mismatched(samples, layout, device) if objective.needs_mismatched else None,
     )
 
 
@@ -123,14 +124,14 @@ def _columns(
     return columns
 
 
-def _mismatched(samples: Sequence[Trainable], packed: bool, device: torch.device) -> MismatchedRows:
+def _mismatched(samples: Sequence[Trainable], layout: Placing, device: torch.device) -> MismatchedRows:
     """Input of the pass over mismatched completions; a sample without one uses its own tokens instead."""
     found = [sample.mismatched for sample in samples]
     tokens = [s.token_ids if m is None else m.token_ids for s, m in zip(samples, found, strict=True)]
     masks = [s.policy_mask if m is None else m.mask for s, m in zip(samples, found, strict=True)]
     ref = [0.0 if m is None or m.ref_logprobs is None else float(m.ref_logprobs[m.mask].sum()) for m in found]
     return MismatchedRows(
-        lay_out(tokens, masks, packed=packed, device=device),
+        lay_out(tokens, masks, layout=layout, device=device),
         torch.tensor(ref, device=device),
         torch.tensor([m is not None for m in found], device=device),
     )

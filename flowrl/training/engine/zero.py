@@ -28,17 +28,20 @@ from flowrl.training.engine.ema import Ema, whole_master_weight
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.optimizers import make_optimizer, rates
 from flowrl.training.engine.requirements import TAG, resume_problems
+from flowrl.training.layouts import Decision, Placing, decide_trainer, refused
 from flowrl.training.model.adapter import adapter_off, write_adapter
 from flowrl.training.model.policy_model import (
     PolicyModel,
     choose_attention,
     companions,
     load_policy_model,
+    read_config,
     splits_packed_rows,
     write_model,
 )
 from flowrl.training.model.row_layout import RowLayout, lay_out
 from flowrl.training.model.tensors import Entry, adapter_weights, bucketed, whole_weights
+from flowrl.training.model.tree_trial import require_trees
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model, write_scalar_model
 from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
 
@@ -81,8 +84,11 @@ class ZeroEngine:
         self.lora = lora or LoRA()
         self.source = Path(path)
         self._beside = companions(path) if gang.rank == 0 else {}
-        attention = choose_attention(settings.attention, gang.device, settings.dtype)
-        self.packed = splits_packed_rows(attention) if settings.packing is None else settings.packing
+        trees = decide_trainer(settings, read_config(path, trust_remote_code=trust_remote_code).to_dict())
+        if problems := refused(settings.layout, trees):
+            raise ConfigError(problems[0])
+        attention = "sdpa" if trees.trees else choose_attention(settings.attention, gang.device, settings.dtype)
+        self.layout: Placing = engine_layout(trees, attention, packing=settings.packing)
         config = deepspeed_config(settings, gang.size)
         self._stage: int = config["zero_optimization"]["stage"]
         if settings.nvme_path:
@@ -95,6 +101,8 @@ class ZeroEngine:
             "gradient_checkpointing": settings.gradient_checkpointing,
             "lora": self.lora,
             "trust_remote_code": trust_remote_code,
+            "layout": trees.layout,
+            "tries": False,
         }
         if head == "scalar":
             self.model = load_scalar_model(path, start=start, seed=torch.initial_seed(), **options)
@@ -104,6 +112,13 @@ class ZeroEngine:
         optimizer = make_optimizer(self.model, settings)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
         self._ema = Ema(self._engine, settings.ema_decay) if settings.ema_decay else None
+        if trees.trees:
+            name, vocabulary = type(self.model.network).__name__, self.vocab_size
+            require_trees(self._scores, name=name, vocab_size=vocabulary, dtype=settings.dtype, device=gang.device)
+
+    def _scores(self, rows: RowLayout) -> Tensor:
+        """Values of a scalar head, logprobs at temperature 1 of a language model."""
+        return self.values(rows) if isinstance(self.model, ScalarModel) else self.forward(rows, temperature=1.0)[0]
 
     @property
     def rank(self) -> int:
@@ -212,11 +227,10 @@ class ZeroEngine:
         """
         token_ids = [np.array(sequence, np.int32) for sequence in sequences]
         rows = lay_out(
-            token_ids, [np.ones(len(t), np.bool_) for t in token_ids], packed=self.packed, device=self.device
+            token_ids, [np.ones(len(t), np.bool_) for t in token_ids], layout=self.layout, device=self.device
         )
         with torch.no_grad():
-            scalar = isinstance(self.model, ScalarModel)
-            scores_N = self.values(rows) if scalar else self.forward(rows, temperature=1.0)[0]
+            scores_N = self._scores(rows)
         lengths = [len(tokens) - 1 for tokens in token_ids]
         return [part.tolist() for part in torch.split(scores_N.float().cpu(), lengths)]
 
@@ -278,6 +292,14 @@ class ZeroEngine:
             )
         if self._ema is not None:
             self._ema.load(Path(path), self.rank)
+
+
+def engine_layout(decision: Decision, attention: str, *, packing: bool | None) -> Placing:
+    """How the passes of an engine are laid out."""
+    if decision.layout != "rows":
+        return decision.layout
+    packed = splits_packed_rows(attention) if packing is None else packing
+    return "packed" if packed else "padded"
 
 
 def _sharded_loading(config: dict[str, Any]) -> object:

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
+from flowrl.training.layouts import Decision, decide
 from flowrl.training.model.adapter import add_adapter, quantization
+from flowrl.training.model.attention.tree_attention import register
 from flowrl.training.model.logit_scaling import found_scaling
 from flowrl.training.model.logprobs import LogprobHead
 from flowrl.training.model.row_layout import RowLayout
 from flowrl.training.model.tensors import adapted_layers
-from flowrl.training.settings import Dtype, LoRA, attention_problems
+from flowrl.training.model.tree_trial import require_trees
+from flowrl.training.settings import Attention, Dtype, Layout, LoRA, attention_problems
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -35,6 +38,8 @@ class PolicyModel(nn.Module):
         scaling = found_scaling(causal_lm)
         causal_lm.set_output_embeddings(LogprobHead(causal_lm.get_output_embeddings(), scaling))
         self.causal_lm = causal_lm
+        self.layout: Layout = "rows"
+        """How a node that scores with the model packs its passes."""
 
     @property
     def network(self) -> Any:
@@ -51,14 +56,11 @@ class PolicyModel(nn.Module):
 
     def hidden(self, rows: RowLayout) -> Tensor:
         """[N, H]: the last hidden states at the positions of the policy tokens."""
-        # No attention mask: right padding needs none, and packed rows must not have one.
-        hidden_BLH: Tensor = self.causal_lm.base_model(
-            input_ids=rows.input_ids_BL, position_ids=rows.position_ids_BL, use_cache=False
-        )[0]
-        return hidden_BLH.flatten(0, 1).index_select(0, rows.places_N)
+        hidden_RLH: Tensor = self.causal_lm.base_model(**rows.model_input)[0]
+        return hidden_RLH.flatten(0, 1).index_select(0, rows.places_N)
 
 
-def choose_attention(attention: str | None, device: torch.device, dtype: Dtype) -> str:
+def choose_attention(attention: Attention | None, device: torch.device, dtype: Dtype) -> Attention:
     """`attention` if given, else flash attention on a GPU with the package installed, else torch's own kernels.
 
     Flash attention computes in 16 bits only. Raises ConfigError if it is given for float32.
@@ -71,6 +73,11 @@ def choose_attention(attention: str | None, device: torch.device, dtype: Dtype) 
 
     flash = device.type == "cuda" and dtype != "float32" and is_flash_attn_2_available()
     return "flash_attention_2" if flash else "sdpa"
+
+
+def implementation(attention: Attention, decision: Decision, config: Any) -> str:
+    """The implementation to load a model with: one that takes rows, and trees too if these are possible."""
+    return register() if decision.trees else suited_attention(attention, config)
 
 
 def suited_attention(attention: str, config: Any) -> str:
@@ -88,24 +95,30 @@ def load_policy_model(
     path: str | Path,
     *,
     dtype: Dtype = "float32",
-    attention: str = "sdpa",
+    attention: Attention = "sdpa",
     gradient_checkpointing: bool = False,
     lora: LoRA | None = None,
     trust_remote_code: bool = False,
+    layout: Layout = "auto",
+    tries: bool = True,
 ) -> PolicyModel:
-    """The model in the Hugging Face directory `path` without dropout: π_θ and π_p have to be the same function."""
+    """The model in the Hugging Face directory `path` without dropout: π_θ and π_p have to be the same function.
+
+    `layout` says whether it takes trees. If so, one is tried, except without `tries`: that needs whole weights.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     lora = lora or LoRA()
     config = read_config(path, trust_remote_code=trust_remote_code)
+    decision = decide(layout, config.to_dict(), attention=attention)
     causal_lm = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         trust_remote_code=trust_remote_code,
         dtype=DTYPES[dtype],
-        attn_implementation=suited_attention(attention, config),
+        attn_implementation=implementation(attention, decision, config),
         quantization_config=quantization(lora, dtype),
     )
     # A pad token that is also the end token occurs in conversations; with padding_idx torch would not train it there.
@@ -115,7 +128,17 @@ def load_policy_model(
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         causal_lm.train()
-    return PolicyModel(causal_lm)
+    model = PolicyModel(causal_lm)
+    if decision.trees and tries:
+        require_trees(lambda rows: model(rows)[0], name=str(path), dtype=dtype, **sizes(causal_lm))
+    model.layout = decision.layout
+    return model
+
+
+def sizes(network: Any) -> dict[str, Any]:
+    """What a trial has to know about a transformers model."""
+    weight = network.get_input_embeddings().weight
+    return {"vocab_size": network.config.vocab_size, "device": weight.device}
 
 
 def read_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:

@@ -1,11 +1,10 @@
 """From samples to model input, and from the model's output to one row of policy tokens per sample.
 
-Axes: B samples, L input tokens, N policy tokens of all samples, T policy tokens of the longest sample.
+Axes: B samples, R rows of the input, L input tokens, N policy tokens of all samples, T policy tokens of the longest
+sample.
 
-Two layouts give the same results. Right-padded rows need no attention mask, because causal attention
-never looks to the right. One packed row without padding has position ids that restart at each sequence; it
-is only for attention that splits sequences there (flash attention's variable-length kernels). With dense
-kernels packing costs more than it saves, and a mask or a cache would let neighbours attend to each other.
+Where a sequence's tokens stand is in `flowrl.training.model.placement`. Here each policy token gets the place that
+predicts it: the one of the token before it. In a tree, a place may predict several tokens of different samples.
 
 A sequence's last token is not part of the input, because it predicts nothing, except if a score is read
 there (`lay_out_ends`).
@@ -22,15 +21,18 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Bool, Int32
+from flowrl.training.layouts import Placing
+from flowrl.training.model.attention.tree_attention import TreeAttention
 from flowrl.training.model.logprobs import Taught
+from flowrl.training.model.placement import Placement, place
 
 
 @dataclass(frozen=True)
 class RowLayout:
     """One micro-batch as input of `PolicyModel` or `ScalarModel`."""
 
-    input_ids_BL: Tensor
-    position_ids_BL: Tensor | None
+    input_ids_RL: Tensor
+    position_ids_RL: Tensor | None
     """None: 0, 1, 2 ... in every row."""
     places_N: Tensor
     """For each policy token the flat index of the place that predicts it."""
@@ -40,6 +42,19 @@ class RowLayout:
     shape: tuple[int, int]
     taught: Taught | None = None
     """A teacher's distributions at these places; with it, entropies are relative to the teacher's."""
+    tree: TreeAttention | None = None
+    """If the input is a forest: which places see which."""
+
+    @property
+    def model_input(self) -> dict[str, object]:
+        """Arguments of a transformers model. Without `tree` no attention mask: packed rows must not have one."""
+        tree = {} if self.tree is None else {"attention_mask": self.tree.passed_mask, "tree": self.tree}
+        return {"input_ids": self.input_ids_RL, "position_ids": self.position_ids_RL, "use_cache": False, **tree}
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that a pass computes, padding included."""
+        return self.input_ids_RL.numel()
 
     def spread(self, values_N: Tensor) -> Tensor:
         """[N] as [B, T], 0 at padding. Differentiable."""
@@ -59,51 +74,45 @@ def policy_places(policy_mask_T: Bool) -> npt.NDArray[np.intp]:
 
 
 def lay_out(
-    token_ids: Sequence[Int32], policy_masks: Sequence[Bool], *, packed: bool, device: torch.device | None = None
+    token_ids: Sequence[Int32],
+    policy_masks: Sequence[Bool],
+    *,
+    layout: Placing = "padded",
+    device: torch.device | None = None,
 ) -> RowLayout:
     """RowLayout of the given sequences, each of at least two tokens."""
-    inputs = [tokens[:-1] for tokens in token_ids]
-    lengths = np.array([len(tokens) for tokens in inputs])
+    placed = place([tokens[:-1] for tokens in token_ids], layout, device)
     chosen = [policy_places(mask) for mask in policy_masks]
-    counts = np.array([len(places) for places in chosen])
-    widest = int(lengths.max())
-    starts = np.concatenate(([0], np.cumsum(lengths)[:-1])) if packed else np.arange(len(inputs)) * widest
-    most = max(1, int(counts.max()))
-
-    def tensor(values: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device or torch.device("cpu"))
-
-    return RowLayout(
-        input_ids_BL=tensor(np.concatenate(inputs)[None] if packed else _padded(inputs, widest)),
-        position_ids_BL=tensor(np.concatenate([np.arange(n) for n in lengths])[None]) if packed else None,
-        places_N=tensor(np.concatenate([s + c - 1 for s, c in zip(starts, chosen, strict=True)])),
-        targets_N=tensor(np.concatenate([t[c] for t, c in zip(token_ids, chosen, strict=True)])),
-        cells_N=tensor(np.concatenate([b * most + np.arange(n) for b, n in enumerate(counts)])),
-        shape=(len(inputs), most),
-    )
+    before = [where[c - 1] for where, c in zip(placed.places, chosen, strict=True)]
+    targets = [t[c] for t, c in zip(token_ids, chosen, strict=True)]
+    return _layout(placed, before, targets)
 
 
-def lay_out_ends(token_ids: Sequence[Int32], *, packed: bool, device: torch.device | None = None) -> RowLayout:
+def lay_out_ends(
+    token_ids: Sequence[Int32], *, layout: Placing = "padded", device: torch.device | None = None
+) -> RowLayout:
     """RowLayout of whole sequences that are read only at their last token: N = B, T = 1."""
-    lengths = np.array([len(tokens) for tokens in token_ids])
-    widest = int(lengths.max())
-    ends = np.cumsum(lengths) if packed else np.arange(len(token_ids)) * widest + lengths
+    placed = place(token_ids, layout, device)
+    return _layout(placed, [where[-1:] for where in placed.places], [np.zeros(1, np.int32)] * len(token_ids))
 
-    def tensor(values: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device or torch.device("cpu"))
+
+def _layout(
+    placed: Placement, places: Sequence[npt.NDArray[np.int64]], targets: Sequence[npt.NDArray[np.int32]]
+) -> RowLayout:
+    """The layout of sequences that are read at `places`, one array for each."""
+    counts = [len(where) for where in places]
+    most = max(1, *counts)
+    device = placed.input_ids_BL.device
+
+    def tensor(arrays: Sequence[npt.NDArray[np.generic]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device)
 
     return RowLayout(
-        input_ids_BL=tensor(np.concatenate(token_ids)[None] if packed else _padded(token_ids, widest)),
-        position_ids_BL=tensor(np.concatenate([np.arange(n) for n in lengths])[None]) if packed else None,
-        places_N=tensor(ends - 1),
-        targets_N=tensor(np.zeros(len(token_ids))),
-        cells_N=tensor(np.arange(len(token_ids))),
-        shape=(len(token_ids), 1),
+        input_ids_RL=placed.input_ids_BL,
+        position_ids_RL=placed.position_ids_BL,
+        places_N=tensor(places),
+        targets_N=tensor(targets),
+        cells_N=tensor([b * most + np.arange(n) for b, n in enumerate(counts)]),
+        shape=(len(counts), most),
+        tree=placed.tree,
     )
-
-
-def _padded(inputs: Sequence[Int32], width: int) -> Int32:
-    rows = np.zeros((len(inputs), width), np.int32)
-    for row, tokens in zip(rows, inputs, strict=True):
-        row[: len(tokens)] = tokens
-    return rows

@@ -18,11 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
+from flowrl.training.layouts import decide
 from flowrl.training.model.adapter import add_adapter, quantization
-from flowrl.training.model.policy_model import DTYPES, quietly, read_config, suited_attention, write_model
+from flowrl.training.model.policy_model import (
+    DTYPES,
+    implementation,
+    quietly,
+    read_config,
+    sizes,
+    write_model,
+)
 from flowrl.training.model.row_layout import RowLayout
 from flowrl.training.model.scalar_head import renamed_head, require_scalar_head
-from flowrl.training.settings import Dtype, LoRA, Start
+from flowrl.training.model.tree_trial import require_trees
+from flowrl.training.settings import Attention, Dtype, Layout, LoRA, Start
 
 PAD_TOKEN = "<|flowrl_pad|>"
 
@@ -57,6 +66,8 @@ class ScalarModel(nn.Module):
         classifier.score = ScalarHead(head)
         self.classifier: Any = classifier
         self.tokenizer: Any = tokenizer
+        self.layout: Layout = "rows"
+        """How a node that scores with the model packs its passes."""
 
     @property
     def network(self) -> Any:
@@ -64,11 +75,8 @@ class ScalarModel(nn.Module):
         return self.classifier
 
     def forward(self, rows: RowLayout) -> Tensor:
-        # No attention mask: see PolicyModel.
-        hidden_BLH: Tensor = self.classifier.base_model(
-            input_ids=rows.input_ids_BL, position_ids=rows.position_ids_BL, use_cache=False
-        )[0]
-        values_N: Tensor = self.classifier.score(hidden_BLH.flatten(0, 1).index_select(0, rows.places_N))
+        hidden_RLH: Tensor = self.classifier.base_model(**rows.model_input)[0]
+        values_N: Tensor = self.classifier.score(hidden_RLH.flatten(0, 1).index_select(0, rows.places_N))
         return values_N
 
 
@@ -77,15 +85,18 @@ def load_scalar_model(
     *,
     start: Start,
     dtype: Dtype = "float32",
-    attention: str = "sdpa",
+    attention: Attention = "sdpa",
     gradient_checkpointing: bool = False,
     lora: LoRA | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
+    layout: Layout = "auto",
+    tries: bool = True,
 ) -> ScalarModel:
     """The model in `path` with its saved head ("reward_model"), or with a head drawn from N(0, 1/(h+1)) ("policy").
 
-    Dropout is off. Raises ConfigError if a saved head is requested and there is none.
+    Dropout is off. `layout` and `tries` are those of `load_policy_model`.
+    Raises ConfigError if a saved head is requested and there is none.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -95,6 +106,7 @@ def load_scalar_model(
     config.num_labels = 1
     pad, tokenizer = distinct_pad(path, config, trust_remote_code=trust_remote_code)
     lora = lora or LoRA()
+    decision = decide(layout, config.to_dict(), attention=attention)
     with quietly():
         classifier = AutoModelForSequenceClassification.from_pretrained(
             path,
@@ -102,7 +114,7 @@ def load_scalar_model(
             key_mapping=renamed_head(path),
             trust_remote_code=trust_remote_code,
             dtype=DTYPES[dtype],
-            attn_implementation=suited_attention(attention, config),
+            attn_implementation=implementation(attention, decision, config),
             quantization_config=quantization(lora, dtype),
         )
     if pad >= _num_embeddings(classifier):
@@ -118,6 +130,9 @@ def load_scalar_model(
     model = ScalarModel(classifier, tokenizer)
     if start == "policy":
         draw_head(classifier.score.weight, seed)
+    if decision.trees and tries:
+        require_trees(model, name=str(path), dtype=dtype, **sizes(classifier))
+    model.layout = decision.layout
     return model
 
 

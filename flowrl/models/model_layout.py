@@ -1,0 +1,49 @@
+"""The layout of a model's passes, as `flowrl check`, the batcher and the process with the model decide it alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from flowrl.models.find_model import known_directory
+from flowrl.models.policy import Policy
+from flowrl.training.layouts import Decision, decide, decide_trainer
+from flowrl.training.model.attention.rule import RULE
+from flowrl.training.settings import Layout, ZeroSettings
+
+
+def trainer_layout(policy: Policy, zero: ZeroSettings) -> Decision:
+    """The layout of the passes of a trainer of `policy`."""
+    config = known_config(policy)
+    return Decision("rows", UNREAD) if config is None else decide_trainer(zero, config)
+
+
+def scoring_layout(policy: Policy, asked: Layout) -> Decision:
+    """The layout of the passes of a node that scores with `policy`."""
+    config = known_config(policy)
+    return Decision("rows", UNREAD) if config is None else decide(asked, config)
+
+
+UNREAD = "the model's config.json cannot be read here"
+
+
+def known_config(policy: Policy) -> Mapping[str, Any] | None:
+    """The config.json of the model; {} for a built-in one, which has no peculiarity, None if it cannot be read."""
+    if policy.built_in:
+        return {}
+    directory = known_directory(policy)
+    if directory is None:
+        return None
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def note(decision: Decision) -> str:
+    """A line of `flowrl check` about a layout."""
+    if decision.trees:
+        return f"prefixes that sequences share are computed once ({RULE})"
+    return f"a row is computed for each sequence, because {decision.reason or 'layout is rows'}"

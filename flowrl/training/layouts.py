@@ -1,0 +1,200 @@
+"""Whether the sequences of a pass stand in rows or in a tree of shared prefixes: decided by the model and the settings.
+
+Plain data, read without torch: `flowrl check` and the batcher need the same answer as the process with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flowrl.training.settings import Attention, Layout, ZeroSettings
+
+Placing = Literal["padded", "packed", "tree", "auto"]
+"""How one pass is laid out, see `flowrl.training.model.placement`. auto: tree if that saves enough tokens."""
+FULL = {"full_attention", "attention"}
+PLAIN_KEYS = ("layer_types", "sliding_window", "layers_block_type")
+MIXED_BY_DEFAULT = frozenset(
+    [
+        "afmoe",
+        "axk2",
+        "cohere2",
+        "cohere2_moe",
+        "cohere_compass_text",
+        "cwm",
+        "deepseek_v32",
+        "deepseek_v4",
+        "dots1",
+        "exaone4",
+        "exaone_moe",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "gemma3n",
+        "gemma3n_text",
+        "gemma4",
+        "gemma4_text",
+        "gemma4_unified",
+        "gemma4_unified_text",
+        "glm_moe_dsa",
+        "gpt_neo",
+        "gpt_oss",
+        "granite_swa",
+        "granitemoe_swa",
+        "hy_v4",
+        "inkling_text",
+        "kimi_linear",
+        "laguna",
+        "llama4",
+        "llama4_text",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax",
+        "ministral",
+        "mistral",
+        "modernbert-decoder",
+        "moshi",
+        "olmo3",
+        "qwen4_exp",
+        "vaultgemma",
+        "zaya",
+    ]
+)
+"""Types of transformers 5 whose layers are not all of full attention unless the config says so."""
+OWN_ATTENTION = frozenset(
+    [
+        "bart",
+        "big_bird",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "blt",
+        "codegen",
+        "cpmant",
+        "ctrl",
+        "falcon",
+        "git",
+        "gpt_neo_japanese",
+        "gptj",
+        "marian",
+        "mbart",
+        "megatron-bert",
+        "musicgen",
+        "musicgen_melody",
+        "mvp",
+        "openai-gpt",
+        "pegasus",
+        "plbart",
+        "prophetnet",
+        "reformer",
+        "rembert",
+        "roformer",
+        "trocr",
+        "whisper",
+        "xglm",
+        "xlm",
+        "xlnet",
+    ]
+)
+"""Types whose classes do not use transformers' attention interface, or positions of their own."""
+WITH_ALIBI = {"bloom", "mpt"}
+RECURRENT = frozenset(
+    [
+        "mamba",
+        "mamba2",
+        "falcon_mamba",
+        "falcon_h1",
+        "rwkv",
+        "recurrent_gemma",
+        "xlstm",
+        "jamba",
+        "zamba",
+        "zamba2",
+        "bamba",
+        "granitemoehybrid",
+        "lfm2",
+        "lfm2_moe",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen4_exp_text",
+    ]
+)
+RECURRENT_KEYS = ("ssm_cfg", "state_size", "mamba_d_state", "ssm_state_size", "conv_L_cache", "linear_num_key_heads")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The layout of a model's passes."""
+
+    layout: Layout
+    """auto: trees wherever something is shared. tree: always. rows: never."""
+    reason: str = ""
+    """Why not in trees, as part of a sentence; "" if they are, or if rows were asked for."""
+
+    @property
+    def trees(self) -> bool:
+        return self.layout != "rows"
+
+
+def decide(
+    asked: Layout, config: Mapping[str, Any], *, attention: Attention | None = None, packing: bool | None = None
+) -> Decision:
+    """The layout of a model with this config.json and these settings; {} is a model without peculiarities."""
+    if asked == "rows":
+        return Decision("rows")
+    reason = next(_settings_obstacles(attention, packing), "") or tree_obstacle(config)
+    return Decision("rows", reason) if reason else Decision(asked)
+
+
+def decide_trainer(zero: ZeroSettings, config: Mapping[str, Any]) -> Decision:
+    """The layout of a trainer's passes."""
+    return decide(zero.layout, config, attention=zero.attention, packing=zero.packing)
+
+
+def refused(asked: Layout, decision: Decision) -> list[str]:
+    """Trees were asked for and cannot be, as a complete sentence."""
+    if asked != "tree" or decision.trees:
+        return []
+    return [f"layout is 'tree', but {decision.reason}; set layout to auto, which keeps rows where it has to"]
+
+
+def _settings_obstacles(attention: Attention | None, packing: bool | None) -> Iterator[str]:
+    if packing:
+        yield "packing puts sequences into one row one after the other"
+    if attention not in (None, "sdpa"):
+        yield f"attention {attention!r} has its own kernels; trees need sdpa"
+
+
+def tree_obstacle(config: Mapping[str, Any]) -> str:
+    """Why a model with this config.json cannot compute trees, as part of a sentence; "" if it can.
+
+    A tree needs attention in which a mask and the positions decide alone what a token sees.
+    """
+    text = {**config, **(config.get("text_config") or {})}
+    name = f"{text.get('model_type', 'the model')} has"
+    if text.get("model_type") in RECURRENT or any(text.get(key) for key in RECURRENT_KEYS):
+        return f"{name} recurrent layers (state-space, convolution or linear attention), whose state is a row's"
+    kinds = {str(kind) for key in ("layer_types", "layers_block_type", "block_types") for kind in text.get(key) or ()}
+    if others := sorted(kinds - FULL):
+        return f"{name} layers with {', '.join(others).replace('_', ' ')}"
+    if text.get("model_type") in MIXED_BY_DEFAULT and not any(key in text for key in PLAIN_KEYS):
+        return f"{name} layers with other attention than over all tokens, unless its config.json says otherwise"
+    if text.get("model_type") in OWN_ATTENTION or "auto_map" in config:
+        return f"{name} attention that does not go through transformers' attention interface"
+    if text.get("model_type") in WITH_ALIBI or text.get("alibi"):
+        return f"{name} ALiBi, which takes distances from the order in a row"
+    if text.get("sliding_window") and text.get("use_sliding_window", True):
+        return f"{name} sliding-window attention"
+    if text.get("attn_logit_softcapping") is not None:
+        return f"{name} a soft cap on its attention scores"
+    if text.get("attention_chunk_size") or text.get("index_topk"):
+        return f"{name} chunked or sparse attention"
+    if "local" in str(text.get("attention_types", "")) or "local" in str(text.get("attention_layers", "")):
+        return f"{name} local attention"
+    return ""

@@ -1,0 +1,103 @@
+"""Attention over a forest, in transformers' attention interface.
+
+A model that is loaded with the implementation `TREE` computes rows as with "sdpa". A forward pass with the keyword
+`tree` computes attention by that tree's kernel instead: every layer passes the keyword on. Gradient checkpointing
+repeats a layer with the same keywords, so a backward pass needs no state.
+
+Axes: L places of a forest.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.forest import Forest
+from flowrl.training.model.attention.cascade import Cascade, cascade_attention
+from flowrl.training.model.attention.flex import block_mask, flex
+from flowrl.training.model.attention.rule import Kernel, choose_kernel
+
+TREE = "flowrl_tree"
+"""Name of the implementation in transformers' interface."""
+
+
+class TreeAttention:
+    """Which places of one forest see which, in the form that its kernel takes."""
+
+    def __init__(self, forest: Forest, device: torch.device, kernel: Kernel | None = None) -> None:
+        """`kernel` is the one that the rule chooses, if none is given."""
+        self.forest = forest
+        self.device = device
+        self.kernel: Kernel = kernel or choose_kernel(forest, device.type)
+
+    @cached_property
+    def ends_L(self) -> Tensor:
+        return torch.from_numpy(self.forest.ends).to(self.device)
+
+    @cached_property
+    def mask_11LL(self) -> Tensor:
+        """True where the row's place sees the column's."""
+        place_L = torch.arange(len(self.forest), device=self.device)
+        seen_LL = (place_L[None] <= place_L[:, None]) & (place_L[:, None] < self.ends_L[None])
+        return seen_LL[None, None]
+
+    @property
+    def passed_mask(self) -> Tensor:
+        """What a model gets as `attention_mask`: transformers makes no mask of its own if given one of four axes."""
+        return (
+            self.mask_11LL if self.kernel == "dense" else torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        )
+
+    @cached_property
+    def cascade(self) -> Cascade:
+        return Cascade.of(self.forest, self.device)
+
+    @cached_property
+    def block_mask(self) -> Any:
+        return block_mask(self.ends_L)
+
+    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention [1, L, heads, D] of queries [1, heads, L, D] over keys and values with as many heads or fewer."""
+        if self.kernel == "cascade":
+            return cascade_attention(q, k, v, self.cascade, scale)
+        if self.kernel == "flex":
+            return flex(q, k, v, self.block_mask, scale)
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        found, _ = sdpa_attention_forward(module, q, k, v, self.mask_11LL, scaling=scale)
+        return found  # type: ignore[no-any-return]
+
+
+def tree_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tree: TreeAttention | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The implementation `TREE`, with the signature of transformers' interface."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if tree is None:
+        rows: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return rows
+    return tree(module, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+
+
+def register() -> str:
+    """Make the implementation known to transformers, under the name that it returns."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(TREE, tree_attention_forward)
+    AttentionMaskInterface.register(TREE, sdpa_mask)
+    return TREE
