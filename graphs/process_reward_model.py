@@ -5,7 +5,7 @@ flowrl run grpo --reward-model runs/prm/checkpoints/step_000300 --step-separator
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowrl import Graph
 from flowrl.blocks import DatasetOptions, too_low
@@ -38,7 +38,7 @@ class ProcessRewardModel(DatasetOptions):
     @property
     def model(self) -> Policy:
         """The initial model, without a warm start on the task."""
-        return Policy(self.policy)
+        return replace(super().model, task=None)
 
 
 def graph(cfg: ProcessRewardModel) -> Graph:

@@ -61,6 +61,7 @@ async def running(name: str, config: dict[str, Any], directory: Path | None) -> 
 
     endpoint.on("admit", admit)
     endpoint.on("ledger", lambda host, body: LOST.extend(event for event in body["events"] if event[0] == "lost"))
+    endpoint.on("samples", lambda host, body: None)
     endpoint.on("ended", lambda host, body: None)
     endpoint.on("statistics", lambda host, body: None)
     endpoint.on("warning", lambda host, body: TOLD.append(f"{body['node']}: {body['text']}"))

@@ -225,7 +225,7 @@ EDITS = {
         "g.connect(",
     ): "has no latest edge and will fill up and stop; connect it with g.latest(trainer.weights,",
     ("reward.scored, advantage", "reward.score, advantage"): "AttributeError: 'Reward' object has no attribute 'score'",
-    ('"reward", Reward', '"trainer", Reward'): "g.add was called twice with the name 'trainer'",
+    ('"reward", cfg', '"trainer", cfg'): "g.add was called twice with the name 'trainer'",
 }
 
 
@@ -393,7 +393,7 @@ def test_what_cannot_be_served(told: Told, args: str) -> None:
 
 
 def test_rewards_that_are_not_there(told: Told) -> None:
-    assert "names no function; write file.py:function" in told("run", GRPO, *SMALL, "--task.reward", "rewards.py")
+    assert "the reward's file rewards.py does not exist" in told("run", GRPO, *SMALL, "--task.reward", "rewards.py")
     assert "the reward's file rewards.py does not exist" in told("run", GRPO, *SMALL, "--task.reward", "rewards.py:f")
     assert "'no_package.rewards' does not import" in told("run", GRPO, *SMALL, "--task.reward", "no_package.rewards:f")
 

@@ -47,7 +47,7 @@ def critic(model: Any) -> ScoringNode:
 
 
 def reward_model(model: Any) -> ScoringNode:
-    node = RewardModel("models/reward", Task("arithmetic"), Policy("tiny"))
+    node = RewardModel("models/reward", Policy("tiny"), Task("arithmetic"))
     scorer: Any = SimpleNamespace(model=model)
     node._scorer = scorer
     return node

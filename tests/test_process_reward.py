@@ -125,6 +125,21 @@ def test_the_node_scores_every_step_where_training_reads_it(policy: Path, task: 
     assert out.reward == pytest.approx(float(np.prod(expected)), abs=1e-5)
 
 
+def test_responses_that_share_a_prompt_are_scored_each(policy: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "w1", "response": f"w{n}"} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    task, path = Task(str(tmp_path / "rows.jsonl")), tmp_path / "process"
+    model = load_scalar_model(policy, start="policy", seed=1)
+    write_scalar_model(model, model.network.state_dict(), companions(policy), path)
+    found = load_demonstrations(task, whole=True)
+    given: list[Any] = [
+        sample(n, group=f"g{n}", prompt_id=row.prompt_id, response_text=row.columns["response"])
+        for n, row in enumerate((*found.train, *found.held_out))
+    ]
+    node = ProcessReward(str(path), Policy(str(policy)), task, separator=" w5")
+    assert len({out.reward for out in run_node(node, {"rollouts": given}).sent("scored")}) == 3
+
+
 def test_a_separator_without_a_model_is_refused() -> None:
     from flowrl.graph.load import load_file
 

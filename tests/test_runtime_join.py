@@ -84,7 +84,8 @@ class Ledger:
 
     def request(self, *what: Any) -> None: ...
     def notify(self, host: str, kind: str, body: Any) -> None:
-        self.lost += [event for event in body["events"] if event[0] == "lost"]
+        if kind == "ledger":
+            self.lost += [event for event in body["events"] if event[0] == "lost"]
 
 
 class Meet(Node):

@@ -11,7 +11,6 @@ import numpy as np
 from flowrl.errors import SampleFailed
 from flowrl.messages import Bool, Int32, Sample
 from flowrl.models import Policy
-from flowrl.models.scorer import TOKENS_A_PASS
 from flowrl.models.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes.critic import values_of
 from flowrl.nodes.reward_model import RewardModel
@@ -67,7 +66,7 @@ class ProcessReward(RewardModel):
 
     def _pass_of(self, asked: list[tuple[Int32, Bool]]) -> list[list[float]]:
         ids, masks = zip(*asked, strict=True)
-        budget = max(TOKENS_A_PASS, max(map(len, ids)))
+        budget = max(self.token_budget, *map(len, ids), 1)
         values = values_of(self._scorer.model, ids, masks, token_budget=budget)
         return [(1 / (1 + np.exp(-found[mask]))).tolist() for found, mask in zip(values, masks, strict=True)]
 

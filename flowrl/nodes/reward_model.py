@@ -26,7 +26,7 @@ from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.shared_pass import SharedPass
-from flowrl.tasks import Task, load_rows
+from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import MODEL, beside_model, parse_reward
 from flowrl.training.layouts import Decision, refused
@@ -141,8 +141,8 @@ class RewardModel(ScoringNode):
             token_budget=self.token_budget,
             layout=self.layout,
         )
-        rows = load_rows(self.task, whole=True)
-        self._turns = {row.prompt_id: row.turns for row in (*rows.train, *rows.held_out)}
+        found = (load_rows(self.task, whole=True), load_demonstrations(self.task, whole=True))
+        self._turns = {row.prompt_id: row.turns for rows in found for row in (*rows.train, *rows.held_out)}
         theirs = tokenizer_of(self.policy, progress=self.context.progress)
         some = [list(turns) for turns in list(self._turns.values())[:TRIED_ROWS]]
         self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)

@@ -13,7 +13,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Group, Prompt, Trainable
-from flowrl.models import Chat, Policy, check_model, load_tokenizer, resolve
+from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.models.steps import separator_of, split_steps, step_tokens
 from flowrl.tasks import Row, Task, load_demonstrations
 
@@ -43,8 +43,8 @@ class StepDataset(Node):
             labelled_steps(row, self.separator)
 
     async def setup(self) -> None:
-        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
-        self._chat = Chat(await self.blocking(load_tokenizer, model_dir), self.task.system_prompt)
+        tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
+        self._chat = Chat(tokenizer, self.task.system_prompt)
         found = await self.blocking(load_demonstrations, self.task)
         self._rows = {row.prompt_id: row for row in found.train}
 
@@ -83,8 +83,7 @@ class HeldOutSteps(Node):
         self._samples = await self.blocking(self._render)
 
     def _render(self) -> tuple[Trainable, ...]:
-        model_dir = resolve(self.data.policy, progress=self.context.progress)
-        chat = Chat(load_tokenizer(model_dir), self.data.task.system_prompt)
+        chat = Chat(tokenizer_of(self.data.policy, progress=self.context.progress), self.data.task.system_prompt)
         rows = sorted(load_demonstrations(self.data.task).held_out, key=lambda row: row.prompt_id)
         made = [
             step_sample(chat, row, self.data.separator, sample_id=row.prompt_id, group_id=row.prompt_id)
