@@ -87,7 +87,8 @@ class RayCluster:
         self._placement: Any = None
         self._guard: Guard | None = None
         self._actors: dict[str, Any] = {}
-        self._addresses: tuple[str, ...] = ()
+        self._places: tuple[str, ...] = ()
+        """Machine -> the resource that only it has."""
         self.owned = False
         """Whether flowrl started this Ray, and so stops it."""
         self.started = False
@@ -153,7 +154,7 @@ class RayCluster:
 
         here = ray.get_runtime_context().get_node_id()
         nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
-        self._addresses = tuple(node["NodeManagerAddress"] for node in nodes)
+        self._places = tuple(_own_resource(node) for node in nodes)
         return Cluster(
             tuple(
                 Machine(
@@ -181,12 +182,17 @@ class RayCluster:
                 f"the cluster cannot place the hosts: they need {bundles}, it has {has}; lower cpus/gpus/replicas"
             )
 
+    def _cpus(self, slot: HostSlot) -> float:
+        """Cores that Ray reserves. A bundle needs some resource: the machine's own, where it has one; a share of a core
+        for a host without any would be too much where other hosts have them all."""
+        return slot.cpus if self._places else max(slot.cpus, 0.01)
+
     def _bundle(self, slot: HostSlot) -> dict[str, float]:
-        bundle = {"CPU": max(slot.cpus, 0.01)}
+        bundle = {"CPU": self._cpus(slot)} if self._cpus(slot) else {}
         if slot.gpus:
             bundle["GPU"] = slot.gpus
-        if self._addresses:
-            bundle[f"node:{self._addresses[slot.machine]}"] = 0.001
+        if self._places:
+            bundle[self._places[slot.machine]] = 0.001
         return bundle
 
     def spawn(self, actor_class: type, index: int, slot: HostSlot, *args: Any) -> Any:
@@ -195,7 +201,7 @@ class RayCluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         remote = ray.remote(actor_class).options(
-            num_cpus=max(slot.cpus, 0.01),
+            num_cpus=self._cpus(slot),
             num_gpus=slot.gpus,
             max_restarts=0,
             max_concurrency=64,
@@ -277,6 +283,12 @@ class RayCluster:
         RayCluster.abandoned = True
         if self.owned:
             end_descendants()
+
+
+def _own_resource(node: Mapping[str, Any]) -> str:
+    """The resource that Ray gives to this machine alone. Its name is not always that of `NodeManagerAddress`."""
+    own = (name for name in node["Resources"] if name.startswith("node:") and not name.startswith("node:__"))
+    return next(own, f"node:{node['NodeManagerAddress']}")
 
 
 def check_address(address: str) -> None:

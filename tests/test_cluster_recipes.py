@@ -1,0 +1,48 @@
+"""The recipes of docs/clusters: they parse, and name options and commands that there are."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from flowrl.graph.load import load_file
+
+RECIPES = Path(__file__).parent.parent / "docs" / "clusters"
+
+
+def test_the_slurm_script_parses() -> None:
+    done = subprocess.run(["bash", "-n", RECIPES / "flowrl.sbatch"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_ray_job_has_what_a_run_needs() -> None:
+    job = yaml.safe_load((RECIPES / "raycluster.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for pod in pods:
+        spec = pod["template"]["spec"]
+        (container,) = spec["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        assert mounts["/shared"] in volumes
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words[:3] == ["flowrl", "run", "grpo"]
+    own = {"--steps", "--run-dir"}
+    given = [(name, value) for name, value in zip(words[3::2], words[4::2], strict=True) if name not in own]
+    cfg = load_file("grpo").parse([text for pair in given for text in pair])
+    asked = cfg.generator.replicas * cfg.generator.gpus + cfg.trainer.replicas
+    workers = cluster["workerGroupSpecs"][0]
+    each = int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    assert asked == workers["replicas"] * each, "the run uses every GPU of the manifest"
+
+
+def test_the_image_is_made_of_steps_that_docker_knows() -> None:
+    text = (RECIPES / "Dockerfile").read_text().replace("\\\n", " ")
+    steps = [line.split()[0] for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    assert steps[0] == "FROM" and set(steps) <= {"FROM", "RUN", "ENV", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
+    assert re.search(r"pip install .*\[gpu", text) and "python3-dev" in text
