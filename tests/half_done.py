@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +110,10 @@ class Clock:
         self.token_s = token_s
         self.parts: dict[str, list[int] | None] = {}
         self.version = -1
+
+    def required(self) -> AbstractAsyncContextManager[None]:
+        """There is no engine process that could end."""
+        return nullcontext()
 
     async def complete(
         self, request_id: str, token_ids: Sequence[int], sampling: Sampling, *, generated: int, seed: int, **_: Any
