@@ -149,3 +149,24 @@ def test_the_export_is_the_policy_with_the_adapter_merged_in(live: Trained) -> N
         base = live.engine.score(probe_sequences(99))
     assert difference(base, score(live.model, probe_sequences(99))) <= TOLERANCE
     assert np.isfinite(trained[0]).all()
+
+
+def test_logits_of_more_tokens_than_are_sampled_need_no_adapter() -> None:
+    """As logprobs of prompts ask for, of a model whose output layer vLLM wraps: one of more than 32,000 tokens."""
+    import torch
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    from flowrl.weights.plain_heads import keep_heads_plain
+
+    def add(wrapper: type[Any]) -> torch.Tensor:
+        made: Any = wrapper.__new__(wrapper)
+        made._sampler_indices, made.indices_len = torch.zeros(5, dtype=torch.long), [5] * 5
+        logits = torch.ones(10, 64)
+        made.add_lora_logits(logits, torch.ones(10, 8), torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 64, 4), 1.0)
+        return logits
+
+    with pytest.raises(RuntimeError, match="5"):
+        add(PunicaWrapperCPU)
+    plain = type("Plain", (PunicaWrapperCPU,), {})
+    keep_heads_plain(plain)
+    assert torch.equal(add(plain), torch.ones(10, 64))

@@ -34,6 +34,7 @@ from vllm.platforms import current_platform
 from flowrl.weights.engine_process import adopt
 from flowrl.weights.fetched import SEGMENT_ENGINE
 from flowrl.weights.manifest import Row, views
+from flowrl.weights.plain_heads import keep_heads_plain
 from flowrl.weights.shm import DATA_OFFSET, Segment
 from flowrl.weights.spare_generators import spare_discarded
 
@@ -139,8 +140,10 @@ class WorkerExtension:
 if SEGMENT_ENGINE.name not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(SEGMENT_ENGINE.name, SharedMemoryEngine)
 if current_platform.is_cpu():
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     spare_discarded(GPUModelRunner)
+    keep_heads_plain(PunicaWrapperCPU)
 adopt()
 gc.freeze()  # vLLM collects three times before its first request: these scan the model's objects, not all modules'
