@@ -32,7 +32,7 @@ ONLINE = {
     "agent_game": (*SMALL, *EVALUATED, "--task", "arithmetic", "--look-ahead", "4"),
     "dapo": (*SMALL, *EVALUATED, "--on-limit", "mask"),
     "distill": (*SMALL, *EVALUATED, "--teacher", "tiny", "--trainer.replicas", "2", "--exact", "--epochs", "2"),
-    "iterative_dpo": (*SMALL, *EVALUATED, "--reference", "initial", "--optimizer-steps", "2"),
+    "iterative_dpo": (*SMALL, *EVALUATED, "--reference.weights", "initial", "--optimizer-steps", "2"),
     "raft": (*SMALL, *EVALUATED, "--evaluate-also", "arithmetic:max_value=12", "--look-ahead", "2"),
     "reinforce_pp": (*SMALL, *EVALUATED, "--kl-target", "0.5"),
     "self_play": (*SMALL, *EVALUATED, "--opponent-every", "0", "--look-ahead", "4"),
@@ -42,11 +42,12 @@ ONLINE = {
 OFFLINE = {
     "dpo": ("--batch", "4", "--held-out", "4", *EVALUATED),
     "kto": ("--batch", "4", "--held-out", "4", "--evaluate", "0"),
+    "process_reward_model": ("--batch", "4", "--held-out", "8"),
     "reward_model": ("--batch", "4", "--held-out", "8"),
     "sft": ("--batch", "8", *EVALUATED),
 }
 ELSEWHERE = {"agent_openai", "agent_tools", "grpo", "ppo"}
-NO_TRAINER = {"pairs"}
+NO_TRAINER = {"pairs", "generate", "score", "evaluate"}
 
 
 def run(graph: str, options: tuple[str, ...], run_dir: Path, ray: dict[str, str], *, steps: int | None = STEPS) -> str:
@@ -100,11 +101,37 @@ def test_two_steps_of_an_online_graph(graph: str, tmp_path: Path, ray: dict[str,
 
 @pytest.mark.parametrize("graph", OFFLINE)
 def test_two_steps_of_an_offline_graph(graph: str, tmp_path: Path, ray: dict[str, str]) -> None:
-    run(graph, OFFLINE[graph], tmp_path / "run", ray)
+    options = OFFLINE[graph]
+    if graph == "process_reward_model":
+        options += ("--task", str(labelled_steps(tmp_path / "steps.jsonl")))
+    run(graph, options, tmp_path / "run", ray)
     policy_lines(tmp_path / "run")
-    if set(EVALUATED) <= {*OFFLINE[graph]}:
+    if set(EVALUATED) <= {*options}:
         assert audit(tmp_path / "run").ok
         assert asked(tmp_path / "run") == BOTH
+
+
+def labelled_steps(file: Path) -> Path:
+    """Rows with a right step and one that is right in every second row."""
+    rows = ({"prompt": f"{n}+1=", "steps": [f"{n}+1", str(n + n % 2)], "labels": [1, n % 2]} for n in range(64))
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def test_answers_are_written_and_scored_without_a_trainer(tmp_path: Path, ray: dict[str, str]) -> None:
+    written, scored = tmp_path / "answers.jsonl", tmp_path / "scored.jsonl"
+    options = ("--part", "held_out", "--num-prompts", "8", "--group-size", "2", "--score", "--out", str(written))
+    run("generate", options, tmp_path / "generate", ray, steps=None)
+    options = ("--task", str(written), "--task.reward", "verifier", "--out", str(scored))
+    run("score", options, tmp_path / "score", ray, steps=None)
+    answers, scores = ([json.loads(line) for line in file.read_text().splitlines()] for file in (written, scored))
+    assert len(answers) == len(scores) == 16
+    assert sorted(row["reward"] for row in answers) == sorted(row["reward"] for row in scores)
+
+
+def test_a_model_is_evaluated_without_a_trainer(tmp_path: Path, ray: dict[str, str]) -> None:
+    assert "held-out" in run("evaluate", ("--prompts", "8"), tmp_path / "run", ray, steps=None)
+    assert set(asked(tmp_path / "run").values()) == {8}
 
 
 def test_pairs_of_a_policys_own_answers_are_written(tmp_path: Path, ray: dict[str, str]) -> None:

@@ -225,4 +225,4 @@ def test_a_real_rank_has_the_terms_that_are_predicted(ranks: dict[str, dict[str,
     state = model.weights + model.master + model.moments
     predicted = state + model.gradients + model.offload_copies + bucket
     assert ranks[name]["accumulated"] == pytest.approx(predicted, rel=0.01), "between backward and step"
-    assert ranks[name]["stepped"] <= ranks[name]["accumulated"]
+    assert ranks[name]["stepped"] <= 1.01 * predicted, "the step needs no more"

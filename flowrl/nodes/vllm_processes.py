@@ -23,11 +23,12 @@ class EngineProcesses:
         self._pids = tuple(pids)
         self._descriptors: list[int] = []
         self._expected = False
+        self._ended: asyncio.Future[None] | None = None
 
     def listen(self) -> None:
         """Report the end of a process from now on."""
         loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[None] = loop.create_future()
+        self._ended = loop.create_future()
         for pid in self._pids:
             try:
                 descriptor = os.pidfd_open(pid)
@@ -43,23 +44,28 @@ class EngineProcesses:
 
     @asynccontextmanager
     async def required(self) -> AsyncIterator[None]:
-        """The block is cancelled, and FlowrlError raised, if a process ends before it does. As `asyncio.timeout`."""
-        task = asyncio.current_task()
-        assert task is not None
+        """The block is cancelled, and FlowrlError raised, if a process ends before it does. As `asyncio.timeout`.
+
+        Before `listen`, it is a block as any other.
+        """
+        task, ended = asyncio.current_task(), self._ended
+        if ended is None or task is None:
+            yield
+            return
         requests = task.cancelling()
 
         def cancel(_: asyncio.Future[None]) -> None:
             task.cancel()
 
-        self._ended.add_done_callback(cancel)
+        ended.add_done_callback(cancel)
         try:
             yield
         except asyncio.CancelledError:
-            if self._ended.done() and task.uncancel() <= requests:
+            if ended.done() and task.uncancel() <= requests:
                 raise engine_died() from None
             raise
         finally:
-            self._ended.remove_done_callback(cancel)
+            ended.remove_done_callback(cancel)
 
     def _report(self) -> None:
         loop = asyncio.get_running_loop()
@@ -68,7 +74,7 @@ class EngineProcesses:
             with suppress(OSError):
                 os.close(descriptor)
         self._descriptors.clear()
-        if not (self._expected or self._ended.done()):
+        if self._ended is not None and not (self._expected or self._ended.done()):
             self._ended.set_result(None)
 
 
