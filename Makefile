@@ -17,9 +17,9 @@ demo: setup
 demo-control: setup
 	$(PY) -m benchmarks.demo --control
 
-# Every graph on `tiny`, and the table in README: about an hour and a half on two cores.
+# Every graph on `tiny`, and the table in docs/ladder.md: about an hour and a half on two cores.
 ladder-table: setup
-	$(PY) -m benchmarks.ladder --readme
+	$(PY) -m benchmarks.ladder --page
 
 # Each stage from the one before: SFT -> reward model -> PPO, and SFT -> DPO.
 ladder: setup
