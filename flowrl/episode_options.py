@@ -35,6 +35,8 @@ class EpisodeOptions(OnlineOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, processes=1, affinity_margin=0)
+        if self.task.reward:
+            yield f"--task.reward is {self.task.reward!r}, but an episode is scored by its environment or agent"
 
     def agents(self, agent: str, command: str = "", **settings: Any) -> AgentProgram:
         """The node with agents: a function `FILE.py:FUNCTION`, a command, or "outside".
