@@ -80,7 +80,7 @@ def graph(cfg: AgentOpenAI) -> Graph:
         until=generator.weights,
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
-        look_ahead=cfg.look_ahead,
+        look_ahead=cfg.window,
     )
     evaluate_episodes(g, cfg, agents, generator)
     cfg.take_turns(g)

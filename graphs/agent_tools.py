@@ -57,7 +57,7 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
         until=generator.weights,
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
-        look_ahead=cfg.look_ahead,
+        look_ahead=cfg.window,
     )
     evaluate_episodes(g, cfg, environment, generator)
     cfg.take_turns(g)

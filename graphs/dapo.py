@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.loss_options import AdvantageOptions
-from flowrl.nodes import GroupAdvantage, Overlong, Shaping
+from flowrl.nodes import GroupAdvantage
 from flowrl.prompt_options import RewardOptions
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -20,21 +20,16 @@ class DAPO(AdvantageOptions, RewardOptions):
     objective: PolicyObjective = PolicyObjective(clip_high=0.28)
     """The loss: clipped wider above than below, so that unlikely tokens can grow."""
     overlong_buffer: int = 8
-    """Tokens before `max_tokens` over which the penalty grows; 0: no penalty."""
-    overlong_factor: float = 1.0
-    """The penalty at `max_tokens`."""
 
 
 def graph(cfg: DAPO) -> Graph:
     estimate = Estimate("group_norm")
     filtering = cfg.filtering(cfg.groups_per_step)
-    overlong = Overlong(cfg.max_tokens, cfg.overlong_buffer, cfg.overlong_factor) if cfg.overlong_buffer else None
 
     g = Graph("dapo")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
-    shaping = Shaping(overlong=overlong, negate=cfg.negate_rewards)
-    reward = g.add("reward", cfg.make_reward(shaping=shaping), **cfg.place_reward())
+    reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
     batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))

@@ -99,7 +99,7 @@ def graph(cfg: SelfPlay) -> Graph:
         until=tuple(until),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
-        look_ahead=cfg.look_ahead,
+        look_ahead=cfg.window,
     )
     return g
 
