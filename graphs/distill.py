@@ -35,6 +35,8 @@ class Distill(LossOptions, PromptOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.task.reward and not self.evaluates:
+            yield "--task.reward scores held-out answers here, for the teacher scores the others, and --evaluate is 0"
         if self.exact and self.objective != PolicyObjective():
             yield "--exact trains the reverse KL itself, without advantages; leave --objective out"
 
