@@ -371,7 +371,6 @@ def _no_arguments(command: str, args: Sequence[str]) -> None:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "setup": setup,
     "check": check,
     "run": run,
     "graphs": graphs,
@@ -388,6 +387,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": export,
     "doctor": doctor,
     "serve-reward": serve_reward,
+    "setup": setup,
     "version": show_version,
 }
 
