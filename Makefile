@@ -36,7 +36,7 @@ check: setup
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy flowrl graphs benchmarks
+	.venv/bin/mypy flowrl flowrl_setup.py graphs benchmarks
 
 fast: setup
 	$(PY) -m pytest -q -x -m "not slow" -n 2 --dist loadfile tests

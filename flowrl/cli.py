@@ -29,6 +29,8 @@ HELP = ("-h", "--help", "help")
 USAGE = """\
 usage: flowrl COMMAND
 
+  setup cpu
+        install what flowrl needs on a machine without GPUs, into this Python's environment
   quickstart [--steps N] [--control]
         train a small model on addition, in some minutes on a CPU, and print what it learnt
   graphs
@@ -73,7 +75,7 @@ to begin with:
   flowrl check grpo
   flowrl run grpo --steps 20 --run-dir runs/first
   flowrl audit runs/first"""
-OWN_HELP = ("quickstart", "samples", "evaluate", "generate", "score", "chat", "merge", "export", "doctor")
+OWN_HELP = ("setup", "quickstart", "samples", "evaluate", "generate", "score", "chat", "merge", "export", "doctor")
 """Commands that print a help of their own."""
 
 
@@ -134,6 +136,13 @@ def _status(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains of it once more at exit
         return 141
     return 2
+
+
+def setup(args: Sequence[str]) -> int:
+    """`flowrl setup cpu`. The command itself comes here only as `python -m flowrl`: see `flowrl_setup.entry`."""
+    from flowrl_setup import main as set_up
+
+    return set_up(args)
 
 
 def graphs(args: Sequence[str]) -> int:
@@ -378,6 +387,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": export,
     "doctor": doctor,
     "serve-reward": serve_reward,
+    "setup": setup,
     "version": show_version,
 }
 

@@ -111,7 +111,7 @@ class ZeroSettings:
     ema_decay: float = 0.0
     """Above 0: keep an exponential moving average of the weights and export it with every checkpoint."""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
-    """Further DeepSpeed settings; they override flowrl's."""
+    """Further DeepSpeed settings, as zero_optimization.overlap_comm=true; they override flowrl's."""
 
     def __post_init__(self) -> None:
         choices = {"offload": Offload, "dtype": Dtype, "optimizer": Optimizer, "layout": Layout}
