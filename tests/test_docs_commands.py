@@ -41,7 +41,7 @@ OWN = {
 """Command -> the dataclass of its options, which follow one name but for those in NAMELESS."""
 NAMELESS = ("doctor", "quickstart")
 OF_GRAPHS = {"check": (CheckOptions,), "run": (RunOptions, RunFileOptions)}
-PLAIN = {"audit": (), "show": ("--plain",), "graphs": (), "version": (), "new": ("--from",)}
+PLAIN = {"setup": (), "audit": (), "show": ("--plain",), "graphs": (), "version": (), "new": ("--from",)}
 """Command -> its options, of commands without a dataclass."""
 REWARDS = {"reward_func.py": "openrlhf", "train_rewards.py": "trl", "my_reward.py": "verl"}
 """Reward files of the pages for those who come from elsewhere -> whose they are."""
@@ -117,8 +117,8 @@ def options_of(name: str, args: tuple[str, ...]) -> set[str]:
 
 OF_OTHERS = ("options.md", "names.md", "from-openrlhf.md", "from-trl.md", "from-verl.md")
 """Pages that name options of other programs, or of former versions, too."""
-ELSEWHERE = {"agents.md": {"results"}, "losses.md": {"objective.coef"}}
-"""Page -> options of a program of the tests, and of the page's own example."""
+ELSEWHERE = {"agents.md": {"results"}, "losses.md": {"objective.coef"}, "start.md": {"no-deps"}}
+"""Page -> options of a program of the tests, of the page's own example, of pip."""
 
 
 @pytest.mark.parametrize("page", [page for page in DOCUMENTS if page.name not in OF_OTHERS], ids=lambda page: page.name)
