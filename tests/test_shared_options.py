@@ -80,8 +80,9 @@ def test_texts_that_end_a_response_reach_every_generator(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in GRAPHS if "zero" in options(name)])
 def test_settings_of_deepspeed_reach_every_trainer(name: str) -> None:
-    given = ("zero_optimization.overlap_comm=true", "wall_clock_breakdown=false", "tag=a=b")
-    wanted = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": False, "tag": "a=b"}
+    given = ("zero_optimization.overlap_comm=true", "wall_clock_breakdown=false", "communication_data_type=a=b")
+    zero = {"overlap_comm": True}
+    wanted = {"zero_optimization": zero, "wall_clock_breakdown": False, "communication_data_type": "a=b"}
     trainer, *others = nodes(graph(name, "--zero.deepspeed", *given), Trainer)
     assert trainer.zero.deepspeed == wanted
     assert [other.zero.deepspeed for other in others] == [{} for _ in others], "the critic has --critic-zero"
@@ -93,6 +94,26 @@ def test_settings_of_deepspeed_override_flowrls() -> None:
     (trainer,) = nodes(graph("grpo", "--zero.deepspeed", "zero_optimization.reduce_bucket_size=7"), Trainer)
     config = deepspeed_config(trainer.zero, 2)
     assert (config["zero_optimization"]["reduce_bucket_size"], config["zero_optimization"]["stage"]) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("wall_clock_brakdown=true", "no setting of DeepSpeed; did you mean wall_clock_breakdown?"),
+        ("zero_optimization.overlap_com=true", "'zero_optimization.overlap_com', which is no setting of ZeRO; did you"),
+        ("zero_optimization=3", "sets zero_optimization to 3; name one of its settings"),
+        ("gradient_clipping=3", "which a run decides itself; leave it out, and see --zero.clip-grad-norm"),
+    ],
+)
+def test_a_setting_that_deepspeed_does_not_have_is_a_problem(given: str, said: str) -> None:
+    (problem,) = problems("grpo", "--zero.deepspeed", given)
+    assert said in problem
+
+
+def test_known_settings_are_no_problem() -> None:
+    given = ("zero_optimization.stage3_max_live_parameters=5", "zero_optimization.zero_hpz_partition_size=8")
+    more = ("data_types.grad_accum_dtype=bf16", "activation_checkpointing.cpu_checkpointing=true", "aio.block_size=1")
+    assert problems("grpo", "--zero.deepspeed", *given, *more) == ()
 
 
 @pytest.mark.parametrize(
