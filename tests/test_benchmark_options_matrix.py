@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import options_matrix
-from benchmarks.counting_reward import CountingReward, digits
+from benchmarks.counting_reward import CountingReward, ninths
 from benchmarks.options_matrix import GRAPHS, OPTIONS, Cell, across, cells_of, command_of, refused_by_check, table
 from flowrl.graph.load import load_file
 from flowrl.graph.shipped import shipped_names
@@ -107,8 +107,8 @@ def test_the_table_numbers_each_sentence_once() -> None:
 
 def test_the_server_counts_its_requests() -> None:
     with CountingReward() as server:
-        body = json.dumps({"prompts": ["a", "b"], "responses": ["1x", ""]}).encode()
+        body = json.dumps({"prompts": ["a", "b"], "responses": ["19", ""]}).encode()
         with urllib.request.urlopen(urllib.request.Request(server.url, body)) as answer:
-            assert json.load(answer) == [0.5, 0.0]
+            assert json.load(answer) == [1.0, 0.0]
         assert server.asked == 1
-    assert digits("12") == 1.0
+    assert ninths("13") == 1 / 3 and ninths("3x") == 0
