@@ -49,6 +49,7 @@ class DPO(ReferencedPreferences):
     pairs: str = ""
     """Rows with `prompt`, `chosen` and `rejected` (text or messages); empty: the task's own pairs."""
     kind: Literal["dpo", "ipo", "cdpo"] = "dpo"
+    """The loss: DPO, IPO on means per token, or conservative DPO."""
     label_smoothing: float = 0.0
     """For cdpo: the assumed share of pairs with the wrong order."""
     nll_coef: float = 0.0

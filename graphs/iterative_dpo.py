@@ -36,6 +36,7 @@ class IterativeDPO(FilterOptions, RewardOptions):
     beta: float = 0.1
     """Larger values keep the policy closer to the reference."""
     kind: Literal["dpo", "ipo", "cdpo"] = "dpo"
+    """The loss: DPO, IPO on means per token, or conservative DPO."""
     label_smoothing: float = 0.0
     """For cdpo: the assumed share of pairs with the wrong order."""
     nll_coef: float = 0.0

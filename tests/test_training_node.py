@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,9 @@ class Recorder:
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
         yield
+
+    def on_devices(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def step_done(self, version: int) -> None:
         self.events.append(("done", version))

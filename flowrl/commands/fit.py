@@ -27,8 +27,9 @@ MEMORY: tuple[tuple[Overrides, ...], ...] = (
 )
 """Ways of saving memory, the fast ones before those through host memory."""
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-SHARES = (0.3, 0.5, 0.7, 0.85)
-"""Values of gpu_memory_utilization for an engine that has a GPU in turns with others."""
+SHARES = (None, 0.85)
+"""Values of gpu_memory_utilization for an engine that has a GPU in turns with others: vLLM's own, and one that leaves
+room for the contexts of many processes."""
 
 
 def fitting(file: GraphFile, cfg: Any, cluster: Cluster) -> Overrides | None:
@@ -87,11 +88,12 @@ def _more(cfg: Any, name: str, most: int) -> list[Overrides]:
 
 
 def _sharing(cfg: Any, cluster: Cluster) -> Iterator[Overrides]:
-    """Everybody apart, and everybody in turns, with the engine leaving room for the trainer."""
+    """Everybody apart, and generator and trainer in turns."""
     yield {}
     if cluster.num_gpus and _has(cfg, "engine.gpu_memory_utilization") and _has(cfg, "trainer.replicas"):
         for share in SHARES:
-            yield {"time_share": ("generator", "trainer"), "engine.gpu_memory_utilization": share}
+            room = {} if share is None else {"engine.gpu_memory_utilization": share}
+            yield {"time_share": ("generator", "trainer"), **room}
 
 
 def _has(cfg: Any, name: str) -> bool:

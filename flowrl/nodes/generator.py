@@ -2,7 +2,7 @@
 
 Invariants:
 
-- Nothing is sampled before the first message of the weights edge is applied, so every token has a version. If
+- Nothing is taken before the first message of the weights edge is applied, so every token has a version. If
   the graph ignores the weights port, the loaded weights keep their version for the whole run.
 - A request is submitted only while no update is running, so its prefix-cache salt is the version that
   computes its prompt. Requests that run across an update continue with the KV they have.
@@ -212,6 +212,8 @@ class Generator(Node):
     async def run(self) -> None:
         async with self._sampler.required(), asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_weights())
+            with self.context.waiting("its first weights"):
+                await self._gate.passed()  # an invocation before would hold devices that the trainer needs to publish
             tasks.create_task(self._serve(self.requests, self._answer))
             tasks.create_task(self._serve(self.turns, self._reply))
             await self.prompts.each(self._generate, concurrency=self.engine.concurrency)
@@ -228,7 +230,8 @@ class Generator(Node):
 
     async def _follow_weights(self) -> None:
         if not self.weights.connected:
-            await self._updates.stay(self.context.start_version)
+            async with self.context.on_devices():
+                await self._updates.stay(self.context.start_version)
             return
         async for manifest in self.weights:
             if skips(self._updates.version, manifest.version, every=self.every):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flowrl.graph.footprint import Footprint, MemoryTerm, Share
+from flowrl.graph.footprint import Footprint, MemoryTerm, Share, Stay
 from flowrl.graph.routes import WeightTransport
 from flowrl.models import Policy
 from flowrl.models.known_shapes import known_shape
@@ -45,17 +45,23 @@ def trainer_footprint(
 def _trainer_terms(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
     offload = model.zero.offload if not model.zero.nvme_path else "disk"
     tokens = share.token_budget or share.longest_sample or 0
+    leaves = bool(share.in_turns and share.gpus)
+    stay: Stay = "turn" if leaves else "always"
     if offload == "none":
-        yield MemoryTerm("weights", model.weights)
-        yield MemoryTerm("gradients", model.gradients)
-        yield MemoryTerm("optimizer", model.master + model.moments)
+        yield MemoryTerm("weights", model.weights, "device", stay)
+        yield MemoryTerm("gradients", model.gradients, "device", stay)
+        yield MemoryTerm("optimizer", model.master + model.moments, "device", stay)
+        kept = model.weights + model.gradients + model.master + model.moments
     else:
-        yield MemoryTerm("weights", model.weights, "device" if offload == "optimizer" else "host")
+        kept = model.weights if offload == "optimizer" else 0
+        yield MemoryTerm("weights", model.weights, "device" if kept else "host", stay if kept else "always")
         yield MemoryTerm("gradients", model.gradients + model.offload_copies, "host")
         if offload != "disk":
             yield MemoryTerm("optimizer", model.master + model.moments, "host")
     yield MemoryTerm("activations", model.activations(tokens) + model.gathered, "device", "turn")
-    yield MemoryTerm("buffers", model.buckets + _broadcast(share))
+    yield MemoryTerm("buffers", model.buckets + _broadcast(share), "device", stay)
+    if leaves:
+        yield MemoryTerm("away", kept + model.buckets, "host", "away")
     if share.gpus:
         yield MemoryTerm("runtime", RUNTIME_BYTES + (NCCL_BYTES if share.replicas > 1 else 0))
     whole = model.parameters * model.element

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.footprint import Footprint, Share
-from flowrl.graph.node import Node, Saved
+from flowrl.graph.node import Saved
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.model_layout import note, trainer_layout
 from flowrl.nodes.model_memory import trainer_footprint
+from flowrl.nodes.resident import ResidentNode
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch.batch_stats import BatchStats
 from flowrl.training.batch.masks import loss_masks
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from flowrl.weights.publish import Publisher
 
 
-class Trainer(Node):
+class Trainer(ResidentNode):
     """Trains `policy` with `objective` under DeepSpeed ZeRO and publishes its weights.
 
     `lr` is the peak rate; `epochs` is the number of passes over each batch (the batcher's `optimizer_steps`
@@ -280,13 +281,18 @@ class Trainer(Node):
                 self._held_out.append(copy.deepcopy(batch))  # its arrays are only valid until `finish`
                 self.held_out.finish(batch)
 
+    def resident(self) -> object:
+        return self._learner
+
     async def close(self) -> None:
+        await super().close()
         if self._publisher is not None:
             self._publisher.close()
 
     async def checkpoint(self, path: str) -> None:
         """Save the model as a Hugging Face directory, and each rank's master weights and optimizer state."""
-        await self.blocking(self._save, path)
+        async with self.context.on_devices():
+            await self.blocking(self._save, path)
 
     # Methods that run in the blocking thread; collective
 
@@ -340,13 +346,16 @@ class Trainer(Node):
         if publisher is None:
             self._published = self.version
             return
-        kind = "full" if changed or self._missed() else "unchanged"
+        async with self.context.on_devices():
+            await self._publish_on_devices(publisher, "full" if changed or self._missed() else "unchanged")
+        self._published = self.version
+
+    async def _publish_on_devices(self, publisher: Publisher, kind: str) -> None:
         with self.context.busy("publish"):
             manifest = await self.blocking(publisher.publish, self.version, kind)
             if manifest is not None:
                 await self.weights.send(manifest)
             await self.blocking(publisher.transmit)
-        self._published = self.version
 
     def _missed(self) -> bool:
         """Whether versions were skipped since the last publication; they may have changed the weights."""

@@ -38,6 +38,9 @@ class VllmSampler:
         self._processes = processes
         self._adapters = Adapters(engine, slots) if slots is not None else None
         self._version = -1
+        self._cache_sleeps = False
+        """The weights are awake, and the KV cache is not."""
+        self._waking: asyncio.Task[None] | None = None
         self.tokenizer = engine.get_tokenizer()
         self._num_requests = 0
         self._begun: dict[str, tuple[str, int]] = {}
@@ -198,6 +201,7 @@ class VllmSampler:
     async def _last(self, prompt: Any, params: Any, request_id: str, priority: int) -> Any:
         from vllm.exceptions import VLLMValidationError
 
+        await self.wake_cache()
         with self._adapters.using() if self._adapters is not None else nullcontext() as adapter_id:
             adapter, version = _adapter(adapter_id), self._version
             try:
@@ -232,6 +236,7 @@ class VllmSampler:
         await self._answered(self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
+        await self.wake_cache()
         await self._answered(self._engine.resume_generation())
 
     async def label(self, version: int) -> None:
@@ -259,10 +264,29 @@ class VllmSampler:
 
     async def sleep(self) -> None:
         """Free the GPU for another process: move weights to host memory, drop the KV. Only if no request is running."""
+        await self.wake_cache()  # vLLM would give back a second time what is asleep already
         await self._answered(self._engine.sleep(level=1))
 
     async def wake(self) -> None:
-        await self._answered(self._engine.wake_up())
+        """Bring the weights back; the KV cache follows with `resume` or the first request.
+
+        So an update has the room of the cache, and what waits for both is an update if there is one.
+        """
+        self._cache_sleeps = True
+        await self._answered(self._engine.wake_up(["weights"]))
+
+    async def wake_cache(self) -> None:
+        """Bring the KV cache back, if it sleeps. Cancelling this does not interrupt it."""
+        if self._cache_sleeps:
+            self._waking = self._waking or asyncio.create_task(self._wake_cache())
+            await asyncio.shield(self._waking)
+
+    async def _wake_cache(self) -> None:
+        try:
+            await self._answered(self._engine.wake_up(["kv_cache"]))
+            self._cache_sleeps = False
+        finally:
+            self._waking = None
 
     def text(self, token_ids: Int32) -> str:
         return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))

@@ -2,7 +2,7 @@
 
 The first invocation that begins in a host takes the lease, and the last one that ends releases it. Other hosts of the
 same lease wait at the beginning of their invocations. Nodes with state on the device move it in `on_acquire` and
-`on_release`.
+`on_release`. Set-up on GPUs is under the lease too: one host after the other loads, and leaves the device.
 
 Invariants
 - An invocation works only between the end of every node's `on_acquire` and the beginning of the next `on_release`.
@@ -19,7 +19,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from flowrl.channel.control import is_cancel
@@ -50,6 +51,21 @@ class Lease:
         """The task that takes or releases the lease, while one runs."""
         self._asking: asyncio.Future[Any] | None = None
         self._failed: Exception | None = None
+
+    @asynccontextmanager
+    async def setting_up(self, nodes: Sequence[Node], *, on_devices: bool) -> AsyncIterator[None]:
+        """Inside, the nodes of this host are set up; with `on_devices` under the lease, and they leave at the end.
+
+        Their hooks are called from then on: before, they have nothing to move.
+        """
+        if on_devices:
+            await self.begin()
+        try:
+            yield
+            self.nodes = nodes
+        finally:
+            if on_devices:
+                await self.end()
 
     async def begin(self) -> None:
         """Begin an invocation; returns when this host holds the devices. Raises FlowrlError if a hook failed."""

@@ -12,7 +12,8 @@ arrived and the checkpoint that is due there is written.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
 from typing import Any
 
 Claim = tuple[str, int]
@@ -30,6 +31,32 @@ class Locks:
         self._holders: dict[str, tuple[str, list[Claim]]] = {}
         """Lock -> (party that holds it, the claims of that party)."""
         self._queues: dict[str, list[tuple[str, Claim, asyncio.Future[None]]]] = {}
+        self._reserved: dict[str, frozenset[str]] = {}
+        """Lock -> the parties that alone are granted it now."""
+        self._freed: dict[str, asyncio.Event] = {}
+        """Reserved lock -> set when no other party holds it."""
+
+    @asynccontextmanager
+    async def reserved(self, name: str, parties: Collection[str]) -> AsyncIterator[None]:
+        """Inside, only these parties are granted the lock; begins when no other party holds it."""
+        self._reserved[name] = frozenset(parties)
+        freed = self._freed[name] = asyncio.Event()
+        self._tell_freed(name)
+        try:
+            await freed.wait()
+            yield
+        finally:
+            del self._reserved[name], self._freed[name]
+            if name not in self._holders:
+                self._call_next(name)
+
+    def _tell_freed(self, name: str) -> None:
+        if name in self._reserved and self._may(name, self._holders.get(name, ("", []))[0]):
+            self._freed[name].set()
+
+    def _may(self, name: str, party: str) -> bool:
+        """Whether the party may be granted the lock now; "" is nobody."""
+        return not party or name not in self._reserved or party in self._reserved[name]
 
     async def take(self, host: str, body: dict[str, Any]) -> None:
         name, claim = body["name"], _claim(body)
@@ -57,18 +84,21 @@ class Locks:
         claims.remove(claim)
         if not claims:
             del self._holders[name]
+            self._tell_freed(name)
             self._call_next(name)
 
     def _joins(self, name: str, party: str, claim: Claim) -> bool:
+        if not self._may(name, party):
+            return False
         holder, claims = self._holders.setdefault(name, (party, []))
         if holder == party:
             claims.append(claim)
         return holder == party
 
     def _call_next(self, name: str) -> None:
-        """Grant the lock to the first waiter in the queue, and to all waiters of its party."""
+        """Grant the lock to the first waiter in the queue that may have it, and to all waiters of its party."""
         queue = [entry for entry in self._queues.get(name, ()) if not entry[2].cancelled()]
-        first = queue[0][0] if queue else ""
+        first = next((party for party, _, _ in queue if self._may(name, party)), "")
         self._queues[name] = [entry for entry in queue if entry[0] != first]
         for party, claim, waiter in queue:
             if party == first:

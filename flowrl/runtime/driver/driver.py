@@ -37,6 +37,7 @@ from flowrl.runtime.driver.lookout import LOOK_EVERY_S, Lookout
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.orders import Orders
 from flowrl.runtime.driver.phases import Phases
+from flowrl.runtime.driver.shared_devices import SharedDevices
 from flowrl.runtime.driver.snapshotter import Snapshotter
 from flowrl.runtime.driver.stall import Topology
 from flowrl.runtime.host.host_engine import HostSpec
@@ -114,7 +115,9 @@ class Driver:
         self.lookout = Lookout(self.hosts, endpoint, Topology.of(job.plan), view.warning)
         self.orders = Orders(endpoint, job.plan, self.hosts, self.lookout)
         self.phases = Phases(self, job.graph, job.plan, job.options, self.orders, view)
-        self.snapshotter = Snapshotter(self.orders, job.graph.nodes, job.run_dir, keep=job.options.keep)
+        self._locks = Locks()
+        shared = SharedDevices(self._locks, self.orders)
+        self.snapshotter = Snapshotter(self.orders, job.graph.nodes, job.run_dir, keep=job.options.keep, shared=shared)
         self._records: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._start_s = time.monotonic()
 
@@ -262,7 +265,6 @@ class Driver:
         return self._interrupted
 
     async def _start_hosts(self) -> None:
-        locks = Locks()
         plan = self.job.plan
         num_ranks = sum(len(self.orders.replicas(name)) for name in plan.trainers if name not in plan.own_clock)
         batch_end = BatchEnd(num_ranks, self._stands_at, self._at_batch_end, passing=plan.own_clock)
@@ -274,8 +276,8 @@ class Driver:
             ("episode", lambda host, body: self._episodes.add(**body)),
             ("samples", lambda host, body: self._samples.add(body)),
             ("give up", self._tell_all),
-            ("lock", locks.take),
-            ("unlock", locks.release),
+            ("lock", self._locks.take),
+            ("unlock", self._locks.release),
             ("step_done", batch_end.arrive),
             ("ended", self.phases.node_ended),
         ):

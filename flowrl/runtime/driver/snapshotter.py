@@ -10,7 +10,7 @@ import itertools
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from flowrl.graph.node import Node
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.checkpoints.best import Best
 from flowrl.runtime.driver.orders import Orders
+from flowrl.runtime.driver.shared_devices import SharedDevices
 from flowrl.runtime.ledger.accounting import Accounting
 from flowrl.runtime.ledger.ledger_file import LEDGER
 
@@ -30,8 +31,17 @@ ASKED_FOR = 50
 class Snapshotter:
     """Snapshots of one run. While one is taken, the trainers stand at a batch's end and admission is closed."""
 
-    def __init__(self, orders: Orders, nodes: Mapping[str, Node], run_dir: Path, *, keep: int) -> None:
+    def __init__(
+        self,
+        orders: Orders,
+        nodes: Mapping[str, Node],
+        run_dir: Path,
+        *,
+        keep: int,
+        shared: SharedDevices | None = None,
+    ) -> None:
         self._orders = orders
+        self._shared = shared
         self._nodes = nodes
         self._run_dir = run_dir
         self._keep = keep
@@ -56,7 +66,8 @@ class Snapshotter:
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir()
-            head = await self.take(facts, temporary, accounting)
+            async with self._shared.for_trainers() if self._shared is not None else nullcontext():
+                head = await self.take(facts, temporary, accounting)
             await to_its_end(publish)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

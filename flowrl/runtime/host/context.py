@@ -16,6 +16,7 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.graph.routes import WeightRoute
 from flowrl.runtime.activity.activity import OUTSIDE, Activity, in_invocation
 from flowrl.runtime.activity.ending import as_failure
+from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.ledger.accounting import LedgerClient
 from flowrl.runtime.samples.sample_notes import SampleNotes
 from flowrl.runtime.samples.sample_share import SampleShare
@@ -62,8 +63,11 @@ class ReplicaPlace:
 class NodeContext:
     """Implements `flowrl.graph.node.Context`. `blocking` has one thread per node replica: calls queue up."""
 
-    def __init__(self, place: ReplicaPlace, endpoint: Endpoint, activity: Activity, trace: TraceBuffer) -> None:
+    def __init__(
+        self, place: ReplicaPlace, endpoint: Endpoint, activity: Activity, trace: TraceBuffer, lease: Lease
+    ) -> None:
         self.place = place
+        self._lease = lease
         self.replica, self.num_replicas = place.replica, place.num_replicas
         self.run_dir, self.seed, self.steps = place.run_dir, place.seed, place.steps
         self.cores, self.gpus, self.in_turns = place.cores, place.gpus, bool(place.lease)
@@ -158,6 +162,16 @@ class NodeContext:
             yield
         finally:  # also when the wait was cancelled: the driver may have granted the lock already
             self.endpoint.notify(DRIVER, "unlock", body)
+
+    @asynccontextmanager
+    async def on_devices(self) -> AsyncIterator[None]:
+        """Inside, this node may use the devices that it has in turns: for work outside of invocations."""
+        with self.activity.waiting("lock", self._lease.name, inside=in_invocation.get()):
+            await self._lease.begin()
+        try:
+            yield
+        finally:
+            await self._lease.end()
 
     async def step_done(self, version: int) -> None:
         """Report a batch's end; returns at once, or after the checkpoint that is due here."""

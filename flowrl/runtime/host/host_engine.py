@@ -125,7 +125,7 @@ class HostEngine:
             if host != self.spec.host:
                 self.endpoint.connect(host, address)
         graphs = {place.replica: self.build_graph() for place in self.spec.places}
-        lease = Lease(self.spec.places[0].lease, self.spec.host, self.endpoint)
+        self._lease = lease = Lease(self.spec.places[0].lease, self.spec.host, self.endpoint)
         for place in self.spec.places:
             graph = graphs[place.replica]
             replica = self.make_replica(graph.nodes[place.node], place, lease)
@@ -133,7 +133,6 @@ class HostEngine:
             replica.activity.died = functools.partial(self._died, replica)
             self.replicas[place.replica_id] = replica
             join(replica, graph, self.spec.plan, self.endpoint)
-        lease.nodes = [replica.node for replica in self.replicas.values()]
         self._reporting = asyncio.get_running_loop().create_task(self._report())
 
     def build_graph(self) -> Graph:
@@ -153,10 +152,12 @@ class HostEngine:
         await self._unless_broken(self._set_up_nodes())
 
     async def _set_up_nodes(self) -> None:
-        for replica in self.replicas.values():
-            activity = replica.activity
-            with activity.pending.named(), activity.waiting(OUTSIDE, "its set-up", inside=None):
-                await self._named(replica, replica.node.setup())
+        nodes = [replica.node for replica in self.replicas.values()]
+        async with self._lease.setting_up(nodes, on_devices=bool(self.spec.places[0].gpus)):
+            for replica in self.replicas.values():
+                activity = replica.activity
+                with activity.pending.named(), activity.waiting(OUTSIDE, "its set-up", inside=None):
+                    await self._named(replica, replica.node.setup())
 
     async def run(self) -> None:
         """Run every node's body until all have returned, or one has failed."""

@@ -35,7 +35,7 @@ class Replica:
         self.node = node
         self.place = place
         self.activity = Activity(place.replica_id)
-        self.context = NodeContext(place, endpoint, self.activity, trace)
+        self.context = NodeContext(place, endpoint, self.activity, trace, lease)
         self.open_items = OpenItems(place.replica_id, self._ended)
         self.inbound: dict[str, Inbound] = {}
         self.outbound: dict[str, Outbound] = {}

@@ -27,13 +27,16 @@ class PolicyObjective(Objective):
     clip_high: float | None = None
     """None: 0.2; cispo has no default."""
     dual_clip: float | None = None
-    """c: where the advantage is negative, the loss of a token is at most −c·A (ppo and gspo)."""
+    """c, above 1: where the advantage is negative, the loss of a token is at most −c·A (1912.09729; ppo and gspo).
+    None: no limit."""
     old: str = "proximal"
     """Denominator of the ratio: "proximal", the weights at the batch's start, or "behavior"."""
     correction: str | None = "tis"
     """Weights that correct the gap between proximal and behavior policy: tis | icepop | sequence_mask | decoupled."""
     correction_range: tuple[float, float] = (0.0, 2.0)
+    """Bounds of the ratio that the correction is made of: what is beyond is clamped or left out, by `correction`."""
     correction_level: str = "token"
+    """token | sequence: whether tis clamps the ratio of each token, or the product over a sequence."""
     aggregation: str = "token"
     """token | sequence | constant"""
     length: int | None = None

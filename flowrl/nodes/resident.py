@@ -1,0 +1,48 @@
+"""Nodes whose state is on the GPU in their own turns only: weights, gradients and optimizer state of a trainer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from flowrl.graph.node import Node
+
+
+class ResidentNode(Node):
+    """A node that loads to its GPU in `setup`. In turns (`g.time_share`) what it has there is moved away between them.
+
+    Ranks of a gang move theirs one by one: nothing of it is collective.
+    """
+
+    _residence: Any = None
+    """Of the class Residence; ports are found by evaluating annotations, and its module imports torch."""
+
+    def resident(self) -> object:
+        """What leads to all that is on the GPU; made by `setup`."""
+        raise NotImplementedError
+
+    async def on_acquire(self) -> None:
+        if self._residence is not None:
+            began = time.perf_counter()
+            await self.blocking(self._residence.come_back)
+            self.context.gauge("device_return_s", time.perf_counter() - began)
+
+    async def on_release(self) -> None:
+        if self.context.gpus:
+            began = time.perf_counter()
+            moved = await self.blocking(self._leave)
+            self.context.gauge("device_leave_s", time.perf_counter() - began)
+            self.context.gauge("device_leave_bytes", moved)
+
+    def _leave(self) -> int:
+        if self._residence is None:
+            import torch
+
+            from flowrl.training.engine.residence import Residence
+
+            self._residence = Residence(self.resident(), torch.device("cuda", 0))
+        return int(self._residence.leave())
+
+    async def close(self) -> None:
+        if self._residence is not None and not self._residence.is_away:
+            self._residence.close()

@@ -1,0 +1,189 @@
+"""What an object keeps on a device, moved to host memory and back: for a trainer that uses its GPU in turns.
+
+Every tensor stays the object that it is: its storage gives its memory back and gets other memory of the same size
+later. So views of a storage, such as the partitions that ZeRO cuts from flat buffers, stay views of it, and references
+in hooks, optimizers or an adapter stay right. This holds for every optimizer and ZeRO stage, and for what is not
+DeepSpeed's (a moving average, a teacher's output layer). DeepSpeed's own `offload_states` replaces tensors; at stage 3
+it refuses every optimizer but its compiled FusedAdam, and it does not have stage 1 with bfloat16.
+
+Invariants
+- Between `leave` and `come_back` nobody computes with the object.
+- After `come_back` every storage has the bytes it had before `leave`.
+
+Found are the tensors that attributes and containers lead to, gradients included. One that is missed stays on the
+device: that takes memory, and nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+
+import torch
+from torch import Tensor, UntypedStorage
+
+ALIGNED = 512
+PASSED_BY = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, str, bytes, int, float, torch.dtype)
+"""What the search does not look into."""
+
+
+def device_storages(root: object, device: torch.device) -> list[UntypedStorage]:
+    """The storages on `device` that `root` leads to, each once, those of 0 bytes left out."""
+    found: dict[int, UntypedStorage] = {}
+    for tensor in _tensors(root):
+        if tensor.device.type == device.type and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.resizable():
+                found.setdefault(storage.data_ptr(), storage)
+    return list(found.values())
+
+
+def _tensors(root: object) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    waiting: list[object] = [root]
+    kept = []  # what is made while searching must not be freed, or another object could get its id
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, PASSED_BY):
+            continue
+        seen.add(id(thing))
+        kept.append(thing)
+        if isinstance(thing, Tensor):
+            yield thing
+            if thing.is_leaf and thing.grad is not None:
+                waiting.append(thing.grad)
+        waiting.extend(_parts(thing))
+
+
+def _parts(thing: object) -> Iterator[object]:
+    if isinstance(thing, Mapping):
+        yield from thing.keys()
+        yield from thing.values()
+    elif isinstance(thing, list | tuple | set | frozenset | deque):
+        yield from thing
+    yield from getattr(thing, "__dict__", {}).values()
+    for kind in type(thing).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(thing, name, None)
+
+
+class Residence:
+    """Moves what `root` has on `device`. `root` may change between two turns; it is searched at the end of each.
+
+    On a GPU the host memory is page-locked, as far as the machine allows it, and kept between the turns.
+    """
+
+    def __init__(self, root: object, device: torch.device) -> None:
+        self._root = root
+        self._device = device
+        self._away: list[UntypedStorage] = []
+        self._host = HostMemory(pinned=device.type == "cuda")
+
+    @property
+    def is_away(self) -> bool:
+        """Whether `leave` was called, and `come_back` not yet."""
+        return bool(self._away)
+
+    def leave(self) -> int:
+        """Move everything to host memory; the bytes moved. Does nothing if it is there already."""
+        if self._away:
+            return 0
+        self._synchronize()
+        storages = device_storages(self._root, self._device)
+        places = _places(storages)
+        total = places[-1] if places else 0
+        host = self._host.of(total)
+        for storage, start in zip(storages, places, strict=False):
+            host[start : start + storage.nbytes()].copy_(_bytes(storage), non_blocking=True)
+        self._synchronize()
+        self._sizes = [storage.nbytes() for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        self._away = storages
+        self._give_back()
+        return sum(self._sizes)
+
+    def come_back(self) -> int:
+        """Move everything back to the device; the bytes moved. Does nothing if it is there already."""
+        storages, self._away = self._away, []
+        places = _offsets(self._sizes) if storages else []
+        host = self._host.of(places[-1] if places else 0)
+        for storage, size, start in zip(storages, self._sizes if storages else (), places, strict=False):
+            storage.resize_(size)
+            _bytes(storage).copy_(host[start : start + size], non_blocking=True)
+        self._synchronize()
+        return sum(self._sizes) if storages else 0
+
+    def close(self) -> None:
+        """Give the host memory back. Not while away."""
+        self._host.close()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _give_back(self) -> None:
+        """Return memory that torch keeps for this process to the device."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+
+
+class HostMemory:
+    """One piece of host memory that grows to what is asked for. Page-locked, copies run at the speed of the bus."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._registered = False
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, num_bytes: int) -> Tensor:
+        """[at least `num_bytes`], uint8; what it held before is kept if it was large enough."""
+        if self._memory.numel() < num_bytes:
+            self.close()
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self._register()
+        return self._memory
+
+    def close(self) -> None:
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
+        self._registered = False
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _register(self) -> None:
+        """Page-lock it as it is: torch's own pinned memory would be rounded up to a power of two."""
+        if not self._pinned:
+            return
+        address, size = self._memory.data_ptr(), self._memory.numel()
+        status = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
+        self._registered = int(status) == 0
+        if not self._registered:
+            logging.getLogger("flowrl").warning(
+                "the trainer's %.1f GiB of host memory could not be page-locked (CUDA error %d), so its turns take "
+                "longer; raise the machine's limit of locked memory (ulimit -l)",
+                size / (1 << 30),
+                int(status),
+            )
+
+
+def _places(storages: list[UntypedStorage]) -> list[int]:
+    return _offsets([storage.nbytes() for storage in storages])
+
+
+def _offsets(sizes: list[int]) -> list[int]:
+    """Where each size begins in one piece of memory, and the length of the whole."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // ALIGNED) * ALIGNED)
+    return starts
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    """All of a storage as uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
