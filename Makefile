@@ -6,7 +6,7 @@ export RAY_DEDUP_LOGS := 0
 # Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants random-graphs kills test-nvme
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants random-graphs kills test-nvme gpu-check
 
 setup:
 	@.ci/setup
@@ -62,6 +62,10 @@ random-graphs: setup
 # SIGKILL of every kind of process, ten times each at random moments; an hour on two cores.
 kills: setup
 	$(PY) -m tests.kills --times 10
+
+# What a CPU cannot show, on a machine with GPUs: stages of under 8 minutes, results and table in gpu-check/.
+gpu-check: setup
+	$(PY) -m flowrl.cli gpu-check
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

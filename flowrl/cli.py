@@ -62,6 +62,8 @@ usage: flowrl COMMAND
         copy or upload a checkpoint's model, without what only a resume needs
   doctor [--address HOST:6379] [--json]
         find out what this machine or a cluster can do: packages, GPUs, /dev/shm, compilers, Ray, tcp between machines
+  gpu-check [--out DIR] [--only STAGE ...] [--again] [--device cpu]
+        try out on this machine's GPUs what a CPU cannot show, stage by stage; goes on where it stopped
   serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS]
         answer rewards over HTTP, for graphs that name the address as their reward
   version
@@ -73,7 +75,7 @@ to begin with:
   flowrl check grpo
   flowrl run grpo --steps 20 --run-dir runs/first
   flowrl audit runs/first"""
-OWN_HELP = ("quickstart", "samples", "evaluate", "generate", "score", "chat", "merge", "export", "doctor")
+OWN_HELP = ("quickstart", "samples", "evaluate", "generate", "score", "chat", "merge", "export", "doctor", "gpu-check")
 """Commands that print a help of their own."""
 
 
@@ -271,20 +273,10 @@ def samples(args: Sequence[str]) -> int:
 
 
 def show(args: Sequence[str]) -> int:
-    """`flowrl show RUN_DIR [SAMPLE]`: prints a sample, or the list of the episodes kept."""
-    plain = "--plain" in args
-    names = [arg for arg in args if arg != "--plain"]
-    if not 1 <= len(names) <= 2 or any(name.startswith("-") for name in names):
-        raise ConfigError("flowrl show needs a run directory, and maybe a sample: flowrl show runs/NAME prompts:0:1")
-    if not Path(names[0]).is_dir():
-        raise ConfigError(f"there is no run directory {names[0]}; name the one given to flowrl run --run-dir")
-    from rich.console import Console
+    """`flowrl show RUN_DIR [SAMPLE]`"""
+    from flowrl.commands.show_sample import show_sample
 
-    from flowrl.runtime.show.show import show as print_sample
-
-    console = Console(force_terminal=False if plain else None, color_system=None if plain else "auto")
-    print_sample(Path(names[0]), names[1] if len(names) == 2 else None, console)
-    return 0
+    return show_sample(args)
 
 
 def generate(args: Sequence[str]) -> int:
@@ -336,6 +328,14 @@ def doctor(args: Sequence[str]) -> int:
     return examine(parse_options(DoctorOptions, args, prog="flowrl doctor"))
 
 
+def gpu_check(args: Sequence[str]) -> int:
+    """`flowrl gpu-check`: status 1 if a stage failed."""
+    from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions
+    from flowrl.commands.gpu_check.gpu_check import gpu_check as run_stages
+
+    return run_stages(parse_options(GpuCheckOptions, args, prog="flowrl gpu-check"))
+
+
 def serve_reward(args: Sequence[str]) -> int:
     """`flowrl serve-reward MODEL`: serves until it is interrupted."""
     if not args or args[0].startswith("-"):
@@ -377,6 +377,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "merge": merge,
     "export": export,
     "doctor": doctor,
+    "gpu-check": gpu_check,
     "serve-reward": serve_reward,
     "version": show_version,
 }
