@@ -27,7 +27,7 @@ class SleepingEngine:
     def get_tokenizer(self) -> None:
         return None
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int) -> None:  # vLLM's
         assert not self.asleep, "unmapped twice"
         await ticks(2)
         self.asleep = set(PARTS)
@@ -66,7 +66,7 @@ def made() -> tuple[SleepingEngine, VllmSampler]:
 def test_an_update_is_applied_before_the_cache_takes_its_room() -> None:
     async def main() -> None:
         engine, sampler = made()
-        await sampler.sleep()
+        await sampler.sleep()  # vLLM's
         await sampler.wake()
         await sampler.pause()
         assert engine.asleep == {"kv_cache"}
@@ -81,7 +81,7 @@ def test_of_many_requests_the_first_wakes_the_cache_and_a_cancel_does_not_stop_i
     async def main() -> None:
         engine, sampler = made()
         for _ in range(2):
-            await sampler.sleep()
+            await sampler.sleep()  # vLLM's
             await sampler.wake()
             requests = [asyncio.ensure_future(sampler.wake_cache()) for _ in range(4)]
             await ticks(1)
@@ -98,15 +98,15 @@ def test_a_turn_without_any_work_ends_awake_and_then_asleep() -> None:
 
     async def main() -> None:
         engine, sampler = made()
-        await sampler.sleep()
+        await sampler.sleep()  # vLLM's
         await sampler.wake()
-        await sampler.sleep()
+        await sampler.sleep()  # vLLM's
         assert engine.calls == ["sleep", "wake weights", "wake kv_cache", "sleep"]
         await sampler.wake()
         waking = asyncio.ensure_future(sampler.wake_cache())
         await ticks(1)
         waking.cancel()
-        await sampler.sleep()
+        await sampler.sleep()  # vLLM's
         assert engine.asleep == PARTS
 
     play(main())
