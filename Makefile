@@ -8,7 +8,7 @@ export RAY_DEDUP_LOGS := 0
 # Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants random-graphs kills test-nvme docs docs-serve
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants random-graphs kills test-nvme docs docs-serve gpu-check
 
 setup:
 	@.ci/setup
@@ -64,6 +64,10 @@ random-graphs: setup
 # SIGKILL of every kind of process, ten times each at random moments; an hour on two cores.
 kills: setup
 	$(PY) -m tests.kills --times 10
+
+# What a CPU cannot show, on a machine with GPUs: stages of under 8 minutes, results and table in gpu-check/.
+gpu-check: setup
+	$(PY) -m flowrl.cli gpu-check
 
 # The site of the documents, into build/docs, in an environment of its own.
 docs: $(DOCS)/installed

@@ -19,65 +19,13 @@ from typing import Any
 from flowrl.commands.copy_graph import parse_new
 from flowrl.commands.origins import derived_text, print_origins
 from flowrl.commands.prepare import Prepared, prepare
+from flowrl.commands.usage import HELP, OWN_HELP, USAGE
 from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import run_file_text, write_run_file
 from flowrl.graph.shipped import shipped_names, summary
-
-HELP = ("-h", "--help", "help")
-USAGE = """\
-usage: flowrl COMMAND
-
-  setup cpu
-        install what flowrl needs on a machine without GPUs, into this Python's environment
-  quickstart [--steps N] [--control]
-        train a small model on addition, in some minutes on a CPU, and print what it learnt
-  graphs
-        list the graphs that come with flowrl, which run by name
-  new   MY_GRAPH.py --from NAME
-        copy one of them to a file, to be edited
-  check GRAPH [--draw FILE.svg|FILE.mmd] [--cluster SPEC] [--config FILE] [--preflight] [--field value ...]
-        find every problem of a graph and print what follows from it; starts nothing.
-        --preflight: also load models, task, reward and environment, and try them out as a run does before it starts
-  run   GRAPH [--steps N] [--run-dir DIR] [--resume] [--config FILE] [--field value ...]
-        run a graph; --help after GRAPH lists the fields and all options.
-        --save-config FILE writes them to a file that --config reads;
-        --dry-run prints them, checks graph, model, data and reward, and starts nothing
-  audit RUN_DIR
-        prove a run's ledger and its staleness bound from its own records
-  samples RUN_DIR [--step N] [--best|--worst|--failed] [--held-out] [--diff STEP] [--limit N] [--json]
-        print what the model said: prompts, responses, rewards, and what became of each sample
-  show  RUN_DIR [SAMPLE] [--plain]
-        print an episode as the policy saw it, token by token; without SAMPLE list those that are kept
-  evaluate MODEL [--task TASK] [--prompts N] [--samples K] [--sets FILE ...]
-        answer held-out prompts with a model, without training, and print how many are right
-  generate MODEL --task TASK --out FILE.jsonl [--group-size N] [--score | --best]
-        write a model's responses to a file, the best of N with --best; the same command goes on with the file
-  score FILE.jsonl [--task.reward REWARD | --reward-model DIR] --out SCORED.jsonl
-        write the rewards of responses that a file has
-  chat  MODEL|RUN_DIR
-        talk to a model in the terminal
-  merge ADAPTER --out DIR [--base MODEL]
-        put an adapter into the weights of its base model
-  export RUN_DIR|CHECKPOINT --name DIR, or --to hub --name OWNER/NAME
-        copy or upload a checkpoint's model, without what only a resume needs
-  doctor [--address HOST:6379] [--json]
-        find out what this machine or a cluster can do: packages, GPUs, /dev/shm, compilers, Ray, tcp between machines
-  serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS]
-        answer rewards over HTTP, for graphs that name the address as their reward
-  version
-
-GRAPH is the name of a graph of flowrl, such as grpo, or a file of your own.
-
-to begin with:
-
-  flowrl check grpo
-  flowrl run grpo --steps 20 --run-dir runs/first
-  flowrl audit runs/first"""
-OWN_HELP = ("setup", "quickstart", "samples", "evaluate", "generate", "score", "chat", "merge", "export", "doctor")
-"""Commands that print a help of their own."""
 
 
 @dataclass(frozen=True)
@@ -281,20 +229,10 @@ def samples(args: Sequence[str]) -> int:
 
 
 def show(args: Sequence[str]) -> int:
-    """`flowrl show RUN_DIR [SAMPLE]`: prints a sample, or the list of the episodes kept."""
-    plain = "--plain" in args
-    names = [arg for arg in args if arg != "--plain"]
-    if not 1 <= len(names) <= 2 or any(name.startswith("-") for name in names):
-        raise ConfigError("flowrl show needs a run directory, and maybe a sample: flowrl show runs/NAME prompts:0:1")
-    if not Path(names[0]).is_dir():
-        raise ConfigError(f"there is no run directory {names[0]}; name the one given to flowrl run --run-dir")
-    from rich.console import Console
+    """`flowrl show RUN_DIR [SAMPLE]`"""
+    from flowrl.commands.show_sample import show_sample
 
-    from flowrl.runtime.show.show import show as print_sample
-
-    console = Console(force_terminal=False if plain else None, color_system=None if plain else "auto")
-    print_sample(Path(names[0]), names[1] if len(names) == 2 else None, console)
-    return 0
+    return show_sample(args)
 
 
 def _around(command: str, args: Sequence[str]) -> int:
@@ -330,6 +268,14 @@ def doctor(args: Sequence[str]) -> int:
     from flowrl.commands.doctor import DoctorOptions, examine
 
     return examine(parse_options(DoctorOptions, args, prog="flowrl doctor"))
+
+
+def gpu_check(args: Sequence[str]) -> int:
+    """`flowrl gpu-check`: status 1 if a stage failed."""
+    from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions
+    from flowrl.commands.gpu_check.gpu_check import gpu_check as run_stages
+
+    return run_stages(parse_options(GpuCheckOptions, args, prog="flowrl gpu-check"))
 
 
 def serve_reward(args: Sequence[str]) -> int:
@@ -373,6 +319,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "merge": merge,
     "export": export,
     "doctor": doctor,
+    "gpu-check": gpu_check,
     "serve-reward": serve_reward,
     "setup": setup,
     "version": show_version,

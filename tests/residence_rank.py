@@ -1,6 +1,6 @@
 """One ZeRO rank that gives its memory away between steps, started by `tests.ranks`: the CPU stands for the device.
 
-Every case trains three steps twice, once without interruption and once with turns between the steps. What lives in the
+Every case trains its steps twice, once without interruption and once with turns between the steps. What lives in the
 process besides the copy in host memory is counted from all its tensors, not from those that flowrl finds.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 1, bfloat16": {"stage": 1, "dtype": "bfloat16"},
     "stage 2, average": {"stage": 2, "dtype": "bfloat16", "ema_decay": 0.9},
     "stage 3": {"stage": 3, "dtype": "bfloat16"},
-    "stage 3, float32, adapter": {"stage": 3, "rank": 4},
-    "stage 3, muon": {"stage": 3, "optimizer": "muon", "dtype": "bfloat16"},
-    "stage 3, sgd, average": {"stage": 3, "optimizer": "sgd", "ema_decay": 0.5},
+    "stage 3, adapter, sgd, average": {"stage": 3, "rank": 4, "optimizer": "sgd", "ema_decay": 0.5},
 }
-STEPS = 3
+STEPS = 2
 
 
 def engine_of(case: dict[str, Any], gang: Gang, directory: Path) -> ZeroEngine:
@@ -66,7 +63,7 @@ def outcome(engine: ZeroEngine) -> list[torch.Tensor]:
 def work(gang: Gang, directory: Path, arguments: Sequence[str]) -> None:
     found: dict[str, dict[str, Any]] = {}
     for name in arguments or CASES:
-        case, began = CASES[name], time.monotonic()
+        case = CASES[name]
         plain = engine_of(case, gang, directory)
         norms = [step(plain, number) for number in range(STEPS)]
         expected = outcome(plain)
@@ -93,7 +90,6 @@ def work(gang: Gang, directory: Path, arguments: Sequence[str]) -> None:
         residence.close()
         del engine, residence
         gc.collect()
-        print(name, time.monotonic() - began, flush=True)
     (directory / f"residence-{gang.rank}.json").write_text(json.dumps(found))
 
 

@@ -1,4 +1,4 @@
-"""Models that only score leave the GPU while other nodes of their lease use it."""
+"""Models leave the GPU while other nodes of their lease use it: those that only score, and trainers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import torch
 
 from flowrl.models import Policy
 from flowrl.nodes import Critic, Reference, RewardModel, Teacher
+from flowrl.nodes.resident import ResidentNode
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.tasks import Task
+from flowrl.training.engine import residence
+from flowrl.training.engine.residence import Residence
 
 
 class Model(torch.nn.Module):
@@ -90,3 +93,40 @@ def test_without_a_gpu_nothing_is_moved(made: Callable[[Any], ScoringNode]) -> N
 
 def test_a_model_with_a_gpu_of_its_own_is_loaded_there() -> None:
     assert placed(reference(Model([])), gpus=(2,), in_turns=False).load_device == "cuda"
+
+
+class Trained(ResidentNode):
+    """A node with a parameter on its device, for which the CPU stands."""
+
+    def resident(self) -> object:
+        return self.weight
+
+    async def setup(self) -> None:
+        self.weight = torch.arange(6.0)
+
+
+def test_a_trainer_has_nothing_on_the_gpu_between_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    gauges: dict[str, float] = {}
+    monkeypatch.setattr(residence, "Residence", lambda root, device: Residence(root, torch.device("cpu")))
+    node: Any = placed(Trained(), gpus=(0,), in_turns=True)  # type: ignore[arg-type]
+    node.context.gauge = gauges.__setitem__
+
+    async def turns() -> None:
+        await node.on_acquire()  # the lease is taken for the set-up: nothing has been moved yet
+        await node.setup()
+        for _ in range(2):
+            await node.on_release()
+            assert node.weight.untyped_storage().nbytes() == 0
+            await node.on_acquire()
+            assert node.weight.tolist() == [0, 1, 2, 3, 4, 5]
+        await node.close()
+
+    asyncio.run(turns())
+    assert gauges["device_leave_bytes"] == 24 and {"device_leave_s", "device_return_s"} <= gauges.keys()
+
+
+def test_a_trainer_without_a_gpu_moves_nothing() -> None:
+    node: Any = placed(Trained(), gpus=(), in_turns=True)  # type: ignore[arg-type]
+    asyncio.run(node.setup())
+    asyncio.run(node.on_release())
+    assert node.weight.untyped_storage().nbytes() == 24

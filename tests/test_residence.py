@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.training.engine.residence import Residence, device_storages
@@ -48,6 +48,7 @@ WRAPPED = [
     wraps=st.lists(st.integers(0, len(WRAPPED) - 1), min_size=8, max_size=8),
     views=st.booleans(),
 )
+@settings(max_examples=20)  # each collects garbage
 def test_every_tensor_leaves_and_comes_back_as_it_was(
     sizes: list[tuple[int, torch.dtype]], wraps: list[int], views: bool
 ) -> None:

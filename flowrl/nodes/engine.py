@@ -28,6 +28,9 @@ OURS = {
 """vLLM's options that a user cannot set, and why."""
 RENAMED = {"kv_cache_memory_bytes": "kv_cache_bytes"}
 """vLLM's name of an option -> ours."""
+FITTING = -1
+"""For vLLM: the longest sequence up to the model's context for which the KV cache has room. Without it an engine whose
+cache is smaller than the context does not start."""
 ON_GPUS_ONLY = ("gpu_memory_utilization", "cpu_offload_gb")
 
 
@@ -44,7 +47,8 @@ class Engine:
     gpu_memory_utilization: float | None = None
     """Share of each GPU's memory that vLLM takes, weights and KV cache together; None: vLLM's 0.92."""
     max_model_len: int | None = None
-    """Most tokens of prompt and response together; None: the model's context."""
+    """Most tokens of prompt and response together; None: the model's context, on a GPU as much of it as the KV cache
+    has room for."""
     concurrency: int = 128
     """Prompts that one generator processes at a time; evaluation has as many more places, at lower priority."""
     dtype: EngineDtype = "auto"
@@ -116,7 +120,7 @@ class Engine:
         """Arguments of vLLM's AsyncEngineArgs, without the parallel sizes and the dtype."""
         eager = self.enforce_eager if self.enforce_eager is not None else not on_gpu
         found: dict[str, Any] = {
-            "max_model_len": self.max_model_len,
+            "max_model_len": self.max_model_len or (FITTING if on_gpu else None),
             "max_num_seqs": 2 * self.concurrency,
             "enforce_eager": eager,
             "kv_cache_dtype": self.kv_cache_dtype,

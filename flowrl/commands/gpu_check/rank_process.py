@@ -1,0 +1,31 @@
+"""One rank of a stage: `python -m flowrl.commands.gpu_check.rank_process TARGET DEVICE SIZE PORT RANK DIRECTORY ...`"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+
+def main() -> None:
+    """Meet the gang, do the work, leave."""
+    target, device, size, port, rank, directory, *arguments = sys.argv[1:]
+    import torch
+
+    from flowrl.training.engine.gang import Gang
+
+    if device == "cpu":
+        torch.set_num_threads(1)
+    module, _, name = target.partition(":")
+    gang = Gang.meet(
+        int(rank), int(size), f"127.0.0.1:{port}", torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    )
+    getattr(import_module(module), name)(gang, Path(directory), arguments)
+    gang.leave()
+    sys.stdout.flush()
+    os._exit(0)  # threads of the process group now and then abort the interpreter's own way out
+
+
+if __name__ == "__main__":
+    main()

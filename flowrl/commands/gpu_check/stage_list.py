@@ -1,0 +1,81 @@
+"""The stages of `flowrl gpu-check`, in the order in which they run. Plain data: nothing heavy is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HERE = "flowrl.commands.gpu_check"
+LONGEST_S = 470.0
+"""No stage takes longer: a machine that is lent for ten minutes at a time gets through one."""
+
+
+@dataclass(frozen=True)
+class CheckStage:
+    """One stage: a process of its own with a time limit."""
+
+    name: str
+    shows: str
+    target: str
+    """ "module:function" of a function that takes a Bench."""
+    packages: tuple[str, ...] = ()
+    """Modules without which it is skipped."""
+    on_cpu: bool = True
+    """Whether it means something on a machine without a GPU."""
+    least_gpus: int = 1
+    """On a machine with GPUs."""
+    limit_s: float = LONGEST_S
+
+
+STAGES = (
+    CheckStage(
+        "gradients",
+        "ZeRO stages 2 and 3, with and without offload: gradients of the device are those of a CPU",
+        f"{HERE}.training_stages:gradients",
+    ),
+    CheckStage(
+        "residence",
+        "a trainer leaves its device and comes back 20 times, and trains on as if it had not",
+        f"{HERE}.training_stages:residence",
+    ),
+    CheckStage("lora", "gradients of adapters are those of a CPU", f"{HERE}.training_stages:lora", ("peft",)),
+    CheckStage(
+        "qlora",
+        "an adapter learns on a base of 4 bits, which leaves the device and comes back",
+        f"{HERE}.training_stages:qlora",
+        ("peft", "bitsandbytes"),
+    ),
+    CheckStage(
+        "trees", "trees of shared prefixes give what rows give, and how much faster", f"{HERE}.pass_stages:trees"
+    ),
+    CheckStage("packing", "sequences packed into one row give what rows give", f"{HERE}.pass_stages:packing"),
+    CheckStage("precision", "logprobs in bfloat16 against float32 on a CPU", f"{HERE}.pass_stages:precision"),
+    CheckStage(
+        "shared-memory",
+        "vLLM takes weights through shared memory, sleeps and wakes by parts",
+        f"{HERE}.weight_stages:shared_memory",
+        ("vllm",),
+    ),
+    CheckStage(
+        "nccl-packing",
+        "vLLM's own packed broadcast takes a trainer's buckets apart as they were put in",
+        f"{HERE}.weight_stages:nccl_packing",
+        ("vllm",),
+        on_cpu=False,
+    ),
+    CheckStage(
+        "nccl",
+        "a trainer on one GPU broadcasts its weights to vLLM on another",
+        f"{HERE}.weight_stages:nccl",
+        ("vllm",),
+        on_cpu=False,
+        least_gpus=2,
+    ),
+    CheckStage("devices", "every process of a run sees the GPUs of its plan", f"{HERE}.run_stages:devices", ("ray",)),
+    CheckStage(
+        "lease",
+        "a trainer and a process that takes 90% of the GPU use it in turns, checkpoints included",
+        f"{HERE}.run_stages:lease",
+        ("ray",),
+    ),
+    CheckStage("speeds", "matrix products, copies, and a step of training", f"{HERE}.speed_stages:speeds"),
+)

@@ -1,0 +1,40 @@
+"""One stage: `python -m flowrl.commands.gpu_check.stage_process TARGET DEVICE NUM_GPUS DIRECTORY`.
+
+It leaves `figures.json` in its directory, and `failure.txt` with a sentence if something is not as required.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from flowrl.commands.gpu_check.bench import Bench
+from flowrl.errors import FlowrlError
+
+
+def main() -> int:
+    """The exit status: 0, 1 if a requirement does not hold, another one for an exception."""
+    target, device, num_gpus, directory = sys.argv[1:]
+    assert device in ("cuda", "cpu")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that equal steps are equal bit by bit
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    bench = Bench("cuda" if device == "cuda" else "cpu", int(num_gpus), Path(directory))
+    module, _, name = target.partition(":")
+    try:
+        getattr(import_module(module), name)(bench)
+    except FlowrlError as failure:
+        print(failure, flush=True)
+        (bench.directory / "failure.txt").write_text(str(failure))
+        return 1
+    finally:
+        (bench.directory / "figures.json").write_text(json.dumps(bench.figures))
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # libraries of GPUs have threads that outlive the interpreter

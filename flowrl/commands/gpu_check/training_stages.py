@@ -1,0 +1,256 @@
+"""Stages about training: gradients under ZeRO, a trainer that leaves its device, adapters."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flowrl.commands.gpu_check.bench import Bench
+from flowrl.commands.gpu_check.small_model import all_masks, make_small_model, random_tokens
+from flowrl.training.model.row_layout import lay_out
+from flowrl.training.settings import LoRA, ZeroSettings
+
+if TYPE_CHECKING:
+    from flowrl.training.engine.gang import Gang
+    from flowrl.training.engine.zero import ZeroEngine
+
+ROUNDS = 20
+GIB = 1 << 30
+LEFT_BYTES = GIB // 2
+"""What a process may keep on a device between its turns besides its CUDA context: workspaces, NCCL."""
+SPREAD_BYTES = 64 << 20
+"""By how much that may differ from turn to turn."""
+SEQUENCES = random_tokens([40, 25, 33, 18, 29, 37])
+NUM_TOKENS = sum(len(ids) - 1 for ids in SEQUENCES)
+
+
+@dataclass(frozen=True)
+class GradientCase:
+    """Settings under which gradients have to be those of a plain pass, up to `limit` of their norm."""
+
+    zero: dict[str, Any]
+    limit: float = 1e-4
+
+
+CASES = {
+    "stage 2": GradientCase({"stage": 2}),
+    "stage 3": GradientCase({"stage": 3}),
+    "stage 2, optimizer offloaded": GradientCase({"stage": 2, "offload": "optimizer"}),
+    "stage 3, optimizer offloaded": GradientCase({"stage": 3, "offload": "optimizer"}),
+    "stage 3, all offloaded": GradientCase({"stage": 3, "offload": "all"}),
+    "stage 3, checkpointed": GradientCase({"stage": 3, "gradient_checkpointing": True}),
+    "stage 3, bfloat16": GradientCase({"stage": 3, "dtype": "bfloat16"}, 0.05),
+}
+
+
+def gradients(bench: Bench) -> None:
+    """On every rank a part of the sequences; the gradient is that of all of them."""
+    model = make_small_model(bench.directory / "model")
+    torch.save(plain_gradients(model), bench.directory / "plain.pt")
+    bench.figure("ranks", str(bench.num_ranks))
+    bench.ranks(f"{__name__}:gradient_rank", *CASES)
+    found: dict[str, float] = torch.load(bench.directory / "differences.pt")
+    for name, difference in found.items():
+        bench.figure(name, f"{difference:.1e}")
+    for name, difference in found.items():
+        limit = CASES[name].limit
+        bench.require(difference <= limit, f"{name}: gradients differ by {difference:.2e} of their norm, not {limit:g}")
+
+
+def plain_gradients(path: Path) -> dict[str, Tensor]:
+    """The gradient of the mean negative logprob of SEQUENCES, in float32 on a CPU, without DeepSpeed."""
+    from flowrl.training.model.policy_model import load_policy_model
+
+    model = load_policy_model(path, layout="rows")
+    logprobs_N, _ = model(lay_out(SEQUENCES, all_masks(SEQUENCES)), 1.0)
+    (-logprobs_N.sum() / NUM_TOKENS).backward()
+    return {name: p.grad for name, p in model.causal_lm.named_parameters() if p.grad is not None}
+
+
+def gradient_rank(gang: Gang, directory: Path, names: Sequence[str]) -> None:
+    """Rank 0 writes by how much the gradient of each case differs."""
+    exact_products()
+    wanted: dict[str, Tensor] = torch.load(directory / "plain.pt")
+    found = {}
+    for name in names:
+        engine = make_engine(directory / "model", gang, **CASES[name].zero)
+        found[name] = relative_difference(_gradient(engine, gang), wanted)
+        del engine
+        free_memory()
+    if gang.rank == 0:
+        torch.save(found, directory / "differences.pt")
+
+
+def _gradient(engine: ZeroEngine, gang: Gang) -> dict[str, Tensor]:
+    from deepspeed.utils import safe_get_full_grad
+
+    mine = SEQUENCES[gang.rank :: gang.size]
+    logprobs_N, _ = engine.forward(lay_out(mine, all_masks(mine), device=engine.device), temperature=1.0)
+    engine.backward(-logprobs_N.sum() / NUM_TOKENS, last=True)
+    named = engine.model.network.named_parameters()
+    return {name: safe_get_full_grad(parameter).float().cpu().clone() for name, parameter in named}
+
+
+def make_engine(path: Path, gang: Gang, *, stage: int, **settings: Any) -> ZeroEngine:
+    """An engine that shards at that stage also if its rank is the only one."""
+    from flowrl.training.engine.zero import ZeroEngine
+
+    torch.manual_seed(0)
+    sharded = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    zero = ZeroSettings(stage=stage, attention="sdpa", layout="rows", deepspeed=sharded, **settings)
+    return ZeroEngine(path, zero, gang)
+
+
+def residence(bench: Bench) -> None:
+    """In one process, which shards although it is alone."""
+    from flowrl.training.engine.gang import Gang
+
+    exact_products()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    device = torch.device("cuda", 0) if bench.on_gpu else torch.device("cpu")
+    model = make_small_model(bench.directory / "model", large=bench.on_gpu, dtype="bfloat16")
+    gang = Gang.meet(0, 1, "", device)
+    for stage in (2, 3):
+        _residence_at(bench, model, gang, stage)
+
+
+def _residence_at(bench: Bench, path: Path, gang: Gang, stage: int) -> None:
+    from flowrl.training.engine.residence import Residence
+
+    engine = make_engine(path, gang, stage=stage, dtype="bfloat16")
+    wanted = [_step(engine, number) for number in range(3)], _weights(engine)
+    del engine
+    free_memory()
+    before = free_bytes(gang.device)
+    engine = make_engine(path, gang, stage=stage, dtype="bfloat16")
+    norms = [_step(engine, 0)]
+    moving = Residence(engine, gang.device)
+    free, leaving, returning, moved = [], [], [], 0
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        moved = moving.leave()
+        left = time.perf_counter()
+        free.append(free_bytes(gang.device))
+        back = time.perf_counter()
+        moving.come_back()
+        leaving.append(left - began)
+        returning.append(time.perf_counter() - back)
+    norms += [_step(engine, number) for number in (1, 2)]
+    same = norms == wanted[0] and all(map(torch.equal, _weights(engine), wanted[1]))
+    name = f"stage {stage}"
+    bench.figure(f"{name}, moved", f"{moved / GIB:.3f} GiB")
+    bench.figure(f"{name}, leaves", f"{moved / min(leaving) / 1e9:.1f} GB/s")
+    bench.figure(f"{name}, returns", f"{moved / min(returning) / 1e9:.1f} GB/s")
+    bench.figure(f"{name}, next steps", "equal" if same else "differ")
+    if bench.on_gpu:
+        kept, spread = before - min(free), max(free) - min(free)
+        bench.figure(f"{name}, left on the device", f"{kept / GIB:.3f} GiB, within {spread / GIB:.3f}")
+        bench.require(kept <= LEFT_BYTES, f"{name}: {kept / GIB:.2f} GiB stayed on the device between turns")
+        bench.require(spread <= SPREAD_BYTES, f"{name}: what stays on the device grows, by {spread / GIB:.2f} GiB")
+    bench.require(same, f"{name}: steps after {ROUNDS} turns differ from those without turns")
+    del engine, moving
+    free_memory()
+
+
+def _step(engine: ZeroEngine, number: int) -> float:
+    rows = lay_out(SEQUENCES[number:], all_masks(SEQUENCES[number:]), device=engine.device)
+    engine.set_lr(1e-3)
+    logprobs_N, _ = engine.forward(rows, temperature=1.0)
+    engine.backward(-logprobs_N.sum() / NUM_TOKENS, last=True)
+    return engine.step().grad_norm
+
+
+def _weights(engine: ZeroEngine) -> list[Tensor]:
+    return [tensor.cpu().clone() for _, tensors in engine.buckets(1 << 28) for tensor in tensors]
+
+
+def lora(bench: Bench) -> None:
+    """An adapter whose two factors are both drawn, so that both have gradients."""
+    exact_products()
+    path = make_small_model(bench.directory / "model")
+    found = [_adapter_gradients(path, device) for device in ("cpu", bench.device)]
+    difference = relative_difference(found[1], found[0])
+    bench.figure("gradients of adapters", f"{difference:.1e}")
+    bench.require(difference <= 1e-4, f"gradients of adapters differ by {difference:.2e} of their norm")
+
+
+def _adapter_gradients(path: Path, device: str) -> dict[str, Tensor]:
+    from flowrl.training.model.policy_model import load_policy_model
+
+    torch.manual_seed(0)
+    model = load_policy_model(path, lora=LoRA(rank=8), layout="rows")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.normal_(std=0.02)
+    model.to(device)
+    rows = lay_out(SEQUENCES, all_masks(SEQUENCES), device=torch.device(device))
+    model(rows, 1.0)[0].sum().backward()
+    return {name: p.grad.cpu() for name, p in trained.items() if p.grad is not None}
+
+
+def qlora(bench: Bench) -> None:
+    """A few steps of Adam, with a turn between them."""
+    from flowrl.training.engine.residence import Residence
+    from flowrl.training.model.policy_model import load_policy_model
+
+    path = make_small_model(bench.directory / "model")
+    device = torch.device("cuda", 0) if bench.on_gpu else torch.device("cpu")
+    model = load_policy_model(path, lora=LoRA(rank=8, quantize="nf4", sync="merged"), layout="rows").to(device)
+    rows = lay_out(SEQUENCES, all_masks(SEQUENCES), device=device)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    sums = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        total = model(rows, 1.0)[0].sum()
+        (-total).backward()
+        optimizer.step()
+        sums.append(float(total.detach()))
+    with torch.no_grad():
+        wanted = model(rows, 1.0)[0].clone()
+    del rows, total
+    moving = Residence((model, optimizer), device)
+    moved = moving.leave()
+    moving.come_back()
+    with torch.no_grad():
+        again = model(lay_out(SEQUENCES, all_masks(SEQUENCES), device=device), 1.0)[0]
+    bench.figure("sum of logprobs", f"{sums[0]:.1f} to {sums[-1]:.1f} in {len(sums)} steps")
+    bench.figure("moved", f"{moved / (1 << 20):.1f} MiB")
+    bench.require(sums[-1] > sums[0], "the adapter learns nothing")
+    bench.require(torch.equal(wanted, again), "after a turn the quantized model gives other logprobs")
+
+
+def relative_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Norm of the difference over the norm of what is wanted, all tensors together."""
+    if found.keys() != wanted.keys():
+        return float("inf")
+    error = sum(float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted)
+    return math.sqrt(error / sum(float(tensor.double().square().sum()) for tensor in wanted.values()))
+
+
+def exact_products() -> None:
+    """Compute float32 products in float32, not in TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the device; 0 if it is a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.mem_get_info(device)[0])

@@ -1,0 +1,25 @@
+"""`flowrl show RUN_DIR [SAMPLE]`: prints a sample, or the list of the episodes kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowrl.errors import ConfigError
+
+
+def show_sample(args: Sequence[str]) -> int:
+    """The exit status of the command with these arguments."""
+    plain = "--plain" in args
+    names = [arg for arg in args if arg != "--plain"]
+    if not 1 <= len(names) <= 2 or any(name.startswith("-") for name in names):
+        raise ConfigError("flowrl show needs a run directory, and maybe a sample: flowrl show runs/NAME prompts:0:1")
+    if not Path(names[0]).is_dir():
+        raise ConfigError(f"there is no run directory {names[0]}; name the one given to flowrl run --run-dir")
+    from rich.console import Console
+
+    from flowrl.runtime.show.show import show as print_sample
+
+    console = Console(force_terminal=False if plain else None, color_system=None if plain else "auto")
+    print_sample(Path(names[0]), names[1] if len(names) == 2 else None, console)
+    return 0
