@@ -68,7 +68,7 @@ class HeldOutTask:
         self._generate, self._parts, self._count = generate, parts, count
 
     def fields(self, row: Row) -> Mapping[str, Any]:
-        text, token_ids = self._chat.prompt(row.turns)
+        text, token_ids = self._chat.with_tools(row.tools).prompt(row.turns)
         return {"text": text, "token_ids": token_ids, "columns": row.columns}
 
     async def judge(self, prompt: Prompt, row: Row) -> Marked:
