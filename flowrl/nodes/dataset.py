@@ -145,7 +145,7 @@ class Demonstrations(Node):
             token_ids=token_ids,
             policy_mask=mask,
             behavior_logprobs=np.zeros(len(token_ids), np.float32),
-            versions=np.where(mask, self.context.start_version, -1).astype(np.int32),
+            versions=np.full(len(token_ids), -1, np.int32),  # no version of the policy has sampled them
             prompt_tokens=int((~mask).sum()),
             truncated=False,
             generator=f"{self.name}/{self.context.replica}",
