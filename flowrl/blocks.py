@@ -234,7 +234,8 @@ class EvaluationOptions(TrainerOptions, GeneratorOptions):
     """Further tasks to evaluate, each scored by its own verifier."""
     evaluate_task: tuple[str, ...] = ()
     """Evaluate on all rows of these files or splits, and train on all rows of --task: test.jsonl:check=math, or with
-    a name and its own numbers gsm8k=test.jsonl:check=math,num=500,samples=4. --evaluate is not looked at then."""
+    a name and its own numbers gsm8k=test.jsonl:check=math,num=500,samples=4,temperature=0.6. --evaluate is not looked
+    at then."""
 
     probe_tolerance: float | None = None
     """Largest mean difference between a generator's logprobs of fixed sequences and the trainer's; None: by dtype."""

@@ -79,6 +79,8 @@ class Prompt(Message):
     prefix_versions: Int32 = field(default_factory=no_ids)
     record: Record | None = None
     """What a node had done for it when the checkpoint was taken (`In.keep`); None for a fresh prompt."""
+    temperature: float | None = None
+    """Of an evaluation's prompt: how it is sampled, where the generator's own way is not meant."""
 
 
 @dataclass(frozen=True)

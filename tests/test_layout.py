@@ -230,6 +230,7 @@ BROAD_EXCEPTS = {
     "environments/zygote.py: ZygoteClient.start",
     "graph/load.py: user_code",
     "models/__init__.py: check_prompts",
+    "models/tool_form.py: _text",
     "training/model/logit_scaling.py: _Stand.logits",
     "runtime/activity/lease.py: Lease._move",
     "runtime/activity/lease.py: _hook",

@@ -61,6 +61,7 @@ def test_a_demonstration_is_the_prompt_with_its_answer_trained() -> None:
         np.testing.assert_array_equal(made.token_ids[: made.prompt_tokens], prompt.token_ids)
         assert tokenizer.decode(made.token_ids[made.policy_mask]) == f"{prompt.columns['answer']}<|end|>"
         assert made.response_tokens == len(str(prompt.columns["answer"])) + 1
+        assert set(made.versions) == {-1}, "no version has sampled it, so none is older than its admission"
     assert [event[0] for event in record.ledger] == ["generated"] * len(asked)
 
 

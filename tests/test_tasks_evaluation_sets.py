@@ -7,13 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flowrl.cli import main
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, SampleFailed
 from flowrl.graph.load import load_file
+from flowrl.messages import Prompt
 from flowrl.models import Policy
-from flowrl.nodes import Evaluation, PromptSource
+from flowrl.nodes import Evaluation, Generator, PromptSource, Sampling
 from flowrl.nodes.dataset import DemonstrationSource
 from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.tasks.evaluation_set import EvaluationSet
@@ -70,6 +72,45 @@ def test_what_scores_a_set() -> None:
 def test_numbers_of_a_set(text: str) -> None:
     with pytest.raises(ConfigError, match="it needs an integer of at least 1"):
         parse(text)
+
+
+@pytest.mark.parametrize(("text", "said"), [("0.5x", "a number from 0 up"), ("-1", "from 0 up"), ("0", "all the same")])
+def test_temperatures_that_are_none(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(f"t.jsonl:temperature={text}")
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    [("samples=1", 0.0), ("samples=4", None), ("samples=4,temperature=0.6", 0.6), ("samples=1,temperature=1", 1.0)],
+)
+def test_each_set_is_asked_at_its_own_temperature(options: str, temperature: float | None, tmp_path: Path) -> None:
+    """A set with one answer is greedy, also where another has several; None leaves it to the generator."""
+    text = f"{file_of(tmp_path / 'test.jsonl', 3).replace(',check=math', '')},{options}"
+    _, _, answers = ask(EvaluationSet.parse(text, like=TRAIN, samples=1))
+    assert {prompt.temperature for prompt in answers.asked} == {temperature}
+
+
+@pytest.mark.parametrize(("own", "used"), [(None, 0.9), (0.25, 0.25), (0.0, 0.0)])
+def test_the_generator_samples_at_the_prompts_temperature(own: float | None, used: float) -> None:
+    generator = Generator(Policy("tiny"), evaluation=Sampling(temperature=0.9, max_tokens=5))
+    seen: list[Sampling] = []
+
+    async def answer(prompt: Prompt, sampling: Sampling, priority: int) -> Any:
+        seen.append(sampling)
+        raise SampleFailed("seen")
+
+    prompt = Prompt("s", "g", "p", 0, 0, 1, 7, "", np.zeros(1, np.int32), temperature=own)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SampleFailed):
+        patch.setattr(generator, "_sample", answer)
+        asyncio.run(generator._answer(prompt))
+    assert seen == [Sampling(temperature=used, max_tokens=5)]
+
+
+def test_sets_of_agents_have_no_temperature() -> None:
+    asked = parse("t.jsonl:temperature=0.5")
+    node = Evaluation((), Policy("tiny"), sets=(asked,), agents=True)
+    assert [problem for problem in node.check(None) if "agents answer it" in problem]
 
 
 def ask(asked: EvaluationSet, training: Task | None = None, right: int = 99) -> tuple[dict[str, float], Any, Answers]:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.hub.download import to_stderr
 from flowrl.models.cache import Progress, cache_dir
-from flowrl.models.chat import Chat, Turns, load_tokenizer
+from flowrl.models.chat import Chat, load_tokenizer
 from flowrl.models.directory import check_code, check_directory, context_length
 from flowrl.models.find_model import found_directory, known_directory
 from flowrl.models.policy import CHARACTER_CONTEXT, CHARACTER_MODELS, SMOLLM2_CONTEXT, TOOL_MODEL, Policy
 from flowrl.models.template_options import check_template, with_template
+from flowrl.models.tool_form import tool_form, uses_tools
+from flowrl.tasks import Row
 
 __all__ = [
     "Chat",
     "Policy",
     "cache_dir",
+    "check_masks",
     "check_model",
     "check_prompts",
+    "check_tools",
     "known_context",
     "known_directory",
     "known_tokenizer",
@@ -103,20 +107,44 @@ def known_tokenizer(policy: Policy) -> Any | None:
     return with_template(load_tokenizer(directory, trust_remote_code=policy.trust_remote_code), policy)
 
 
-def check_prompts(policy: Policy, conversations: Sequence[Turns], system_prompt: str) -> None:
-    """Raise ConfigError unless the model's tokenizer renders `conversations`. Built-in models render everything."""
+def check_prompts(policy: Policy, rows: Sequence[Row], system_prompt: str) -> None:
+    """Raise ConfigError unless the model's tokenizer renders the prompts of `rows`, with their tools."""
+    check_tools(policy, rows)
     if policy.built_in:
         return
     tokenizer = tokenizer_of(policy)
-    if not tokenizer.chat_template and (system_prompt or any(len(turns) > 1 for turns in conversations)):
+    if not tokenizer.chat_template and (system_prompt or any(len(row.turns) > 1 for row in rows)):
         raise ConfigError(
             f"{policy.model} has no chat template, so a system prompt and earlier turns cannot be passed to it; "
             "name a chat model, add a chat_template.jinja, or ask with single turns and without a system prompt"
         )
     try:
-        Chat(tokenizer, system_prompt).prompt(conversations[0])
+        Chat(tokenizer, system_prompt, rows[0].tools).prompt(rows[0].turns)
     except Exception as problem:  # the boundary to the template, which is the model author's program
         raise ConfigError(
             f"the chat template of {policy.model} does not render a prompt of this task ({problem}); "
             "leave out the system prompt, or change the template"
         ) from None
+
+
+def check_tools(policy: Policy, rows: Iterable[Row]) -> None:
+    """Raise ConfigError if `rows` have tools, or calls of them, that the model's chat template leaves out."""
+    of_tools = [row for row in rows if uses_tools(row.all_turns, row.tools)]
+    tokenizer: Any = known_tokenizer(policy) if of_tools else None
+    for row in of_tools if tokenizer is not None else ():
+        if not tokenizer.chat_template:
+            Chat(tokenizer).prompt(row.turns)
+        tool_form(tokenizer).require(row.all_turns, row.tools)
+
+
+def check_masks(policy: Policy, rows: Sequence[Row], system_prompt: str, *, last: bool) -> None:
+    """Raise ConfigError unless the assistant's turns can be found in what the chat template makes of `rows`.
+
+    Tried is one row of each number of turns. `last`: the last turn is looked for alone.
+    """
+    tokenizer = known_tokenizer(policy)
+    if tokenizer is None:
+        return
+    for row in {len(row.turns) + len(row.reply): row for row in reversed(rows)}.values():
+        chat = Chat(tokenizer, system_prompt, row.tools)
+        (chat.completion if last else chat.demonstration)(row.turns, row.response)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32
+from flowrl.models.tool_form import plain_tools, tool_form, uses_tools
 
-Turns = Sequence[Mapping[str, str]]
 Messages = Sequence[Mapping[str, Any]]
-"""Turns with all that chat templates know: tool calls, tools' answers, reasoning."""
+"""Roles and contents, with all that chat templates know: tool calls, tools' answers, reasoning."""
+Reply = str | Messages
+"""A response: text, or the turns from the assistant's first on."""
 
 
 def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -81,38 +84,108 @@ class Chat:
     system_prompt: str = ""
     tools: Messages = ()
 
+    def with_tools(self, tools: Messages) -> Chat:
+        """This chat for a conversation with tools of its own."""
+        return replace(self, tools=tools) if tools else self
+
     def prompt(self, turns: Messages) -> tuple[str, Int32]:
         """(text, ids) up to the start of the assistant's turn. Without a chat template: only the last turn's text."""
         if not self.tokenizer.chat_template:
+            self._require_plain(turns)
             text = turns[-1]["content"]
             return text, np.asarray(self.tokenizer(text)["input_ids"], np.int32)
         text = self._template(turns, add_generation_prompt=True)
         return text, self._ids(text)
 
-    def demonstration(self, turns: Messages, answer: str) -> tuple[Int32, Bool]:
-        """(ids, mask) of a conversation that ends with `answer`; the mask marks every assistant turn and its end.
+    def demonstration(self, turns: Messages, reply: Reply) -> tuple[Int32, Bool]:
+        """(ids, mask) of a conversation that ends with `reply`; the mask marks every assistant turn and its end.
 
-        The mask comes from incremental template prefixes, compared by id.
+        The mask comes from incremental template prefixes, compared by id. What tools answer is not marked.
         """
-        turns = [*turns, {"role": "assistant", "content": answer}]
+        return self._masked(turns, reply, first=0)
+
+    def completion(self, turns: Messages, reply: Reply) -> tuple[Int32, Bool]:
+        """Like `demonstration`, but the mask marks only the assistant's turns of `reply`, not earlier ones."""
+        return self._masked(turns, reply, first=len(turns))
+
+    def _masked(self, turns: Messages, reply: Reply, *, first: int) -> tuple[Int32, Bool]:
+        """The mask marks the assistant's turns from index `first` on."""
+        replied = ({"role": "assistant", "content": reply},) if isinstance(reply, str) else tuple(reply)
+        turns = [*turns, *replied]
         if not self.tokenizer.chat_template:
+            self._require_plain(turns)
             return self._bare(turns)
         ids = self._ids(self._template(turns))
         mask = np.zeros(ids.size, np.bool_)
-        for n, turn in enumerate(turns):
-            if turn["role"] == "assistant":
-                before = self._ids(self._template(turns[:n], add_generation_prompt=True))
-                until = self._ids(self._template(turns[: n + 1]))
-                _require_prefix(before, ids)
-                mask[before.size : _end(until, ids, self.tokenizer.eos_token_id)] = True
+        for n in range(first, len(turns)):
+            if turns[n]["role"] == "assistant":
+                start = self._start(turns, n, ids)
+                mask[start : self._end(turns, n, ids, start)] = True
         return self._trimmed(ids, mask)
 
-    def completion(self, turns: Messages, answer: str) -> tuple[Int32, Bool]:
-        """Like `demonstration`, but the mask marks only `answer` and its end, not earlier assistant turns."""
-        ids, mask = self.demonstration(turns, answer)
-        if self.tokenizer.chat_template:
-            mask[: self.prompt(turns)[1].size] = False
-        return ids, mask
+    def _start(self, turns: Messages, n: int, ids: Int32) -> int:
+        """Where the assistant's turn `n` begins in `ids`: after the prompt for it."""
+        before = self._ids(self._template(turns[:n], add_generation_prompt=True))
+        if _begins_with(ids, before):
+            return before.size
+        if n == len(turns) - 1:
+            raise ConfigError(REWRITES)
+        return self._start_by_mark(turns, n, ids)
+
+    def _start_by_mark(self, turns: Messages, n: int, ids: Int32) -> int:
+        """For templates that show earlier turns differently: the turn begins after the prompt before its mark.
+
+        Of a prompt that begins a thought, an earlier turn may lack that: it begins where the thought would.
+        """
+        text, place, _ = self._seen(turns, n)
+        asked = self._template(turns[:n])
+        prompt = self._template(turns[:n], add_generation_prompt=True).removeprefix(asked)
+        added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
+        head = prompt[: min((at for token in added if (at := prompt.find(token, 1)) > 0), default=len(prompt))]
+        at = text.rfind(head, self._seen(turns, n - 1)[1] if n else 0, place)
+        if at < 0 or not head:
+            raise ConfigError(REWRITES)
+        return self._size(ids, text[: at + len(prompt if text.startswith(prompt, at) else head)])
+
+    def _end(self, turns: Messages, n: int, ids: Int32, start: int) -> int:
+        """Where the assistant's turn `n`, which begins at `start`, ends in `ids`, the whole conversation."""
+        until = self._ids(self._template(turns[: n + 1]))
+        return self._end_alone(until, start) if _begins_with(ids, until) else self._end_by_mark(turns, n, ids)
+
+    def _end_alone(self, until: Int32, start: int) -> int:
+        """Where the last turn of `until` ends: after its end token; what the template writes behind it is cut off."""
+        found = np.flatnonzero(np.isin(until[start:], end_ids(self.tokenizer)))
+        end = start + int(found[-1]) + 1 if found.size else until.size
+        return until.size if self.tokenizer.decode(until[end:].tolist()).strip() else end
+
+    def _end_by_mark(self, turns: Messages, n: int, ids: Int32) -> int:
+        """For templates that write the last turn differently: the turn ends with an end token that both forms have."""
+        text, place, alone = self._seen(turns, n)
+        alike = _common(alone, text[place:])
+        tokens = self.tokenizer.convert_ids_to_tokens(end_ids(self.tokenizer).tolist())
+        length = max((at + len(token) for token in tokens if (at := alike.rfind(token)) >= 0), default=0)
+        if not length:
+            raise ConfigError(REWRITES)
+        return self._size(ids, text[: place + length])
+
+    def _seen(self, turns: Messages, n: int) -> tuple[str, int, str]:
+        """(the conversation, where a mark in turn `n` stands in it, what follows the mark where the turn is the last).
+
+        The mark follows the turn's text, or the name of its last call.
+        """
+        mark = _unused_mark(turns)
+        marked = [*turns[:n], _marked(turns[n], mark), *turns[n + 1 :]]
+        text, shown, alone = self._template(turns), self._template(marked), self._template(marked[: n + 1])
+        if alone.count(mark) != 1 or shown.replace(mark, "", 1) != text:
+            raise ConfigError(REWRITES)
+        return text, shown.find(mark), alone.partition(mark)[2]
+
+    def _size(self, ids: Int32, beginning: str) -> int:
+        """How many of `ids` the text that they begin with has."""
+        found = self._ids(beginning)
+        if not _begins_with(ids, found):
+            raise ConfigError(REWRITES)
+        return found.size
 
     def _trimmed(self, ids: Int32, mask: Bool) -> tuple[Int32, Bool]:
         """Cut off what the template writes after the last trained token (usually a newline)."""
@@ -126,25 +199,63 @@ class Chat:
         mask[prompt.size :] = True
         return np.concatenate([prompt, answer]).astype(np.int32), mask
 
+    def _require_plain(self, turns: Messages) -> None:
+        if uses_tools(turns, self.tools):
+            raise ConfigError(
+                "the data have tools or their calls, and the model has no chat template that could show them; name a "
+                "chat model, or a --chat-template that knows tools"
+            )
+
     def _template(self, turns: Messages, *, add_generation_prompt: bool = False) -> str:
         own = bool(turns) and turns[0]["role"] == "system"
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt and not own else []
-        return render(self.tokenizer, [*system, *turns], add_generation_prompt=add_generation_prompt, tools=self.tools)
+        told: Messages = [*system, *turns]
+        if uses_tools(told, self.tools):
+            form = tool_form(self.tokenizer)
+            form.require(told, self.tools)
+            told = form.formed(told)
+        tools = plain_tools(self.tools)
+        return render(self.tokenizer, told, add_generation_prompt=add_generation_prompt, tools=tools)
 
     def _ids(self, text: str) -> Int32:
         return token_ids(self.tokenizer, text)
 
 
-def _require_prefix(prefix: Int32, ids: Int32) -> None:
-    if not np.array_equal(ids[: prefix.size], prefix):
-        raise ConfigError(
-            "the chat template rewrites earlier turns when later ones are added, so assistant turns cannot be "
-            "found by token id; use a template whose prefixes stay the same"
-        )
+REWRITES = (
+    "the chat template rewrites earlier turns when later ones are added, so assistant turns cannot be found by token "
+    "id; train the last turn alone where there is such an option (--assistant last), or use a template whose prefixes "
+    "stay the same"
+)
 
 
-def _end(until: Int32, ids: Int32, eos: int) -> int:
-    """Where the mask of the assistant turn at the end of `until` stops: after its last end token."""
-    _require_prefix(until, ids)
-    ends = np.flatnonzero(until == eos)
-    return int(ends[-1]) + 1 if ends.size else until.size
+def _begins_with(ids: Int32, prefix: Int32) -> bool:
+    return np.array_equal(ids[: prefix.size], prefix)
+
+
+def _common(one: str, other: str) -> str:
+    """What both begin with."""
+    length = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    return one[: min(len(one), len(other)) if length is None else length]
+
+
+def _unused_mark(turns: Messages) -> str:
+    text, mark = json.dumps([dict(turn) for turn in turns], ensure_ascii=False, default=str), "mark7q"
+    while mark in text:
+        mark += "q"
+    return mark
+
+
+def _marked(turn: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
+    """The turn with a mark after its text, or after the name of its last call."""
+    if not turn.get("tool_calls"):
+        return {**turn, "content": turn["content"] + mark}
+    *others, last = turn["tool_calls"]
+    function = {**last["function"], "name": last["function"]["name"] + mark}
+    return {**turn, "tool_calls": (*others, {**last, "function": function})}
+
+
+@functools.lru_cache(maxsize=8)
+def end_ids(tokenizer: Any) -> Int32:
+    """The ids of special tokens: one of them ends a turn."""
+    added = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return np.asarray(sorted({tokenizer.eos_token_id, *tokenizer.all_special_ids, *added}), np.int32)

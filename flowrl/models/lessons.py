@@ -67,7 +67,7 @@ class Answers:
 
     def _prompt(self, row: Row) -> list[int]:
         if row.prompt_id not in self._prompts:
-            self._prompts[row.prompt_id] = self._chat.prompt(row.turns)[1].tolist()
+            self._prompts[row.prompt_id] = self._chat.with_tools(row.tools).prompt(row.turns)[1].tolist()
         return self._prompts[row.prompt_id]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
-from flowrl.models.chat import Chat, Turns, load_tokenizer
+from flowrl.models.chat import Chat, Messages, load_tokenizer
 from flowrl.training.layouts import Placing
 from flowrl.training.settings import Attention, Dtype, Layout
 from flowrl.tree_packing import passes_over
@@ -22,7 +22,7 @@ from flowrl.tree_packing import passes_over
 if TYPE_CHECKING:
     from flowrl.training.model.value_model import ScalarModel
 
-Conversation = Turns | tuple[Turns, str]
+Conversation = Messages | tuple[Messages, str]
 """All turns with the assistant's as the last one, or the turns of a prompt and the response to it."""
 TOKENS_A_PASS = 16384
 
@@ -45,12 +45,12 @@ class Scorer:
         """The score of each conversation, not normalised."""
         return self.score_ids([self.ids(*_parts(conversation)) for conversation in conversations])
 
-    def ids(self, turns: Turns, response: str) -> Int32:
+    def ids(self, turns: Messages, response: str, *, tools: Messages = ()) -> Int32:
         """The token ids to score, rendered with this model's own template up to the end token."""
         end = self.chat.tokenizer.eos_token
         while end and response.endswith(end):
             response = response[: -len(end)]
-        return self.ended(self.chat.demonstration(turns, response)[0])
+        return self.ended(self.chat.with_tools(tools).completion(turns, response)[0])
 
     def ended(self, token_ids: Int32) -> Int32:
         """`token_ids` with exactly one end token at the end."""
@@ -126,7 +126,7 @@ def stored_statistics(config: Any) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _parts(conversation: Conversation) -> tuple[Turns, str]:
+def _parts(conversation: Conversation) -> tuple[Messages, str]:
     if isinstance(conversation, tuple) and len(conversation) == 2 and isinstance(conversation[1], str):
         return conversation[0], conversation[1]
     turns: Sequence[Mapping[str, str]] = conversation

@@ -13,7 +13,7 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32
-from flowrl.models.chat import Chat, Turns, token_ids
+from flowrl.models.chat import Chat, Messages, token_ids
 
 
 def split_steps(text: str, separator: str) -> list[str]:
@@ -22,7 +22,7 @@ def split_steps(text: str, separator: str) -> list[str]:
     return found or [text]
 
 
-def step_tokens(chat: Chat, turns: Turns, steps: Sequence[str], separator: str) -> tuple[Int32, Bool]:
+def step_tokens(chat: Chat, turns: Messages, steps: Sequence[str], separator: str) -> tuple[Int32, Bool]:
     """(ids, mask) of a prompt with the steps of its response; the mask has one token for each step."""
     parts = [np.asarray(chat.prompt(turns)[1], np.int32)]
     ends = []

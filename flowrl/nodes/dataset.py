@@ -16,8 +16,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Bool, Group, Int32, Prompt, Trainable
-from flowrl.models import Chat, Policy, check_model, tokenizer_of
-from flowrl.models.chat import Turns
+from flowrl.models import Chat, Policy, check_masks, check_model, check_tools, tokenizer_of
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import PromptSource, TooLong
 from flowrl.nodes.too_long import refuse_long, shortened
@@ -87,17 +86,20 @@ class Demonstrations(Node):
 
     def preflight(self) -> None:
         check_model(self.policy)
-        without = sum(row.answer is None for row in self._rows())
+        rows = self._read_rows()
+        without = sum(row.answer is None for row in rows)
         if without:
             raise ConfigError(
                 f"{without} training rows of {self.task.name!r} have no answer to learn from; set the option "
                 "answer= of the task to the column that holds it"
             )
+        check_tools(self.policy, rows)
+        check_masks(self.policy, rows, self.task.system_prompt, last=self.trained == "last")
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
 
     def _refuse_long(self, chat: Chat) -> None:
-        lengths = (len(chat.demonstration(row.turns, str(row.answer))[0]) for row in self._rows())
+        lengths = (len(chat.with_tools(row.tools).completion(row.turns, row.response)[0]) for row in self._read_rows())
         refuse_long(lengths, self.max_tokens, option="max_tokens", task=self.task.name)
 
     async def setup(self) -> None:
@@ -105,9 +107,9 @@ class Demonstrations(Node):
         self._chat = Chat(tokenizer, self.task.system_prompt)
         if self.too_long == "error":
             await self.blocking(self._refuse_long, self._chat)
-        self._turns = {row.prompt_id: row.turns for row in await self.blocking(self._rows)}
+        self._rows = {row.prompt_id: row for row in await self.blocking(self._read_rows)}
 
-    def _rows(self) -> tuple[Row, ...]:
+    def _read_rows(self) -> tuple[Row, ...]:
         found = load_demonstrations(self.task, whole=self.part == "all")
         return {"train": found.train, "held_out": found.held_out, "all": (*found.train, *found.held_out)}[self.part]
 
@@ -121,15 +123,16 @@ class Demonstrations(Node):
             self.context.ledger.generated(sample)
             await self.groups.send(Group(prompt.group_id, (sample,), 1))
 
-    def rendered(self, chat: Chat, turns: Turns, answer: str) -> tuple[Int32, Bool]:
+    def rendered(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
         """(ids, mask) of a conversation with its answer; the mask marks what is trained."""
-        token_ids, mask = (chat.demonstration if self.trained == "all" else chat.completion)(turns, answer)
+        chat = chat.with_tools(row.tools)
+        token_ids, mask = (chat.demonstration if self.trained == "all" else chat.completion)(row.turns, row.response)
         return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
 
     def demonstration(self, prompt: Prompt) -> Trainable:
         """The sample of a model that gives the row's answer."""
-        answer = str(prompt.columns["answer"])
-        token_ids, mask = self.rendered(self._chat, self._turns[prompt.prompt_id], answer)
+        row = self._rows[prompt.prompt_id]
+        token_ids, mask = self.rendered(self._chat, row)
         return Trainable(
             sample_id=prompt.sample_id,
             group_id=prompt.group_id,
@@ -138,11 +141,11 @@ class Demonstrations(Node):
             member=prompt.member,
             group_size=1,
             prompt_text=prompt.text,
-            response_text=answer,
+            response_text=str(row.answer),
             token_ids=token_ids,
             policy_mask=mask,
             behavior_logprobs=np.zeros(len(token_ids), np.float32),
-            versions=np.where(mask, self.context.start_version, -1).astype(np.int32),
+            versions=np.full(len(token_ids), -1, np.int32),  # no version of the policy has sampled them
             prompt_tokens=int((~mask).sum()),
             truncated=False,
             generator=f"{self.name}/{self.context.replica}",

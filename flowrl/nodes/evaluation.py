@@ -112,6 +112,11 @@ class Evaluation(Node):
         names = [*(one.name for one in (*self.sets, *self.agent_sets)), *self.environments]
         if not names or len(set(names)) < len(names):
             problems.append("it needs one or more tasks or environments, each once")
+        problems += [
+            f"the set {one.name!r} has a temperature, but agents answer it, who sample as the episodes do; leave it out"
+            for one in self.agent_sets
+            if one.temperature is not None
+        ]
         return problems
 
     def preflight(self) -> str | None:

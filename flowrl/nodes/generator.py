@@ -282,7 +282,9 @@ class Generator(Node):
         await self.rollouts.send(sample)
 
     async def _answer(self, prompt: Prompt) -> Sample:
-        sample = await self._sample(prompt, self.evaluation, EVALUATION)
+        own = prompt.temperature
+        sampling = self.evaluation if own is None else replace(self.evaluation, temperature=own)
+        sample = await self._sample(prompt, sampling, EVALUATION)
         self.context.metric("tokens_evaluated", sample.response_tokens)
         return sample
 

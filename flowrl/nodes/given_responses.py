@@ -45,7 +45,7 @@ class GivenResponses(Node):
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
         self._chat = Chat(tokenizer, self.task.system_prompt)
         found = await self.blocking(load_demonstrations, self.task, whole=True)
-        self._turns = {row.prompt_id: row.turns for row in (*found.train, *found.held_out)}
+        self._rows = {row.prompt_id: row for row in (*found.train, *found.held_out)}
 
     async def run(self) -> None:
         async for prompt in self.prompts:
@@ -56,7 +56,8 @@ class GivenResponses(Node):
     def sample(self, prompt: Prompt) -> Sample:
         """The prompt with its row's response."""
         response: Any = prompt.columns[self.column]
-        token_ids, mask = self._chat.completion(self._turns[prompt.prompt_id], response)
+        row = self._rows[prompt.prompt_id]
+        token_ids, mask = self._chat.with_tools(row.tools).completion(row.turns, response)
         columns = {name: value for name, value in prompt.columns.items() if name != self.column}
         return Sample(
             sample_id=prompt.sample_id,

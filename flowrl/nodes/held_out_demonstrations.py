@@ -58,7 +58,7 @@ class HeldOutDemonstrations(Node):
         return [sample for sample in samples if len(sample.token_ids) <= self.data.max_tokens]
 
     def _sample(self, row: Row, chat: Chat) -> Trainable:
-        token_ids, mask = self.data.rendered(chat, row.turns, str(row.answer))
+        token_ids, mask = self.data.rendered(chat, row)
         return Trainable(
             sample_id=row.prompt_id,
             group_id=row.prompt_id,

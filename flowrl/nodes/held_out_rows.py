@@ -64,12 +64,13 @@ class HeldOutTask:
     ) -> None:
         """`parts` are those of the reward that `client` asks."""
         self.name, self.num_samples, self.rows, self.client = asked.name, asked.samples, rows, client
-        self._task, self._chat = asked.task, chat
+        self._task, self._chat, self._temperature = asked.task, chat, asked.asked_at
         self._generate, self._parts, self._count = generate, parts, count
 
     def fields(self, row: Row) -> Mapping[str, Any]:
-        text, token_ids = self._chat.prompt(row.turns)
-        return {"text": text, "token_ids": token_ids, "columns": row.columns}
+        text, token_ids = self._chat.with_tools(row.tools).prompt(row.turns)
+        found = {"text": text, "token_ids": token_ids, "columns": row.columns}
+        return found if self._temperature is None else {**found, "temperature": self._temperature}
 
     async def judge(self, prompt: Prompt, row: Row) -> Marked:
         """The score is 0 if the reward function returns none."""

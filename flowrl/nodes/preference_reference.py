@@ -108,8 +108,8 @@ class PreferenceReference(Node):
 
     def _chosen(self, held_out: Sequence[Row]) -> Sequence[Row]:
         """The rows to evaluate on; independent of the order of the data, with rows of one prompt next to each other."""
-        rows = sorted(held_out, key=lambda row: Row(row.turns).prompt_id)[: self.num_held_out]
-        alike = self.data.kind == "labelled" and len({Row(row.turns).prompt_id for row in rows}) < 2
+        rows = sorted(held_out, key=lambda row: row.asked_id)[: self.num_held_out]
+        alike = self.data.kind == "labelled" and len({row.asked_id for row in rows}) < 2
         return () if alike else rows
 
     async def run(self) -> None:

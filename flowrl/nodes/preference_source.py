@@ -17,11 +17,13 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Mismatched, Prompt, Trainable
-from flowrl.models import Chat, Policy, check_model, silent, tokenizer_of
+from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
 from flowrl.models.cache import Progress
+from flowrl.models.chat import Reply
 from flowrl.nodes.source import PromptSource, TooLong
 from flowrl.nodes.too_long import refuse_long
 from flowrl.tasks import Row, Rows, Task, load_preferences
+from flowrl.tasks.tool_shapes import text_of
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class PreferenceDataset(Node):
     def preflight(self) -> None:
         check_model(self.data.policy)
         rows = self.data.rows()
+        check_tools(self.data.policy, (*rows.train, *rows.held_out))
         if self.data.kind == "labelled":
             mismatches(rows.train)
         if self.data.too_long == "error" and not self.data.policy.built_in:
@@ -167,10 +170,11 @@ class Renderer:
         """The pair as neighbours, chosen first, or the one labelled completion."""
         row = self._rows[row_id]
         if self._kind == "pairs":
-            texts = ((row.columns["chosen"], 1), (row.columns["rejected"], -1))
-            return self._shortened(tuple(self._sample(row, member, *text) for member, text in enumerate(texts)))
+            both = ((row.columns["chosen"], 1), (row.columns["rejected"], -1))
+            return self._shortened(tuple(self._sample(row, member, *one) for member, one in enumerate(both)))
         label = 1 if row.columns["label"] else -1
-        ids, mask = self._chat.completion(row.turns, self._mismatches[row_id].columns["completion"])
+        other = self._mismatches[row_id].columns["completion"]
+        ids, mask = self._chat.with_tools(row.tools).completion(row.turns, other)
         mismatched = Mismatched(ids[: self._max_tokens], mask[: self._max_tokens])
         sample = self._sample(row, 0, row.columns["completion"], label)
         return self._shortened((replace(sample, mismatched=mismatched),))
@@ -182,8 +186,8 @@ class Renderer:
             return samples
         return tuple(_without_beginning(sample, excess) for sample in samples)
 
-    def _sample(self, row: Row, member: int, text: str, label: int) -> Trainable:
-        token_ids, mask = self._chat.completion(row.turns, text)
+    def _sample(self, row: Row, member: int, reply: Reply, label: int) -> Trainable:
+        token_ids, mask = self._chat.with_tools(row.tools).completion(row.turns, reply)
         return Trainable(
             sample_id=f"{row.prompt_id}:{member}",
             group_id=row.prompt_id,
@@ -192,7 +196,7 @@ class Renderer:
             member=member,
             group_size=2 if self._kind == "pairs" else 1,
             prompt_text=row.prompt,
-            response_text=text,
+            response_text=reply if isinstance(reply, str) else text_of(reply),
             token_ids=token_ids,
             policy_mask=mask,
             behavior_logprobs=np.zeros(len(token_ids), np.float32),
@@ -225,14 +229,14 @@ def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
     Raises ConfigError if all prompts are the same.
     """
     order = sorted(rows, key=lambda row: row.prompt_id)
-    if all(row.turns == order[0].turns for row in order):
+    if all(row.asked == order[0].asked for row in order):
         raise ConfigError(
             f"KTO measures its baseline on completions of other prompts, but all {len(order)} rows have one prompt; "
             "add rows with other prompts"
         )
     found: dict[str, Row] = {}
-    following = next(row for row in order if row.turns != order[-1].turns)
+    following = next(row for row in order if row.asked != order[-1].asked)
     for row, after in zip(reversed(order), [order[0], *reversed(order)], strict=False):
-        following = after if after.turns != row.turns else following
+        following = after if after.asked != row.asked else following
         found[row.prompt_id] = following
     return found

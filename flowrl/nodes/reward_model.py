@@ -22,6 +22,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Int32, Sample, Scored
 from flowrl.models import Policy, check_model, resolve, tokenizer_of
 from flowrl.models.model_layout import note, scoring_layout
+from flowrl.models.tool_form import uses_tools
 from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.nodes.shaping import Shaping
@@ -142,9 +143,9 @@ class RewardModel(ScoringNode):
             layout=self.layout,
         )
         found = (load_rows(self.task, whole=True), load_demonstrations(self.task, whole=True))
-        self._turns = {row.prompt_id: row.turns for rows in found for row in (*rows.train, *rows.held_out)}
+        self._rows = {row.prompt_id: row for rows in found for row in (*rows.train, *rows.held_out)}
         theirs = tokenizer_of(self.policy, progress=self.context.progress)
-        some = [list(turns) for turns in list(self._turns.values())[:TRIED_ROWS]]
+        some = [list(row.turns) for row in list(self._rows.values())[:TRIED_ROWS] if not uses_tools(row.turns, ())]
         self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)
         if not self._same_tokens:
             self.context.progress("its tokenizer or template differs from the policy's: responses are rendered again")
@@ -186,7 +187,8 @@ class RewardModel(ScoringNode):
         """The token ids of `sample` that the reward model reads."""
         if self._same_tokens:
             return self._scorer.ended(sample.token_ids)
-        return self._scorer.ids(self._turns[sample.prompt_id], sample.response_text)
+        row = self._rows[sample.prompt_id]
+        return self._scorer.ids(row.turns, sample.response_text, tools=row.tools)
 
     def scored_sample(
         self, sample: Sample, score: float, beside: Verdicts | None = None, more: Mapping[str, float] | None = None
@@ -215,5 +217,5 @@ def renders_alike(policy: Any, reward_model: Any, conversations: list[list[Any]]
     if (policy.chat_template, policy.eos_token_id) != (reward_model.chat_template, reward_model.eos_token_id):
         return False
     chats = Chat(policy), Chat(reward_model)
-    rendered = ([chat.demonstration(turns, "12 words")[0].tolist() for chat in chats] for turns in conversations)
+    rendered = ([chat.completion(turns, "12 words")[0].tolist() for chat in chats] for turns in conversations)
     return all(ours == theirs for ours, theirs in rendered)

@@ -68,7 +68,7 @@ class PromptSource(RowSource):
         check_model(self.policy)
         rows = self.rows()
         check_answers(self.task, rows)
-        check_prompts(self.policy, [row.turns for row in rows], self.task.system_prompt)
+        check_prompts(self.policy, rows, self.task.system_prompt)
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt), rows)
 
@@ -101,7 +101,7 @@ class PromptSource(RowSource):
         return load_rows(self.task, whole=self.part == "all")
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:
-        text, token_ids = self._chat.prompt(row.turns)
+        text, token_ids = self._chat.with_tools(row.tools).prompt(row.turns)
         self._seen += 1
         if len(token_ids) > self.max_prompt_tokens:
             self._long += 1
@@ -135,7 +135,7 @@ class PromptSource(RowSource):
 
     def _refuse_long(self, chat: Chat, rows: Sequence[Row]) -> None:
         """Raise ConfigError if a prompt is too long."""
-        lengths = [len(chat.prompt(row.turns)[1]) for row in rows]
+        lengths = [len(chat.with_tools(row.tools).prompt(row.turns)[1]) for row in rows]
         if long := [length for length in lengths if length > self.max_prompt_tokens]:
             raise ConfigError(
                 f"{len(long)} of {len(lengths)} prompts of {self.task.name!r} are longer than max_prompt_tokens = "

@@ -123,7 +123,7 @@ def _texts(steps: Any) -> bool:
 def step_sample(chat: Chat, row: Row, separator: str, **fields: Any) -> Trainable:
     """The sample of a row: its mask marks one token for each step, and `returns` has the labels there."""
     steps, labels = labelled_steps(row, separator)
-    token_ids, mask = step_tokens(chat, row.turns, steps, separator)
+    token_ids, mask = step_tokens(chat.with_tools(row.tools), row.turns, steps, separator)
     returns = np.zeros(token_ids.size, np.float32)
     returns[mask] = labels
     return Trainable(

@@ -1,11 +1,12 @@
 """Sets of prompts that a policy is evaluated on: the held-out rows of a task, or all rows of a file or split.
 
 As text: `test.jsonl:prompt=question,check=math`, with a name `gsm8k=test.jsonl:check=math`, and with options of the set
-beside those of the task: `gsm8k=test.jsonl:check=math,num=200,samples=4,reward=rules.py:score`.
+beside those of the task: `gsm8k=test.jsonl:check=math,num=200,samples=4,temperature=0.7,reward=rules.py:score`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from flowrl.tasks.rows import HELD_OUT_ONE_IN, Row, Rows
 from flowrl.tasks.task import Task
 
 NAMED = re.compile(r"([A-Za-z_][\w.-]*)=([^:]*.*)", re.DOTALL)
-OWN_OPTIONS = ("num", "samples", "reward")
+OWN_OPTIONS = ("num", "samples", "temperature", "reward")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class EvaluationSet:
     """Number of prompts, chosen by their digests; None: all."""
     samples: int = 1
     """Answers to each prompt."""
+    temperature: float | None = None
+    """How answers are sampled; None: one answer of a whole set greedily, several as in training."""
     whole: bool = False
     """All rows, not only those that are held out."""
 
@@ -55,12 +58,33 @@ class EvaluationSet:
             replace(task, reward=reward),
             num=own.get("num"),
             samples=own.get("samples", samples),
+            temperature=own.get("temperature"),
             whole=True,
         )
         for option, value in (("num", found.num), ("samples", found.samples)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"evaluation set {text!r}: {option} is {value!r}; it needs an integer of at least 1")
+        found._check_temperature(text)
         return found
+
+    def _check_temperature(self, text: str) -> None:
+        value = self.temperature
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError(f"evaluation set {text!r}: temperature is {value!r}; it needs a number from 0 up")
+        if value == 0 and self.samples > 1:
+            raise ConfigError(
+                f"evaluation set {text!r}: at temperature 0 its {self.samples} answers to a prompt are all the same; "
+                "raise temperature, or set samples=1"
+            )
+
+    @property
+    def asked_at(self) -> float | None:
+        """The temperature of its answers; None: as the generator answers evaluations."""
+        if self.temperature is not None:
+            return float(self.temperature)
+        return 0.0 if self.whole and self.samples == 1 else None
 
     def chosen(self, rows: Rows) -> tuple[Row, ...]:
         """The prompts to ask; they do not depend on the order of the data."""

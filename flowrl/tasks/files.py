@@ -21,7 +21,8 @@ from flowrl.tasks.formats import Record, records
 from flowrl.tasks.hub_rows import hub_records
 from flowrl.tasks.malformed import Malformed, Reading
 from flowrl.tasks.rows import Row
-from flowrl.tasks.shapes import ALPACA, ROLES, alpaca, is_alpaca, of_sharegpt, with_system
+from flowrl.tasks.shapes import ALPACA, ROLES, Turns, alpaca, is_alpaca, is_turn, messages, of_sharegpt, with_system
+from flowrl.tasks.tool_shapes import definitions, text_of
 
 NUMERAL = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
@@ -46,6 +47,8 @@ class Keys:
     completion: str = "completion"
     """Of labelled completions, with `label` true (desirable) or false."""
     label: str = "label"
+    tools: str = "tools"
+    """Definitions of the tools that a conversation may call, as a list or as JSON text; none: there are none."""
     split: str = "train"
     """Datasets with several splits: the one to read."""
     config: str = ""
@@ -82,13 +85,30 @@ def rows(source: Path | HubName, keys: Keys, reading: Reading) -> Iterator[Row]:
 
 
 def _row(place: str, record: Record, keys: Keys) -> Row:
-    turns, answer = _asked(place, record, keys)
+    turns, reply = _asked(place, record, keys)
     used = {keys.prompt, keys.messages, keys.answer, *_of_shape(record, keys)}
     columns = {key: plain(value) for key, value in record.items() if key not in used}
-    if answer is not None:
-        columns["answer"] = answer
+    if reply is not None:
+        columns["answer"] = reply if isinstance(reply, str) else _text(place, text_of(reply), "answer")
     text = isinstance(record.get(keys.prompt), str) or (keys.prompt not in record and is_alpaca(record))
-    return Row(turns, columns, _score(place, record, keys), as_messages=not text)
+    tools = tools_of(place, record, keys)
+    return Row(
+        turns,
+        columns | ({"tools": tools} if tools else {}),
+        _score(place, record, keys),
+        as_messages=not text,
+        tools=tools,
+        reply=reply if isinstance(reply, tuple) else (),
+    )
+
+
+def tools_of(place: str, record: Record, keys: Keys) -> Turns:
+    """The definitions of a record's tools. A column that an option names has to be there. Raises Malformed."""
+    if keys.tools == "none":
+        return ()
+    if keys.tools not in record and keys.tools != "tools":
+        raise Malformed(f"{place}: no column {keys.tools!r}, which tools= names; there are {', '.join(record)}")
+    return definitions(place, record.get(keys.tools), keys.tools)
 
 
 def _of_shape(record: Record, keys: Keys) -> tuple[str, ...]:
@@ -100,13 +120,17 @@ def _of_shape(record: Record, keys: Keys) -> tuple[str, ...]:
     return ("system", "conversations") if "conversations" in record else ("system", *ALPACA)
 
 
-def _asked(place: str, record: Record, keys: Keys) -> tuple[tuple[Mapping[str, str], ...], str | None]:
+Reply = str | Turns | None
+"""A reference response: text, or turns where it calls tools."""
+
+
+def _asked(place: str, record: Record, keys: Keys) -> tuple[Turns, Reply]:
     """The messages before the response, and the reference response if there is one."""
-    turns, answer = _shaped(place, record, keys)
-    return with_system(turns, record), answer
+    turns, reply = _shaped(place, record, keys)
+    return with_system(turns, record), reply
 
 
-def _shaped(place: str, record: Record, keys: Keys) -> tuple[tuple[Mapping[str, str], ...], str | None]:
+def _shaped(place: str, record: Record, keys: Keys) -> tuple[Turns, Reply]:
     if keys.prompt in record:
         return conversation(place, record[keys.prompt], "prompt"), _answer(place, record, keys)
     own = keys.prompt == "prompt" and keys.messages == "messages"  # a column that was named has to be there
@@ -121,16 +145,23 @@ def _shaped(place: str, record: Record, keys: Keys) -> tuple[tuple[Mapping[str, 
     raise Malformed(f"{place}: no column {keys.prompt!r}; {hint} (after the task's name: FILE:prompt=COLUMN)")
 
 
-def _messages(place: str, record: Record, keys: Keys, column: str) -> tuple[tuple[Mapping[str, str], ...], str | None]:
+def _messages(place: str, record: Record, keys: Keys, column: str) -> tuple[Turns, Reply]:
     turns = conversation(place, record[column], column, may_end=True)
     if turns[-1]["role"] != "assistant":
         return turns, _answer(place, record, keys)
     if len(turns) < 2:
         raise Malformed(f"{place}: {column} holds only an answer; it needs the prompt before the answer")
-    return turns[:-1], _text(place, turns[-1]["content"], "last message")
+    return turns[:-1], plain_reply(place, turns[-1:], "last message")
 
 
-def conversation(place: str, value: object, what: str, *, may_end: bool = False) -> tuple[Mapping[str, str], ...]:
+def plain_reply(place: str, turns: Turns, what: str) -> str | Turns:
+    """The text of a reply that is one message of text, else its turns. Raises Malformed for an empty one."""
+    if len(turns) == 1 and turns[0].keys() == {"role", "content"}:
+        return _text(place, turns[0]["content"], what)
+    return turns
+
+
+def conversation(place: str, value: object, what: str, *, may_end: bool = False) -> Turns:
     """The turns of a text or a list of turns, ShareGPT's too. With `may_end` the last may be the assistant's.
 
     Raises Malformed.
@@ -138,9 +169,9 @@ def conversation(place: str, value: object, what: str, *, may_end: bool = False)
     value = of_sharegpt(value)
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)
-    if isinstance(value, list) and value and all(_is_turn(turn) for turn in value):
+    if isinstance(value, list) and value and all(is_turn(turn) for turn in value):
         if may_end or value[-1]["role"] != "assistant":
-            return tuple({"role": turn["role"], "content": turn["content"]} for turn in value)
+            return messages(place, value, what)
         raise Malformed(f"{place}: the {what} ends with the assistant's turn; end it with the user's")
     raise Malformed(
         f"{place}: the {what} is {str(value)[:60]!r}; it needs text, or a list of {{'role': ..., 'content': text}} "
@@ -148,10 +179,10 @@ def conversation(place: str, value: object, what: str, *, may_end: bool = False)
     )
 
 
-def _answer(place: str, record: Record, keys: Keys) -> str | None:
+def _answer(place: str, record: Record, keys: Keys) -> Reply:
     value = record.get(keys.answer, record.get("completion"))
-    if isinstance(value, list) and len(value) == 1 and _is_turn(value[0]):
-        value = value[0]["content"]
+    if isinstance(value, list) and value and all(map(is_turn, value)) and value[-1]["role"] == "assistant":
+        return plain_reply(place, messages(place, value, "answer"), "answer")
     return None if value is None else _text(place, str(value), "answer")
 
 
@@ -170,10 +201,6 @@ def _score(place: str, record: Record, keys: Keys) -> float:
     if keys.score == "score" and keys.min_score == -math.inf:  # a column that happens to have this name
         return 0.0
     raise Malformed(f"{place}: the score is {value!r}; it needs a finite number")
-
-
-def _is_turn(turn: object) -> bool:
-    return isinstance(turn, Mapping) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
 
 
 def plain(value: Any) -> Any:

@@ -7,18 +7,21 @@ depends only on the prompt: no prompt is both trained on and held out.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.hub.name import HubName
 from flowrl.tasks.arithmetic import careless_answer
-from flowrl.tasks.files import Keys, conversation, plain, read_records
+from flowrl.tasks.files import Keys, conversation, plain, plain_reply, read_records, tools_of
 from flowrl.tasks.formats import Record
 from flowrl.tasks.malformed import Malformed, Reading
 from flowrl.tasks.rows import Row
+from flowrl.tasks.shapes import Turns
+from flowrl.tasks.tool_shapes import text_of
 
 Kind = Literal["pairs", "labelled"]
 PAIR = ("chosen", "rejected")
@@ -28,17 +31,18 @@ LABELLED = ("completion", "label")
 class Preference(Row):
     """A row whose columns are `chosen` and `rejected`, or `completion` and `label`."""
 
+    @property
+    def all_turns(self) -> Turns:
+        """Every message that the row has, those of its completions too unless they are text."""
+        given = [self.columns[name] for name in (*PAIR, "completion") if isinstance(self.columns.get(name), tuple)]
+        return (*self.turns, *itertools.chain.from_iterable(given))
+
     @cached_property
     def prompt_id(self) -> str:
         """16 hex digits over the conversation and its completions."""
-        content = [*map(dict, self.turns), *(self.columns[name] for name in (*PAIR, *LABELLED) if name in self.columns)]
+        content = [*self.asked, *(self.columns[name] for name in (*PAIR, *LABELLED) if name in self.columns)]
         text = json.dumps(content, sort_keys=True, ensure_ascii=False)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-    @property
-    def held_out(self) -> bool:
-        """Whether the row is held out; depends only on the prompt."""
-        return Row(self.turns).held_out
 
 
 def rows(source: Path | HubName, keys: Keys, reading: Reading, kind: Kind) -> Iterator[Preference]:
@@ -60,17 +64,20 @@ def careless(asked: Iterable[Row], kind: Kind) -> Iterator[Preference]:
 def _preferences(place: str, record: Record, keys: Keys, kind: Kind) -> tuple[Preference, ...]:
     """The preferences of one record. A pair makes two labelled completions."""
     if kind == "labelled" and not (keys.chosen in record and keys.rejected in record):
-        turns = _prompt(place, record, keys, keys.completion)
+        turns = _prompt(place, record, keys, (keys.completion,))
+        tools = tools_of(place, record, keys)
         judged = {
             "completion": _completion(place, record, keys, "completion", turns),
             "label": _label(place, record, keys),
         }
-        return (Preference(turns, _others(record, keys) | judged),)
-    turns = _prompt(place, record, keys, keys.chosen)
+        return (Preference(turns, _others(record, keys, tools) | judged, tools=tools),)
+    turns = _prompt(place, record, keys, (keys.chosen, keys.rejected))
     chosen, rejected = (_completion(place, record, keys, name, turns) for name in PAIR)
     if chosen == rejected:
-        raise Malformed(f"{place}: chosen and rejected are the same, {chosen[:60]!r}; leave the row out")
-    pair = Preference(turns, _others(record, keys) | {"chosen": chosen, "rejected": rejected})
+        said = chosen if isinstance(chosen, str) else text_of(chosen)
+        raise Malformed(f"{place}: chosen and rejected are the same, {said[:60]!r}; leave the row out")
+    tools = tools_of(place, record, keys)
+    pair = Preference(turns, _others(record, keys, tools) | {"chosen": chosen, "rejected": rejected}, tools=tools)
     return (pair,) if kind == "pairs" else _both(pair)
 
 
@@ -78,31 +85,49 @@ def _both(pair: Preference) -> tuple[Preference, ...]:
     """The two completions of a pair as separate rows; the column `pair` distinguishes them from others."""
     columns = {name: value for name, value in pair.columns.items() if name not in PAIR} | {"pair": pair.prompt_id}
     return tuple(
-        Preference(pair.turns, {**columns, "completion": pair.columns[name], "label": name == "chosen"})
+        Preference(
+            pair.turns, {**columns, "completion": pair.columns[name], "label": name == "chosen"}, tools=pair.tools
+        )
         for name in PAIR
     )
 
 
-def _prompt(place: str, record: Record, keys: Keys, column: str) -> Any:
-    """The messages before the completion: the prompt's own, or all but the last of a whole conversation."""
+def _prompt(place: str, record: Record, keys: Keys, columns: tuple[str, ...]) -> Turns:
+    """The messages before the completion: the prompt's own, or those that whole conversations begin with alike."""
     if keys.prompt in record:
         return conversation(place, record[keys.prompt], "prompt")
-    whole = record.get(column)
-    if isinstance(whole, list) and len(whole) > 1:
-        return conversation(place, whole[:-1], f"{column} without its last turn")
+    found = [record.get(column) for column in columns]
+    wholes = [whole for whole in found if isinstance(whole, list) and len(whole) > 1]
+    if wholes and len(wholes) == len(columns):
+        told = [conversation(place, whole, column, may_end=True) for whole, column in zip(wholes, columns, strict=True)]
+        return conversation(place, list(told[0][: _shared(told)]), f"{columns[0]} without its completion")
     raise Malformed(
-        f"{place}: no column {keys.prompt!r}, and {column!r} is not a conversation that begins with the prompt; "
+        f"{place}: no column {keys.prompt!r}, and {columns[0]!r} is not a conversation that begins with the prompt; "
         "add such a column, or name the prompt's after the task's name: FILE:prompt=COLUMN"
     )
 
 
-def _completion(place: str, record: Record, keys: Keys, name: str, turns: Any) -> str:
-    """The text of a completion given as text, as one assistant turn, or as the prompt and one assistant turn."""
+def _shared(told: Sequence[Turns]) -> int:
+    """Number of messages that all begin with, up to one after which all go on with the assistant's."""
+    most = min(map(len, told)) - 1
+    number = next((n for n in range(most) if any(one[n] != told[0][n] for one in told)), most)
+    return next((n for n in range(number, 0, -1) if all(one[n]["role"] == "assistant" for one in told)), most)
+
+
+def _completion(place: str, record: Record, keys: Keys, name: str, turns: Turns) -> str | Turns:
+    """A completion given as text, or as turns from the assistant's first on, after the prompt's turns or without them.
+
+    Text where it is one turn without tool calls.
+    """
     column: str = getattr(keys, name)
     found = record.get(column)
     if isinstance(found, list) and found:
         told = conversation(place, found, column, may_end=True)
-        found = told[-1]["content"] if told[-1]["role"] == "assistant" and told[:-1] in ((), turns) else None
+        told = told[len(turns) :] if told[: len(turns)] == turns else told
+        ends = (told[0]["role"], told[-1]["role"]) if told else ()
+        found = plain_reply(place, told, column) if ends == ("assistant", "assistant") else None
+        if isinstance(found, tuple):
+            return found
     if isinstance(found, str) and found.strip():
         return found
     there = f"is {str(record[column])[:60]!r}" if column in record else f"is missing (there are {', '.join(record)})"
@@ -124,10 +149,10 @@ def _label(place: str, record: Record, keys: Keys) -> bool:
     return bool(found)
 
 
-def _others(record: Record, keys: Keys) -> dict[str, Any]:
+def _others(record: Record, keys: Keys, tools: Turns) -> dict[str, Any]:
     """The other columns, which rewards may need."""
     used = (keys.prompt, keys.chosen, keys.rejected, keys.completion, keys.label)
     columns = {key: plain(value) for key, value in record.items() if key not in used}
     if keys.answer in columns:
         columns["answer"] = str(columns.pop(keys.answer))
-    return columns
+    return columns | ({"tools": tools} if tools else {})

@@ -36,18 +36,24 @@ def is_held_out(row_id: str) -> bool:
 class Row:
     """One problem. `turns` are the messages before the response; the last one is the user's."""
 
-    turns: tuple[Mapping[str, str], ...]
+    turns: tuple[Mapping[str, Any], ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All else that the row holds; `answer`, where there is one, is text."""
     score: float = 0.0
     """Of a scored answer: among several to one prompt the highest is taken."""
     as_messages: bool = False
     """Whether its source has messages rather than text."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Definitions of the tools that the conversation may call."""
+    reply: tuple[Mapping[str, Any], ...] = ()
+    """The reference response as turns, where it calls tools; () where the text `answer` is all of it."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no message can carry: they would fail a lane in the middle of the run."""
         for turn in self.turns:
             _check_all("the prompt", turn.values())
+        _check("the column 'tools'", self.tools)
+        _check("the answer", self.reply)
         for name, value in self.columns.items():
             _check(f"the column {name!r}", name)
             _check(f"the column {name!r}", value)
@@ -60,7 +66,7 @@ class Row:
     @property
     def prompt(self) -> str:
         """The last message, which contains the question."""
-        return self.turns[-1]["content"]
+        return str(self.turns[-1]["content"])
 
     @property
     def answer(self) -> str | None:
@@ -68,15 +74,35 @@ class Row:
         answer = self.columns.get("answer")
         return None if answer is None else str(answer)
 
+    @property
+    def response(self) -> str | tuple[Mapping[str, Any], ...]:
+        """The reference response, as turns or as text. Only for rows that have one."""
+        return self.reply or str(self.answer)
+
+    @property
+    def all_turns(self) -> tuple[Mapping[str, Any], ...]:
+        """Every message that the row has, those of its responses too unless they are text."""
+        return (*self.turns, *self.reply)
+
     @cached_property
+    def asked(self) -> tuple[Mapping[str, Any], ...]:
+        """What identifies a prompt: the conversation, and its tools if it has any."""
+        return (*map(dict, self.turns), *([{"tools": self.tools}] if self.tools else []))
+
+    @cached_property
+    def asked_id(self) -> str:
+        """16 hex digits over the conversation and its tools, the same for all rows that ask the same."""
+        return digest(self.asked)
+
+    @property
     def prompt_id(self) -> str:
-        """16 hex digits over the conversation, without its columns."""
-        return digest([dict(turn) for turn in self.turns])
+        """The same for the same row, in every run."""
+        return self.asked_id
 
     @property
     def held_out(self) -> bool:
-        """Whether the row belongs to the held-out part: one row in eight, by its prompt."""
-        return is_held_out(self.prompt_id)
+        """Whether the row belongs to the held-out part: one row in eight, by what it asks."""
+        return is_held_out(self.asked_id)
 
 
 @dataclass(frozen=True)
@@ -88,13 +114,7 @@ class Demonstration(Row):
     @cached_property
     def prompt_id(self) -> str:
         """16 hex digits, others for each row of a prompt; the first has those of a plain row."""
-        turns = [dict(turn) for turn in self.turns]
-        return digest([*turns, self.occurrence] if self.occurrence else turns)
-
-    @property
-    def held_out(self) -> bool:
-        """Whether the row is held out; depends only on the prompt."""
-        return Row(self.turns).held_out
+        return digest([*self.asked, self.occurrence]) if self.occurrence else self.asked_id
 
 
 @dataclass(frozen=True)
@@ -125,10 +145,10 @@ class Rows:
         """Split by hash, with all rows of a prompt; where their scores differ, those with the highest."""
         of_prompt: dict[str, list[Row]] = {}
         for row in (found := list(rows)):
-            of_prompt.setdefault(Row(row.turns).prompt_id, []).append(row)
+            of_prompt.setdefault(row.asked_id, []).append(row)
         best = [[row for row in same if row.score == max(r.score for r in same)] for same in of_prompt.values()]
         taken = [
-            Demonstration(row.turns, row.columns, row.score, row.as_messages, n)
+            Demonstration(row.turns, row.columns, row.score, row.as_messages, row.tools, row.reply, n)
             for same in best
             for n, row in enumerate(same)
         ]

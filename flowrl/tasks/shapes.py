@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flowrl.tasks.tool_shapes import CALLS, message, of_function_call
+
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT = {
     "human": "user",
@@ -13,6 +15,7 @@ SHAREGPT = {
     "chatgpt": "assistant",
     "assistant": "assistant",
     "model": "assistant",
+    "function_call": "assistant",
     "system": "system",
     "tool": "tool",
     "observation": "tool",
@@ -21,14 +24,20 @@ SHAREGPT = {
 """Who speaks -> the role."""
 ALPACA = ("instruction", "input", "output", "history")
 
-Turns = tuple[Mapping[str, str], ...]
+Turns = tuple[Mapping[str, Any], ...]
 
 
 def of_sharegpt(value: object) -> object:
     """A list of {from, value} as one of {role, content}; anything else as it is."""
     if not (isinstance(value, Sequence) and value and all(_is_sharegpt(turn) for turn in value)):
         return value
-    return [{"role": SHAREGPT[turn["from"]], "content": turn["value"]} for turn in value]
+    return [_of_speaker(turn["from"], turn["value"]) for turn in value]
+
+
+def _of_speaker(speaker: str, value: str) -> Mapping[str, Any]:
+    if speaker == "function_call":
+        return {"role": "assistant", "content": "", CALLS: of_function_call(value)}
+    return {"role": SHAREGPT[speaker], "content": value}
 
 
 def _is_sharegpt(turn: object) -> bool:
@@ -61,3 +70,16 @@ def with_system(turns: Turns, record: Mapping[str, Any]) -> Turns:
     if not isinstance(text, str) or not text.strip() or turns[0]["role"] == "system":
         return turns
     return ({"role": "system", "content": text}, *turns)
+
+
+def is_turn(turn: object) -> bool:
+    """Whether this is a message: a role with text, or with tool calls."""
+    if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
+        return False
+    content = turn.get("content")
+    return isinstance(content, str) or (content is None and bool(turn.get(CALLS)))
+
+
+def messages(place: str, value: Sequence[Mapping[str, Any]], what: str) -> Turns:
+    """The messages in one form. Raises Malformed."""
+    return tuple(message(place, turn, what) for turn in value)

@@ -1,0 +1,155 @@
+"""What a chat template shows of tools, and in which form it takes their calls. Found once, with probe messages.
+
+A template is a program of the model's author: it may leave out what it does not know without a word. Rows whose tools,
+calls or answers would be left out are refused. Arguments of a call are a mapping for most templates and JSON text for
+some; ids of calls are needed by few, which want nine letters and digits.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.errors import ConfigError
+
+Messages = Sequence[Mapping[str, Any]]
+NAME, ARGUMENT, VALUE, ANSWER = "probe3tool", "probe3key", "probe3value", "probe3answer"
+CALL_ID = "call{:05d}"
+"""Nine letters and digits."""
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {ARGUMENT: {"type": "string", "description": "A probe."}}},
+    },
+}
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """What a template shows, and how it takes calls."""
+
+    definitions: bool
+    calls: bool
+    answers: bool
+    json_arguments: bool = False
+    needs_ids: bool = False
+
+    def formed(self, messages: Messages) -> list[dict[str, Any]]:
+        """The messages as this template takes them."""
+        ids: dict[str, str] = {}
+        waiting: list[str] = []
+        return [self._formed(dict(message), ids, waiting) for message in messages]
+
+    def _formed(self, message: dict[str, Any], ids: dict[str, str], waiting: list[str]) -> dict[str, Any]:
+        """`ids` has those of the calls so far, `waiting` those that have no answer yet."""
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [self._call(call, ids, waiting) for call in calls]
+        elif message["role"] == "tool" and self.needs_ids and waiting:
+            own = ids.get(message.get("tool_call_id", ""), waiting[0])
+            message["tool_call_id"] = waiting.pop(waiting.index(own) if own in waiting else 0)
+        return message
+
+    def _call(self, call: Mapping[str, Any], ids: dict[str, str], waiting: list[str]) -> dict[str, Any]:
+        function = {**call["function"], "arguments": _plain(call["function"]["arguments"])}
+        if self.json_arguments:
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        if not self.needs_ids:
+            return {**call, "function": function}
+        number = CALL_ID.format(len(ids))
+        ids[call.get("id", number)] = number
+        waiting.append(number)
+        return {**call, "id": number, "function": function}
+
+    def require(self, messages: Messages, tools: Messages) -> None:
+        """Raise ConfigError if the template would leave something of tools out."""
+        missing = [
+            what
+            for what, shown, used in (
+                ("definitions of tools", self.definitions, bool(tools)),
+                ("tool calls", self.calls, any(message.get("tool_calls") for message in messages)),
+                ("answers of tools", self.answers, any(message["role"] == "tool" for message in messages)),
+            )
+            if used and not shown
+        ]
+        if missing:
+            raise ConfigError(
+                f"the data have {' and '.join(missing)}, which the model's chat template does not show; name a model "
+                "or a --chat-template that knows tools, or leave the column out with FILE:tools=none"
+            )
+
+
+def uses_tools(messages: Messages, tools: Messages) -> bool:
+    """Whether a conversation has anything to do with tools."""
+    return bool(tools) or any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
+
+
+def tool_form(tokenizer: Any) -> ToolForm:
+    """The form of the tokenizer's chat template."""
+    return _tried(tokenizer, str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=8)
+def _tried(tokenizer: Any, template: str) -> ToolForm:
+    """`template` is the tokenizer's, which a caller may have changed."""
+    forms = [
+        ToolForm(True, True, True, json_arguments, needs_ids)
+        for json_arguments in (False, True)
+        for needs_ids in (False, True)
+    ]
+    rendered = [(form, _rendered(tokenizer, form)) for form in forms]
+    best = next((form for form, text in rendered if _shows_call(text)), None)
+    text = next((text for form, text in rendered if form == best), "")
+    definitions = NAME in _rendered_asked(tokenizer)
+    if best is None:
+        text = _text(tokenizer, [*_conversation(ToolForm(definitions, False, False))], [])
+        return ToolForm(definitions, calls=False, answers=ANSWER in text)
+    return ToolForm(definitions, True, ANSWER in text, best.json_arguments, best.needs_ids)
+
+
+def _shows_call(text: str) -> bool:
+    """Whether name and argument are there, and not as Python or as JSON within JSON would write them."""
+    return NAME in text and VALUE in text and f"'{ARGUMENT}':" not in text and f'\\"{ARGUMENT}' not in text
+
+
+def _rendered(tokenizer: Any, form: ToolForm) -> str:
+    """A conversation with a call and its answer, "" if the template refuses it. Without definitions of tools."""
+    return _text(tokenizer, form.formed(_conversation(form)), [])
+
+
+def _conversation(form: ToolForm) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": NAME, "arguments": {ARGUMENT: VALUE}}}
+    reply = {"tool_calls": [call], "content": ""} if form.calls else {"content": "probe"}
+    return [
+        {"role": "user", "content": "probe"},
+        {"role": "assistant", **reply},
+        {"role": "tool", "content": ANSWER, "name": "probe"},
+        {"role": "assistant", "content": "probe"},
+    ]
+
+
+def _rendered_asked(tokenizer: Any) -> str:
+    return _text(tokenizer, [{"role": "user", "content": "probe"}], [TOOL])
+
+
+def _text(tokenizer: Any, messages: Messages, tools: Messages) -> str:
+    try:
+        return str(tokenizer.apply_chat_template([dict(m) for m in messages], tools=tools or None, tokenize=False))
+    except Exception:  # the boundary to the template, which is the model author's program
+        return ""
+
+
+def _plain(value: Any) -> Any:
+    """Lists in place of tuples, which JSON has no other word for."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, tuple | list) else value
+
+
+def plain_tools(tools: Messages) -> list[Any]:
+    """Definitions as templates take them."""
+    return [_plain(tool) for tool in tools]
