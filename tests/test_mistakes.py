@@ -92,7 +92,7 @@ WRONG_VALUES = {
     "--lr nan": "--lr is nan; it has to be a number from 0 up",
     "--objective foo": "kind is 'foo'; choose one of ppo, gspo, cispo, reinforce",
     "--objective cispo": "kind='cispo' needs clip_high",
-    "--objective.aggregation constant": "needs length, the constant L",
+    "--objective.length 3": "length is for aggregation='constant'",
     "--gamma 0.9": "gamma is 0.9; estimator 'group_norm' needs 1",
     "--kl-target 1": "adaptive_kl steers the KL in the reward",
     "--reward-kl-coef -1": "kl_coef is -1.0; it has to be 0 or more",
