@@ -1,12 +1,14 @@
 # The two commands: `make demo` and `make test`. Both set everything up on a fresh machine.
 PY := .venv/bin/python
+DOCS := .venv-docs
+export NO_MKDOCS_2_WARNING := 1
 export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 export RAY_DEDUP_LOGS := 0
 # Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants random-graphs kills test-nvme gpu-check
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants random-graphs kills test-nvme docs docs-serve gpu-check
 
 setup:
 	@.ci/setup
@@ -17,9 +19,9 @@ demo: setup
 demo-control: setup
 	$(PY) -m benchmarks.demo --control
 
-# Every graph on `tiny`, and the table in README: about an hour and a half on two cores.
+# Every graph on `tiny`, and the table in docs/ladder.md: about an hour and a half on two cores.
 ladder-table: setup
-	$(PY) -m benchmarks.ladder --readme
+	$(PY) -m benchmarks.ladder --page
 
 # Each stage from the one before: SFT -> reward model -> PPO, and SFT -> DPO.
 ladder: setup
@@ -34,7 +36,7 @@ check: setup
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy flowrl graphs benchmarks
+	.venv/bin/mypy flowrl flowrl_setup.py graphs benchmarks
 
 fast: setup
 	$(PY) -m pytest -q -x -m "not slow" -n 2 --dist loadfile tests
@@ -67,5 +69,18 @@ kills: setup
 gpu-check: setup
 	$(PY) -m flowrl.cli gpu-check
 
+# The site of the documents, into build/docs, in an environment of its own.
+docs: $(DOCS)/installed
+	$(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "docs: build/docs/index.html"
+
+docs-serve: $(DOCS)/installed
+	$(DOCS)/bin/mkdocs serve
+
+$(DOCS)/installed: requirements/docs.txt
+	$${PYTHON:-python3} -m venv --clear $(DOCS)
+	$(DOCS)/bin/pip --disable-pip-version-check install --quiet --no-deps -r requirements/docs.txt
+	@touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv $(DOCS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

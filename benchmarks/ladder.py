@@ -2,7 +2,7 @@
 
     python -m benchmarks.ladder                   # every case, then the table
     python -m benchmarks.ladder --only grpo dpo   # these again; the table keeps the others' last results
-    python -m benchmarks.ladder --table --readme  # runs nothing, writes README's table from what is there
+    python -m benchmarks.ladder --table --page    # runs nothing, writes the table of docs/ladder.md from what is there
     python -m benchmarks.ladder --chain           # SFT -> reward model -> PPO, and SFT -> DPO
 
 A case is one `flowrl run`; its command stands in the table. Every figure is the share of right answers over
@@ -65,7 +65,7 @@ CHAIN = (
     ),
     LadderCase("dpo", 200, ("--policy", "{sft}", "--pairs", "{pairs}", "--nll-coef", "0.5"), online=False),
 )
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "ladder.md"
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table)
     for result in found:
         print(json.dumps({"benchmark": "ladder", "system": "flowrl", **asdict(result)}))
-    if options.readme:
-        write_table(README, table)
+    if options.page:
+        write_table(PAGE, table)
     cases = {case.title: case for case in ladder.cases}
     failures += [f"{r.case}, seed {r.seed}: learnt too little, or audit" for r in found if not cases[r.case].passed(r)]
     for failure in failures:
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--chain", action="store_true", help="each stage from the one before, in place of the cases")
     parser.add_argument("--home", type=Path, default=Path("runs") / "ladder", help="where runs and results lie")
-    parser.add_argument("--readme", action="store_true", help="write the table into README.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/ladder.md")
     return parser
 
 

@@ -181,7 +181,7 @@ def flowrl(command: Sequence[str], run_dir: Path, *, limit_s: float) -> None:
         raise CaseFailed(f"{run_dir.name} ended with status {status}: {last}; see {log}")
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """Interrupt a run that still goes on, and if it does not stop, kill it."""
     if process.poll() is not None:
         return

@@ -1,4 +1,4 @@
-"""The ladder's table in Markdown, and its place in README."""
+"""The ladder's table in Markdown, and its place in a page of the documents."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def write_table(readme: Path, table: str) -> None:
+def write_table(page: Path, table: str) -> None:
     """Put the table between its two marks. Raises ValueError if they are not there."""
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{readme} has no place for the table: it needs the lines {BEGIN} and {END}")
-    readme.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+        raise ValueError(f"{page} has no place for the table: it needs the lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")

@@ -28,16 +28,7 @@ from flowrl.graph.graph import Graph, OnLimit
 from flowrl.models import Policy
 from flowrl.models.model_layout import trainer_layout
 from flowrl.models.size_table import Learning
-from flowrl.nodes import (
-    Engine,
-    Evaluation,
-    Generator,
-    Preferences,
-    PromptSource,
-    Sampling,
-    TokenBatch,
-    Trainer,
-)
+from flowrl.nodes import Engine, Evaluation, Generator, Preferences, PromptSource, Sampling, TokenBatch, Trainer
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import TooLong
 from flowrl.role_options import ScoringSize, Size, size_problems, sizes_of
@@ -133,6 +124,13 @@ class GeneratorOptions(PolicyOptions):
     """Generators, each with a copy of the policy."""
     engine: Engine = Engine()
     """How vLLM runs each generator."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a response and stay in it, such as '</answer>'."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if "" in self.stop_strings:
+            yield "--stop-strings has an empty text, which would end every response at once; leave it out"
 
     @property
     def uses_gpus(self) -> bool:
@@ -167,7 +165,7 @@ class SamplingOptions(GeneratorOptions):
     @property
     def sampling(self) -> Sampling:
         """How responses are sampled."""
-        return Sampling(temperature=self.temperature, max_tokens=self.max_tokens)
+        return Sampling(temperature=self.temperature, max_tokens=self.max_tokens, stop=self.stop_strings)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 from flowrl.commands.copy_graph import parse_new
 from flowrl.commands.origins import derived_text, print_origins
 from flowrl.commands.prepare import Prepared, prepare
+from flowrl.commands.usage import USAGE
 from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.load import dump, user_code
@@ -26,56 +27,19 @@ from flowrl.graph.run_file import run_file_text, write_run_file
 from flowrl.graph.shipped import shipped_names, summary
 
 HELP = ("-h", "--help", "help")
-USAGE = """\
-usage: flowrl COMMAND
-
-  quickstart [--steps N] [--control]
-        train a small model on addition, in some minutes on a CPU, and print what it learnt
-  graphs
-        list the graphs that come with flowrl, which run by name
-  new   MY_GRAPH.py --from NAME
-        copy one of them to a file, to be edited
-  check GRAPH [--draw FILE.svg|FILE.mmd] [--cluster SPEC] [--config FILE] [--preflight] [--field value ...]
-        find every problem of a graph and print what follows from it; starts nothing.
-        --preflight: also load models, task, reward and environment, and try them out as a run does before it starts
-  run   GRAPH [--steps N] [--run-dir DIR] [--resume] [--config FILE] [--field value ...]
-        run a graph; --help after GRAPH lists the fields and all options.
-        --save-config FILE writes them to a file that --config reads;
-        --dry-run prints them, checks graph, model, data and reward, and starts nothing
-  audit RUN_DIR
-        prove a run's ledger and its staleness bound from its own records
-  samples RUN_DIR [--step N] [--best|--worst|--failed] [--held-out] [--diff STEP] [--limit N] [--json]
-        print what the model said: prompts, responses, rewards, and what became of each sample
-  show  RUN_DIR [SAMPLE] [--plain]
-        print an episode as the policy saw it, token by token; without SAMPLE list those that are kept
-  evaluate MODEL [--task TASK] [--prompts N] [--samples K] [--sets FILE ...]
-        answer held-out prompts with a model, without training, and print how many are right
-  generate MODEL --task TASK --out FILE.jsonl [--group-size N] [--score | --best]
-        write a model's responses to a file, the best of N with --best; the same command goes on with the file
-  score FILE.jsonl [--task.reward REWARD | --reward-model DIR] --out SCORED.jsonl
-        write the rewards of responses that a file has
-  chat  MODEL|RUN_DIR
-        talk to a model in the terminal
-  merge ADAPTER --out DIR [--base MODEL]
-        put an adapter into the weights of its base model
-  export RUN_DIR|CHECKPOINT --name DIR, or --to hub --name OWNER/NAME
-        copy or upload a checkpoint's model, without what only a resume needs
-  doctor [--address HOST:6379] [--json]
-        find out what this machine or a cluster can do: packages, GPUs, /dev/shm, compilers, Ray, tcp between machines
-  gpu-check [--out DIR] [--only STAGE ...] [--again] [--device cpu]
-        try out on this machine's GPUs what a CPU cannot show, stage by stage; goes on where it stopped
-  serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS]
-        answer rewards over HTTP, for graphs that name the address as their reward
-  version
-
-GRAPH is the name of a graph of flowrl, such as grpo, or a file of your own.
-
-to begin with:
-
-  flowrl check grpo
-  flowrl run grpo --steps 20 --run-dir runs/first
-  flowrl audit runs/first"""
-OWN_HELP = ("quickstart", "samples", "evaluate", "generate", "score", "chat", "merge", "export", "doctor", "gpu-check")
+OWN_HELP = (
+    "setup",
+    "quickstart",
+    "samples",
+    "evaluate",
+    "generate",
+    "score",
+    "chat",
+    "merge",
+    "export",
+    "doctor",
+    "gpu-check",
+)
 """Commands that print a help of their own."""
 
 
@@ -136,6 +100,13 @@ def _status(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains of it once more at exit
         return 141
     return 2
+
+
+def setup(args: Sequence[str]) -> int:
+    """`flowrl setup cpu`. The command itself comes here only as `python -m flowrl`: see `flowrl_setup.entry`."""
+    from flowrl_setup import main as set_up
+
+    return set_up(args)
 
 
 def graphs(args: Sequence[str]) -> int:
@@ -379,6 +350,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": doctor,
     "gpu-check": gpu_check,
     "serve-reward": serve_reward,
+    "setup": setup,
     "version": show_version,
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from flowrl.agents import History
@@ -35,6 +35,14 @@ class EpisodeOptions(OnlineOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, processes=1, affinity_margin=0)
+        if self.task.reward:
+            yield f"--task.reward is {self.task.reward!r}, but an episode is scored by its environment or agent"
+
+    @property
+    def window(self) -> int:
+        """`look_ahead`. Its default is for --on-limit wait: with mask batches have no window."""
+        default = next(field.default for field in fields(self) if field.name == "look_ahead")
+        return 1 if self.on_limit == "mask" and self.look_ahead == default else self.look_ahead
 
     def agents(self, agent: str, command: str = "", **settings: Any) -> AgentProgram:
         """The node with agents: a function `FILE.py:FUNCTION`, a command, or "outside".

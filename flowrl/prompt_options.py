@@ -8,7 +8,7 @@ from typing import Any
 
 from flowrl.blocks import OnlineOptions, too_low
 from flowrl.models import Policy
-from flowrl.nodes import ProcessReward, PromptSource, Reward, RewardModel, Shaping, TokenBatch
+from flowrl.nodes import Overlong, ProcessReward, PromptSource, Reward, RewardModel, Shaping, TokenBatch
 from flowrl.nodes.process_reward import OfSteps
 from flowrl.nodes.source import TooLong
 from flowrl.role_options import RewardModelSize
@@ -23,12 +23,14 @@ class PromptOptions(OnlineOptions):
     """Most tokens of a prompt."""
     too_long: TooLong = "drop"
     """Prompts over the limit are dropped and counted, lose their beginning, or are an error before training."""
+    num_prompts: int | None = None
+    """Train on the first so many prompts of the task; None: all."""
     overlong_filter: bool = False
     """Keep responses that were cut off at `max_tokens` out of the loss. They still count in their group's baseline."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, max_prompt_tokens=1)
+        yield from too_low(self, max_prompt_tokens=1, num_prompts=1)
 
     def batcher(self, **settings: Any) -> TokenBatch:
         """A batcher of groups; `settings` are further arguments of `TokenBatch`."""
@@ -41,6 +43,7 @@ class PromptOptions(OnlineOptions):
             policy or self.model,
             repeat=self.group_size,
             part=self.trained_part,
+            num_prompts=self.num_prompts,
             max_prompt_tokens=self.max_prompt_tokens,
             too_long=self.too_long,
         )
@@ -52,7 +55,14 @@ class RewardOptions(PromptOptions):
 
     reward_model: RewardModelSize = RewardModelSize()
     """A reward model in place of the task's own reward, or in a sum with it."""
-
+    reward_clip: tuple[float, float] | None = None
+    """Bounds of a response's reward, before it is compared with others; None: none."""
+    stop_penalty: float | None = None
+    """The reward of a response that was cut off at `max_tokens` is scaled by this, in [0, 1], or if below 0 is this."""
+    overlong_buffer: int = 0
+    """Tokens before `max_tokens` over which a penalty on long responses grows; 0: no penalty."""
+    overlong_factor: float = 1.0
+    """That penalty at `max_tokens`."""
     step_separator: str = ""
     """The reward model scores every step of a response, and this ends a step, as '\\n'; empty: it scores responses."""
     of_steps: OfSteps = "min"
@@ -67,14 +77,25 @@ class RewardOptions(PromptOptions):
         if self.reward_model != RewardModelSize() and not self.reward_model.model:
             yield "--reward-model.gpus and the like size a reward model; name its directory with --reward-model"
 
-    def make_reward(self, *, shaping: Shaping | None = None, normalise: bool = False) -> Reward | RewardModel:
+    @property
+    def shaping(self) -> Shaping:
+        """What becomes of a reward before it is trained on."""
+        overlong = Overlong(self.max_tokens, self.overlong_buffer, self.overlong_factor)
+        return Shaping(
+            stop_penalty=self.stop_penalty,
+            overlong=overlong if self.overlong_buffer else None,
+            clip=self.reward_clip,
+            negate=self.negate_rewards,
+        )
+
+    def make_reward(self, *, normalise: bool = False) -> Reward | RewardModel:
         """The node that scores responses: the task's reward, or the reward model.
 
-        `normalise`: the model's scores are normalised by its own mean and standard deviation.
+        `normalise`: the model's scores are normalised by its own mean and standard deviation, unless
+        --reward-model.normalise says otherwise.
         """
-        shaping = shaping or Shaping(negate=self.negate_rewards)
         if not self.reward_model.model:
-            return Reward(self.task, shaping=shaping)
+            return Reward(self.task, shaping=self.shaping)
         if self.step_separator:
             return ProcessReward(
                 self.reward_model.model,
@@ -82,15 +103,15 @@ class RewardOptions(PromptOptions):
                 self.task,
                 separator=self.step_separator,
                 of_steps=self.of_steps,
-                shaping=shaping,
+                shaping=self.shaping,
                 **self.scoring(self.reward_model),
             )
         return RewardModel(
             self.reward_model.model,
             self.model,
             self.task,
-            normalise=normalise,
-            shaping=shaping,
+            normalise=normalise if self.reward_model.normalise is None else self.reward_model.normalise,
+            shaping=self.shaping,
             **self.scoring(self.reward_model),
         )
 

@@ -69,6 +69,8 @@ class RewardModelSize(ScoringSize, _Model):
     model: str = ""
     """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none.
     In a sum with functions where --task.reward says so: verifier + 0.5*reward_model."""
+    normalise: bool | None = None
+    """Normalise its scores by the mean and standard deviation that it has stored; None: in ppo alone."""
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.episode_options import EpisodeOptions, evaluate_episodes
+from flowrl.loss_options import AdvantageOptions
 from flowrl.nodes import AgentProgram, GroupAdvantage, TaskSource
 from flowrl.tasks import Task
-from flowrl.training.loss.policy_objective import PolicyObjective
 
 CALCULATOR_AGENT = str(Path(__file__).resolve().parent / "agents" / "calculator_agent.py")
 
 
 @dataclass(frozen=True)
-class AgentOpenAI(EpisodeOptions):
+class AgentOpenAI(AdvantageOptions, EpisodeOptions):
     policy: str = "tiny_agent"
     task: Task = Task("arithmetic:min_value=30")
     """What agents are to do: a task; each gets a row's columns and its messages."""
@@ -50,8 +50,6 @@ class AgentOpenAI(EpisodeOptions):
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"] = "group_norm"
     """What an episode is compared with: the mean of its group, with or without division by the group's standard
     deviation, or the other episodes."""
-    objective: PolicyObjective = PolicyObjective()
-    """The loss."""
 
     @property
     def players(self) -> AgentProgram:
@@ -60,13 +58,16 @@ class AgentOpenAI(EpisodeOptions):
 
 
 def graph(cfg: AgentOpenAI) -> Graph:
+    estimate = cfg.estimate(cfg.advantage)
+    filtering = cfg.filtering(cfg.groups_per_step)
+
     g = Graph("agent_openai")
     prompts = g.add("prompts", TaskSource(cfg.task, repeat=cfg.group_size, part=cfg.trained_part))
     agents = g.add("agents", cfg.players)
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
-    advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
-    batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.make_trainer(cfg.objective), **cfg.place(cfg.trainer))
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
+    batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
+    trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.limits.tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, agents.prompts)
     g.call(agents.generate, generator.turns, affinity_margin=cfg.affinity_margin)
@@ -79,7 +80,7 @@ def graph(cfg: AgentOpenAI) -> Graph:
         until=generator.weights,
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
-        look_ahead=cfg.look_ahead,
+        look_ahead=cfg.window,
     )
     evaluate_episodes(g, cfg, agents, generator)
     cfg.take_turns(g)

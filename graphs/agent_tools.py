@@ -14,14 +14,14 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.episode_options import EnvironmentOptions, evaluate_episodes
+from flowrl.loss_options import AdvantageOptions
 from flowrl.nodes import EnvironmentSource, GroupAdvantage
 from flowrl.tasks import Task
 from flowrl.tasks.name_options import with_option
-from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class GroupedEpisodes(EnvironmentOptions):
+class GroupedEpisodes(AdvantageOptions, EnvironmentOptions):
     """Options of graphs that compare the episodes of a group."""
 
     staleness: int = 2
@@ -31,19 +31,20 @@ class GroupedEpisodes(EnvironmentOptions):
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"] = "group_norm"
     """What an episode is compared with: the mean of its group, with or without division by the group's standard
     deviation, or the other episodes."""
-    objective: PolicyObjective = PolicyObjective()
-    """The loss."""
 
 
 def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Graph:
     """The graph that trains the policy on episodes of the environment of that name."""
+    estimate = cfg.estimate(cfg.advantage)
+    filtering = cfg.filtering(cfg.groups_per_step)
+
     g = Graph(name)
     prompts = g.add("prompts", EnvironmentSource(environment_name, repeat=cfg.group_size))
     environment = g.add("environment", cfg.episodes(environment_name))
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
-    advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
-    batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.make_trainer(cfg.objective), **cfg.place(cfg.trainer))
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
+    batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
+    trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.limits.tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, environment.prompts)
     g.call(environment.generate, generator.turns, affinity_margin=cfg.affinity_margin)
@@ -56,7 +57,7 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
         until=generator.weights,
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
-        look_ahead=cfg.look_ahead,
+        look_ahead=cfg.window,
     )
     evaluate_episodes(g, cfg, environment, generator)
     cfg.take_turns(g)

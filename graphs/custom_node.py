@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from flowrl import Facts, Graph, In, Node, Out, Sample
 from flowrl.blocks import evaluate
+from flowrl.loss_options import AdvantageOptions
 from flowrl.nodes import GroupAdvantage, Reward, Shaping
 from flowrl.prompt_options import PromptOptions
-from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.advantage.estimate import Estimate
 
 
 class NoEcho(Node):
@@ -36,20 +37,23 @@ def short_and_right(prompt: str, response: str, *, answer: str) -> dict[str, obj
 
 
 @dataclass(frozen=True)
-class Custom(PromptOptions):
+class Custom(AdvantageOptions, PromptOptions):
     evaluate: int = 0
 
 
 def graph(cfg: Custom) -> Graph:
+    estimate = Estimate("group_norm")
+    filtering = cfg.filtering(cfg.groups_per_step)
+
     g = Graph("custom_node")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     no_echo = g.add("no_echo", NoEcho())
-    scoring = Reward(cfg.task, function=short_and_right, shaping=Shaping(negate=cfg.negate_rewards))
+    scoring = Reward(cfg.task, function=cfg.task.reward or short_and_right, shaping=Shaping(negate=cfg.negate_rewards))
     reward = g.add("reward", scoring)
-    advantage = g.add("advantage", GroupAdvantage("group_norm", size=cfg.group_size))
-    batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.make_trainer(PolicyObjective()), **cfg.place(cfg.trainer))
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
+    batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
+    trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, no_echo.rollouts)

@@ -4,10 +4,12 @@ flowrl run distill --steps 60
 flowrl run distill --policy /models/Qwen3-0.6B --teacher /models/Qwen3-8B --task train.jsonl --steps 200
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
+from flowrl.loss_options import LossOptions
 from flowrl.nodes import Teacher, TeacherAdvantage
 from flowrl.prompt_options import PromptOptions
 from flowrl.role_options import TeacherSize
@@ -16,7 +18,7 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class Distill(PromptOptions):
+class Distill(LossOptions, PromptOptions):
     policy: str = "tiny"
     """The student: tiny, smollm2, or the path of a Hugging Face model directory."""
     temperature: float = 1.0
@@ -31,10 +33,17 @@ class Distill(PromptOptions):
     exact: bool = False
     """The student learns the teacher's whole next-token distributions (exact reverse KL), not sampled tokens alone."""
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.task.reward and not self.evaluates:
+            yield "--task.reward scores held-out answers here, for the teacher scores the others, and --evaluate is 0"
+        if self.exact and self.objective != PolicyObjective():
+            yield "--exact trains the reverse KL itself, without advantages; leave --objective out"
+
 
 def graph(cfg: Distill) -> Graph:
     student, teacher = cfg.model, cfg.model.like(cfg.teacher.model)
-    objective = ReverseKL(negate=cfg.negate_rewards) if cfg.exact else PolicyObjective()
+    objective = ReverseKL(negate=cfg.negate_rewards) if cfg.exact else cfg.loss(cfg.max_tokens)
 
     g = Graph("distill")
     prompts = g.add("prompts", cfg.prompts(student))

@@ -49,6 +49,7 @@ class DPO(ReferencedPreferences):
     pairs: str = ""
     """Rows with `prompt`, `chosen` and `rejected` (text or messages); empty: the task's own pairs."""
     kind: Literal["dpo", "ipo", "cdpo"] = "dpo"
+    """The loss: DPO, IPO on means per token, or conservative DPO."""
     label_smoothing: float = 0.0
     """For cdpo: the assumed share of pairs with the wrong order."""
     nll_coef: float = 0.0
@@ -79,6 +80,7 @@ def preference_graph(name: str, cfg: ReferencedPreferences, data: Preferences, o
     g.connect(reference.referenced, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.connect(reference.held_out, trainer.held_out, dispatch="gang")
-    evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=Sampling(max_tokens=cfg.max_tokens))
+    sampling = Sampling(max_tokens=cfg.max_tokens, stop=cfg.stop_strings)
+    evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=sampling)
     cfg.take_turns(g, ("trainer", "reference"))
     return g

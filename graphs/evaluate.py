@@ -41,7 +41,7 @@ class Evaluate(GeneratorOptions):
 
 
 def graph(cfg: Evaluate) -> Graph:
-    sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens)
+    sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens, stop=cfg.stop_strings)
     sets = tuple(EvaluationSet.parse(text, like=cfg.task, samples=cfg.samples) for text in cfg.sets)
     several = cfg.samples > 1 or any(one.samples > 1 for one in sets)
 

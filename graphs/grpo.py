@@ -9,25 +9,22 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.nodes import AdaptiveKL, DynamicSampling, GroupAdvantage, Reference
+from flowrl.loss_options import AdvantageOptions
+from flowrl.nodes import AdaptiveKL, GroupAdvantage, Reference
 from flowrl.prompt_options import RewardOptions
 from flowrl.role_options import ScoringSize
 from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class GRPO(RewardOptions):
+class GRPO(AdvantageOptions, RewardOptions):
+    has_reference = True
+
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
     """What a sample is compared with: the mean of its group, with or without division by the group's standard
     deviation, the other samples, or nothing."""
-    objective: PolicyObjective = PolicyObjective()
-    """The loss: ppo, gspo, cispo or reinforce; its options as in --objective.kl-coef 0.01. A KL adds a
-    reference, unless adapters are trained."""
     whiten: Literal["off", "full", "mean"] | None = None
     """Normalise advantages over the batch; None: full for reinforce and reinforce_baseline, otherwise off."""
-    normalise_rewards: bool = False
-    """Subtract the running mean from each reward and divide by the running standard deviation."""
     gamma: float = 1.0
     """Discount, for `advantage` reinforce."""
     reward_kl_coef: float = 0.0
@@ -39,9 +36,7 @@ class GRPO(RewardOptions):
     kl_target: float | None = None
     """Adapt `reward_kl_coef` until the KL of a response is this, in nats."""
     reference: ScoringSize = ScoringSize()
-    """The reference, which has the initial weights."""
-    dynamic_sampling: bool = False
-    """Filter groups whose rewards are all equal, which teach nothing, and sample others in their place."""
+    """The reference, which has the initial weights. A KL adds it, in the loss unless adapters are trained."""
     shuffle_rewards: bool = False
     """A control experiment: rewards are shuffled within each group, so nothing can be learnt."""
 
@@ -56,13 +51,13 @@ def graph(cfg: GRPO) -> Graph:
         kl_before_baseline=cfg.kl_before_baseline,
         shuffle_rewards=cfg.shuffle_rewards,
     )
-    dynamic = DynamicSampling(cfg.groups_per_step) if cfg.dynamic_sampling else None
+    filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("grpo")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
-    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=dynamic))
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
     batch = cfg.batcher(
         whiten=whitened,
         estimate=estimate,
@@ -70,7 +65,7 @@ def graph(cfg: GRPO) -> Graph:
         adaptive_kl=None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target),
     )
     batcher = g.add("batcher", batch)
-    trainer = g.add("trainer", cfg.make_trainer(cfg.objective), **cfg.place(cfg.trainer))
+    trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
     # A trainer of adapters has the reference in itself, but only when the samples have reached it.

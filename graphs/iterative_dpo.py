@@ -11,6 +11,7 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
+from flowrl.loss_options import FilterOptions
 from flowrl.nodes import PairMaker, Reference
 from flowrl.prompt_options import RewardOptions
 from flowrl.role_options import PairReferenceSize
@@ -18,7 +19,7 @@ from flowrl.training.loss.preference_objectives import DPO
 
 
 @dataclass(frozen=True)
-class IterativeDPO(RewardOptions):
+class IterativeDPO(FilterOptions, RewardOptions):
     staleness: int = 0
     """0: a round is admitted when every generator has the last one's weights. Above 0, that many rounds overlap."""
     groups_per_step: int = 32
@@ -35,6 +36,7 @@ class IterativeDPO(RewardOptions):
     beta: float = 0.1
     """Larger values keep the policy closer to the reference."""
     kind: Literal["dpo", "ipo", "cdpo"] = "dpo"
+    """The loss: DPO, IPO on means per token, or conservative DPO."""
     label_smoothing: float = 0.0
     """For cdpo: the assumed share of pairs with the wrong order."""
     nll_coef: float = 0.0
@@ -57,7 +59,13 @@ def graph(cfg: IterativeDPO) -> Graph:
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
-    judge = PairMaker(size=cfg.group_size, reference=cfg.reference.weights, prefer=cfg.prefer, task=cfg.task)
+    judge = PairMaker(
+        size=cfg.group_size,
+        reference=cfg.reference.weights,
+        prefer=cfg.prefer,
+        task=cfg.task,
+        dynamic=cfg.filtering(cfg.groups_per_step),
+    )
     pairs = g.add("pairs", judge)
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))

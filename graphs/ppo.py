@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
+from flowrl.loss_options import AdvantageOptions
 from flowrl.models.model_layout import trainer_layout
 from flowrl.nodes import (
     AdaptiveKL,
@@ -23,14 +24,15 @@ from flowrl.nodes import (
 from flowrl.prompt_options import RewardOptions
 from flowrl.role_options import CriticSize, CriticTrainerSize, ScoringSize, Size
 from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.value_objective import ValueObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import Layout, ZeroSettings
 
 
 @dataclass(frozen=True)
-class PPO(RewardOptions):
+class PPO(AdvantageOptions, RewardOptions):
+    has_reference = True
+
     group_size: int = 4
     trainer: Size = Size()
     """Ranks of the actor."""
@@ -61,8 +63,6 @@ class PPO(RewardOptions):
     """Estimator of that KL."""
     kl_target: float | None = None
     """Adapt `kl_coef` until the KL of a response is this, in nats."""
-    clip: float = 0.2
-    """Largest distance of the importance ratio from 1."""
     value_clip: float = 0.2
     """Largest distance of a value from the one that made the advantages; 0 does not clip."""
 
@@ -80,6 +80,7 @@ class PPO(RewardOptions):
 def graph(cfg: PPO) -> Graph:
     critic_model = replace(cfg.model, model=cfg.critic.model or cfg.policy, name="critic")
     estimate = Estimate("gae", gamma=cfg.gamma, lam=cfg.lam, kl_coef=cfg.kl_coef, kl_estimator=cfg.kl_estimator)
+    filtering = cfg.filtering(cfg.groups_per_step)
     adaptive_kl = None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target)
 
     g = Graph("ppo")
@@ -90,13 +91,16 @@ def graph(cfg: PPO) -> Graph:
     )
     initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference))
     reference = g.add("reference", initial, **cfg.share(cfg.reference))
-    advantage = g.add("advantage", JoinedAdvantage(estimate, size=cfg.group_size))
-    batcher = g.add("batcher", cfg.batcher(whiten="full", estimate=estimate, adaptive_kl=adaptive_kl))
+    advantage = g.add("advantage", JoinedAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
+    batch = cfg.batcher(
+        whiten="full", estimate=estimate, normalise_rewards=cfg.normalise_rewards, adaptive_kl=adaptive_kl
+    )
+    batcher = g.add("batcher", batch)
     values = Critic(critic_model, **cfg.scoring(cfg.critic) | {"layout": cfg.critic_zero.layout})
     critic = g.add("critic", values, **cfg.share(cfg.critic))
     actor = g.add(
         "actor",
-        cfg.make_trainer(PolicyObjective(clip_low=cfg.clip, clip_high=cfg.clip), start_after=cfg.critic_warmup),
+        cfg.make_trainer(cfg.loss(cfg.max_tokens), start_after=cfg.critic_warmup),
         **cfg.share(cfg.trainer),
     )
     critic_trainer = g.add(

@@ -8,29 +8,32 @@ from dataclasses import dataclass
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
+from flowrl.loss_options import FilterOptions, LossOptions
 from flowrl.nodes import BestOfN
 from flowrl.prompt_options import RewardOptions
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class RAFT(RewardOptions):
+class RAFT(LossOptions, FilterOptions, RewardOptions):
     groups_per_step: int = 32
+    objective: PolicyObjective = PolicyObjective(kind="reinforce", correction=None)
+    """The loss: the log likelihood of the best answers, whatever the policy that gave them."""
 
     least_reward: float | None = None
     """Leave out prompts whose best answer has a lower raw reward."""
 
 
 def graph(cfg: RAFT) -> Graph:
-    imitate = PolicyObjective(kind="reinforce", correction=None)
+    filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("raft")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
-    best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward))
+    best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward, dynamic=filtering))
     batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.make_trainer(imitate), **cfg.place(cfg.trainer))
+    trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)

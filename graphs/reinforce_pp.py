@@ -4,10 +4,12 @@ flowrl run reinforce_pp --steps 60
 flowrl run reinforce_pp --baseline --steps 60
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
+from flowrl.loss_options import AdvantageOptions
 from flowrl.nodes import AdaptiveKL, GroupAdvantage, Reference
 from flowrl.prompt_options import RewardOptions
 from flowrl.role_options import ScoringSize
@@ -16,7 +18,10 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class ReinforcePP(RewardOptions):
+class ReinforcePP(AdvantageOptions, RewardOptions):
+    has_reference = True
+
+    objective: PolicyObjective = PolicyObjective(kl_estimator="k2")
     reference: ScoringSize = ScoringSize()
     """The reference, which has the initial weights."""
     baseline: bool = False
@@ -25,28 +30,33 @@ class ReinforcePP(RewardOptions):
     """Weight of the KL to the initial weights: in the reward token by token, with `baseline` in the loss. 0: none."""
     kl_target: float | None = None
     """Adapt the weight of the KL in the reward until the KL of a response is this, in nats."""
-    clip_low: float = 0.2
-    """The importance ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
-    """And above at 1 + clip_high."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.baseline and self.objective.kl_coef:
+            yield "with --baseline the KL in the loss is --kl-coef; leave --objective.kl-coef out"
 
 
 def graph(cfg: ReinforcePP) -> Graph:
-    in_loss = cfg.kl_coef if cfg.baseline else 0.0
     estimate = Estimate("reinforce_baseline") if cfg.baseline else Estimate("reinforce", kl_coef=cfg.kl_coef)
-    objective = PolicyObjective(clip_low=cfg.clip_low, clip_high=cfg.clip_high, kl_coef=in_loss, kl_estimator="k2")
+    loss = cfg.loss(cfg.max_tokens)
+    objective = replace(loss, kl_coef=cfg.kl_coef) if cfg.baseline else loss
+    filtering = cfg.filtering(cfg.groups_per_step)
     adaptive_kl = None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target)
 
     g = Graph("reinforce_pp")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
-    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
-    batcher = g.add("batcher", cfg.batcher(whiten="full", estimate=estimate, adaptive_kl=adaptive_kl))
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
+    batch = cfg.batcher(
+        whiten="full", estimate=estimate, normalise_rewards=cfg.normalise_rewards, adaptive_kl=adaptive_kl
+    )
+    batcher = g.add("batcher", batch)
     trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.kl_coef:
+    if cfg.kl_coef or (cfg.objective.kl_coef and not cfg.lora.rank):
         initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference))
         reference = g.add("reference", initial, **cfg.place(cfg.reference))
         g.connect(generator.rollouts, reference.rollouts)

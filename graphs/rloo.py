@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
+from flowrl.loss_options import AdvantageOptions
 from flowrl.nodes import GroupAdvantage, Reference
 from flowrl.prompt_options import RewardOptions
 from flowrl.role_options import ScoringSize
@@ -15,31 +16,33 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class RLOO(RewardOptions):
+class RLOO(AdvantageOptions, RewardOptions):
+    has_reference = True
+
+    objective: PolicyObjective = PolicyObjective(kind="reinforce", aggregation="constant")
+    """The loss: the gradient of a whole response, not clipped; --objective.kind ppo clips it, as OpenRLHF does."""
     reference: ScoringSize = ScoringSize()
     """The reference, which has the initial weights."""
     kl_coef: float = 0.001
     """Weight of the KL to the initial weights in the reward; 0: none."""
     kl_before_baseline: bool = True
     """Subtract the KL of a whole response from its reward before the baseline, as in the paper, or token by token."""
-    normalise_rewards: bool = False
-    """Subtract the running mean from each reward and divide by the running standard deviation."""
 
 
 def graph(cfg: RLOO) -> Graph:
     estimate = Estimate("rloo", kl_coef=cfg.kl_coef, kl_before_baseline=cfg.kl_before_baseline)
-    objective = PolicyObjective(kind="reinforce", aggregation="constant", length=cfg.max_tokens)
+    filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("rloo")
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
-    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
     batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
-    trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))
+    trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.kl_coef:
+    if cfg.kl_coef or (cfg.objective.kl_coef and not cfg.lora.rank):
         initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference))
         reference = g.add("reference", initial, **cfg.place(cfg.reference))
         g.connect(generator.rollouts, reference.rollouts)

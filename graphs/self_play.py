@@ -36,6 +36,11 @@ class SelfPlay(GroupedEpisodes):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, opponent_every=0)
+        if self.opponent_every is None and (self.filters or self.normalise_rewards):
+            yield (
+                "--dynamic-sampling, --mean-between and --normalise-rewards look at one reward of a game, and every "
+                "seat has its own here; leave them out, or let the policy play one seat with --opponent-every"
+            )
         if (self.opponent_every or 0) > 1 and self.uses_gpus:
             yield f"--opponent-every is {self.opponent_every}; on GPUs it has to be 0 or 1"
 
@@ -52,13 +57,16 @@ class SelfPlay(GroupedEpisodes):
 
 
 def graph(cfg: SelfPlay) -> Graph:
+    estimate = cfg.estimate(cfg.advantage)
+    filtering = cfg.filtering(cfg.groups_per_step)
+
     g = Graph("self_play")
     prompts = g.add("prompts", EnvironmentSource(cfg.environment, repeat=cfg.group_size))
     environment = g.add("environment", cfg.episodes(cfg.environment))
     generator = g.add("generator", cfg.player(), **cfg.place_generator())
-    advantage = g.add("advantage", GroupAdvantage(cfg.estimate(cfg.advantage), size=cfg.group_size))
-    batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.make_trainer(cfg.objective), **cfg.place(cfg.trainer))
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
+    batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
+    trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.limits.tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, environment.prompts)
     g.call(environment.generate, generator.turns, affinity_margin=cfg.affinity_margin)
@@ -91,7 +99,7 @@ def graph(cfg: SelfPlay) -> Graph:
         until=tuple(until),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
-        look_ahead=cfg.look_ahead,
+        look_ahead=cfg.window,
     )
     return g
 

@@ -80,6 +80,7 @@ def graph(cfg: SFT) -> Graph:
         judged = HeldOutDemonstrations(answers, num_rows=cfg.held_out, token_budget=cfg.token_budget)
         held_out = g.add("held_out", judged)
         g.connect(held_out.batch, trainer.held_out, dispatch="gang")
-    evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=Sampling(max_tokens=cfg.answer_tokens))
+    sampling = Sampling(max_tokens=cfg.answer_tokens, stop=cfg.stop_strings)
+    evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=sampling)
     cfg.take_turns(g)
     return g

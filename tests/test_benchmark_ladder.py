@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gain import Gain, Preference, gain, paired, preference
-from benchmarks.ladder import CASES, CHAIN, RANDOM, Ladder
+from benchmarks.ladder import CASES, CHAIN, PAGE, RANDOM, Ladder
 from benchmarks.ladder_cases import CaseFailed, LadderCase, Result, checkpoint, flowrl, result_of
 from benchmarks.ladder_controls import checksum, scores
 from benchmarks.ladder_table import BEGIN, END, markdown, write_table
@@ -151,19 +151,19 @@ def test_the_table_has_a_line_a_rung_with_the_gains_of_its_seeds() -> None:
     assert len(lines) == 6, "a case without results has no line"
 
 
-def test_the_table_takes_its_place_in_the_readme(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
-    write_table(readme, "new")
-    assert readme.read_text() == f"above\n{BEGIN}\nnew\n{END}\nbelow\n"
-    readme.write_text("no marks")
+def test_the_table_takes_its_place_in_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "ladder.md"
+    page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
+    write_table(page, "new")
+    assert page.read_text() == f"above\n{BEGIN}\nnew\n{END}\nbelow\n"
+    page.write_text("no marks")
     with pytest.raises(ValueError, match="has no place for the table"):
-        write_table(readme, "new")
-    assert readme.read_text() == "no marks"
+        write_table(page, "new")
+    assert page.read_text() == "no marks"
 
 
-def test_readme_has_the_place() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_page_has_the_place() -> None:
+    text = PAGE.read_text()
     assert text.index(BEGIN) < text.index(END)
 
 

@@ -12,11 +12,12 @@ import pytest
 import flowrl
 import flowrl.nodes
 from flowrl.graph.analysis.check import check
+from flowrl.graph.drawing.draw import draw
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB, Cluster, Machine
 from flowrl.models import Policy
+from tests.documents import DOCUMENTS, ROOT, links, slugs_on_github, slugs_on_the_site
 
-ROOT = Path(__file__).parent.parent
 NAMED = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 
 
@@ -44,12 +45,38 @@ def test_the_walk_names_its_stations() -> None:
     assert len(set(NAMED.findall(WALK))) >= 30
 
 
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(((?!http)[^)#]+)", path.read_text(encoding="utf-8"))
-    assert [link for link in links if not (path.parent / link).exists()] == []
+    wrong = [link for link in links(path.read_text(encoding="utf-8")) if not leads_somewhere(path, link)]
+    assert wrong == []
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    """Whether file and heading are there; a heading by the rules of a forge and of the site, which differ."""
+    name, _, anchor = link.partition("#")
+    target = (page.parent / name).resolve() if name else page
+    if not target.exists() or not target.is_relative_to(ROOT):
+        return False
+    if not anchor:
+        return True
+    text = target.read_text(encoding="utf-8")
+    return anchor in slugs_on_github(text) & slugs_on_the_site(text)
+
+
+def test_a_link_that_leads_nowhere_is_seen() -> None:
+    page = ROOT / "docs" / "agents.md"
+    assert leads_somewhere(page, "#evaluation") and leads_somewhere(page, "credit.md#seats")
+    for link in ("no_such.md", "#no-such-heading", "credit.md#no-such-heading", "../../elsewhere.md"):
+        assert not leads_somewhere(page, link)
+
+
+def test_the_picture_of_the_readme_is_what_draw_makes(tmp_path: Path) -> None:
+    """Made by: flowrl check grpo --cluster '1x cpus=2 memory=8' --draw docs/pictures/grpo.svg"""
+    file = load_file("grpo")
+    graph = file.build(file.parse([]))
+    draw(graph, check(graph, Cluster.parse("1x cpus=2 memory=8")).plan, tmp_path / "grpo.svg")
+    assert (ROOT / "docs" / "pictures" / "grpo.svg").read_text() == (tmp_path / "grpo.svg").read_text()
+    assert "](docs/pictures/grpo.svg)" in README
 
 
 def test_the_code_of_conversations_runs() -> None:
@@ -70,13 +97,13 @@ def test_the_graph_of_the_readme_can_run_on_two_cores() -> None:
     assert not report.problems
 
 
-SHOWN = re.findall(r"^flowrl run +(graphs/\w+\.py)([^#\n]*)", README, re.M)
+SHOWN = re.findall(r"^flowrl run +(\w+)([^#\n]*)", README, re.M)
 
 
-@pytest.mark.parametrize(("file", "options"), [one for one in SHOWN if "gpus" not in one[1]])
-def test_the_runs_of_the_readme_fit_on_two_cores(file: str, options: str) -> None:
+@pytest.mark.parametrize(("name", "options"), [one for one in SHOWN if "gpus" not in one[1]])
+def test_the_runs_of_the_readme_fit_on_two_cores(name: str, options: str) -> None:
     chosen = re.sub(r"--(steps|run-dir) \S+|--resume", "", options).split()
-    graph_file = load_file(ROOT / file)
+    graph_file = load_file(name)
     assert not check(graph_file.build(graph_file.parse(chosen)), TWO_CORES).problems
 
 

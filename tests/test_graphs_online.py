@@ -28,6 +28,7 @@ SHARED = (
     "chat_template_kwargs",
     "generator",
     "engine",
+    "stop_strings",
     "max_tokens",
     "temperature",
     "group_size",
@@ -184,8 +185,8 @@ def test_grpo_whitens_where_the_estimator_wants_it() -> None:
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo", "reinforce"])
 @pytest.mark.parametrize("correction", ["tis", "icepop", "sequence_mask", "decoupled", "None"])
 def test_grpo_takes_every_objective_with_every_correction(kind: str, correction: str) -> None:
-    options = ("--objective", kind, "--objective.correction", correction, "--objective.clip-high", "2.0")
-    assert check(graph("grpo", *options), CLUSTER).ok
+    clip = () if kind == "reinforce" else ("--objective.clip-high", "2.0")
+    assert check(graph("grpo", "--objective", kind, "--objective.correction", correction, *clip), CLUSTER).ok
 
 
 def test_the_batcher_makes_advantages_as_the_advantage_node_does() -> None:

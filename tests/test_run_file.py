@@ -116,11 +116,11 @@ def test_the_defaults_of_every_graph_come_back_as_the_same_object(name: str, tmp
 
 
 def test_a_number_that_is_none_comes_back(tmp_path: Path) -> None:
-    write_run_file(tmp_path / "run.yaml", "dapo", {"least_reward": math.nan, "clip_low": -math.inf})
+    write_run_file(tmp_path / "run.yaml", "dapo", {"least_reward": math.nan, "objective": {"clip_low": -math.inf}})
     values = RunFile.read(tmp_path / "run.yaml").values(
         KINDS["dapo"], dataclasses.make_dataclass("D", [("least_reward", float)])
     )
-    assert math.isnan(values["least_reward"]) and values["clip_low"] == -math.inf
+    assert math.isnan(values["least_reward"]) and values["objective.clip_low"] == -math.inf
 
 
 def prepared(*args: str) -> Any:

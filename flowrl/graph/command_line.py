@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from flowrl.errors import ConfigError
+from flowrl.graph.mapping_option import registry
 
 REWORDED = (
     (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", "{0} is {1}; it needs an integer"),
@@ -26,6 +27,7 @@ REWORDED = (
     ),
     (r"invalid choice (.*) for argument '(\S+)'\. Expected one of \((.*)\)", "{1} is {0}; it needs one of {2}"),
     (r"Missing value for argument '(\S+)'\. Expected .*", "{0} has no value; write one after it"),
+    (r"Error parsing (\S+): (.* is (?:not NAME=VALUE|given twice|given as a value).*)", "{0}: {1}"),
     (r"Unrecognized options: (.*)", "{0} belongs to no option; write --field value"),
 )
 """(tyro's message, our replacement), as regular expression and format string."""
@@ -36,8 +38,11 @@ RENAMED = {
     "gpus": "generator.gpus",
     "cpus": "generator.cpus",
     "teacher-dtype": "teacher.dtype",
+    "clip-low": "objective.clip-low",
+    "clip-high": "objective.clip-high",
+    "clip": "objective.clip-low --objective.clip-high",
 }
-"""Former name of a graph's option -> its name."""
+"""Former name of a graph's option -> its name, or its names."""
 
 
 def parse_options(
@@ -57,8 +62,8 @@ def parse_options(
     try:
         with contextlib.redirect_stderr(stderr):
             if default is None:
-                return tyro.cli(config_type, args=spelled, prog=prog)
-            return tyro.cli(config_type, args=spelled, prog=prog, default=default)
+                return tyro.cli(config_type, args=spelled, prog=prog, registry=registry())
+            return tyro.cli(config_type, args=spelled, prog=prog, default=default, registry=registry())
     except SystemExit as end:
         if not end.code:
             raise
@@ -95,8 +100,8 @@ def _spell(arg: str, known: Mapping[str, str], prog: str, candidates: Sequence[s
 
 def _nearest(name: str, candidates: Sequence[str], prog: str) -> str:
     renamed = RENAMED.get(name.replace("_", "-"))
-    if renamed in candidates:
-        return f"it is --{renamed} now"
+    if renamed and renamed.split()[0] in candidates:
+        return f"it is --{' and '.join(renamed.split())} now"
     near = difflib.get_close_matches(name.replace("_", "-"), candidates, 1)
     return f"did you mean --{near[0].replace('-', '_')}?" if near else f"{prog} --help lists the options"
 

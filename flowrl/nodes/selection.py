@@ -1,6 +1,7 @@
 """Nodes that select members of a group: the best one to imitate, or the best against the worst.
 
-They compare the reward after shaping. Members that are not selected are filtered with a reason.
+They compare the reward after shaping. Members that are not selected are filtered with a reason. With `dynamic`,
+groups without a learning signal are filtered first, whole.
 If rewards are equal, the first member counts as the better one, so that a run is reproducible.
 """
 
@@ -16,6 +17,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
+from flowrl.nodes.dynamic import DynamicSampling, GroupFilter
 from flowrl.nodes.judged import Judged
 from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.nodes.pairwise import Comparisons
@@ -28,32 +30,67 @@ from flowrl.training.advantage.seat_credit import require_one_seat
 PairReference = Literal["round", "initial"]
 
 
-class BestOfN(Node):
+class Selection(Node):
+    """What nodes that select members of a group have in common."""
+
+    keyed_state = True
+
+    scored: In[Scored]
+
+    def __init__(self, dynamic: DynamicSampling | None) -> None:
+        self.dynamic = dynamic
+        self._filter = GroupFilter(dynamic)
+        self._judged = Judged()
+
+    def _filtered(self, samples: Sequence[Scored]) -> bool:
+        """Drop the members of a group that has no learning signal; whether that was done."""
+        reason = self._filter.judge(samples)
+        if reason:
+            self._judged.add(samples, passed_on=())
+            for sample in samples:
+                self.scored.drop(sample, reason, state="filtered")
+            self._filter.assert_within(self.name)
+        return bool(reason)
+
+    def _filter_problems(self) -> list[str]:
+        return [] if self.dynamic is None else self.dynamic.problems()
+
+    def state(self) -> Mapping[str, Any]:
+        filtered = {} if self.dynamic is None else {"filter": self._filter.state()}
+        return {**self._judged.state(), **filtered}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._judged.load_state({name: value for name, value in state.items() if name != "filter"})
+        if self.dynamic is not None and "filter" in state:
+            self._filter.load_state(state["filter"])
+
+
+class BestOfN(Selection):
     """Passes on the best of each group's `size` members with advantage 1 (RAFT, arXiv 2304.06767).
 
     The others are filtered as `not_best`. With `least_reward`, a group whose best member has a lower raw
     reward is filtered completely, as `below_least`.
     """
 
-    keyed_state = True
-
-    scored: In[Scored]
     groups: Out[Group]
 
-    def __init__(self, *, size: int, least_reward: float | None = None) -> None:
+    def __init__(self, *, size: int, least_reward: float | None = None, dynamic: DynamicSampling | None = None) -> None:
+        super().__init__(dynamic)
         self.size = size
         self.least_reward = least_reward
-        self._judged = Judged()
 
     def facts(self) -> Facts:
         return Facts(group_size=self.size, drops=True, keeps_lineage=False)
 
     def check(self, facts: Any) -> list[str]:
-        return [] if self.size >= 2 else [f"the group size is {self.size}; the best of a group needs at least 2"]
+        problems = [] if self.size >= 2 else [f"the group size is {self.size}; the best of a group needs at least 2"]
+        return problems + self._filter_problems()
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
             require_one_seat(members.items, "a BestOfN")
+            if self._filtered(members.items):
+                continue
             best = ranked(members.items)[0]
             kept = self.least_reward is None or best.raw_reward >= self.least_reward
             self._judged.add(members.items, passed_on=[best] if kept else ())
@@ -71,14 +108,8 @@ class BestOfN(Node):
         sample = trainable(best, best.whole_mask.astype(np.float64))
         return Group(members.group_id, (sample,), members.size, self._judged.take())
 
-    def state(self) -> Mapping[str, Any]:
-        return self._judged.state()
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._judged.load_state(state)
-
-
-class PairMaker(Node):
+class PairMaker(Selection):
     """Makes a pair from each group: the best of its `size` members is chosen, the worst rejected.
 
     A group without a difference is filtered as `tie`, the members in between as `not_paired`, a group with
@@ -88,19 +119,22 @@ class PairMaker(Node):
     then the answer that wins most comparisons, whatever its reward. A group that cannot be compared fails.
     """
 
-    keyed_state = True
-
-    scored: In[Scored]
     groups: Out[Group]
 
     def __init__(
-        self, *, size: int, reference: PairReference = "round", prefer: str = "", task: Task | None = None
+        self,
+        *,
+        size: int,
+        reference: PairReference = "round",
+        prefer: str = "",
+        task: Task | None = None,
+        dynamic: DynamicSampling | None = None,
     ) -> None:
+        super().__init__(dynamic)
         self.size = size
         self.task = task
         self._comparisons = Comparisons(prefer) if prefer else None
         self.reference: PairReference = reference
-        self._judged = Judged()
 
     def facts(self) -> Facts:
         return Facts(group_size=self.size, drops=True, keeps_lineage=False)
@@ -113,7 +147,7 @@ class PairMaker(Node):
             problems.append(f"reference is {self.reference!r}; it has to be round or initial")
         if self._comparisons is not None and self.task is None:
             problems.append("prefer= needs task=, whose rows it is tried out on")
-        return problems
+        return problems + self._filter_problems()
 
     def preflight(self) -> None:
         if self._comparisons is not None and self.task is not None:
@@ -129,6 +163,8 @@ class PairMaker(Node):
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
+            if self._filtered(members.items):
+                continue
             try:
                 compared = await self._compared(members.items)
             except BadReward as bad:
@@ -175,12 +211,6 @@ class PairMaker(Node):
     def _labelled(self, sample: Scored, label: int, pair: str) -> Trainable:
         labelled = replace(trainable(sample, np.zeros(len(sample.token_ids))), label=label, pair=pair)
         return labelled if self.reference == "initial" else replace(labelled, ref_logprobs=sample.behavior_logprobs)
-
-    def state(self) -> Mapping[str, Any]:
-        return self._judged.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._judged.load_state(state)
 
 
 def ranked(samples: Sequence[Scored]) -> list[Scored]:

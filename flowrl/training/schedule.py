@@ -16,9 +16,11 @@ class Schedule:
     """Linear warm-up, then constant or a decay to `floor` times the peak at the run's last step."""
 
     decay: Decay = "constant"
+    """How the rate falls from its peak to `floor` at the run's last step; linear and cosine need --steps."""
     warmup_steps: int = 0
     """Batches over which the rate rises: the first one trains with peak / warmup_steps."""
     floor: float = 0.0
+    """The last rate as a share of the peak, 0 to 1."""
 
     def __post_init__(self) -> None:
         if self.decay not in get_args(Decay):

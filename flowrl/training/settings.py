@@ -88,7 +88,9 @@ class ZeroSettings:
     optimizer: Optimizer = "adamw"
     """muon: DeepSpeed's, for the matrices of the layers; AdamW for embeddings, heads and vectors."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay of the means of the gradient and of its square."""
     eps: float = 1e-8
+    """Added to AdamW's denominator."""
     weight_decay: float = 0.0
     """Applied to matrices only."""
     momentum: float = 0.95
@@ -105,10 +107,11 @@ class ZeroSettings:
     """tree: prefixes that sequences of a micro-batch share, as a group's prompt, are computed once. rows: a row for
     each sequence. auto: trees where the model can and something is shared."""
     gradient_checkpointing: bool = False
+    """Compute each layer's activations again in the backward pass: less memory, more time."""
     ema_decay: float = 0.0
     """Above 0: keep an exponential moving average of the weights and export it with every checkpoint."""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
-    """Further DeepSpeed settings; they override flowrl's."""
+    """Further DeepSpeed settings, as zero_optimization.overlap_comm=true; they override flowrl's."""
 
     def __post_init__(self) -> None:
         choices = {"offload": Offload, "dtype": Dtype, "optimizer": Optimizer, "layout": Layout}

@@ -27,16 +27,20 @@ class PolicyObjective(Objective):
     clip_high: float | None = None
     """None: 0.2; cispo has no default."""
     dual_clip: float | None = None
+    """c, above 1: where the advantage is negative, the loss of a token is at most −c·A (1912.09729; ppo and gspo).
+    None: no limit."""
     old: str = "proximal"
     """Denominator of the ratio: "proximal", the weights at the batch's start, or "behavior"."""
     correction: str | None = "tis"
     """Weights that correct the gap between proximal and behavior policy: tis | icepop | sequence_mask | decoupled."""
     correction_range: tuple[float, float] = (0.0, 2.0)
+    """Bounds of the ratio that the correction is made of: what is beyond is clamped or left out, by `correction`."""
     correction_level: str = "token"
+    """token | sequence: whether tis clamps the ratio of each token, or the product over a sequence."""
     aggregation: str = "token"
     """token | sequence | constant"""
     length: int | None = None
-    """L of the constant aggregation."""
+    """L of the constant aggregation; None in a graph's options: the most tokens of a response."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference as a loss; needs a Reference node."""
     kl_estimator: str = "k3"
@@ -64,6 +68,11 @@ class PolicyObjective(Objective):
     @property
     def stats(self) -> tuple[str, ...]:
         return ("clip_fraction", "ratio_mean", "correction_mean", "entropy", "kl", "policy_loss")
+
+    def problems(self) -> list[str]:
+        if self.aggregation == "constant" and self.length is None:
+            return ["aggregation='constant' needs length, the constant L of Σ/(sequences × L)"]
+        return []
 
     def columns(self, sample: Trainable) -> Column:
         if self.kl_coef and sample.ref_logprobs is None:
@@ -143,8 +152,14 @@ def _problem_of(chosen: PolicyObjective) -> str | None:
         return "old='behavior' already puts the behavior policy into the ratio; set correction=None with it"
     if chosen.kind == "cispo" and chosen.clip_high is None:
         return "kind='cispo' needs clip_high, the absolute upper bound of its weight, such as 2.0"
-    if chosen.aggregation == "constant" and not chosen.length:
-        return "aggregation='constant' needs length, the constant L of Σ/(sequences × L)"
+    if chosen.length is not None and chosen.length < 1:
+        return f"length is {chosen.length}; it has to be 1 or more"
+    if chosen.length is not None and chosen.aggregation != "constant":
+        return f"length is for aggregation='constant'; it is {chosen.aggregation!r}; leave length out"
+    if chosen.kind == "reinforce" and (chosen.clip_low is not None or chosen.clip_high is not None):
+        return "kind='reinforce' has no ratio to clip; leave clip_low and clip_high out, or choose ppo"
+    if chosen.dual_clip is not None and chosen.kind not in ("ppo", "gspo"):
+        return f"dual_clip is for kind='ppo' and 'gspo'; {chosen.kind!r} has no clipped ratio; leave it out"
     if chosen.dual_clip is not None and chosen.dual_clip <= 1.0:
         return f"dual_clip is {chosen.dual_clip}; it has to be above 1"
     low, high = chosen.correction_range

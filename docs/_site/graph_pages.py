@@ -1,0 +1,83 @@
+"""A page for every graph that comes with flowrl: what it does, its picture, its options, its file."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+
+from docs._site.option_tables import sections
+from flowrl.graph.analysis.check import check
+from flowrl.graph.drawing.svg import svg
+from flowrl.graph.load import load_file
+from flowrl.graph.machine import Cluster
+from flowrl.graph.shipped import shipped_names, source, summary
+
+MACHINE = "1x cpus=8 memory=64"
+"""What the plans of the pictures are made for."""
+GROUPS = {
+    "Reinforcement learning": ("grpo", "dapo", "rloo", "reinforce_pp", "ppo", "raft", "custom_node"),
+    "Preferences and reward models": (
+        "dpo",
+        "kto",
+        "iterative_dpo",
+        "pairs",
+        "reward_model",
+        "process_reward_model",
+    ),
+    "Supervised and distillation": ("sft", "distill"),
+    "Agents": ("agent_tools", "agent_game", "agent_openai", "self_play"),
+    "Around training": ("evaluate", "generate", "score"),
+}
+"""Heading -> graphs."""
+
+
+def grouped() -> dict[str, tuple[str, ...]]:
+    """`GROUPS`, and what is in none of them."""
+    known = {name for names in GROUPS.values() for name in names}
+    others = tuple(name for name in shipped_names() if name not in known)
+    return {**GROUPS, "Others": others} if others else GROUPS
+
+
+def overview() -> str:
+    """The page that lists the graphs."""
+    parts = [
+        "# Graphs\n\nThe graphs that come with flowrl run by name: `flowrl run grpo`. "
+        "`flowrl new my_graph.py --from grpo` copies one to edit. Each page has the graph's picture, every option with "
+        "its default for `tiny` (for other models some "
+        "[depend on the size](../models.md#defaults-that-fit-the-model)), and its file.\n"
+    ]
+    for heading, names in grouped().items():
+        rows = "".join(f"| [{name}]({name}.md) | {summary(name)} |\n" for name in names)
+        parts.append(f"## {heading}\n\n| | |\n|---|---|\n{rows}")
+    return "\n".join(parts)
+
+
+def page(name: str) -> str:
+    """The page of one graph."""
+    options = "".join(section.markdown for section in sections(load_file(name).config_type))
+    return (
+        f"# {name}\n\n{_described(name)}\n\n![The graph {name}](../pictures/graphs/{name}.svg)\n\n"
+        f"## Options\n\n`flowrl run {name} --help` prints them, too. A flag is switched off by `--no-`. "
+        f"Options of every run are [those of flowrl run](../reference/commands.md#flowrl-run).\n\n{options}"
+        f"## The file\n\n`graphs/{name}.py`\n\n```python\n{source(name).rstrip()}\n```\n"
+    )
+
+
+def picture(name: str) -> str:
+    """The graph with its default options, as SVG."""
+    file = load_file(name)
+    graph = file.build(file.config_type())
+    return svg(graph, check(graph, Cluster.parse(MACHINE)).plan)
+
+
+def _described(name: str) -> str:
+    """The graph's docstring; lines that are commands become a block."""
+    text = ast.get_docstring(ast.parse(source(name))) or ""
+    return "\n\n".join(_paragraphs(text))
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    for paragraph in text.split("\n\n"):
+        lines = inspect.cleandoc(paragraph)
+        yield f"```\n{lines}\n```" if lines.startswith("flowrl ") else lines

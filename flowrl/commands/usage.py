@@ -1,0 +1,53 @@
+"""What `flowrl` prints about its commands."""
+
+USAGE = """\
+usage: flowrl COMMAND
+
+  setup cpu
+        install what flowrl needs on a machine without GPUs, into this Python's environment
+  quickstart [--steps N] [--control]
+        train a small model on addition, in some minutes on a CPU, and print what it learnt
+  graphs
+        list the graphs that come with flowrl, which run by name
+  new   MY_GRAPH.py --from NAME
+        copy one of them to a file, to be edited
+  check GRAPH [--draw FILE.svg|FILE.mmd] [--cluster SPEC] [--config FILE] [--preflight] [--field value ...]
+        find every problem of a graph and print what follows from it; starts nothing.
+        --preflight: also load models, task, reward and environment, and try them out as a run does before it starts
+  run   GRAPH [--steps N] [--run-dir DIR] [--resume] [--config FILE] [--field value ...]
+        run a graph; --help after GRAPH lists the fields and all options.
+        --save-config FILE writes them to a file that --config reads;
+        --dry-run prints them, checks graph, model, data and reward, and starts nothing
+  audit RUN_DIR
+        prove a run's ledger and its staleness bound from its own records
+  samples RUN_DIR [--step N] [--best|--worst|--failed] [--held-out] [--diff STEP] [--limit N] [--json]
+        print what the model said: prompts, responses, rewards, and what became of each sample
+  show  RUN_DIR [SAMPLE] [--plain]
+        print an episode as the policy saw it, token by token; without SAMPLE list those that are kept
+  evaluate MODEL [--task TASK] [--prompts N] [--samples K] [--sets FILE ...]
+        answer held-out prompts with a model, without training, and print how many are right
+  generate MODEL --task TASK --out FILE.jsonl [--group-size N] [--score | --best]
+        write a model's responses to a file, the best of N with --best; the same command goes on with the file
+  score FILE.jsonl [--task.reward REWARD | --reward-model DIR] --out SCORED.jsonl
+        write the rewards of responses that a file has
+  chat  MODEL|RUN_DIR
+        talk to a model in the terminal
+  merge ADAPTER --out DIR [--base MODEL]
+        put an adapter into the weights of its base model
+  export RUN_DIR|CHECKPOINT --name DIR, or --to hub --name OWNER/NAME
+        copy or upload a checkpoint's model, without what only a resume needs
+  doctor [--address HOST:6379] [--json]
+        find out what this machine or a cluster can do: packages, GPUs, /dev/shm, compilers, Ray, tcp between machines
+  gpu-check [--out DIR] [--only STAGE ...] [--again] [--device cpu]
+        try out on this machine's GPUs what a CPU cannot show, stage by stage; goes on where it stopped
+  serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS]
+        answer rewards over HTTP, for graphs that name the address as their reward
+  version
+
+GRAPH is the name of a graph of flowrl, such as grpo, or a file of your own.
+
+to begin with:
+
+  flowrl check grpo
+  flowrl run grpo --steps 20 --run-dir runs/first
+  flowrl audit runs/first"""

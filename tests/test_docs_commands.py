@@ -1,0 +1,127 @@
+"""Every command line in README and docs is one that flowrl takes: the real parsers read them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from flowrl.cli import COMMANDS, CheckOptions, RunFileOptions
+from flowrl.commands.around import FIRST
+from flowrl.commands.copy_graph import GraphCopy, parse_new
+from flowrl.commands.doctor import DoctorOptions
+from flowrl.commands.export import ExportOptions
+from flowrl.commands.merge_adapter import MergeOptions
+from flowrl.commands.prepare import prepare
+from flowrl.commands.quickstart import QuickstartOptions
+from flowrl.commands.samples import SamplesOptions
+from flowrl.commands.talk import ChatOptions
+from flowrl.errors import ConfigError
+from flowrl.graph.command_line import option_names, parse_options
+from flowrl.graph.load import load_file
+from flowrl.graph.shipped import shipped_names
+from flowrl.nodes.serve import ServeOptions
+from flowrl.runtime.driver.options import RunOptions
+from tests.documents import DOCUMENTS, ROOT, Shown, commands
+from tests.test_docs_tutorial import files
+
+OWN = {
+    "samples": SamplesOptions,
+    "chat": ChatOptions,
+    "merge": MergeOptions,
+    "export": ExportOptions,
+    "doctor": DoctorOptions,
+    "quickstart": QuickstartOptions,
+    "serve-reward": ServeOptions,
+}
+"""Command -> the dataclass of its options, which follow one name but for those in NAMELESS."""
+NAMELESS = ("doctor", "quickstart")
+OF_GRAPHS = {"check": (CheckOptions,), "run": (RunOptions, RunFileOptions)}
+PLAIN = {"audit": (), "show": ("--plain",), "graphs": (), "version": (), "new": ("--from",)}
+"""Command -> its options, of commands without a dataclass."""
+REWARDS = {"reward_func.py": "openrlhf", "train_rewards.py": "trl", "my_reward.py": "verl"}
+"""Reward files of the pages for those who come from elsewhere -> whose they are."""
+SHOWN = [(page.name, one) for page in DOCUMENTS for one in commands(page.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A reader's directory, with the files that the documents tell to write."""
+    home = tmp_path_factory.mktemp("reader")
+    (home / "graphs").symlink_to(ROOT / "graphs")
+    for name, framework in REWARDS.items():
+        shutil.copyfile(ROOT / "tests" / "foreign_rewards" / f"{framework}_reward.py", home / name)
+    (home / "rules.py").write_text("def score(prompt, response, *, answer):\n    return 1.0\n")
+    (home / "brief.py").write_text(files()["brief.py"])
+    GraphCopy("grpo", home / "my_graph.py").write()
+    (home / "run.yaml").write_text("graph: grpo\npolicy: smollm2\nlr: 1e-5\n")
+    with contextlib.chdir(home):
+        yield home
+
+
+@pytest.mark.parametrize(
+    ("page", "shown"), [one for one in SHOWN if one[1].whole], ids=lambda value: str(value).removeprefix("flowrl ")
+)
+def test_a_command_to_copy_is_parsed(page: str, shown: Shown, reader: Path) -> None:
+    try:
+        read(shown.words)
+    except ConfigError as problem:
+        pytest.fail(f"{page}: {shown}: {problem}")
+
+
+def read(words: Sequence[str]) -> None:
+    """Parse a command line as `flowrl` does, with options of every kind; builds the graph, if it names one."""
+    name, *args = words
+    if "--help" in args:
+        args.remove("--help")
+    if name in OF_GRAPHS:
+        prepare(name, OF_GRAPHS[name], args)
+    elif name in FIRST:
+        prepare("run", (RunOptions,), [name, FIRST[name][0], *args])
+    elif name in OWN:
+        rest = args if name in NAMELESS else args[1:]
+        assert name in NAMELESS or (args and not args[0].startswith("-")), f"flowrl {name} needs a name first"
+        parse_options(OWN[name], rest, prog=f"flowrl {name}")
+    elif name == "new":
+        parse_new(args)
+    else:
+        assert {arg for arg in args if arg.startswith("-")} <= set(PLAIN[name])
+
+
+@pytest.mark.parametrize(
+    ("page", "shown"), [one for one in SHOWN if not one[1].whole], ids=lambda value: str(value).removeprefix("flowrl ")
+)
+def test_a_command_in_a_sentence_has_options_that_there_are(page: str, shown: Shown) -> None:
+    name, *args = shown.words
+    assert name in COMMANDS, f"{page}: {shown}"
+    given = {arg[2:].partition("=")[0] for arg in args if arg.startswith("--")}
+    assert given - {"help"} <= options_of(name, args), f"{page}: {shown}"
+
+
+def options_of(name: str, args: Sequence[str]) -> set[str]:
+    """The options of a command; where it takes a graph and names none, those of every graph."""
+    if name in OWN:
+        return set(option_names(OWN[name]))
+    if name in PLAIN:
+        return {option[2:] for option in PLAIN[name]}
+    graph = name if name in FIRST else args[0].removeprefix("graphs/").removesuffix(".py") if args else ""
+    graphs = [graph] if graph in shipped_names() else shipped_names()
+    own = OF_GRAPHS.get(name, (RunOptions,))
+    return {option for kind in (*own, *(load_file(one).config_type for one in graphs)) for option in option_names(kind)}
+
+
+def test_the_documents_show_commands() -> None:
+    assert len([one for _, one in SHOWN if one.whole]) > 50
+    assert {"run", "check", "audit", "samples", "export", "new"} <= {one.words[0] for _, one in SHOWN if one.whole}
+
+
+WRONG = ["run grpo --lrr 1", "run grpo --lr x", "check no_graph", "export", "samples runs/a --besst", "new a.py"]
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_is_seen(line: str, reader: Path) -> None:
+    with pytest.raises((ConfigError, AssertionError, KeyError)):
+        read(line.split())
