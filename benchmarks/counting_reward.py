@@ -1,4 +1,4 @@
-"""A reward server for measurements, which counts its requests: a response's reward is its share of digits."""
+"""A reward server for measurements, which counts its requests. Its rewards differ within most groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CountingReward:
 
             def do_POST(self) -> None:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                answer = json.dumps([digits(response) for response in asked["responses"]]).encode()
+                answer = json.dumps([ninths(response) for response in asked["responses"]]).encode()
                 outer.asked += 1
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")
@@ -54,6 +54,6 @@ class CountingReward:
         return Handler
 
 
-def digits(response: str) -> float:
-    """The share of its characters that are digits; 0 of an empty response."""
-    return sum(map(str.isdigit, response)) / max(1, len(response))
+def ninths(response: str) -> float:
+    """The response's last character, from 0 to 1 if it is a digit; 0 of others and of an empty response."""
+    return int(response[-1]) / 9 if response[-1:] in set("0123456789") else 0.0

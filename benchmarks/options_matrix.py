@@ -47,7 +47,9 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 """The matrix's column -> what is added to the command."""
 OWN_NAMES = {("ppo", "--time-share"): ("--time-share", "generator", "actor", "critic_trainer")}
-SMALL = ("--steps", "2", "--groups-per-step", "2", "--group-size", "4", "--evaluate", "0")
+SMALL = ("--steps", "2", "--group-size", "4", "--evaluate", "0")
+GROUPS = {"agent_tools": "4", "agent_game": "8", "agent_openai": "4", "self_play": "4"}
+"""Groups of a step where their look-ahead needs more than two."""
 LIMIT_S = 600.0
 Outcome = Literal["ok", "refused", "failed"]
 PAGE = ROOT / "docs" / "options-matrix.md"
@@ -81,7 +83,8 @@ def cells_of(path: Path) -> dict[tuple[str, str], Cell]:
 
 def command_of(graph: str, option: str) -> list[str]:
     """What stands behind `flowrl`, with placeholders."""
-    return ["run", graph, *SMALL, *OWN_NAMES.get((graph, option), OPTIONS[option])]
+    groups = ("--groups-per-step", GROUPS.get(graph, "2"))
+    return ["run", graph, *SMALL, *groups, *OWN_NAMES.get((graph, option), OPTIONS[option])]
 
 
 def run_cell(graph: str, option: str, values: Mapping[str, str], home: Path, server: CountingReward) -> Cell:

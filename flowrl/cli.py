@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -250,22 +251,8 @@ def show(args: Sequence[str]) -> int:
     return show_sample(args)
 
 
-def generate(args: Sequence[str]) -> int:
-    """`flowrl generate MODEL`: the graph `generate`."""
-    return _around("generate", args)
-
-
-def score(args: Sequence[str]) -> int:
-    """`flowrl score FILE`: the graph `score`."""
-    return _around("score", args)
-
-
-def evaluate(args: Sequence[str]) -> int:
-    """`flowrl evaluate MODEL`: the graph `evaluate`, and its figures."""
-    return _around("evaluate", args)
-
-
 def _around(command: str, args: Sequence[str]) -> int:
+    """`flowrl generate MODEL`, `score FILE`, `evaluate MODEL`: the graph of that name, and its figures."""
     from flowrl.commands.around import run_graph_of
 
     return run_graph_of(command, args)
@@ -341,9 +328,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "audit": audit,
     "samples": samples,
     "show": show,
-    "evaluate": evaluate,
-    "generate": generate,
-    "score": score,
+    "evaluate": partial(_around, "evaluate"),
+    "generate": partial(_around, "generate"),
+    "score": partial(_around, "score"),
     "chat": chat,
     "merge": merge,
     "export": export,

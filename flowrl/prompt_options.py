@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,14 +88,17 @@ class RewardOptions(PromptOptions):
             negate=self.negate_rewards,
         )
 
-    def make_reward(self, *, normalise: bool = False) -> Reward | RewardModel:
+    def make_reward(
+        self, *, function: Callable[..., Any] | None = None, normalise: bool = False
+    ) -> Reward | RewardModel:
         """The node that scores responses: the task's reward, or the reward model.
 
+        `function` is a reward that the graph has in place of the task's verifier; --task.reward replaces it.
         `normalise`: the model's scores are normalised by its own mean and standard deviation, unless
         --reward-model.normalise says otherwise.
         """
         if not self.reward_model.model:
-            return Reward(self.task, shaping=self.shaping)
+            return Reward(self.task, function=None if self.task.reward else function, shaping=self.shaping)
         if self.step_separator:
             return ProcessReward(
                 self.reward_model.model,

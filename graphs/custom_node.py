@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from flowrl import Facts, Graph, In, Node, Out, Sample
 from flowrl.blocks import evaluate
 from flowrl.loss_options import AdvantageOptions
-from flowrl.nodes import GroupAdvantage, Reward, Shaping
-from flowrl.prompt_options import PromptOptions
+from flowrl.nodes import GroupAdvantage
+from flowrl.prompt_options import RewardOptions
 from flowrl.training.advantage.estimate import Estimate
 
 
@@ -37,7 +37,7 @@ def short_and_right(prompt: str, response: str, *, answer: str) -> dict[str, obj
 
 
 @dataclass(frozen=True)
-class Custom(AdvantageOptions, PromptOptions):
+class Custom(AdvantageOptions, RewardOptions):
     evaluate: int = 0
 
 
@@ -49,8 +49,7 @@ def graph(cfg: Custom) -> Graph:
     prompts = g.add("prompts", cfg.prompts())
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     no_echo = g.add("no_echo", NoEcho())
-    scoring = Reward(cfg.task, function=cfg.task.reward or short_and_right, shaping=Shaping(negate=cfg.negate_rewards))
-    reward = g.add("reward", scoring)
+    reward = g.add("reward", cfg.make_reward(function=short_and_right), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
     batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
@@ -70,5 +69,5 @@ def graph(cfg: Custom) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
-    cfg.take_turns(g)
+    cfg.take_turns(g, ("trainer", "reward"))
     return g

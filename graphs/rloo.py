@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flowrl import Graph
 from flowrl.blocks import evaluate
 from flowrl.loss_options import AdvantageOptions
-from flowrl.nodes import GroupAdvantage, Reference
+from flowrl.nodes import AdaptiveKL, GroupAdvantage, Reference
 from flowrl.prompt_options import RewardOptions
 from flowrl.role_options import ScoringSize
 from flowrl.training.advantage.estimate import Estimate
@@ -27,6 +27,8 @@ class RLOO(AdvantageOptions, RewardOptions):
     """Weight of the KL to the initial weights in the reward; 0: none."""
     kl_before_baseline: bool = True
     """Subtract the KL of a whole response from its reward before the baseline, as in the paper, or token by token."""
+    kl_target: float | None = None
+    """Adapt `kl_coef` until the KL of a response is this, in nats."""
 
 
 def graph(cfg: RLOO) -> Graph:
@@ -38,7 +40,12 @@ def graph(cfg: RLOO) -> Graph:
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
-    batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
+    batch = cfg.batcher(
+        estimate=estimate,
+        normalise_rewards=cfg.normalise_rewards,
+        adaptive_kl=None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target),
+    )
+    batcher = g.add("batcher", batch)
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)

@@ -75,3 +75,13 @@ def _words(line: str) -> tuple[str, ...]:
     words = shlex.split(line, comments=True)[1:]
     end = next((place for place, word in enumerate(words) if word in ENDS), len(words))
     return tuple(words[:end])
+
+
+def options_named(text: str) -> set[str]:
+    """Names in code within sentences that look like options of flowrl: "zero.stage" for `--zero.stage 2`.
+
+    Those of other commands, as in `python -m benchmarks.layouts --case`, are left out.
+    """
+    spans = re.findall(r"`([^`\n]+)`", without_code(text))
+    mine = [span for span in spans if span.startswith(("--", "flowrl "))]
+    return {name for span in mine for name in re.findall(r"(?:^|(?<= ))--([a-z][a-z0-9.-]*)", span)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from flowrl.graph.load import load_file
 from flowrl.graph.shipped import shipped_names
 from flowrl.nodes.serve import ServeOptions
 from flowrl.runtime.driver.options import RunOptions
-from tests.documents import DOCUMENTS, ROOT, Shown, commands
+from tests.documents import DOCUMENTS, PAGES, ROOT, Shown, commands, options_named
 from tests.test_docs_tutorial import files
 
 OWN = {
@@ -40,7 +41,7 @@ OWN = {
 """Command -> the dataclass of its options, which follow one name but for those in NAMELESS."""
 NAMELESS = ("doctor", "quickstart")
 OF_GRAPHS = {"check": (CheckOptions,), "run": (RunOptions, RunFileOptions)}
-PLAIN = {"audit": (), "show": ("--plain",), "graphs": (), "version": (), "new": ("--from",)}
+PLAIN = {"setup": (), "audit": (), "show": ("--plain",), "graphs": (), "version": (), "new": ("--from",)}
 """Command -> its options, of commands without a dataclass."""
 REWARDS = {"reward_func.py": "openrlhf", "train_rewards.py": "trl", "my_reward.py": "verl"}
 """Reward files of the pages for those who come from elsewhere -> whose they are."""
@@ -98,10 +99,11 @@ def test_a_command_in_a_sentence_has_options_that_there_are(page: str, shown: Sh
     name, *args = shown.words
     assert name in COMMANDS, f"{page}: {shown}"
     given = {arg[2:].partition("=")[0] for arg in args if arg.startswith("--")}
-    assert given - {"help"} <= options_of(name, args), f"{page}: {shown}"
+    assert given - {"help"} <= options_of(name, tuple(args)), f"{page}: {shown}"
 
 
-def options_of(name: str, args: Sequence[str]) -> set[str]:
+@functools.cache
+def options_of(name: str, args: tuple[str, ...]) -> set[str]:
     """The options of a command; where it takes a graph and names none, those of every graph."""
     if name in OWN:
         return set(option_names(OWN[name]))
@@ -111,6 +113,31 @@ def options_of(name: str, args: Sequence[str]) -> set[str]:
     graphs = [graph] if graph in shipped_names() else shipped_names()
     own = OF_GRAPHS.get(name, (RunOptions,))
     return {option for kind in (*own, *(load_file(one).config_type for one in graphs)) for option in option_names(kind)}
+
+
+OF_OTHERS = ("options.md", "names.md", "from-openrlhf.md", "from-trl.md", "from-verl.md")
+"""Pages that name options of other programs, or of former versions, too."""
+ELSEWHERE = {"agents.md": {"results"}, "losses.md": {"objective.coef"}, "start.md": {"no-deps"}}
+"""Page -> options of a program of the tests, of the page's own example, of pip."""
+
+
+@pytest.mark.parametrize("page", [page for page in DOCUMENTS if page.name not in OF_OTHERS], ids=lambda page: page.name)
+def test_an_option_in_a_sentence_is_one_that_there_is(page: Path) -> None:
+    named = options_named(page.read_text(encoding="utf-8"))
+    assert named - every_option() - ELSEWHERE.get(page.name, set()) == set()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name.startswith("from-")], ids=lambda page: page.name)
+def test_what_stands_for_an_option_of_others_is_one_that_there_is(page: Path) -> None:
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    named = options_named("\n".join(row.rstrip(" |").rpartition(" | ")[2] for row in rows))
+    assert len(named) > 15
+    assert named - every_option() == set()
+
+
+@functools.cache
+def every_option() -> set[str]:
+    return {"help"} | {option for name in COMMANDS for option in options_of(name, ())}
 
 
 def test_the_documents_show_commands() -> None:

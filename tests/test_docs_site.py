@@ -27,7 +27,7 @@ from flowrl.graph.shipped import shipped_names
 from tests.documents import PAGES, ROOT
 from tests.test_requirements import pins
 
-WITHOUT_OPTIONS = {"graphs", "new", "audit", "show", "version", "setup"}
+WITHOUT_OPTIONS = {"setup", "graphs", "new", "audit", "show", "version"}
 ARE_GRAPHS = {"evaluate", "generate", "score"}
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
-from flowrl.nodes import BestOfN, PairMaker
+from flowrl.messages import Scored
+from flowrl.nodes import BestOfN, DynamicSampling, PairMaker
 from flowrl.nodes.judged import GIVE_UP_AFTER, judged_metrics
 from flowrl.testing import NodeRecord, run_node, scored
 from tests.groups import arriving, members
@@ -68,6 +69,33 @@ GOOD = members([scored(m, float(m), group="good", response=3) for m in range(2)]
 def test_a_batch_knows_all_that_was_judged_for_it(node: Node, expected: dict[str, float]) -> None:
     found = run_node(node, {"scored": arriving(TIE, GOOD)}).sent("groups")
     assert judged_metrics(found) == expected | {"raw_reward_unfiltered_mean": 0.75}
+
+
+DYNAMIC = DynamicSampling(1, max_filtered_per_step=2)
+
+
+@pytest.mark.parametrize("node", [PairMaker(size=2, dynamic=DYNAMIC), BestOfN(size=2, dynamic=DYNAMIC)])
+def test_groups_without_a_signal_are_filtered_whole(node: Node) -> None:
+    record = run_node(node, {"scored": arriving(TIE, GOOD)})
+    assert [group.group_id for group in record.sent("groups")] == ["good"]
+    lost = {one.message.sample_id: one.reason for one in record.lost}  # type: ignore[attr-defined]
+    assert {lost[sample.sample_id] for sample in TIE.items} == {"all_equal"}
+    assert judged_metrics(record.sent("groups"))["filtered_share"] == 0.5
+
+
+@pytest.mark.parametrize("kind", [PairMaker, BestOfN])
+def test_too_many_filtered_groups_end_the_run_also_after_a_resume(kind: type[PairMaker] | type[BestOfN]) -> None:
+    def ties(*numbers: int) -> dict[str, list[Scored]]:
+        return {"scored": [scored(m, 1.0, group=f"tie{n}") for n in numbers for m in range(2)]}
+
+    before, after = kind(size=2, dynamic=DYNAMIC), kind(size=2, dynamic=DYNAMIC)
+    run_node(before, ties(0, 1))
+    after.load_state(before.state())
+    with pytest.raises(FlowrlError, match="3 groups were filtered before a batch of 1 was full"):
+        run_node(after, ties(2))
+    unlike = kind(size=2, dynamic=DYNAMIC)
+    unlike.load_state(kind(size=2).state())  # of a run without dynamic sampling
+    run_node(unlike, ties(2))
 
 
 @pytest.mark.parametrize("node", [PairMaker(size=2), BestOfN(size=2, least_reward=2.0)])

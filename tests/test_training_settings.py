@@ -47,7 +47,7 @@ def test_a_decay_needs_the_number_of_steps() -> None:
         ({"kl_estimator": "k1"}, "expected gradient of k1 is zero"),
         ({"old": "behavior"}, "set correction=None"),
         ({"kind": "cispo"}, "needs clip_high"),
-        ({"aggregation": "constant"}, "needs length"),
+        ({"aggregation": "constant", "length": 0}, "length is 0; it has to be 1 or more"),
         ({"dual_clip": 0.5}, "above 1"),
         ({"correction_range": (2.0, 1.0)}, "0 <= low < high"),
     ],
@@ -55,6 +55,12 @@ def test_a_decay_needs_the_number_of_steps() -> None:
 def test_objectives_that_cannot_be(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         PolicyObjective(**options)
+
+
+def test_the_constant_aggregation_without_a_length_is_a_problem_of_the_graph() -> None:
+    (problem,) = PolicyObjective(aggregation="constant").problems()
+    assert "needs length" in problem
+    assert PolicyObjective(aggregation="constant", length=3).problems() == []
 
 
 def test_a_kl_loss_without_reference_names_the_missing_node() -> None:

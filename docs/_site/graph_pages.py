@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
+import textwrap
 from collections.abc import Iterator
 
 from docs._site.option_tables import sections
@@ -79,5 +79,5 @@ def _described(name: str) -> str:
 
 def _paragraphs(text: str) -> Iterator[str]:
     for paragraph in text.split("\n\n"):
-        lines = inspect.cleandoc(paragraph)
+        lines = textwrap.dedent(paragraph)
         yield f"```\n{lines}\n```" if lines.startswith("flowrl ") else lines

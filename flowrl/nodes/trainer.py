@@ -32,6 +32,7 @@ from flowrl.nodes.resident import ResidentNode
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch.batch_stats import BatchStats
 from flowrl.training.batch.masks import loss_masks
+from flowrl.training.engine.deepspeed_names import setting_problems
 from flowrl.training.engine.requirements import TAG, check_training, lora_problems, resume_problems
 from flowrl.training.layouts import Decision, refused
 from flowrl.training.loss.distillation_objective import ReverseKL
@@ -145,7 +146,7 @@ class Trainer(ResidentNode):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
         problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
         problems += refused(self.zero.layout, self._layout)
-        return problems + lora_problems(self.lora, self.zero)
+        return problems + setting_problems(self.zero.deepspeed) + lora_problems(self.lora, self.zero)
 
     @property
     def _layout(self) -> Decision:

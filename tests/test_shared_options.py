@@ -1,0 +1,254 @@
+"""What one graph of a kind can, all can: the blocks of options reach every graph, or the graph says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl import Cluster, Graph, Machine, check
+from flowrl.errors import ConfigError
+from flowrl.graph.command_line import option_names
+from flowrl.graph.load import load_file
+from flowrl.graph.machine import GB
+from flowrl.graph.mapping_option import mapping_texts, parse_mapping
+from flowrl.nodes import Evaluation, Generator, GroupAdvantage, Reward, RewardModel, TokenBatch, Trainer
+from flowrl.nodes.selection import Selection
+from flowrl.training.loss.policy_objective import PolicyObjective
+
+GRAPHS = sorted(path.stem for path in (Path(__file__).parent.parent / "graphs").glob("*.py"))
+AGENTS = ("agent_tools", "agent_game", "agent_openai", "self_play")
+ONLINE = ("grpo", "reinforce_pp", "rloo", "dapo", "raft", "iterative_dpo", "distill", "ppo", "custom_node", *AGENTS)
+CLUSTER = Cluster((Machine(cores=(0, 1, 2, 3), memory_bytes=16 * GB),))
+ABSENT: dict[str, set[str]] = {
+    "objective.dual-clip": {"iterative_dpo"},  # its loss is DPO's
+    "dynamic-sampling": {"distill"},  # a teacher scores tokens: there are no rewards
+    "mean-between": {"distill"},
+    "max-filtered-per-step": {"distill"},
+    "normalise-rewards": {"distill", "raft", "iterative_dpo"},  # they compare rewards, and use no more of them
+    "reward-model": {"distill", *AGENTS},  # scored by the teacher, or by environment or agent
+    "reward-clip": {"distill", *AGENTS},
+    "stop-penalty": {"distill", *AGENTS},
+    "overlong-buffer": {"distill", *AGENTS},
+    "overlong-filter": set(AGENTS),
+    "num-prompts": set(AGENTS),
+}
+"""Option -> the online graphs that do not have it."""
+
+
+def options(name: str) -> set[str]:
+    return set(option_names(load_file(name).config_type))
+
+
+def graph(name: str, *given: str) -> Graph:
+    file = load_file(name)
+    return file.build(file.parse(given))
+
+
+def nodes(of: Graph, kind: Any) -> list[Any]:
+    return [node for node in of.nodes.values() if isinstance(node, kind)]
+
+
+def problems(name: str, *given: str) -> tuple[str, ...]:
+    return tuple(check(graph(name, *given), CLUSTER).problems)
+
+
+@pytest.mark.parametrize("option", ABSENT)
+def test_what_one_online_graph_can_all_can(option: str) -> None:
+    assert {name for name in ONLINE if option not in options(name)} == ABSENT[option]
+
+
+def test_every_graph_that_trains_on_samples_is_looked_at() -> None:
+    assert {name for name in GRAPHS if "staleness" in options(name)} == set(ONLINE)
+
+
+@pytest.mark.parametrize("name", [name for name in GRAPHS if "engine" in options(name)])
+def test_texts_that_end_a_response_reach_every_generator(name: str) -> None:
+    made = graph(
+        name, "--stop-strings", "</answer>", "END", *(("--evaluate", "4") if "evaluate" in options(name) else ())
+    )
+    generators = nodes(made, Generator)
+    assert generators or name in ("dpo", "kto", "sft")
+    for generator in generators:
+        assert generator.sampling.stop == generator.evaluation.stop == ("</answer>", "END")
+    with pytest.raises(ConfigError, match="--stop-strings has an empty text"):
+        graph(name, "--stop-strings", "")
+
+
+@pytest.mark.parametrize("name", [name for name in GRAPHS if "zero" in options(name)])
+def test_settings_of_deepspeed_reach_every_trainer(name: str) -> None:
+    given = ("zero_optimization.overlap_comm=true", "wall_clock_breakdown=false", "communication_data_type=a=b")
+    zero = {"overlap_comm": True}
+    wanted = {"zero_optimization": zero, "wall_clock_breakdown": False, "communication_data_type": "a=b"}
+    trainer, *others = nodes(graph(name, "--zero.deepspeed", *given), Trainer)
+    assert trainer.zero.deepspeed == wanted
+    assert [other.zero.deepspeed for other in others] == [{} for _ in others], "the critic has --critic-zero"
+
+
+def test_settings_of_deepspeed_override_flowrls() -> None:
+    from flowrl.training.engine.zero import deepspeed_config
+
+    (trainer,) = nodes(graph("grpo", "--zero.deepspeed", "zero_optimization.reduce_bucket_size=7"), Trainer)
+    config = deepspeed_config(trainer.zero, 2)
+    assert (config["zero_optimization"]["reduce_bucket_size"], config["zero_optimization"]["stage"]) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("wall_clock_brakdown=true", "no setting of DeepSpeed; did you mean wall_clock_breakdown?"),
+        ("zero_optimization.overlap_com=true", "'zero_optimization.overlap_com', which is no setting of ZeRO; did you"),
+        ("zero_optimization=3", "sets zero_optimization to 3; name one of its settings"),
+        ("gradient_clipping=3", "which a run decides itself; leave it out, and see --zero.clip-grad-norm"),
+    ],
+)
+def test_a_setting_that_deepspeed_does_not_have_is_a_problem(given: str, said: str) -> None:
+    (problem,) = problems("grpo", "--zero.deepspeed", given)
+    assert said in problem
+
+
+def test_known_settings_are_no_problem() -> None:
+    given = ("zero_optimization.stage3_max_live_parameters=5", "zero_optimization.zero_hpz_partition_size=8")
+    more = ("data_types.grad_accum_dtype=bf16", "activation_checkpointing.cpu_checkpointing=true", "aio.block_size=1")
+    assert problems("grpo", "--zero.deepspeed", *given, *more) == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("a",), "--zero.deepspeed: 'a' is not NAME=VALUE"),
+        (("a..b=1",), "'a..b=1' is not NAME=VALUE"),
+        (("a=1", "a=2"), "--zero.deepspeed: a is given twice"),
+        (("a=1", "a.b=2"), "a.b is given as a value and as a block of values"),
+    ],
+)
+def test_a_mapping_that_cannot_be_read_is_told(given: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        graph("grpo", "--zero.deepspeed", *given)
+    assert said in str(raised.value) and "Error parsing" not in str(raised.value)
+
+
+names = st.text(st.characters(codec="ascii", categories=("L", "Nd"), include_characters="_"), min_size=1, max_size=4)
+values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.lists(st.integers(), max_size=3)
+
+
+@given(st.recursive(values, lambda inner: st.dictionaries(names, inner, min_size=1, max_size=3), max_leaves=8))
+def test_a_mapping_comes_back_from_its_texts(value: Any) -> None:
+    mapping = value if isinstance(value, dict) else {"a": value}
+    assert parse_mapping(list(mapping_texts(mapping))) == mapping
+
+
+@pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["objective.dual-clip"]))
+def test_the_loss_is_an_option_of_every_graph_with_advantages(name: str) -> None:
+    made = graph(name, "--objective.kind", "gspo", "--objective.dual-clip", "3", "--objective.entropy-coef", "0.01")
+    trainer, *_ = nodes(made, Trainer)
+    assert (trainer.objective.kind, trainer.objective.dual_clip, trainer.objective.entropy_coef) == ("gspo", 3.0, 0.01)
+    assert check(made, CLUSTER).problems == ()
+
+
+def test_graphs_keep_their_own_loss() -> None:
+    losses = {
+        name: nodes(graph(name), Trainer)[0].objective for name in ("dapo", "rloo", "raft", "reinforce_pp", "ppo")
+    }
+    assert losses["dapo"] == PolicyObjective(clip_high=0.28)
+    assert losses["rloo"] == PolicyObjective(kind="reinforce", aggregation="constant", length=32)
+    assert losses["raft"] == PolicyObjective(kind="reinforce", correction=None)
+    assert losses["reinforce_pp"] == PolicyObjective(kl_estimator="k2")
+    assert losses["ppo"] == PolicyObjective()
+
+
+@pytest.mark.parametrize(("name", "length"), [("grpo", 20), ("ppo", 20), ("agent_tools", 90)])
+def test_the_constant_aggregation_divides_by_the_longest_response(name: str, length: int) -> None:
+    given = ("--objective.aggregation", "constant", "--max-tokens", "20")
+    longest = ("--limits.tokens", "90") if name in AGENTS else ()
+    assert nodes(graph(name, *given, *longest), Trainer)[0].objective.length == length
+    assert nodes(graph(name, *given, "--objective.length", "5"), Trainer)[0].objective.length == 5
+
+
+@pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["dynamic-sampling"] - {"self_play"}))
+def test_groups_without_a_signal_can_be_filtered_everywhere(name: str) -> None:
+    made = graph(name, "--mean-between", "0.1", "0.9", "--max-filtered-per-step", "9", "--groups-per-step", "8")
+    ((dynamic),) = [node.dynamic for node in nodes(made, (GroupAdvantage, Selection))]
+    assert (dynamic.groups_per_step, dynamic.mean_between, dynamic.max_filtered_per_step) == (8, (0.1, 0.9), 9)
+    assert check(made, CLUSTER).problems == ()
+    plain = graph(name, *(("--no-dynamic-sampling",) if name == "dapo" else ()))
+    assert [node.dynamic for node in nodes(plain, (GroupAdvantage, Selection))] == [None]
+
+
+@pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["normalise-rewards"] - {"self_play"}))
+def test_rewards_can_be_normalised_wherever_advantages_are_made_of_them(name: str) -> None:
+    made = graph(name, "--normalise-rewards")
+    assert [node.normalise_rewards for node in nodes(made, TokenBatch)] == [True]
+    assert check(made, CLUSTER).problems == ()
+
+
+@pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["reward-clip"]))
+def test_rewards_are_shaped_by_the_same_options(name: str) -> None:
+    given = ("--reward-clip", "-1", "2", "--stop-penalty", "0.5", "--overlong-buffer", "4", "--overlong-factor", "0.3")
+    for model in ((), ("--reward-model", "a/reward/model")):
+        (reward,) = nodes(graph(name, *given, "--max-tokens", "20", *model), (Reward, RewardModel))
+        shaping = reward.shaping
+        assert (shaping.clip, shaping.stop_penalty) == ((-1.0, 2.0), 0.5)
+        assert (shaping.overlong.max_tokens, shaping.overlong.buffer, shaping.overlong.factor) == (20, 4, 0.3)
+    assert "shaping.clip is (2.0, 1.0)" in " ".join(problems(name, "--reward-clip", "2", "1"))
+
+
+@pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["reward-model"]))
+def test_a_reward_models_own_normalisation_is_an_option(name: str) -> None:
+    found = [
+        nodes(graph(name, "--reward-model", "a/reward/model", *more), RewardModel)[0].normalise
+        for more in ((), ("--reward-model.normalise", "True"), ("--reward-model.normalise", "False"))
+    ]
+    assert found == [name == "ppo", True, False]
+
+
+def test_a_number_of_prompts_is_that_of_the_source() -> None:
+    assert graph("grpo", "--num-prompts", "5").nodes["prompts"].num_prompts == 5  # type: ignore[attr-defined]
+
+
+REFUSED = {
+    ("dapo", "--objective.kl-coef 0.1"): "this graph has no reference; train adapters",
+    ("agent_tools", "--objective.kl-coef 0.1"): "this graph has no reference; train adapters",
+    ("raft", "--objective.dual-clip 3"): "dual_clip is for kind='ppo' and 'gspo'; 'reinforce' has no clipped ratio",
+    ("grpo", "--objective.kind reinforce --objective.clip-high 0.3"): "kind='reinforce' has no ratio to clip",
+    ("grpo", "--objective.length 3"): "length is for aggregation='constant'",
+    ("grpo", "--max-filtered-per-step 3"): "give --dynamic-sampling or --mean-between too",
+    ("reinforce_pp", "--baseline --objective.kl-coef 0.1"): "with --baseline the KL in the loss is --kl-coef",
+    ("distill", "--exact --objective.dual-clip 3"): "--exact trains the reverse KL itself",
+    ("distill", "--task.reward a.py:b --evaluate 0"): "--task.reward scores held-out answers here",
+    ("self_play", "--dynamic-sampling"): "every seat has its own here",
+    ("agent_openai", "--task.reward a.py:b"): "an episode is scored by its environment or agent",
+    ("ppo", "--clip 0.1"): "it is --objective.clip-low and --objective.clip-high now",
+    ("dapo", "--clip-high 0.3"): "it is --objective.clip-high now",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED, ids=" ".join)
+def test_what_a_graph_cannot_do_is_one_sentence(given: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        graph(given[0], *given[1].split())
+    assert REFUSED[given] in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["dapo", "agent_tools"])
+def test_adapters_have_the_reference_in_themselves(name: str) -> None:
+    assert problems(name, "--objective.kl-coef", "0.1", "--lora.rank", "4") == ()
+
+
+def test_the_kl_in_the_loss_adds_the_reference() -> None:
+    for name in ("rloo", "reinforce_pp", "grpo"):
+        assert (
+            "reference"
+            in graph(name, "--objective.kl-coef", "0.1", *(() if name == "grpo" else ("--kl-coef", "0"))).nodes
+        )
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_episodes_can_be_masked_at_the_limit(name: str) -> None:
+    made = graph(name, "--on-limit", "mask", "--evaluate", "0")
+    assert made.admission is not None and made.admission.look_ahead == 1
+    assert not nodes(made, Evaluation) and check(made, CLUSTER).problems == ()
+    assert any("look_ahead" in one for one in problems(name, "--on-limit", "mask", "--look-ahead", "3"))
