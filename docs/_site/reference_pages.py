@@ -10,6 +10,7 @@ from flowrl import Call, In, Node, Out, Serve
 from flowrl.cli import CheckOptions, RunFileOptions
 from flowrl.commands.doctor import DoctorOptions
 from flowrl.commands.export import ExportOptions
+from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions
 from flowrl.commands.merge_adapter import MergeOptions
 from flowrl.commands.quickstart import QuickstartOptions
 from flowrl.commands.samples import SamplesOptions
@@ -108,6 +109,7 @@ COMMANDS: dict[str, tuple[type[Any], ...]] = {
     "export": (ExportOptions,),
     "serve-reward": (ServeOptions,),
     "doctor": (DoctorOptions,),
+    "gpu-check": (GpuCheckOptions,),
 }
 """Command -> dataclasses of its options."""
 
