@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,9 @@ from hypothesis import settings
 ROOT = Path(__file__).parent.parent
 SPREAD = {"test_ladder_stack.py"}
 """Every test there has a run of its own; in other files they share what took long to make."""
+
+LONG = ("test_ray_jobs.py", "test_gpu_check.py", "test_tiny_agent.py", "test_clusters.py", "test_residence.py")
+"""Few tests, each of them long: begun early, so that no process ends alone with one of them."""
 
 HEAD = {"RAY_prestart_worker_first_driver": "0"}
 """As in the Ray that a run starts by itself."""
@@ -34,11 +38,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
+        def schedule(self) -> None:
+            self.config.option.loadscopereorder = False  # xdist orders by the number of tests
+            super().schedule()
+
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             return nodeid if Path(file).name in SPREAD else file
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of LONG, then files with many tests, then what each process can take one by one."""
+    tests = Counter(item.path.name for item in items)
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        name = item.path.name
+        if name in LONG:
+            return 0, LONG.index(name)
+        return (2, 0) if name in SPREAD else (1, -tests[name])
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from flowrl.commands.around import FIRST
 from flowrl.commands.copy_graph import GraphCopy, parse_new
 from flowrl.commands.doctor import DoctorOptions
 from flowrl.commands.export import ExportOptions
+from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions
 from flowrl.commands.merge_adapter import MergeOptions
 from flowrl.commands.prepare import prepare
 from flowrl.commands.quickstart import QuickstartOptions
@@ -35,11 +36,12 @@ OWN = {
     "merge": MergeOptions,
     "export": ExportOptions,
     "doctor": DoctorOptions,
+    "gpu-check": GpuCheckOptions,
     "quickstart": QuickstartOptions,
     "serve-reward": ServeOptions,
 }
 """Command -> the dataclass of its options, which follow one name but for those in NAMELESS."""
-NAMELESS = ("doctor", "quickstart")
+NAMELESS = ("doctor", "quickstart", "gpu-check")
 OF_GRAPHS = {"check": (CheckOptions,), "run": (RunOptions, RunFileOptions)}
 PLAIN = {"setup": (), "audit": (), "show": ("--plain",), "graphs": (), "version": (), "new": ("--from",)}
 """Command -> its options, of commands without a dataclass."""

@@ -96,9 +96,12 @@ def test_every_graph_takes_the_defaults_of_a_model(graph: str, tmp_path: Path) -
     """All options of the table that the graph has are set by it, or kept at 0 where that means none."""
     prepared = checked(graph, "--policy", a_model(tmp_path / "m", 8_000_000_000), "--task", "train.jsonl")
     kept = {name for name, (_, why) in prepared.origins.items() if not why.startswith("default for 8 billion")}
-    assert kept <= {"evaluate", "token_budget", "group_size"} and bool(prepared.origins) is (graph != "score")
+    assert kept <= {"evaluate", "token_budget", "group_size", "overlong_buffer"}
+    assert bool(prepared.origins) is (graph != "score")
     if hasattr(prepared.cfg, "max_tokens"):
         assert prepared.cfg.max_tokens >= 512
+    if hasattr(prepared.cfg, "overlong_buffer"):  # of these graphs DAPO alone has one by itself
+        assert prepared.cfg.overlong_buffer == (prepared.cfg.max_tokens // 8 if graph == "dapo" else 0)
     learnt = {"sft": 1e-5, "dpo": 5e-7, "kto": 5e-7, "reward_model": 1e-5, "process_reward_model": 1e-5}
     if hasattr(prepared.cfg, "lr"):
         assert prepared.cfg.lr == learnt.get(graph, 1e-6)
