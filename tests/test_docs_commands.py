@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -61,8 +62,12 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (home / "brief.py").write_text(files()["brief.py"])
     GraphCopy("grpo", home / "my_graph.py").write()
     (home / "run.yaml").write_text("graph: grpo\npolicy: smollm2\nlr: 1e-5\n")
+    before = list(sys.path)  # loading a file adds its folder, which would hide names from later tests
     with contextlib.chdir(home):
         yield home
+    sys.path[:] = before
+    for name in ("brief", "rules", "my_graph"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
