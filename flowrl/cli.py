@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from flowrl.commands.around import print_figures
 from flowrl.commands.copy_graph import parse_new
 from flowrl.commands.origins import derived_text, print_origins
 from flowrl.commands.prepare import Prepared, prepare
@@ -161,6 +162,7 @@ def run(args: Sequence[str]) -> int:
     if of_files.dry_run:
         return _dry_run(prepared, run_file_text(*described))
     result = launch.run()
+    print_figures(result.outcome.evaluations)
     if result.audit is None:
         return 0
     print(result.audit)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -130,7 +131,8 @@ def test_answers_are_written_and_scored_without_a_trainer(tmp_path: Path, ray: d
 
 
 def test_a_model_is_evaluated_without_a_trainer(tmp_path: Path, ray: dict[str, str]) -> None:
-    assert "held-out" in run("evaluate", ("--prompts", "8"), tmp_path / "run", ray, steps=None)
+    printed = run("evaluate", ("--prompts", "8"), tmp_path / "run", ray, steps=None)
+    assert "held-out" in printed and re.search(r"^score +\d", printed, re.M)
     assert set(asked(tmp_path / "run").values()) == {8}
 
 

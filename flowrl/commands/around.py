@@ -34,12 +34,18 @@ def run_graph_of(command: str, args: Sequence[str]) -> int:
     (options,) = prepared.own
     derived = derived_text(prepared.origins)
     result = Launch(prepared.file.path, prepared.graph, prepared.cfg, options, derived).run()
-    if command == "evaluate":
-        _print_figures(result.outcome.evaluations["before"])
+    print_figures(result.outcome.evaluations)
     return 0
 
 
-def _print_figures(figures: Mapping[str, float]) -> None:
-    width = max(map(len, figures))
+def print_figures(evaluations: Mapping[str, Mapping[str, float]]) -> None:
+    """Print the figures of a graph that evaluates and trains nothing; nothing for others, whose view has told them.
+
+    `evaluations`: phase -> metric -> value, as `Outcome.evaluations`.
+    """
+    if set(evaluations) != {"before"}:
+        return
+    figures = evaluations["before"]
+    width = max(map(len, figures), default=0)
     for name, value in figures.items():
         print(f"{name:<{width}}  {value:.4g}")
