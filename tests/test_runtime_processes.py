@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,13 @@ from flowrl.runtime.driver.lifeline import outlive
 from flowrl.runtime.host.processes import Processes, children
 from tests.channel_rig import play
 
-STUBBORN = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
+STUBBORN = """
+import pathlib, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path("/proc/self/comm").write_text("stubborn")
+print(flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -84,8 +89,7 @@ def test_a_process_that_is_gone_or_elsewhere_is_not_followed(child: subprocess.P
 
 
 def test_children_are_found_by_name(child: subprocess.Popen[str]) -> None:
-    name = Path(f"/proc/{child.pid}/comm").read_text().strip()
-    assert children(name, "raylet") == {name: child.pid}
+    assert children("stubborn", "raylet") == {"stubborn": child.pid}
     assert children("systemd", "init") == {}, "others' children are not ours"
 
 
