@@ -8,7 +8,7 @@ export RAY_DEDUP_LOGS := 0
 # Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint fast models clean mutants random-graphs kills test-nvme docs docs-serve gpu-check
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint quick fast models clean mutants random-graphs kills test-nvme docs docs-serve gpu-check
 
 setup:
 	@.ci/setup
@@ -31,12 +31,15 @@ ladder-controls: setup
 	$(PY) -m benchmarks.ladder_controls
 
 check: setup
-	@$(MAKE) --no-print-directory -j2 -Otarget lint fast
+	@$(MAKE) --no-print-directory -j2 -Otarget lint quick
 
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy flowrl flowrl_setup.py graphs benchmarks
+
+quick: setup
+	$(PY) -m pytest -q -x -m "not slow and not thorough" -n 2 --dist loadfile tests
 
 fast: setup
 	$(PY) -m pytest -q -x -m "not slow" -n 2 --dist loadfile tests

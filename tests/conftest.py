@@ -24,6 +24,40 @@ SPREAD = {"test_ladder_stack.py"}
 LONG = ("test_ray_jobs.py", "test_gpu_check.py", "test_tiny_agent.py", "test_clusters.py", "test_residence.py")
 """Few tests, each of them long: begun early, so that no process ends alone with one of them."""
 
+THOROUGH = frozenset(
+    {
+        "agents_conversation",
+        "agents_endpoint_docs",
+        "audit_falsified",
+        "audit_kills",
+        "channel_cost",
+        "channel_endpoint",
+        "channel_failures",
+        "environments_mcp",
+        "environments_processes",
+        "environments_python_tool",
+        "failing_by_length",
+        "gpu_check",
+        "guard",
+        "nodes_agent_outside",
+        "nodes_pairwise",
+        "random_graphs",
+        "ranks",
+        "residence",
+        "runtime_alive",
+        "runtime_branches",
+        "runtime_episodes",
+        "runtime_half_done",
+        "runtime_resume",
+        "runtime_seats",
+        "runtime_snapshot",
+        "tickets",
+        "tools_docs",
+    }
+)
+"""Files that start processes, wait, or try thousands of cases: more than half the time of the tests that are not slow.
+Their tests have the mark of that name, unless they are slow."""
+
 HEAD = {"RAY_prestart_worker_first_driver": "0"}
 """As in the Ray that a run starts by itself."""
 
@@ -49,8 +83,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of LONG, then files with many tests, then what each process can take one by one."""
+    """Mark the files of THOROUGH. Begin with those of LONG, end with what each process can take test by test."""
+    for item in items:
+        if item.path.stem.removeprefix("test_") in THOROUGH:
+            item.add_marker("thorough")
     tests = Counter(item.path.name for item in items)
 
     def place(item: pytest.Item) -> tuple[int, int]:
