@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 SPREAD = {"test_ladder_stack.py"}
 """Every test there has a run of its own; in other files they share what took long to make."""
 
-LONG = ("test_ray_jobs.py", "test_gpu_check.py", "test_tiny_agent.py", "test_clusters.py", "test_residence.py")
+LONG = ("test_ray_jobs.py", "test_gpu_check.py", "test_tiny_agent.py", "test_tickets.py", "test_clusters.py")
 """Few tests, each of them long: begun early, so that no process ends alone with one of them."""
 
 THOROUGH = frozenset(

@@ -110,7 +110,8 @@ def test_synchronous_functions_run_in_a_process_that_a_timeout_kills(tmp_path: P
         tmp_path, "while response == 'bad': pass\n    return len(answer)", "def f(prompt, response, answer)"
     )
     node = Reward(TASK, function=place, timeout_s=1.0)
-    record = score(node, [sample(0), sample(1, response_text="bad"), sample(2)])
+    samples = [sample(0), sample(1, response_text="bad"), sample(2)]
+    record = run_node(node, {"rollouts": samples}, preflight=False, timeout_s=60.0)  # it starts processes
     assert [(s.member, s.reward) for s in record.sent("scored")] == [(0, 1.0), (2, 1.0)]
     assert record.reasons() == [("failed", "reward_timed_out")]
 
