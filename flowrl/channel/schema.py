@@ -94,8 +94,8 @@ def schema_of(cls: type[Message]) -> Schema:
     if schema is None:
         if not dataclasses.is_dataclass(cls):
             raise SchemaError(f"{cls.__name__} is no dataclass; declare it with @dataclass(frozen=True)")
-        schema = KNOWN[cls] = Schema(cls)
-        _by_hash[schema.hash] = schema
+        schema = Schema(cls)
+        _by_hash[schema.hash] = KNOWN[cls] = schema
     return schema
 
 
@@ -106,7 +106,8 @@ def schema_named(number: int) -> Schema:
         return schema
     for cls in known_types():
         with suppress(SchemaError):  # a class of which no message can exist yet
-            schema_of(cls)
+            known = schema_of(cls)
+            _by_hash[known.hash] = known
     if number not in _by_hash:
         raise WireError(
             f"a message of unknown schema {number:#010x}: no class in this process has it; "
