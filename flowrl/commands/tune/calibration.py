@@ -1,0 +1,194 @@
+"""From measured placements to predicted ones: which runs are needed, and what they say together. Pure.
+
+Measured are real runs of placements that fit: the evenest one without shared cores, synchronous (stages work alone)
+and asynchronous (together); one with shared cores; the one with the smallest generator; all devices in turns, and the
+fewest where everything takes turns; and those with the most replicas of generators, on the fewest devices, and of the
+others, on the most; then whatever else has a size of a stage that these do not tell. What is measured twice counts with
+its mean.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median
+
+from flowrl.commands.tune.cost_model import StageWork, StepPrediction, StepRest, predict_step
+from flowrl.commands.tune.measured_step import MeasuredStep
+from flowrl.commands.tune.stage_times import StageSize, StageTimes
+from flowrl.commands.tune.tuned_placement import PlacedStage, TunedPlacement
+
+Observation = tuple[TunedPlacement, MeasuredStep]
+CONTENTION = (0.5, 4.0)
+"""Smallest and largest contention that is believed. Below 1: batches that overlap help a generator more than the other
+stages disturb it."""
+LEAST_BESIDE = 0.1
+"""Part of its work that a stage must do beside others, or nothing is learnt of its contention."""
+
+
+def calibration_runs(wide: Sequence[TunedPlacement]) -> list[TunedPlacement]:
+    """The placements to measure, the most important first; `wide` has every staleness from 0 on."""
+    apart = [one for one in wide if one.num_lines > 1]
+    alternating = [one for one in wide if one.num_lines == 1]
+    alone = [one for one in apart if one.ahead == 0]
+    found: list[TunedPlacement] = []
+    if alone:
+        even = min(alone, key=lambda one: (_replicas(one), one.shares_cores, _unevenness(one)))
+        same = [one for one in apart if one.ahead and one.stages == even.stages]
+        found += [even, *sorted(same, key=lambda one: one.ahead)[-1:]]
+        sharing = [one for one in apart if one.ahead and one.shares_cores]
+        found += sorted(sharing, key=lambda one: (_replicas(one), -one.ahead, _units(one)))[:1]
+    if alternating:
+        found.append(max(alternating, key=lambda one: (-_replicas(one), _units(one))))
+        found.append(min(alternating, key=lambda one: (_replicas(one), _units(one))))
+    if alone:
+        found.append(min(alone, key=lambda one: (_replicas(one), one.shares_cores, _of_generators(one), -_units(one))))
+    if several := [one for one in (*alone, *alternating) if _replicas(one) > len(one.stages)]:
+        found.append(max(several, key=lambda one: (*_counts(one), -_units(one))))
+        found.append(max(several, key=lambda one: (*_counts(one)[::-1], _units(one))))
+    for one in (*alone, *alternating):
+        found += [] if _tells_sizes(found, one) else [one]
+    return list({one.identity: one for one in found}.values())
+
+
+def _tells_sizes(runs: Sequence[TunedPlacement], placement: TunedPlacement) -> bool:
+    """Whether the runs in which no stage works beside another tell the work of all stages of `placement`."""
+    sizes: dict[tuple[str, bool], list[StageSize]] = defaultdict(list)
+    for run in runs:
+        for stage in run.stages if run.num_lines == 1 or run.ahead == 0 else ():
+            sizes[stage.node, stage.size.on_gpus].append(stage.size)
+    return all(
+        (key := (stage.node, stage.size.on_gpus)) in sizes
+        and StageTimes((size, 1.0) for size in sizes[key]).covers(stage.size)
+        for stage in placement.stages
+    )
+
+
+def _counts(placement: TunedPlacement) -> tuple[int, int]:
+    """Replicas of the stages that generate, and of the others."""
+    generators = sum(stage.size.replicas for stage in placement.stages if stage.generates)
+    return generators, _replicas(placement) - generators
+
+
+def _replicas(placement: TunedPlacement) -> int:
+    return sum(stage.size.replicas for stage in placement.stages)
+
+
+def _units(placement: TunedPlacement) -> int:
+    return sum(stage.size.units * stage.size.replicas for stage in placement.stages)
+
+
+def _of_generators(placement: TunedPlacement) -> int:
+    return sum(stage.size.units * stage.size.replicas for stage in placement.stages if stage.generates)
+
+
+def _unevenness(placement: TunedPlacement) -> int:
+    """Distance of the generators' devices from half of all, then devices that are left over."""
+    return abs(2 * _of_generators(placement) - _units(placement)) - _units(placement)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What measured placements say of others."""
+
+    observed: tuple[Observation, ...]
+
+    @cached_property
+    def times(self) -> dict[tuple[str, bool], StageTimes]:
+        """(stage, whether on GPUs) -> its work by size, from the runs in which no stage works beside another."""
+        found = defaultdict(list)
+        for placement, step in self._apart_in_time:
+            for stage in placement.stages:
+                found[stage.node, stage.size.on_gpus].append((stage.size, step.busy[stage.node]))
+        return {key: StageTimes(measured) for key, measured in found.items()}
+
+    @property
+    def _apart_in_time(self) -> list[Observation]:
+        return [(one, step) for one, step in self.observed if one.num_lines == 1 or one.ahead == 0]
+
+    @property
+    def _together(self) -> list[Observation]:
+        return [(one, step) for one, step in self.observed if one.num_lines > 1 and one.ahead > 0]
+
+    @cached_property
+    def spreads(self) -> dict[str, float]:
+        """Stage -> standard deviation of its work from step to step, as a part of it."""
+        found = defaultdict(list)
+        for placement, step in self._apart_in_time:
+            for stage in placement.stages:
+                found[stage.node].append(step.spread[stage.node] / max(step.busy[stage.node], 1e-12))
+        return {node: median(values) for node, values in found.items()}
+
+    @cached_property
+    def contention(self) -> dict[str, float]:
+        """Stage -> c_i, from the runs in which stages work together on different cores."""
+        return self._slower(shared=False)
+
+    @cached_property
+    def sharing(self) -> dict[str, float]:
+        """Stage -> s_i, from the runs in which stages work together on the same cores."""
+        slower = self._slower(shared=True)
+        return {node: max(0.0, slow - self.contention.get(node, 1.0)) for node, slow in slower.items()}
+
+    def _slower(self, *, shared: bool) -> dict[str, float]:
+        """Stage -> the time that its work takes beside others, as a multiple of that alone.
+
+        Of T' busy seconds a part b was beside others, and T is its work alone: T = (1 - b) T' + b T' / slower.
+        """
+        found: dict[str, list[float]] = defaultdict(list)
+        for placement, step in self._together:
+            for stage in placement.stages if placement.shares_cores is shared else ():
+                busy_s, part = step.busy[stage.node], step.beside.get(stage.node, 0.0)
+                if part >= LEAST_BESIDE and (alone_s := self._alone_s(stage)) is not None:
+                    left_s, (low, high) = alone_s - (1 - part) * busy_s, CONTENTION
+                    found[stage.node].append(min(high, max(low, part * busy_s / left_s)) if left_s > 0 else high)
+        return {node: fmean(values) for node, values in found.items()}
+
+    @cached_property
+    def rests(self) -> dict[str, float]:
+        """R by kind of placement, "sync", "async" or "turns"; kinds that were not measured are missing."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for placement, step in self._apart_in_time:
+            kind = "turns" if placement.num_lines == 1 else "sync"
+            found[kind].append(step.step_s - sum(step.busy.values()))
+        for placement, step in self._together:
+            if (works := self.works(placement)) is not None and "sync" in found:
+                nothing = StepRest(sync_s=fmean(found["sync"]))
+                bare = predict_step(works, ahead=placement.ahead, rest=nothing, window=placement.window)
+                found["async"].append(max(0.0, step.step_s - bare.step_s))
+        return {kind: fmean(values) for kind, values in found.items()}
+
+    def predict(self, placement: TunedPlacement) -> StepPrediction | None:
+        """The step of a placement; None if what it follows from was not measured."""
+        works, rests = self.works(placement), self.rests
+        needed = ("turns",) if placement.num_lines == 1 else ("sync", "async") if placement.ahead else ("sync",)
+        if works is None or any(kind not in rests for kind in needed):
+            return None
+        rest = StepRest(**{f"{kind}_s": rests[kind] for kind in needed})
+        return predict_step(works, ahead=placement.ahead, rest=rest, window=placement.window)
+
+    def _alone_s(self, stage: PlacedStage) -> float | None:
+        times = self.times.get((stage.node, stage.size.on_gpus))
+        return None if times is None or not times.covers(stage.size) else times.seconds(stage.size)
+
+    def works(self, placement: TunedPlacement) -> list[StageWork] | None:
+        """The stages of a placement with their work; None if nothing was measured that tells it."""
+        found = []
+        for stage in placement.stages:
+            seconds = self._alone_s(stage)
+            if seconds is None:
+                return None
+            work = StageWork(
+                stage.node,
+                seconds,
+                spread_s=seconds * self.spreads.get(stage.node, 0.0),
+                line=stage.lease,
+                cores=stage.cores,
+                generates=stage.generates,
+                contention=self.contention.get(stage.node, 1.0),
+                sharing=self.sharing.get(stage.node, 1.0),
+            )
+            found.append(work)
+        return found

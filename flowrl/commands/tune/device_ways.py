@@ -1,0 +1,134 @@
+"""Ways to divide the cores or the GPUs of a cluster among the roles of a graph. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from flowrl.commands.fit import Overrides, changed_config
+from flowrl.commands.tune.tuned_graph import TunedGraph, has_option
+from flowrl.graph.analysis.place import need, pools
+from flowrl.graph.graph import Graph
+
+HALF = 0.5
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+MOST_PARTS = 8
+"""Most tensor parallel parts of a generator, and most replicas of a role on cores."""
+
+
+def device_ways(tuned: TunedGraph) -> Iterator[Overrides]:
+    """Ways to divide the devices, the user's first. Of roles without options for them, only turns."""
+    yield {}
+    if tuned.trainer in tuned.roles:
+        yield from _gpu_ways(tuned) if tuned.cluster.num_gpus else _core_ways(tuned)
+    elif has_option(tuned.cfg, "time_share") and tuned.generator:
+        yield {"time_share": _all_in_turns(tuned)}
+
+
+# Cores
+
+
+def _core_ways(tuned: TunedGraph) -> Iterator[Overrides]:
+    trainer, generator = tuned.roles[tuned.trainer], tuned.roles.get(tuned.generator)
+    cores = tuned.cluster.num_cores
+    if generator is None:
+        yield from _sized(tuned, trainer, cores - _kept_cores(tuned))
+        return
+    free = cores - _kept_cores(tuned)
+    for of_generator in (HALF, *(count for count in COUNTS if count < free)):
+        for one in _sized(tuned, generator, of_generator):
+            yield from ({**one, **other} for other in _sized(tuned, trainer, free - of_generator))
+    if has_option(tuned.cfg, "time_share"):
+        shared: Overrides = {"time_share": _all_in_turns(tuned)}
+        for one in _sized(tuned, generator, cores):
+            yield from (
+                {**_others(tuned, cores, other), **one, **other, **shared} for other in _sized(tuned, trainer, cores)
+            )
+
+
+def _sized(tuned: TunedGraph, role: str, cores: float) -> Iterator[Overrides]:
+    """`cores` divided among 1, 2, 4 … replicas; models in turns with the trainer get as many as all of its ranks."""
+    trains = tuned.roles.get(tuned.trainer) == role
+    for replicas in (count for count in COUNTS if count <= MOST_PARTS):
+        each = cores / replicas
+        if cores > 0 and (replicas == 1 or (each >= 1 and each == int(each))):
+            beside = {f"{other}.cpus": float(cores) for other in _beside_trainer(tuned)} if trains else {}
+            yield {f"{role}.cpus": each, f"{role}.replicas": replicas, **beside}
+
+
+def _others(tuned: TunedGraph, cores: int, of_trainer: Overrides) -> Overrides:
+    """All cores for every role, where everything takes turns; further trainers have as many ranks as the main one."""
+    ranks = of_trainer[f"{tuned.roles[tuned.trainer]}.replicas"]
+    gangs = {role for name, role in tuned.roles.items() if tuned.base.nodes[name].gang}
+    return {f"{role}.cpus": cores / ranks if role in gangs else float(cores) for role in tuned.roles.values()}
+
+
+def _beside_trainer(tuned: TunedGraph) -> list[str]:
+    """The roles with one replica that take turns with the trainer, without a generator."""
+    for _, units in pools(tuned.base, tuned.cluster):
+        names = [placed.name for unit in units for placed in unit.nodes]
+        if tuned.trainer in names:
+            others = [name for name in names if name not in (tuned.trainer, tuned.generator)]
+            return [tuned.roles[name] for name in others if name in tuned.roles and not tuned.base.nodes[name].gang]
+    return []
+
+
+def _kept_cores(tuned: TunedGraph) -> float:
+    return _kept(tuned, tuned.whole)[0]
+
+
+def _kept(tuned: TunedGraph, graph: Graph) -> tuple[float, float]:
+    """(cores, GPUs) of the nodes that neither generate nor train, nor take turns with one that does."""
+    kept = [
+        need(units)
+        for _, units in pools(graph, tuned.cluster)
+        if not {placed.name for unit in units for placed in unit.nodes} & {tuned.trainer, tuned.generator}
+    ]
+    return sum(cores for cores, _ in kept), sum(gpus for _, gpus in kept)
+
+
+def _all_in_turns(tuned: TunedGraph) -> tuple[str, ...]:
+    """Every node with cores or GPUs of its own."""
+    return tuple(name for name, placed in tuned.base.placed.items() if placed.heavy)
+
+
+# GPUs
+
+
+def _gpu_ways(tuned: TunedGraph) -> Iterator[Overrides]:
+    trainer, generator = tuned.roles[tuned.trainer], tuned.roles.get(tuned.generator)
+    gpus = tuned.cluster.num_gpus
+    if generator is None:
+        yield from (_ranks(trainer, count) for count in COUNTS if count <= gpus)
+        return
+    kept = _kept_gpus(tuned)
+    for one in _engines(tuned, generator, gpus):
+        used = one[f"{generator}.gpus"] * one[f"{generator}.replicas"]
+        left = int(gpus - kept - used)
+        yield from ({**one, **_ranks(trainer, count)} for count in dict.fromkeys((left, _power_below(left))) if count)
+        if used == gpus and has_option(tuned.cfg, "time_share"):
+            yield {**one, **_ranks(trainer, gpus), "time_share": _all_in_turns(tuned)}
+
+
+def _engines(tuned: TunedGraph, generator: str, gpus: int) -> Iterator[Overrides]:
+    """Generators of some GPUs each, as tensor parallel parts."""
+    parallel = has_option(tuned.cfg, "engine.tensor_parallel_size")
+    for parts, replicas in product((count for count in COUNTS if count <= MOST_PARTS), COUNTS):
+        if parts * replicas <= gpus and (parallel or parts == 1):
+            sized: Overrides = {f"{generator}.gpus": float(parts), f"{generator}.replicas": replicas}
+            yield sized | ({"engine.tensor_parallel_size": parts} if parallel else {})
+
+
+def _ranks(trainer: str, count: int) -> Overrides:
+    return {f"{trainer}.replicas": count, f"{trainer}.gpus": 1.0}
+
+
+def _power_below(count: int) -> int:
+    """The largest power of two up to `count`, 0 for 0."""
+    return 1 << count.bit_length() - 1 if count else 0
+
+
+def _kept_gpus(tuned: TunedGraph) -> float:
+    """Roles that do not say have a GPU once any role has one."""
+    probe = {f"{tuned.roles[tuned.trainer]}.gpus": 1.0}
+    return _kept(tuned, tuned.file.build(changed_config(tuned.cfg, probe)))[1]

@@ -1,0 +1,290 @@
+"""`flowrl tune GRAPH`: where the time of a step goes on these devices, and the placement with the shortest step.
+
+Short real runs measure the stages alone and together (`calibration`); the cost model predicts the step of every
+placement that fits (`cost_model`, `placements`); the first ones are run to see how far off it is; the fastest of them
+is written to a run file. Every finished run is kept, so the command can be interrupted, and goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flowrl.commands.fit import changed_config
+from flowrl.commands.prepare import Prepared, prepare
+from flowrl.commands.tune.calibration import Calibration, calibration_runs
+from flowrl.commands.tune.measured_step import FEWEST, SKIPPED, MeasuredStep, measured_step
+from flowrl.commands.tune.measurements import Measurements, measurement_key
+from flowrl.commands.tune.measuring_run import RunTimedOut, remove_heavy, run_graph
+from flowrl.commands.tune.placements import placements
+from flowrl.commands.tune.tune_report import TunedRow, chosen, in_order, records, table
+from flowrl.commands.tune.tuned_graph import TunedGraph
+from flowrl.commands.tune.tuned_placement import TunedPlacement
+from flowrl.errors import ConfigError, FlowrlError, GraphError
+from flowrl.graph.analysis.check import check
+from flowrl.graph.load import dump, user_code
+from flowrl.graph.machine import Cluster
+from flowrl.graph.run_file import run_file_text
+from flowrl.runtime.checkpoints.rundir import provenance
+from flowrl.runtime.telemetry.metrics import roles
+
+CHOSEN = "chosen.yaml"
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Options of `flowrl tune`."""
+
+    steps: int = 20
+    """Steps of each measured run."""
+    run_dir: Path | None = None
+    """Directory of the measurements, the runs and the result; None: runs/tune-GRAPH. What is measured is not measured
+    again."""
+    verify: int = 2
+    """Run so many of the placements that are predicted to be the fastest, and print how far off the prediction is."""
+    most_staleness: int | None = None
+    """Largest staleness of a placement; None: that of the graph."""
+    budget: float | None = None
+    """Minutes after which no run begins or goes on; None: no limit."""
+    again: bool = False
+    """Measure again what the directory has already."""
+    dry_run: bool = False
+    """Print the placements that fit and the runs that would be measured, and start nothing."""
+    json: bool = False
+    """Print one object of JSON in place of the table."""
+    cluster: str = ""
+    """Machines as `flowrl check --cluster` takes them, in place of this one: with --dry-run, or of RAY_ADDRESS."""
+    config: Path | None = None
+    """Read options from this run file (YAML). Those given here have precedence, and both stay as they are given."""
+    save_config: Path | None = None
+    """Write the run file of the chosen placement here; None: chosen.yaml in the directory."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("verify", 0), ("most_staleness", 0), ("steps", SKIPPED + FEWEST)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; it has to be {least} or more")
+        if self.budget is not None and not self.budget > 0:
+            raise ConfigError(f"--budget is {self.budget}; it has to be above 0")
+
+
+def tune(args: Sequence[str]) -> int:
+    """Measure, predict, verify, choose; the exit status. Raises FlowrlError."""
+    prepared = prepare("tune", (TuneOptions,), args)
+    (options,) = prepared.own
+    cluster = _cluster(options)
+    with user_code(prepared.file.path):
+        found, runs, tuned = _placements(prepared, options, cluster)
+    if options.dry_run:
+        return _show(found, runs, options)
+    if len(found) == 1:
+        print(f"flowrl: one placement is left, {found[0].words}: what is given stays", file=sys.stderr)
+    directory = options.run_dir or Path("runs") / f"tune-{prepared.graph.name}"
+    _refuse_files(options, directory)
+    with _ending_in_order():
+        tuning = Tuning(prepared, options, tuned, directory)
+        rows = tuning.rows(found, runs)
+    best = chosen(rows)
+    if best is None:
+        raise FlowrlError(
+            f"--budget {options.budget:g}: the time was over before a step could be predicted; what was measured is in "
+            f"{directory}, and the same command goes on with it"
+        )
+    _report(rows, best, _write(prepared, best.placement, options.save_config or directory / CHOSEN), options)
+    return 0
+
+
+def _cluster(options: TuneOptions) -> Cluster:
+    elsewhere = bool(os.environ.get("RAY_ADDRESS"))
+    if options.cluster and not (options.dry_run or elsewhere):
+        raise ConfigError(
+            "--cluster names machines that this command cannot measure; add --dry-run to see what fits there, or set "
+            "RAY_ADDRESS to that cluster"
+        )
+    if elsewhere and not options.cluster:
+        raise ConfigError("RAY_ADDRESS is set; name the machines of that cluster with --cluster, as '2 x 8 x H100'")
+    return Cluster.parse(options.cluster) if options.cluster else Cluster.here()
+
+
+def _placements(
+    prepared: Prepared, options: TuneOptions, cluster: Cluster
+) -> tuple[list[TunedPlacement], list[TunedPlacement], TunedGraph]:
+    """(what fits, what is to be measured, the graph). Raises GraphError and ConfigError."""
+    report = check(prepared.graph, cluster)
+    if report.problems and not report.too_large:
+        raise GraphError(report.problems)
+    tuned = TunedGraph(prepared.file, prepared.cfg, cluster, prepared.asked, options.most_staleness)
+    assert tuned.trainer
+    found = placements(tuned)
+    if not found:
+        raise GraphError(report.problems or ("no placement of the graph fits; flowrl check says what it needs.",))
+    runs = calibration_runs(placements(tuned, wide=True))
+    longest = max(one.ahead for one in (*found, *runs))
+    if options.steps < (least := SKIPPED + FEWEST + longest):
+        raise ConfigError(
+            f"--steps is {options.steps}; with staleness {longest} a measurement needs {least} or more: {SKIPPED} that "
+            f"fill the pipeline, {FEWEST} to measure, {longest} that empty it"
+        )
+    return found, runs, tuned
+
+
+def _refuse_files(options: TuneOptions, directory: Path) -> None:
+    """Raise ConfigError for a directory that is a file, and a run file that would be replaced."""
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--run-dir {directory} is a file; name a directory")
+    if options.save_config is not None and options.save_config.exists():
+        raise ConfigError(f"--save-config {options.save_config}: the file is there already and is not replaced")
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Inside, SIGTERM raises SystemExit, so that the run under way ends too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass
+class Tuning:
+    """The measured runs of one command."""
+
+    prepared: Prepared
+    options: TuneOptions
+    tuned: TunedGraph
+    directory: Path
+    _began_s: float = field(default_factory=time.monotonic)
+    _longest_s: float = 0.0
+    """The longest run so far."""
+    _over: bool = False
+    """Whether the time is over."""
+
+    def rows(self, found: Sequence[TunedPlacement], runs: Sequence[TunedPlacement]) -> list[TunedRow]:
+        """Predictions for all of `found` from measurements of `runs`; the first ones are verified."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._measurements = Measurements(self.directory, again=self.options.again)
+        keys = [self._key("calibrate", one) for one in runs]
+        if any(self._measurements.get(key) is None for key in keys):
+            self._preflight()
+        measured = [(one, self._measured("calibrate", one, f"{i} of {len(runs)}")) for i, one in enumerate(runs, 1)]
+        calibration = Calibration(tuple((one, step) for one, step in measured if step is not None))
+        rows = in_order([TunedRow(one, calibration.predict(one)) for one in found])
+        first = [row for row in rows if row.predicted is not None][: self.options.verify]
+        for number, row in enumerate(first, 1):
+            step = self._measured("verify", row.placement, f"{number} of {len(first)}")
+            rows[rows.index(row)] = replace(row, verified=step)
+        return rows
+
+    def _preflight(self) -> None:
+        """What a run finds out before it starts anything, once: models, data, reward."""
+        from flowrl.runtime.driver.preflight import preflight
+
+        preflight(self.prepared.graph, self.prepared.file.path)
+
+    def _measured(self, purpose: str, placement: TunedPlacement, which: str) -> MeasuredStep | None:
+        """The mean step of a placement, measured now or before; None if there is no time for it."""
+        key = self._key(purpose, placement)
+        known = self._measurements.get(key)
+        how = "measured before" if known is not None else "measuring"
+        if known is None and not self._has_time():
+            how = f"left out, --budget {self.options.budget:g} is over"
+        self._tell(f"{purpose} {which}: {placement.words}: {how}")
+        if known is not None or not self._has_time():
+            return known
+        try:
+            step = self._run(key, placement)
+        except RunTimedOut:
+            self._over = True
+            self._tell(f"{purpose} {which}: ended, --budget {self.options.budget:g} is over")
+            return None
+        self._longest_s = max(self._longest_s, step.wall_s)
+        self._measurements.add(key, step)
+        return step
+
+    def _has_time(self) -> bool:
+        return not self._over and self._left_s() > self._longest_s
+
+    def _left_s(self) -> float:
+        budget = self.options.budget
+        return float("inf") if budget is None else 60 * budget - (time.monotonic() - self._began_s)
+
+    def _run(self, key: str, placement: TunedPlacement) -> MeasuredStep:
+        """Run a placement, and read what it took."""
+        cfg = changed_config(self.tuned.measured_cfg, placement.options)
+        config, run_dir = self.directory / f"{key}.yaml", self.directory / key
+        config.write_text(run_file_text(self.prepared.file.shown, dump(cfg)), encoding="utf-8")
+        load, left_s = os.getloadavg()[0], self._left_s()
+        limit_s = None if self.options.budget is None else left_s
+        public = roles(self.tuned.base)
+        stages = {stage.node: (public.get(stage.node, stage.node), stage.size.replicas) for stage in placement.stages}
+        try:
+            wall_s = run_graph(config, run_dir, steps=self.options.steps, limit_s=limit_s)
+            return measured_step(
+                run_dir, stages, trainer=self.tuned.trainer, tail=placement.ahead, load=load, wall_s=wall_s
+            )
+        finally:  # also of a run that was interrupted
+            remove_heavy(run_dir)
+
+    def _key(self, purpose: str, placement: TunedPlacement) -> str:
+        cfg = changed_config(self.tuned.measured_cfg, placement.options)
+        return measurement_key(purpose, self.prepared.file.path, dump(cfg), **self._circumstances)
+
+    @cached_property
+    def _circumstances(self) -> dict[str, Any]:
+        """What a measurement depends on besides the graph and its options."""
+        return {
+            "steps": self.options.steps,
+            "packages": provenance(self.prepared.file.path)["packages"],
+            "machines": [(len(one.cores), one.gpus) for one in self.tuned.cluster.machines],
+        }
+
+    @staticmethod
+    def _tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _write(prepared: Prepared, placement: TunedPlacement, path: Path) -> Path:
+    """The run file of a placement, with the user's own options."""
+    of_run = {name: str(value) if isinstance(value, Path) else value for name, value in prepared.of_run.items()}
+    cfg = changed_config(prepared.cfg, placement.options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(run_file_text(prepared.file.shown, of_run, dump(cfg)), encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def _show(found: Sequence[TunedPlacement], runs: Sequence[TunedPlacement], options: TuneOptions) -> int:
+    """Print placements and runs; nothing was started."""
+    if options.json:
+        plain = [[{"placement": one.words, "options": one.text} for one in some] for some in (found, runs)]
+        print(json.dumps(dict(zip(("placements", "runs"), plain, strict=True))))
+        return 0
+    for title, some in ((f"{len(found)} placements fit:", found), (f"\n{len(runs)} runs would be measured:", runs)):
+        print(title)
+        for placement in some:
+            print(f"  {placement.words}\n      {placement.text}")
+    return 0
+
+
+def _report(rows: Sequence[TunedRow], best: TunedRow, path: Path, options: TuneOptions) -> None:
+    loads = [row.verified.load for row in rows if row.verified is not None]
+    if options.json:
+        print(json.dumps({"config": str(path), "rows": list(records(rows, best))}))
+        return
+    print(table(rows, best))
+    if missing := sum(row.predicted is None for row in rows):
+        print(f"\n{missing} without a prediction: the time was over before what it follows from was measured")
+    if loads:
+        print(f"\nload average before the verified runs: {min(loads):.1f} to {max(loads):.1f}")
+    print(f"\nchosen: {best.placement.text}\nflowrl run --config {path}")

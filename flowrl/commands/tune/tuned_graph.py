@@ -1,0 +1,123 @@
+"""A graph whose placements `flowrl tune` looks for: its roles, and what the checks say of options. Pure."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from flowrl.commands.fit import Overrides, changed_config
+from flowrl.commands.tune.tuned_placement import TunedPlacement, generates, placement_of
+from flowrl.errors import ConfigError
+from flowrl.graph.analysis.branches import Branches
+from flowrl.graph.analysis.check import check
+from flowrl.graph.graph import Graph
+from flowrl.graph.load import GraphFile
+from flowrl.graph.machine import Cluster
+from flowrl.role_options import sizes_of
+
+PROBE = 0.0625
+"""Cores that no option asks for: they tell which node an option is about."""
+UNMEASURED: Overrides = {"evaluate": 0, "evaluate_task": (), "evaluate_every": 0, "held_out": 0}
+"""Evaluations of shipped graphs, which are left out of measured runs: they are no part of a step."""
+
+
+class TooLarge(ConfigError):
+    """A placement that asks for more cores, GPUs or memory than there are."""
+
+
+@dataclass(frozen=True)
+class TunedGraph:
+    """A graph whose placements are looked for."""
+
+    file: GraphFile
+    cfg: Any
+    cluster: Cluster
+    fixed: frozenset[str] = frozenset()
+    """Options that the user has given: they stay."""
+    most_staleness: int | None = None
+    """None: that of `cfg`."""
+
+    def placed(self, options: Overrides, *, is_default: bool = False) -> TunedPlacement | None:
+        """The placement of these options; None if it changes what was given, or the checks refuse it.
+
+        Raises TooLarge if it asks for more than there is, and nothing else is wrong with it.
+        """
+        options = {name: value for name, value in options.items() if _value(self.cfg, name) != value}
+        if options.keys() & self.fixed:
+            return None
+        try:
+            graph = self.file.build(changed_config(self.measured_cfg, options))
+            whole = graph if self.measured_cfg == self.cfg else self.file.build(changed_config(self.cfg, options))
+        except ConfigError:
+            return None
+        report = check(graph, self.cluster)
+        of_whole = report if whole is graph or not report.ok else check(whole, self.cluster)
+        if report.too_large or of_whole.too_large:
+            raise TooLarge
+        return placement_of(graph, report, options, is_default=is_default) if of_whole.ok else None
+
+    @cached_property
+    def measured_cfg(self) -> Any:
+        """The options of measured runs: those of the user, without evaluations."""
+        cfg = self.cfg
+        for name, value in UNMEASURED.items():
+            if hasattr(cfg, name):
+                with suppress(ConfigError):  # some graphs need held-out rows
+                    cfg = changed_config(cfg, {name: value})
+        return cfg
+
+    @cached_property
+    def whole(self) -> Graph:
+        """The user's graph."""
+        return self.file.build(self.cfg)
+
+    @cached_property
+    def base(self) -> Graph:
+        """The graph of measured runs."""
+        return self.file.build(self.measured_cfg)
+
+    @cached_property
+    def trainer(self) -> str:
+        """The main trainer's node. Raises ConfigError if the graph has none."""
+        trainers = Branches(self.base).trainers
+        if not trainers:
+            raise ConfigError(
+                f"{self.file.shown} trains nothing, so it has no steps to make shorter; flowrl tune takes graphs with "
+                "a trainer, such as grpo"
+            )
+        return trainers[0]
+
+    @cached_property
+    def generator(self) -> str:
+        """The node that samples, "" if there is none."""
+        names = (name for name, placed in self.base.placed.items() if generates(placed.node) and placed.heavy)
+        return next(names, "")
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """Node -> its role in the options: the nodes whose cores change with the option."""
+        found: dict[str, str] = {}
+        for role in sizes_of(self.cfg):
+            try:
+                graph = self.file.build(changed_config(self.measured_cfg, {f"{role}.cpus": PROBE}))
+            except ConfigError:
+                continue
+            found |= {name: role for name, placed in graph.placed.items() if placed.cpus == PROBE}
+        return found
+
+    def may_change(self, *options: str) -> bool:
+        """Whether all of these options exist in the graph and none of them was given."""
+        return all(name not in self.fixed and has_option(self.cfg, name) for name in options)
+
+
+def has_option(cfg: Any, name: str) -> bool:
+    """Whether `cfg` has the option, as "trainer.cpus"."""
+    head, _, rest = name.partition(".")
+    return hasattr(cfg, head) and (not rest or has_option(getattr(cfg, head), rest))
+
+
+def _value(cfg: Any, name: str) -> Any:
+    head, _, rest = name.partition(".")
+    return _value(getattr(cfg, head), rest) if rest else getattr(cfg, head)
