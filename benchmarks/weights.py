@@ -28,10 +28,10 @@ import numpy as np
 
 from flowrl.messages import Weights
 from flowrl.models import Policy, resolve
+from flowrl.models.directory import stored_dtype
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.vllm_sampler import VllmSampler
-from flowrl.nodes.vllm_start import model_dtype
 from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
 from flowrl.weights.receive import SegmentReceiver
 
@@ -66,12 +66,14 @@ def rank_process(case: Case, rank: int, address: str, pipe: Connection | None) -
     from flowrl.training.engine.gang import Gang
     from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.settings import ZeroSettings
+    from flowrl.weights.narrowing import Narrowing
     from flowrl.weights.publish import Publisher
 
     torch.set_num_threads(1)
     gang = Gang.meet(rank, case.ranks, address, torch.device("cpu"))
     engine = ZeroEngine(case.model_dir, ZeroSettings(), gang)
-    publisher = Publisher(engine, case.policy, run_id=RUN_ID, dtype=model_dtype(case.model_dir), probe_every=10)
+    narrowing = Narrowing(stored_dtype(case.model_dir))
+    publisher = Publisher(engine, case.policy, run_id=RUN_ID, narrowing=narrowing, probe_every=10)
     version, more = 0, True
     while more:
         manifest = publisher.publish(version)

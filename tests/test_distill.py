@@ -11,11 +11,11 @@ import torch
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Sample
-from flowrl.models import Policy
+from flowrl.models import Policy, require_same_vocabulary
 from flowrl.models.characters import character_vocabulary
 from flowrl.models.vocabulary import untold, vocabulary, vocabulary_problem
 from flowrl.nodes import Teacher, TeacherAdvantage, Trainer
-from flowrl.nodes.teacher import _require_same_vocabulary, scored_by_teacher
+from flowrl.nodes.teacher import scored_by_teacher
 from flowrl.testing import lost, run_node, sample, scored
 from flowrl.training.advantage.advantages import distillation_advantages
 from flowrl.training.advantage.estimate import trainable
@@ -265,7 +265,7 @@ def test_tokenizers_are_loaded_before_the_start_where_files_do_not_tell(cache: o
     (other / "tokenizer.json").write_text(json.dumps(described))
     Teacher(Policy(str(other)), student=Policy(str(other))).preflight()
     with pytest.raises(ConfigError, match="differ, first in 'a'"):
-        _require_same_vocabulary(Policy("tiny"), Policy(str(other)))
+        require_same_vocabulary(Policy("tiny"), Policy(str(other)))
 
 
 def test_the_command_refuses_a_teacher_of_another_language(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from flowrl.models import Policy
 from flowrl.models.known_shapes import CHARACTER_SHAPE, SMOLLM2_SHAPE, known_shape
 from flowrl.training.engine import train_memory
 from flowrl.training.engine.train_memory import BUCKET_BYTES, TrainerModel, head_bytes, layer_bytes, scoring_bytes
+from flowrl.training.model import cached_logprobs, logprobs
 from flowrl.training.model.model_shape import ModelShape, read_shape
 from flowrl.training.settings import Dtype, LoRA, ZeroSettings
 from tests.memory_rank import CASES, settings_of
 from tests.ranks import run_ranks
 
+MIB, GB = 1 << 20, 1 << 30
 SHAPES = Path(__file__).parent / "shapes"
 ROWS, LENGTH = 4, 65
 TOKENS = ROWS * (LENGTH - 1)
@@ -145,6 +148,12 @@ SIZES = [
 
 
 @pytest.fixture(autouse=True)
+def chunks_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formulas are those of whole chunks, as on a GPU."""
+    monkeypatch.setattr(logprobs, "CACHED_ON", ())
+
+
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -180,12 +189,32 @@ def test_scoring_takes_what_is_predicted(sizes: dict[str, int]) -> None:
     assert most <= 1.01 * predicted <= 1.4 * most
 
 
-def test_logits_are_bounded_by_their_chunks() -> None:
-    from flowrl.training.model import logprobs
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("scoring", [False, True])
+def test_logprobs_in_cache_take_no_more_than_chunks(
+    dtype: Dtype, scoring: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "CACHED_ON", ("cpu",))
+    monkeypatch.setattr(cached_logprobs, "CACHE_BYTES", 8 * 4096)
+    sizes = {"vocab_size": 4096}
+    _, most = passed(sizes, dtype, scoring=scoring)
+    element = {"bfloat16": 2, "float32": 4}[dtype]
+    trained = TrainerModel(shape_of(sizes), ZeroSettings(dtype=dtype), LoRA(), ranks=1).activations(TOKENS)
+    assert most <= (scoring_bytes(shape_of(sizes), element, TOKENS) if scoring else trained)
 
-    assert train_memory.LOGITS_BYTES == logprobs.LOGITS_BYTES
+
+def test_logits_are_bounded_by_their_chunks() -> None:
     shape = ModelShape(64, 1, 1, 1, 64, 64, vocab=1 << 17)
     assert head_bytes(shape, 2, 100_000) - head_bytes(shape, 2, 99_999) == 8 * 64, "only the last norm grows"
+    large, small = (head_bytes(shape, 2, 100_000, device_bytes) for device_bytes in (80 * GB, 16 * GB))
+    assert large - small == 4 * (640 - 128) * MIB, "four tensors of a chunk"
+
+
+def test_a_chunk_of_logits_grows_with_the_memory_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {torch.device("cuda", 0): 80 * GB, torch.device("cuda", 1): 8 * GB}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=sizes[device]))
+    found = [logprobs.logits_bytes_on(device) for device in (*sizes, torch.device("cpu"))]
+    assert found == [640 * MIB, 128 * MIB, 128 * MIB]
 
 
 def test_optimizers_keep_what_is_predicted() -> None:

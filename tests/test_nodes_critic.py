@@ -15,10 +15,12 @@ import torch
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Sample, Values, Weights
 from flowrl.models import Policy
-from flowrl.nodes.critic import Critic, values_of
+from flowrl.nodes.critic import Critic
 from flowrl.testing import NodeRecord, NodeRig, sample
 from flowrl.training.model.row_layout import lay_out
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model
+from flowrl.training.scoring.local_model import scored
+from flowrl.training.scoring.passes import values_of_pass
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
 from tests.tiny_policy import make_policy
@@ -51,8 +53,8 @@ SAMPLES = [sample(m, response=1 + 3 * m) for m in range(4)]
 
 @pytest.mark.parametrize("token_budget", [13, 26, 1000])
 def test_values_stand_before_their_tokens_whatever_the_micro_batches(trained: ScalarModel, token_budget: int) -> None:
-    tokens, masks = [s.token_ids for s in SAMPLES], [s.policy_mask for s in SAMPLES]
-    for one, values in zip(SAMPLES, values_of(trained, tokens, masks, token_budget=token_budget), strict=True):
+    items = [(s.token_ids, s.policy_mask) for s in SAMPLES]
+    for one, values in zip(SAMPLES, scored(trained, values_of_pass, items, token_budget=token_budget), strict=True):
         np.testing.assert_allclose(values[one.policy_mask], alone(trained, one), atol=1e-5)
         assert not values[~one.policy_mask].any()
 

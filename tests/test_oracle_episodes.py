@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.oracle.branched import BATCHES, BRANCHED_CASES, BranchedCase, recorded, run
+from tests.oracle.branched import BATCHES, BRANCHED_CASES, VERSIONS, BranchedCase, recorded, run
 from tests.oracle.branched_rank import TOKEN_BUDGET
 from tests.ranks import run_ranks
 from tests.training_cases import make_model
@@ -25,7 +25,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_recorded_has_what_could_go_wrong() -> None:
-    episodes = [one for version in range(BATCHES) for group in recorded(version) for one in group]
+    episodes = [one for version in VERSIONS for group in recorded(version) for one in group]
     assert max(len(one.sequences) for one in episodes) == 8 and min(len(one.sequences) for one in episodes) == 1
     assert max(one.num_tokens for one in episodes) > TOKEN_BUDGET
 

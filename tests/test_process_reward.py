@@ -14,13 +14,14 @@ from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, load_tokenizer
 from flowrl.models.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes import ProcessReward, StepDataset
-from flowrl.nodes.critic import values_of
 from flowrl.nodes.process_reward import reward_of
 from flowrl.nodes.step_dataset import labelled_steps
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.testing import run_node, sample
 from flowrl.training.model.policy_model import companions
 from flowrl.training.model.value_model import load_scalar_model, write_scalar_model
+from flowrl.training.scoring.local_model import scored
+from flowrl.training.scoring.passes import values_of_pass
 from tests.word_policy import EOS, make_policy
 
 
@@ -118,7 +119,8 @@ def test_the_node_scores_every_step_where_training_reads_it(policy: Path, task: 
     (out,) = run_node(node, {"rollouts": [given]}).sent("scored")
     chat = Chat(load_tokenizer(path))
     ids, mask = step_tokens(chat, row.turns, ["w1 w2", " w3"], " w5")
-    values = values_of(load_scalar_model(path, start="reward_model").eval(), [ids], [mask], token_budget=64)[0][mask]
+    model = load_scalar_model(path, start="reward_model").eval()
+    values = scored(model, values_of_pass, [(ids, mask)], token_budget=64)[0][mask]
     expected = 1 / (1 + np.exp(-values))
     assert [out.reward_parts["step_0"], out.reward_parts["step_1"]] == pytest.approx(expected.tolist(), abs=1e-5)
     assert out.reward_parts["steps"] == 2.0

@@ -21,7 +21,7 @@ from flowrl.messages import Trainable
 from flowrl.runtime.driver.cluster import LOOPBACK
 from tests.ranks import run_ranks
 from tests.run_process import is_loopback
-from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch, make_model
+from tests.training_cases import BATCHES, CASES, FIRST, LR, TEMPERATURE, Case, make_batch, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -104,8 +104,8 @@ def plain_steps(case: Case, directory: Path) -> tuple[list[dict[str, Tensor]], d
     model = AutoModelForCausalLM.from_pretrained(directory / ("tied" if case.tied else "untied"), dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     gradients = []
-    for version in range(BATCHES):
-        samples = make_batch(version, case).samples
+    for number in range(BATCHES):
+        samples, version = make_batch(number, case, first=FIRST).samples, FIRST + number
         with torch.no_grad():
             old = {
                 s.sample_id: torch.stack([log_softmax_of(model, s)[t - 1, int(s.token_ids[t])] for t in places(s)])

@@ -10,6 +10,7 @@ import torch
 
 from flowrl.errors import ConfigError
 from flowrl.training.layouts import Placing
+from flowrl.training.model import cached_logprobs as cached
 from flowrl.training.model.logprobs import chunked_logprobs
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import lay_out, policy_places
@@ -58,6 +59,68 @@ def test_without_entropy_gradient_only_the_logprobs_are_differentiable() -> None
     assert logprobs.requires_grad and not entropies.requires_grad
     logprobs.sum().backward()
     assert hidden.grad is not None and weight.grad is not None
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kept_places", [0, 3, 100])
+@pytest.mark.parametrize("cached_places", [1, 2, 100])
+def test_cached_places_give_the_same_as_full_logits(
+    kept_places: int, cached_places: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached, "CACHE_BYTES", 2 * cached_places * V * 8)
+    hidden, weight, bias, targets = inputs()
+    upstream = torch.randn(N, dtype=torch.float64)
+    log_p = torch.log_softmax((hidden @ weight.T + bias) / temperature, -1)
+    expected = log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    wanted = torch.autograd.grad((expected[0] * upstream).sum(), (hidden, weight, bias))
+    found = cached.cached_logprobs(
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature=temperature,
+        kept_bytes=kept_places * V * 8,
+        product_bytes=2 * V * 8,
+    )
+    gradients = torch.autograd.grad((found[0] * upstream).sum(), (hidden, weight, bias))
+    for ours, plain in zip([*found, *gradients], [*expected, *wanted], strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
+
+
+def test_frozen_weights_keep_only_what_the_hidden_states_need() -> None:
+    hidden, weight, bias, targets = inputs()
+    wanted = torch.autograd.grad(chunked_logprobs(hidden, weight, bias, targets)[0].sum(), hidden)[0]
+    frozen = chunked_logprobs(hidden, weight.detach(), bias.detach(), targets)[0]
+    torch.testing.assert_close(torch.autograd.grad(frozen.sum(), hidden)[0], wanted)
+
+
+def test_a_pass_without_gradients_keeps_no_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, _, targets = inputs()
+    wanted = chunked_logprobs(hidden, weight, None, targets)[0].detach()
+    monkeypatch.delattr(cached._CachedRows, "_write")
+    with torch.no_grad():
+        torch.testing.assert_close(chunked_logprobs(hidden, weight, None, targets)[0], wanted, rtol=0, atol=0)
+
+
+def test_what_is_returned_may_be_changed_before_the_backward() -> None:
+    hidden, weight, _, targets = inputs()
+    wanted = torch.autograd.grad(chunked_logprobs(hidden, weight, None, targets)[0].sum(), hidden)[0]
+    logprobs, entropies = chunked_logprobs(hidden, weight, None, targets)
+    entropies.zero_()
+    torch.testing.assert_close(torch.autograd.grad(logprobs.mul_(2.0).sum(), hidden)[0], 2 * wanted)
+
+
+@pytest.mark.parametrize("kept_places", [0, 100])
+def test_the_gradient_of_a_likely_token_is_not_lost_in_bfloat16(kept_places: int) -> None:
+    """1 - p is about 1e-4: the difference of onehot and p, each rounded to 8 bits, would be 0 or 0.004."""
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[9.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _ = cached.cached_logprobs(
+        hidden, weight, None, torch.tensor([0]), kept_bytes=kept_places * 4, product_bytes=100
+    )
+    logprobs.sum().backward()
+    expected = float(1 - torch.tensor(9.0, dtype=torch.float64).sigmoid())
+    assert weight.grad.flatten().tolist() == pytest.approx([expected, -expected], rel=0.01)
 
 
 @pytest.mark.parametrize("rows_a_chunk", [2, 100])
@@ -121,3 +184,14 @@ def test_a_first_token_is_no_policy_place() -> None:
 def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a Hugging Face model directory"):
         load_policy_model(tmp_path)
+
+
+def test_the_benchmark_compares_two_ways_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.logprobs import WAYS, difference, make_pass
+    from flowrl.training.model import logprobs
+
+    monkeypatch.setattr(logprobs, "CACHED_ON", logprobs.CACHED_ON)
+    run = make_pass(9, 8, 31, torch.float32)
+    found = {way: run(way) for way in WAYS}
+    assert all(difference(*pair) < 1e-6 for pair in zip(found["chunks"], found["cached"], strict=True))
+    assert WAYS["cached"] == logprobs.CACHED_ON

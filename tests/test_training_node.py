@@ -103,6 +103,12 @@ def aged(batch: Batch, by: int) -> Batch:
     return replace(batch, samples=tuple(replace(s, versions=s.versions - by) for s in batch.samples))
 
 
+def of_versions(batch: Batch) -> Batch:
+    """The same with no token older than version 0: below, tokens are data."""
+    samples = (replace(s, versions=np.where(s.policy_mask, np.maximum(s.versions, 0), -1)) for s in batch.samples)
+    return replace(batch, samples=tuple(replace(s, versions=s.versions.astype(np.int32)) for s in samples))
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Recorder, Trainer]]:
     """Five batches: plain, all masked for age, gradient not finite, partly masked, plain.
@@ -113,8 +119,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Recorder, Tr
     make_model(directory, tied=True)
     plain = CASES[0]
     batches = [
-        make_batch(0, plain),
-        aged(make_batch(1, STALE), 5),
+        of_versions(make_batch(0, plain)),
+        replace(of_versions(aged(make_batch(1, STALE), 5)), mask_staleness=0),
         poisoned(make_batch(2, plain)),
         make_batch(3, STALE),
         replace(make_batch(4, plain), metrics={"filtered_groups": 2.0}),
@@ -176,10 +182,10 @@ def test_the_books_get_every_token(ran: tuple[Recorder, Trainer]) -> None:
 
 def test_the_record_tells_the_batch(ran: tuple[Recorder, Trainer]) -> None:
     host, _ = ran
-    record, batch = host.records[0], host.batches[0]
+    record, batch = host.records[4], host.batches[4]
     versions = np.concatenate([s.versions[s.policy_mask] for s in batch.samples])
-    assert record["staleness_mean"] == pytest.approx(-versions.mean())
-    assert record["staleness_max"] == -versions.min()
+    assert record["staleness_mean"] == pytest.approx(4 - versions.mean())
+    assert record["staleness_max"] == 4 - versions.min() == 2
     assert record["response_tokens_mean"] == pytest.approx(np.mean([s.response_tokens for s in batch.samples]))
     assert record["lr"] == 0.01
     assert set(record["behavior_gap_by_staleness"]) == {"0", "1", "2"}

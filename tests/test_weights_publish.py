@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from flowrl.messages import Weights
 from flowrl.weights import probe
 from flowrl.weights.manifest import Checksum, ChecksumMismatch, views, word_sum
+from flowrl.weights.narrowing import AS_IT_IS, Narrowing, kept_in_float32
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver
 from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost
@@ -84,11 +86,24 @@ def test_what_is_fetched_is_what_was_published(publisher: Publisher, engine: Eng
 
 
 def test_another_dtype_on_the_wire(engine: Engine) -> None:
-    publisher = Publisher(engine, "policy", run_id="unit", dtype="bfloat16", probe_every=0)
+    publisher = Publisher(engine, "policy", run_id="unit", narrowing=Narrowing("bfloat16"), probe_every=0)
     manifest = published(publisher, 0)
     assert {row[1] for row in manifest.tensors} == {"bfloat16"}
+    assert [row[4] for row in manifest.tensors] == [2 * 15, 2 * 7, 2 * 16]
     assert torch.equal(loaded(manifest)["b.weight"], engine.tensors()["b.weight"].to(torch.bfloat16))
     publisher.close()
+
+
+def test_what_is_sent_is_never_wider_and_what_a_model_keeps_in_float32_stays_so() -> None:
+    narrow, wide = Narrowing("bfloat16", ("router.bias", "norm")), Narrowing("float32")
+    assert narrow.of("layers.0.q_proj.weight", torch.float32) is torch.bfloat16
+    assert narrow.of("layers.0.router.bias", torch.float32) is torch.float32
+    assert narrow.of("layers.0.norm.weight", torch.float32) is torch.float32
+    assert narrow.of("layers.0.layernorm.weight", torch.float32) is torch.bfloat16, "a part is a whole word"
+    assert wide.of("x", torch.bfloat16) is torch.bfloat16 and narrow.of("x", torch.int32) is torch.int32
+    assert narrow.of("x", torch.float16) is torch.float16 and AS_IT_IS.of("x", torch.float32) is torch.float32
+    network = SimpleNamespace(_keep_in_fp32_modules=["a"], _keep_in_fp32_modules_strict={"b", "a"})
+    assert kept_in_float32(network) == ("a", "b") and kept_in_float32(SimpleNamespace()) == ()
 
 
 def test_other_ranks_gather_and_write_nothing() -> None:

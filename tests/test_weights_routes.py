@@ -12,13 +12,27 @@ import torch
 from flowrl import Cluster, Machine
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.plan import make_plan, routes_of
-from flowrl.graph.routes import WeightRoute, WeightTransport, common_transport, rank_offset, world_size
+from flowrl.graph.analysis.residents import residents
+from flowrl.graph.routes import (
+    WeightRoute,
+    WeightTransport,
+    common_transport,
+    rank_offset,
+    readers_dtype,
+    world_size,
+)
 from flowrl.messages import Weights
+from flowrl.models.known_shapes import CHARACTER_SHAPE
+from flowrl.nodes.engine import Engine as EngineOptions
+from flowrl.nodes.engine import EngineDtype
 from flowrl.recipes.grpo import GRPO
 from flowrl.recipes.grpo import graph as grpo_graph
+from flowrl.recipes.ppo import PPO
+from flowrl.recipes.ppo import graph as ppo_graph
 from flowrl.role_options import Size
 from flowrl.weights.backends import BACKENDS, receiver, sender
 from flowrl.weights.device_receive import NcclReceiver
+from flowrl.weights.narrowing import AS_IT_IS, Narrowing
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver
 from flowrl.weights.send import SegmentSender
@@ -50,6 +64,31 @@ def test_one_transport_serves_all_readers(kinds: tuple[WeightTransport, ...], tr
     assert common_transport(routed(*kinds)) is transport
 
 
+def test_the_dtype_of_readers_is_the_widest_of_them() -> None:
+    assert readers_dtype(["bfloat16"], auto="float32") == "bfloat16"
+    assert readers_dtype(["auto", "float32"], auto="bfloat16") == "float32"
+    assert readers_dtype(["auto"], auto="bfloat16") == "bfloat16"
+    assert readers_dtype(["auto"], auto="auto") is None, "a config.json that names none"
+    assert readers_dtype(["bfloat16", "float16"], auto="") is None and readers_dtype([], auto="float32") is None
+    assert readers_dtype(["bfloat16", ""], auto="") is None, "a node of the user's that does not say"
+
+
+def test_a_trainer_knows_the_dtype_of_each_reader() -> None:
+    cfg = PPO(engine=EngineOptions(dtype="bfloat16"), dtype="float32")
+    plan = make_plan(ppo_graph(cfg))
+    assert {route.consumer: route.dtype for route in routes_of(plan, "actor")} == {"generator/0": "bfloat16"}
+    assert {route.dtype for route in routes_of(plan, "critic_trainer")} == {"float32"}
+
+
+@pytest.mark.parametrize(("dtype", "element"), [("auto", 4), ("bfloat16", 2)])
+def test_published_weights_are_estimated_in_the_dtype_in_which_they_are_sent(dtype: EngineDtype, element: int) -> None:
+    graph = grpo_graph(GRPO(engine=EngineOptions(dtype=dtype)))
+    cluster = Cluster((Machine(tuple(range(8))),))
+    found = residents(graph, make_plan(graph, cluster), cluster)
+    (shm,) = (term for one in found for term in one.footprint.terms if term.place == "shm")
+    assert shm.num_bytes == 3 * element * CHARACTER_SHAPE.parameters
+
+
 def test_different_gpu_transports_are_refused() -> None:
     routes = routed(NCCL, SHM)
     with pytest.raises(ConfigError, match="generator/0 by nccl, generator/1 by shm"):
@@ -65,7 +104,7 @@ def test_both_ends_choose_the_same_backend() -> None:
     assert {kind: type(receiver(routed(kind), "generator/0", "run")) for kind in WeightTransport} == ends
     assert isinstance(receiver(routed(NCCL), "critic/0", "run"), SegmentReceiver)
     for kind in (SHM, TCP):
-        assert isinstance(sender(routed(kind), "run", "policy", dtype=None), SegmentSender)
+        assert isinstance(sender(routed(kind), "run", "policy", narrowing=AS_IT_IS), SegmentSender)
 
 
 @pytest.mark.parametrize("transport", WeightTransport)
@@ -134,7 +173,7 @@ def test_tensors_are_copied_between_synchronizations() -> None:
                 events.append(f"release {index}")
 
     engine = Gathered()
-    for name, tensor in copied(engine, 1, lambda: events.append("synchronize")):
+    for name, tensor in copied(engine, 1, lambda: events.append("synchronize"), AS_IT_IS):
         assert torch.equal(tensor, engine.tensors()[name])
         events.append(name)
     assert events == [
@@ -177,6 +216,7 @@ def test_a_sender_gives_vllm_synchronized_copies(monkeypatch: pytest.MonkeyPatch
     from flowrl.weights import device
 
     events: list[str] = []
+    sent: set[str] = set()
 
     class Recording:
         def __init__(self, info: Any, client: Any, source: Any) -> None:
@@ -184,15 +224,18 @@ def test_a_sender_gives_vllm_synchronized_copies(monkeypatch: pytest.MonkeyPatch
             self.source = source
 
         def send_weights(self) -> None:
-            events.extend(name for name, _ in self.source)
+            for name, tensor in self.source:
+                events.append(name)
+                sent.add(str(tensor.dtype).removeprefix("torch."))
 
     monkeypatch.setattr(device, "_synchronize", lambda: events.append("synchronize"))
     monkeypatch.setattr(device.WeightTransferTrainerFactory, "trainer_init", Recording)
-    sender = device.NcclSender([WeightRoute("generator/0", NCCL, 2)])
+    sender = device.NcclSender([WeightRoute("generator/0", NCCL, 2)], narrowing=Narrowing("bfloat16"))
     source: Any = Engine()
     manifest = sender.stage(source, "policy", 3)
     sender.transmit()
     assert manifest is not None and manifest.transport.startswith("nccl:") and len(manifest.tensors) == 3
+    assert {row[1] for row in manifest.tensors} == {"bfloat16"} == sent and manifest.num_bytes == 2 * (15 + 7 + 16)
     assert events == [
         "group of 3, 256 MiB",
         *("synchronize", "synchronize", "a.weight", "a.bias", "synchronize"),

@@ -15,6 +15,8 @@ VOCABULARY = 40
 TEMPERATURE = 0.8
 LR = 0.05
 BATCHES = 3
+FIRST = 2
+"""The version that the first batch of a case updates, so that its oldest tokens are of version 0."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,16 @@ def make_model(path: Path, *, tied: bool, num_layers: int = 2, hidden_size: int 
     (path / "tokenizer_config.json").write_text("{}")
 
 
-def make_batch(number: int, case: Case) -> Batch:
-    """Uneven lengths, a group of 3 and two of 2; versions reach two back; update of version `number`."""
+def make_batch(number: int, case: Case, *, first: int = 0) -> Batch:
+    """Uneven lengths, a group of 3 and two of 2; versions reach two back; update of version `first + number`.
+
+    Tokens of versions below 0 count as data, which no version has sampled.
+    """
     draw = np.random.default_rng(number)
     samples = [
-        _sample(draw, group, member, size, number) for group, size in enumerate((3, 2, 2)) for member in range(size)
+        _sample(draw, group, member, size, first + number)
+        for group, size in enumerate((3, 2, 2))
+        for member in range(size)
     ]
     if case.layout != "rows":
         samples = [_with_shared_prompt(sample, number) for sample in samples]

@@ -22,7 +22,7 @@ from flowrl.training.model.attention import rule
 from flowrl.training.settings import ZeroSettings
 from tests.ranks import as_rank
 from tests.run_process import listening
-from tests.training_cases import BATCHES, CASES, LR, TEMPERATURE, Case, make_batch
+from tests.training_cases import BATCHES, CASES, FIRST, LR, TEMPERATURE, Case, make_batch
 
 DENSE_PLACES = rule.DENSE_PLACES
 EVERYTHING_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -62,8 +62,8 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
         engine, PolicyObjective(**case.objective), epochs=case.epochs, temperature=TEMPERATURE, max_staleness=2
     )
     updates = []
-    for version in range(BATCHES):
-        part = make_batch(version, case).split(gang.size)[gang.rank]
+    for number in range(BATCHES):
+        part, version = make_batch(number, case, first=FIRST).split(gang.size)[gang.rank], FIRST + number
         assert part.layout == case.layout
         updates.append(learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR))
     weights = {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}

@@ -21,22 +21,21 @@ import numpy as np
 from flowrl.errors import FlowrlError
 from flowrl.graph.facts import Facts
 from flowrl.graph.ports import In, Serve
-from flowrl.messages import Batch, Float32, Sample, Values, Weights
+from flowrl.messages import Batch, Float32, Values, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.model_layout import note, scoring_layout
-from flowrl.nodes.scoring_model import ScoringNode
+from flowrl.nodes.scoring_model import ScoringNode, gpu_problems
 from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_scalar
 from flowrl.training.settings import Dtype, Layout
-from flowrl.tree_packing import passes_over
 from flowrl.weights.backends import receiver
 from flowrl.weights.fetched import Receiver
+from flowrl.weights.module import load_published
 from flowrl.weights.probe import TOLERANCE, ProbeMismatch, coarser, mismatch
 from flowrl.weights.shm import SegmentLost
 
 if TYPE_CHECKING:
-    from flowrl.training.model.value_model import ScalarModel
-    from flowrl.weights.module import ModuleWeights
+    from flowrl.training.scoring.passes import Masked
 
 
 class Critic(ScoringNode):
@@ -64,19 +63,22 @@ class Critic(ScoringNode):
         self._first = asyncio.Event()
         """Set as soon as weights have been loaded once."""
         self._model_in_use = asyncio.Lock()
-        self._model: ScalarModel
-        self._loader: ModuleWeights
         self._receiver: Receiver
 
     # Declarations for the graph
 
     def facts(self) -> Facts:
-        return Facts(concurrency=1, token_budget=self.token_budget, weights_in_host_memory=True)
+        return Facts(
+            concurrency=1,
+            token_budget=self.token_budget,
+            weights_in_host_memory=True,
+            weights_dtype=self.dtype,
+        )
 
     def check(self, facts: Any) -> list[str]:
         if self.token_budget < 1:
             return [f"token_budget is {self.token_budget}; it needs at least the longest sample"]
-        return refused(self.layout, scoring_layout(self.policy, self.layout))
+        return [*gpu_problems(self.gpus), *refused(self.layout, scoring_layout(self.policy, self.layout))]
 
     def notes(self) -> list[str]:
         return [note(scoring_layout(self.policy, self.layout))]
@@ -95,25 +97,11 @@ class Critic(ScoringNode):
     def _load(self) -> None:
         """Build the network; the first weights message brings its parameter values."""
         source = resolve(self.policy, progress=self.context.progress)
-        import torch
+        from flowrl.training.model.loading import ModelLoad
 
-        from flowrl.training.model.value_model import load_scalar_model
-        from flowrl.weights.module import ModuleWeights
-
-        torch.set_num_threads(max(1, len(self.context.cores)))
-        model = load_scalar_model(
-            source,
-            start="policy",
-            dtype=self.dtype,
-            trust_remote_code=self.policy.trust_remote_code,
-            layout=self.layout,
-        ).eval()
-        self._model = model.to(self.load_device)
-        self._loader = ModuleWeights(dict(model.network.named_parameters()))
+        trusted = self.policy.trust_remote_code
+        self.open_model(ModelLoad(source, "scalar", dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
         self.context.progress("ready")
-
-    def scoring_model(self) -> ScalarModel:
-        return self._model
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -121,6 +109,7 @@ class Critic(ScoringNode):
             await self.requests.each(self._value, concurrency=1)
 
     async def close(self) -> None:
+        await super().close()
         if hasattr(self, "_receiver"):
             self._receiver.close()
 
@@ -156,9 +145,10 @@ class Critic(ScoringNode):
         self._first.set()
 
     def _replace(self, manifest: Weights) -> None:
+        assert self.scoring is not None, "`setup` opens it"
         fetched = self._receiver.fetch(manifest)
         try:
-            self._loader.load(fetched.update)
+            self.scoring.every(load_published, fetched.update)
         finally:
             fetched.close()
         if manifest.probe_logprobs:
@@ -168,7 +158,7 @@ class Critic(ScoringNode):
         """Check that our values of a few fixed sequences match the trainer's."""
         sequences = [np.array(tokens, np.int32) for tokens in manifest.probe_token_ids]
         masks = [np.ones(len(tokens), np.bool_) for tokens in sequences]
-        found = values_of(self._model, sequences, masks, token_budget=self.token_budget)
+        found = self._values_of([*zip(sequences, masks, strict=True)])
         difference = mismatch(manifest, [values[1:].tolist() for values in found])
         self.context.gauge("value_mismatch", difference)
         dtype = coarser(manifest, self.dtype)
@@ -187,31 +177,11 @@ class Critic(ScoringNode):
             await self._first.wait()
         async with self._model_in_use:
             with self.context.busy("value"):
-                values = await self.blocking(self._values, batch.samples)
+                values = await self.blocking(self._values_of, [(s.token_ids, s.policy_mask) for s in batch.samples])
             return Values(version=self.version, values=tuple(values))
 
-    def _values(self, samples: Sequence[Sample]) -> list[Float32]:
-        tokens, masks = [s.token_ids for s in samples], [s.policy_mask for s in samples]
-        return values_of(self._model, tokens, masks, token_budget=self.token_budget)
+    def _values_of(self, items: Sequence[Masked]) -> list[Float32]:
+        """V of the state before each policy token, at the token's position, for every sequence; 0 elsewhere."""
+        from flowrl.training.scoring.passes import values_of_pass
 
-
-def values_of(
-    model: ScalarModel, token_ids: Sequence[Any], policy_masks: Sequence[Any], *, token_budget: int
-) -> list[Float32]:
-    """V of the state before each policy token, at the token's position, for every sequence; 0 elsewhere."""
-    import torch
-
-    from flowrl.training.model.row_layout import lay_out, policy_places
-
-    device = next(model.parameters()).device
-    values = [np.zeros(len(tokens), np.float32) for tokens in token_ids]
-    passes, trees = passes_over(token_ids, token_budget, model.layout)
-    for indices in passes:
-        places = [policy_places(policy_masks[i]) for i in indices]
-        tokens, masks = [token_ids[i] for i in indices], [policy_masks[i] for i in indices]
-        rows = lay_out(tokens, masks, layout="tree" if trees else "padded", device=device)
-        with torch.no_grad():
-            values_N = model(rows).float().cpu()
-        for i, where, part in zip(indices, places, values_N.split([len(p) for p in places]), strict=True):
-            values[i][where] = part.numpy()
-    return values
+        return self.scores(values_of_pass, items)

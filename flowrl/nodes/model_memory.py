@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flowrl.graph.footprint import Footprint, MemoryTerm, Share, Stay
-from flowrl.graph.routes import WeightTransport
+from flowrl.graph.routes import WeightTransport, readers_dtype
 from flowrl.models import Policy
 from flowrl.models.known_shapes import known_shape
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.vllm_parallel import Parallel
-from flowrl.training.engine.train_memory import TrainerModel, scoring_bytes
+from flowrl.training.engine.train_memory import TrainerModel, scoring_bytes, scoring_gathered
 from flowrl.training.model.model_shape import BYTES, ModelShape
 from flowrl.training.settings import Dtype, LoRA, ZeroSettings
 
@@ -38,7 +38,7 @@ def trainer_footprint(
     shape = known_shape(policy)
     if shape is None:
         return None
-    model = TrainerModel(shape, zero, lora, share.replicas, scalar)
+    model = TrainerModel(shape, zero, lora, share.replicas, scalar, share.device_bytes)
     return Footprint(tuple(_trainer_terms(model, share)))
 
 
@@ -79,24 +79,33 @@ def _broadcast(share: Share) -> int:
 def _segments(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
     """Published versions in shared memory: one for each reader, and the two newest, at most."""
     readers = [way for way in share.sends if way.in_host_memory]
-    sent = (model.trained if model.lora.synced_rank else model.parameters) * model.element
+    read = readers_dtype(share.readers, auto=model.shape.dtype)
+    element = min(model.element, BYTES.get(read or "", model.element))
+    sent = (model.trained if model.lora.synced_rank else model.parameters) * element
     if readers:
         yield MemoryTerm("published weights", (len(readers) + 2) * sent, "shm")
 
 
 def scoring_footprint(policy: Policy, share: Share, dtype: Dtype, token_budget: int) -> Footprint | None:
-    """A model that only scores."""
+    """A model that only scores; the terms on a device are those of each of its GPUs."""
     shape = known_shape(policy)
     if shape is None:
         return None
     element = BYTES[dtype]
     weights = shape.parameters * element
-    terms = [MemoryTerm("weights", weights, "device", "turn"), MemoryTerm("loading", weights, "host", "loading")]
-    terms.append(MemoryTerm("activations", scoring_bytes(shape, element, token_budget), "device", "turn"))
+    ranks = max(1, int(share.gpus))
+    terms = [
+        MemoryTerm("weights", -(-weights // ranks), "device", "turn"),
+        MemoryTerm("loading", weights, "host", "loading"),
+    ]
+    if ranks > 1:
+        terms.append(MemoryTerm("gathered", scoring_gathered(shape, element), "device", "turn"))
+    most = scoring_bytes(shape, element, token_budget, share.device_bytes)
+    terms.append(MemoryTerm("activations", most, "device", "turn"))
     if share.in_turns and share.gpus:
         terms.append(MemoryTerm("weights", weights, "host", "away"))
     if share.gpus:
-        terms.append(MemoryTerm("runtime", RUNTIME_BYTES))
+        terms.append(MemoryTerm("runtime", RUNTIME_BYTES + (NCCL_BYTES if ranks > 1 else 0)))
     return Footprint(tuple(terms))
 
 

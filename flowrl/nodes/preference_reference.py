@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Bool, Group, Int32, Trainable
-from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
 from flowrl.models.model_layout import note, scoring_layout
+from flowrl.models.vocabulary import untold, vocabulary_problem
 from flowrl.nodes.preference_source import Preferences, Renderer
+from flowrl.nodes.scoring_model import gpu_problems, opened
 from flowrl.tasks import Row
 from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_policy
@@ -25,10 +28,13 @@ from flowrl.training.settings import Dtype, Layout
 
 if TYPE_CHECKING:
     from flowrl.models.references import ReferenceCache
+    from flowrl.training.scoring.local_model import ScoringModel
 
 
 class PreferenceReference(Node):
     """Adds `ref_logprobs` under `policy` (None: the data's) to preferences, mismatched completions included.
+
+    Another policy needs the same vocabulary: it scores the token ids of the data's.
 
     Sends up to `num_held_out` held-out rows as one batch before everything else, to evaluate the trainer.
     `token_budget` bounds the tokens of one pass, padding included. `layout`: whether prefixes that sequences share are
@@ -62,7 +68,8 @@ class PreferenceReference(Node):
         return Facts(optional=("held_out",))
 
     def check(self, facts: object) -> list[str]:
-        problems = []
+        problem = vocabulary_problem(self.data.policy, self.policy)
+        problems = [problem] if problem else []
         needed = self.data.group_size * self.data.max_tokens
         if self.token_budget < needed:
             problems.append(
@@ -71,6 +78,7 @@ class PreferenceReference(Node):
             )
         if self.num_held_out < 0:
             problems.append(f"num_held_out is {self.num_held_out}; it has to be 0 (none) or more")
+        problems += gpu_problems(self.gpus)
         return problems + refused(self.layout, scoring_layout(self.policy, self.layout))
 
     def notes(self) -> list[str]:
@@ -80,6 +88,8 @@ class PreferenceReference(Node):
         check_model(self.policy)
         if (model_dir := known_directory(self.policy)) is not None:
             check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
+        if untold(self.data.policy, self.policy):
+            require_same_vocabulary(self.data.policy, self.policy)
 
     async def setup(self) -> None:
         self._cache = await self.blocking(self._load)
@@ -87,11 +97,8 @@ class PreferenceReference(Node):
     def _load(self) -> ReferenceCache:
         progress = self.context.progress
         model_dir = resolve(self.policy, progress=progress)
-        import torch
-
         from flowrl.models.references import reference_cache
 
-        torch.set_num_threads(max(1, len(self.context.cores)))
         chat, rows = self.data.chat(progress), self.data.rows()
         parts = [Renderer(self.data, chat, rows.train), Renderer(self.data, chat, self._chosen(rows.held_out))]
         self._judged_on = parts[1]
@@ -99,12 +106,23 @@ class PreferenceReference(Node):
             model_dir,
             (sequence for part in parts for samples in part for sequence in _sequences(samples)),
             dtype=self.dtype,
-            device=torch.device("cuda" if self.context.gpus else "cpu"),
+            open_model=partial(self._open, model_dir),
             token_budget=self.token_budget,
             progress=progress,
-            trust_remote_code=self.policy.trust_remote_code,
-            layout=self.layout,
         )
+
+    def _open(self, model_dir: str) -> ScoringModel:
+        import torch
+
+        from flowrl.training.model.loading import ModelLoad
+        from flowrl.training.model.policy_model import choose_attention
+
+        torch.set_num_threads(max(1, len(self.context.cores)))
+        device = "cuda" if self.context.gpus else "cpu"
+        attention = choose_attention(None, torch.device(device), self.dtype)
+        trusted = self.policy.trust_remote_code
+        load = ModelLoad(model_dir, "lm", "policy", self.dtype, attention, trusted, self.layout)
+        return opened(load, self.context.gpus, device, threads=len(self.context.cores))
 
     def _chosen(self, held_out: Sequence[Row]) -> Sequence[Row]:
         """The rows to evaluate on; independent of the order of the data, with rows of one prompt next to each other."""

@@ -12,7 +12,6 @@ from flowrl.errors import SampleFailed
 from flowrl.messages import Bool, Int32, Sample
 from flowrl.models import Policy
 from flowrl.models.steps import separator_of, split_steps, step_tokens
-from flowrl.nodes.critic import values_of
 from flowrl.nodes.reward_model import RewardModel
 from flowrl.nodes.shared_pass import SharedPass
 from flowrl.tasks import Task
@@ -66,10 +65,10 @@ class ProcessReward(RewardModel):
             return await self.blocking(self._pass_of, asked)
 
     def _pass_of(self, asked: list[tuple[Int32, Bool]]) -> list[list[float]]:
-        ids, masks = zip(*asked, strict=True)
-        budget = max(self.token_budget, *map(len, ids), 1)
-        values = values_of(self._scorer.model, ids, masks, token_budget=budget)
-        return [(1 / (1 + np.exp(-found[mask]))).tolist() for found, mask in zip(values, masks, strict=True)]
+        from flowrl.training.scoring.passes import values_of_pass
+
+        values = self.scores(values_of_pass, asked)
+        return [(1 / (1 + np.exp(-found[mask]))).tolist() for found, (_, mask) in zip(values, asked, strict=True)]
 
 
 def reward_of(scores: Sequence[float], of_steps: OfSteps) -> float:

@@ -1,28 +1,33 @@
-"""The reference computes logprobs of every policy token under fixed weights, for a KL in the reward or the loss."""
+"""The reference computes logprobs of every policy token, for a KL in the reward or the loss.
+
+Its weights are fixed, or those of every nth version of the policy (`flowrl.nodes.refreshed`). Then a sample waits until
+the reference of its version is there: the trainer has published that version, and goes on when it is held here.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from flowrl.graph.facts import Facts
+from flowrl.graph.footprint import Footprint, MemoryTerm, Share
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Float32, Sample
+from flowrl.messages import Float32, Sample, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.model_layout import note, scoring_layout
 from flowrl.nodes.one_sequence import require_one_sequence
-from flowrl.nodes.scoring_model import ScoringNode
+from flowrl.nodes.refreshed import KeptReferences, num_kept
+from flowrl.nodes.scoring_model import ScoringNode, gpu_problems
 from flowrl.nodes.shared_pass import SharedPass
 from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype, Layout
-from flowrl.tree_packing import passes_over
-
-if TYPE_CHECKING:
-    from flowrl.training.model.policy_model import PolicyModel
+from flowrl.weights.backends import receiver
 
 
 class Reference(ScoringNode):
@@ -31,12 +36,17 @@ class Reference(ScoringNode):
     `dtype` applies to weights and computation, as in the trainer. At most `batch` samples wait for a pass at the
     same time. One pass takes at most `token_budget` tokens, padding included, or a single longer sample. `layout`:
     whether prefixes that samples share are computed once, see `ZeroSettings`.
+
+    With `refresh_every=n` it takes the weights of every nth version from the trainer on its latest edge, `mixup` times
+    theirs plus the rest of its own. The graph admits until they are held: `until=(generator.weights,
+    reference.weights)`.
     """
 
     cpus = 1
 
     rollouts: In[Sample]
     referenced: Out[Sample]
+    weights: In[Weights]
 
     def __init__(
         self,
@@ -47,8 +57,14 @@ class Reference(ScoringNode):
         token_budget: int = 8192,
         batch: int = 64,
         layout: Layout = "auto",
+        refresh_every: int = 0,
+        mixup: float = 1.0,
     ) -> None:
         self.policy = policy
+        self.refresh_every = refresh_every
+        self.mixup = mixup
+        self._kept: KeptReferences | None = None
+        self._newest = asyncio.Condition()
         self.temperature = temperature
         self.dtype = dtype
         self.token_budget = token_budget
@@ -57,15 +73,44 @@ class Reference(ScoringNode):
         self._pass = SharedPass(self._refer_all)
 
     def facts(self) -> Facts:
-        return Facts(concurrency=self.batch)
+        if not self.refresh_every:
+            return Facts(concurrency=self.batch, optional=("weights",))
+        return Facts(
+            concurrency=self.batch,
+            adapter_rank=0,
+            takes_every=self.refresh_every,
+            without_devices=("weights",),
+            weights_in_host_memory=True,
+            weights_dtype=self.dtype,
+        )
+
+    def footprint(self, share: Share) -> Footprint | None:
+        found = super().footprint(share)
+        if found is None or not self.refresh_every:
+            return found
+        weights = next(term.num_bytes for term in found.terms if term.name == "weights")
+        kept = MemoryTerm("references", 3 * weights, "host")  # two, and one more while it is made
+        return dataclasses.replace(found, terms=(*found.terms, kept))
 
     def check(self, facts: object) -> list[str]:
         problems = []
+        if self.refresh_every < 0:
+            problems.append(f"refresh_every is {self.refresh_every}; it has to be 0 (never) or more")
+        if not 0 < self.mixup <= 1:
+            problems.append(f"mixup is {self.mixup}; it has to be above 0, and at most 1")
+        if self.weights.connected and not self.refresh_every:
+            problems.append("it is sent weights that it never takes; give it refresh_every=, or remove that edge")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
         for name in ("token_budget", "batch"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        problems += gpu_problems(self.gpus)
+        if self.refresh_every and self.gpus > 1:
+            problems.append(
+                f"refresh_every is {self.refresh_every}, and gpus {self.gpus:g}; the weights of a reference that is "
+                "sharded stay as they are, so give it one GPU, or no refresh_every"
+            )
         return problems + refused(self.layout, scoring_layout(self.policy, self.layout))
 
     def notes(self) -> list[str]:
@@ -77,60 +122,117 @@ class Reference(ScoringNode):
             check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
 
     async def setup(self) -> None:
-        self._model = await self.blocking(self._load)
+        await self.blocking(self._load)
+        if self.refresh_every:
+            self._receiver = receiver(self.context.weight_routes, self._replica, self.context.run_id)
+            self._kept = await self.blocking(self._keep)
 
-    def _load(self) -> PolicyModel:
+    def _load(self) -> None:
+        from flowrl.training.model.loading import ModelLoad
+
         source = resolve(self.policy, progress=self.context.progress)
-        import torch
+        trusted = self.policy.trust_remote_code
+        self.open_model(ModelLoad(source, dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
 
-        from flowrl.training.model.policy_model import load_policy_model
+    def _keep(self) -> KeptReferences:
+        from flowrl.weights.module import ModuleWeights
 
-        torch.set_num_threads(max(1, len(self.context.cores)))
-        return (
-            load_policy_model(
-                source, dtype=self.dtype, trust_remote_code=self.policy.trust_remote_code, layout=self.layout
-            )
-            .eval()
-            .to(self.load_device)
-        )
+        assert self.scoring is not None, "`_load` opens it"
+        num = num_kept(self.refresh_every, self.context.max_staleness)
+        network = self.scoring.model.network
+        kept = KeptReferences(network, every=self.refresh_every, mixup=self.mixup, kept=num)
+        if self.context.resume_dir is not None:
+            kept.restore(self._state_dir(self.context.resume_dir))
+        self._published = ModuleWeights(dict(network.named_parameters()))
+        return kept
 
-    def scoring_model(self) -> PolicyModel:
-        return self._model
+    @property
+    def _replica(self) -> str:
+        return f"{self.name}/{self.context.replica}"
+
+    def _state_dir(self, path: str) -> Path:
+        return Path(path) / f"{self.name}_state"
+
+    async def checkpoint(self, path: str) -> None:
+        if self._kept is not None and self.context.replica == 0:
+            await self.blocking(self._kept.save, self._state_dir(path))
+
+    async def close(self) -> None:
+        await super().close()
+        if hasattr(self, "_receiver"):
+            self._receiver.close()
 
     async def run(self) -> None:
-        await self.rollouts.each(self._refer, concurrency=self.batch)
+        if self._kept is None:
+            await self.rollouts.each(self._refer, concurrency=self.batch)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_weights(self._kept))
+            await self.rollouts.each(self._refer, concurrency=self.batch)
+            self.referenced.close()
+
+    async def _follow_weights(self, kept: KeptReferences) -> None:
+        async for manifest in self.weights:
+            if manifest.version % self.refresh_every == 0 and manifest.version > kept.newest:
+                await self.blocking(self._take, kept, manifest)
+                self.context.metric("reference_refreshed", 1)
+                async with self._newest:
+                    self._newest.notify_all()
+            self.context.ledger.holds(self._replica, manifest.policy, manifest.version)
+            self.weights.finish(manifest)
+
+    def _take(self, kept: KeptReferences, manifest: Weights) -> None:
+        """Make the reference of a published version; it is not overwritten before it is held here."""
+        fetched = self._receiver.fetch(manifest)
+        try:
+            kept.take(manifest.version, self._published.read(fetched.update))
+        finally:
+            fetched.close()
 
     async def _refer(self, sample: Sample) -> None:
         require_one_sequence([sample], "a Reference")
+        if (kept := self._kept) is not None:
+            wanted = kept.of(newest_version(sample))
+            with self.context.waiting("the reference of its version"):
+                async with self._newest:
+                    await self._newest.wait_for(lambda: kept.newest >= wanted)
         ref_logprobs = await self._pass.ask(sample)
         await self.referenced.send(dataclasses.replace(sample, ref_logprobs=ref_logprobs))
 
     async def _refer_all(self, samples: list[Sample]) -> Sequence[Float32]:
         with self.context.busy("reference"):
-            return await self.blocking(
-                reference_logprobs, self._model, samples, self.temperature, token_budget=self.token_budget
-            )
+            return await self.blocking(self._passes, samples)
+
+    def _passes(self, samples: list[Sample]) -> Sequence[Float32]:
+        """The logprobs of each sample, under the reference of its version."""
+        if self._kept is None:
+            return self._logprobs(samples)
+        places: dict[int, list[int]] = defaultdict(list)
+        for place, sample in enumerate(samples):
+            places[self._kept.of(newest_version(sample))].append(place)
+        found: dict[int, Float32] = {}
+        for number, mine in sorted(places.items()):
+            used = self._kept.load(number)
+            logprobs = self._logprobs([samples[place] for place in mine])
+            found |= zip(mine, logprobs, strict=True)
+            for _ in mine:
+                self.context.gauge("reference_version", used)
+        return [found[place] for place in range(len(samples))]
+
+    def _logprobs(self, samples: Sequence[Sample]) -> list[Float32]:
+        """log p of the policy tokens of each sample, at their positions; 0 elsewhere."""
+        from flowrl.training.model.row_layout import policy_places
+        from flowrl.training.scoring.passes import logprobs_of
+
+        asked = [number for number, sample in enumerate(samples) if policy_places(sample.policy_mask).size]
+        results = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
+        items = [(samples[number].token_ids, samples[number].policy_mask) for number in asked]
+        for number, logprobs in zip(asked, self.scores(logprobs_of, items, self.temperature), strict=True):
+            results[number] = logprobs
+        return results
 
 
-def reference_logprobs(
-    model: PolicyModel, samples: Sequence[Sample], temperature: float, *, token_budget: int
-) -> list[Float32]:
-    """log p of the policy tokens of each sample under `model`, at their positions; 0 elsewhere."""
-    import torch
-
-    from flowrl.training.model.row_layout import lay_out, policy_places
-
-    device = next(model.parameters()).device
-    results = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
-    places = [policy_places(sample.policy_mask) for sample in samples]
-    wanted = [index for index, found in enumerate(places) if found.size]
-    passes, trees = passes_over([samples[index].token_ids for index in wanted], token_budget, model.layout)
-    for passed in passes:
-        chosen = [wanted[number] for number in passed]
-        token_ids, masks = [samples[i].token_ids for i in chosen], [samples[i].policy_mask for i in chosen]
-        rows = lay_out(token_ids, masks, layout="tree" if trees else "padded", device=device)
-        with torch.no_grad():
-            logprobs_N, _ = model(rows, temperature)
-        for index, part in zip(chosen, logprobs_N.float().cpu().split([places[i].size for i in chosen]), strict=True):
-            results[index][places[index]] = part.numpy()
-    return results
+def newest_version(sample: Sample) -> int:
+    """The newest version that sampled one of its tokens; 0 if none was sampled."""
+    versions = sample.whole_versions[sample.whole_mask]
+    return max(0, int(versions.max())) if versions.size else 0

@@ -24,7 +24,7 @@ from flowrl.models import Policy, check_model, resolve, tokenizer_of
 from flowrl.models.model_layout import note, scoring_layout
 from flowrl.models.tool_form import uses_tools
 from flowrl.nodes.reward_functions import RewardFunctions
-from flowrl.nodes.scoring_model import ScoringNode
+from flowrl.nodes.scoring_model import ScoringNode, gpu_problems
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.shared_pass import SharedPass
 from flowrl.tasks import Task, load_demonstrations, load_rows
@@ -35,7 +35,6 @@ from flowrl.training.settings import Dtype, Layout
 
 if TYPE_CHECKING:
     from flowrl.models.scorer import Scorer
-    from flowrl.training.model.value_model import ScalarModel
 
 TRIED_ROWS = 8
 """Number of rows that have to render identically before two templates count as equal."""
@@ -75,7 +74,9 @@ class RewardModel(ScoringNode):
         self.shaping = shaping or Shaping()
         self.batch = batch
         self.dtype = dtype
-        self.weight, others = beside_model(parse_reward(task.verifier, verifier=task.own_verifier))
+        heads = tuple(task.head_weights.items())
+        parts = parse_reward(task.verifier, verifier=task.own_verifier)
+        self.weight, others = beside_model([dataclasses.replace(part, heads=heads) for part in parts])
         self._functions = RewardFunctions(task, others, timeout_s=10.0, processes=1) if others else None
         self.token_budget = token_budget
         self.layout: Layout = layout
@@ -87,7 +88,7 @@ class RewardModel(ScoringNode):
         return Facts(drops=True, concurrency=self.batch)
 
     def check(self, facts: Any) -> list[str]:
-        problems = self.shaping.problems()
+        problems = [*self.shaping.problems(), *gpu_problems(self.gpus)]
         if not self.model:
             problems.append("its model is empty; name the directory of a reward model, as graphs/reward_model.py makes")
         for name in ("batch", "token_budget"):
@@ -124,24 +125,21 @@ class RewardModel(ScoringNode):
             await self.blocking(self._functions.open)
 
     async def close(self) -> None:
+        await super().close()
         if self._functions is not None:
             await self._functions.close()
 
     def _load(self) -> None:
-        import torch
+        from flowrl.models.chat import load_tokenizer
+        from flowrl.models.scorer import Scorer, scorer_load
 
-        from flowrl.models.scorer import load_scorer
-
-        torch.set_num_threads(max(1, len(self.context.cores)))
-        self._scorer = load_scorer(
+        path, trusted = (
             resolve(self.reward_policy, progress=self.context.progress),
-            self.load_device,
-            self.dtype,
-            system_prompt=self.task.system_prompt,
-            trust_remote_code=self.reward_policy.trust_remote_code,
-            token_budget=self.token_budget,
-            layout=self.layout,
+            self.reward_policy.trust_remote_code,
         )
+        model = self.open_model(scorer_load(path, self.dtype, trust_remote_code=trusted, layout=self.layout))
+        tokenizer = load_tokenizer(path, trust_remote_code=trusted)
+        self._scorer = Scorer(model, tokenizer, system_prompt=self.task.system_prompt, token_budget=self.token_budget)
         found = (load_rows(self.task, whole=True), load_demonstrations(self.task, whole=True))
         self._rows = {row.prompt_id: row for rows in found for row in (*rows.train, *rows.held_out)}
         theirs = tokenizer_of(self.policy, progress=self.context.progress)
@@ -153,9 +151,6 @@ class RewardModel(ScoringNode):
     @property
     def scored_by(self) -> Policy:
         return Policy(self.model)
-
-    def scoring_model(self) -> ScalarModel:
-        return self._scorer.model
 
     async def run(self) -> None:
         await self.rollouts.each(self._score, concurrency=self.batch)

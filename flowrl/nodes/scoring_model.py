@@ -1,12 +1,15 @@
-"""What nodes share that score with one fixed model: where the model is while other nodes use the same GPU.
+"""What nodes share that score with one fixed model: where the model is, and that it leaves a GPU that others use too.
 
 A node in turns (`g.time_share`) loads its model into host memory, has it on the GPU in its own turns, and moves it back
-at their end. So at any time only one of these models is on the device.
+at their end. So at any time only one of these models is on the device. A node with several GPUs shards its model over
+them, each with a process of its own (`flowrl.training.scoring.sharded_model`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.node import Node
@@ -15,20 +18,37 @@ from flowrl.nodes.model_memory import scoring_footprint
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
-    from torch import nn
+    from flowrl.training.model.loading import ModelLoad
+    from flowrl.training.scoring.local_model import ScoringModel
+
+R = TypeVar("R")
 
 
 class ScoringNode(Node):
-    """A node with one model. A subclass returns it from `scoring_model`, and loads it to `load_device`."""
+    """A node with one model, which a subclass opens in `setup` with `open_model`, and asks with `scores`."""
 
     policy: Policy
     dtype: Dtype
     token_budget: int
     """Most tokens of a pass."""
+    scoring: Any = None
+    """A ScoringModel; ports are found by evaluating annotations, and its module imports torch."""
 
-    def scoring_model(self) -> nn.Module:
-        """The model, loaded by `setup`."""
-        raise NotImplementedError
+    def open_model(self, load: ModelLoad) -> ScoringModel:
+        """Load the model; blocking."""
+        import torch
+
+        torch.set_num_threads(max(1, len(self.context.cores)))
+        model = opened(load, self.context.gpus, self.load_device, threads=len(self.context.cores))
+        self.scoring = model
+        return model
+
+    def scores(self, one: Callable[..., list[R]], items: Sequence[Any], *args: Any) -> list[R]:
+        """The result of the pass `one` (`flowrl.training.scoring.passes`) for each item; blocking."""
+        from flowrl.training.scoring.local_model import scored
+
+        assert self.scoring is not None, "`setup` opens it"
+        return scored(self.scoring, one, items, *args, token_budget=self.token_budget)
 
     def footprint(self, share: Share) -> Footprint | None:
         return scoring_footprint(self.scored_by, share, self.dtype, self.token_budget)
@@ -44,16 +64,31 @@ class ScoringNode(Node):
         return "cuda" if self.context.gpus and not self.context.in_turns else "cpu"
 
     async def on_acquire(self) -> None:
-        if self.context.gpus:
-            await self.blocking(self.scoring_model().to, "cuda")
+        if self.context.gpus and self.scoring is not None:
+            await self.blocking(self.scoring.come_back)
 
     async def on_release(self) -> None:
-        if self.context.gpus:
-            await self.blocking(self._leave)
+        if self.context.gpus and self.scoring is not None:
+            await self.blocking(self.scoring.leave)
 
-    def _leave(self) -> None:
-        """Move the model to host memory, and return its memory to the device: torch would keep it for this process."""
-        import torch
+    async def close(self) -> None:
+        if self.scoring is not None:
+            self.scoring.close()
 
-        self.scoring_model().to("cpu")
-        torch.cuda.empty_cache()
+
+def opened(load: ModelLoad, gpus: Sequence[int], device: str, *, threads: int) -> ScoringModel:
+    """The model on `device`, or, with several GPUs, sharded over this process's."""
+    from flowrl.training.scoring.local_model import LocalModel
+
+    if len(gpus) < 2:
+        return LocalModel(load.model().to(device))
+    from flowrl.training.scoring.sharded_model import ShardedModel
+
+    visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    return ShardedModel(load, visible, threads=max(1, threads // len(visible)))
+
+
+def gpu_problems(gpus: float) -> Iterator[str]:
+    """What is wrong with the number of GPUs of a model that only scores, as a complete sentence."""
+    if gpus > 1 and gpus != int(gpus):
+        yield f"gpus is {gpus:g}; a model is sharded over whole GPUs, so use {int(gpus)} or {int(gpus) + 1}"

@@ -5,30 +5,24 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Group, Sample, Scored
-from flowrl.models import Policy, check_model, known_directory, resolve, tokenizer_of
+from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
 from flowrl.models.model_layout import note, scoring_layout
-from flowrl.models.vocabulary import difference, untold, vocabulary_problem
+from flowrl.models.vocabulary import untold, vocabulary_problem
 from flowrl.nodes.one_sequence import require_one_sequence
-from flowrl.nodes.scoring_model import ScoringNode
+from flowrl.nodes.scoring_model import ScoringNode, gpu_problems
 from flowrl.nodes.shared_pass import SharedPass
 from flowrl.training.advantage.advantages import Array, distillation_advantages
 from flowrl.training.advantage.estimate import trainable
 from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype, Layout
-from flowrl.tree_packing import passes_over
-
-if TYPE_CHECKING:
-    from flowrl.training.model.policy_model import PolicyModel
 
 Judgement = tuple[Float32, Float32]
 """(log p of the policy tokens at their positions, 0 elsewhere; the last hidden state of each policy token)."""
@@ -84,6 +78,7 @@ class Teacher(ScoringNode):
         for name in ("token_budget", "batch"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        problems += gpu_problems(self.gpus)
         return problems + refused(self.layout, scoring_layout(self.policy, self.layout))
 
     def notes(self) -> list[str]:
@@ -94,28 +89,17 @@ class Teacher(ScoringNode):
         if (model_dir := known_directory(self.policy)) is not None:
             check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
         if untold(self.student, self.policy):
-            _require_same_vocabulary(self.student, self.policy)
+            require_same_vocabulary(self.student, self.policy)
 
     async def setup(self) -> None:
-        self._model = await self.blocking(self._load)
+        await self.blocking(self._load)
 
-    def _load(self) -> PolicyModel:
+    def _load(self) -> None:
+        from flowrl.training.model.loading import ModelLoad
+
         source = resolve(self.policy, progress=self.context.progress)
-        import torch
-
-        from flowrl.training.model.policy_model import load_policy_model
-
-        torch.set_num_threads(max(1, len(self.context.cores)))
-        return (
-            load_policy_model(
-                source, dtype=self.dtype, trust_remote_code=self.policy.trust_remote_code, layout=self.layout
-            )
-            .eval()
-            .to(self.load_device)
-        )
-
-    def scoring_model(self) -> PolicyModel:
-        return self._model
+        trusted = self.policy.trust_remote_code
+        self.open_model(ModelLoad(source, dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
 
     async def run(self) -> None:
         await self.rollouts.each(self._judge, concurrency=self.batch)
@@ -129,9 +113,13 @@ class Teacher(ScoringNode):
 
     async def _judge_all(self, samples: list[Sample]) -> list[Judgement]:
         with self.context.busy("teach"):
-            return await self.blocking(
-                judgements, self._model, samples, self.temperature, token_budget=self.token_budget
-            )
+            return await self.blocking(self._judgements, samples)
+
+    def _judgements(self, samples: Sequence[Sample]) -> list[Judgement]:
+        from flowrl.training.scoring.passes import judgements_of
+
+        items = [(sample.token_ids, sample.policy_mask) for sample in samples]
+        return self.scores(judgements_of, items, self.temperature)
 
 
 class TeacherAdvantage(Node):
@@ -172,34 +160,6 @@ class TeacherAdvantage(Node):
         return -advantages if self.negate else advantages
 
 
-def judgements(
-    model: PolicyModel, samples: Sequence[Sample], temperature: float, *, token_budget: int
-) -> list[Judgement]:
-    """The judgement of each sample."""
-    import torch
-
-    from flowrl.training.model.row_layout import lay_out, policy_places
-
-    device = next(model.parameters()).device
-    found: dict[int, Judgement] = {}
-    passes, trees = passes_over([sample.token_ids for sample in samples], token_budget, model.layout)
-    for passed in passes:
-        chosen = [samples[i] for i in passed]
-        token_ids, masks = [s.token_ids for s in chosen], [s.policy_mask for s in chosen]
-        rows = lay_out(token_ids, masks, layout="tree" if trees else "padded", device=device)
-        with torch.no_grad():
-            hidden_NK = model.hidden(rows)
-            logprobs_N, _ = model.causal_lm.get_output_embeddings()(hidden_NK, rows.targets_N, temperature)
-        places = [policy_places(mask) for mask in masks]
-        ends = np.cumsum([len(where) for where in places])[:-1]
-        parts = (np.split(tensor.float().cpu().numpy(), ends) for tensor in (logprobs_N, hidden_NK))
-        for index, where, logprobs, hidden in zip(passed, places, *parts, strict=True):
-            logprobs_T = np.zeros(len(samples[index].token_ids), np.float32)
-            logprobs_T[where] = logprobs
-            found[index] = logprobs_T, hidden
-    return [found[index] for index in range(len(samples))]
-
-
 def scored_by_teacher(sample: Sample, teacher_logprobs: Float32, hidden: Float32 | None = None) -> Scored:
     """`sample` with the teacher's logprobs, and their mean distance from the behavior policy's as its reward."""
     gap_T = distillation_advantages(teacher_logprobs, sample.behavior_logprobs, sample.policy_mask)
@@ -207,10 +167,3 @@ def scored_by_teacher(sample: Sample, teacher_logprobs: Float32, hidden: Float32
     fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
     fields |= {"teacher_logprobs": teacher_logprobs, "teacher_hidden": hidden}
     return Scored(**fields, reward=reward, raw_reward=reward, scored_s=time.time())
-
-
-def _require_same_vocabulary(student: Policy, teacher: Policy) -> None:
-    """Check what the files alone do not show. Raises ConfigError."""
-    mine, other = (tokenizer_of(policy).get_vocab() for policy in (student, teacher))
-    if mine != other:
-        raise ConfigError(difference(student.model, mine, teacher.model, other))

@@ -24,8 +24,10 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.node import Saved
 from flowrl.graph.ports import In, Out
+from flowrl.graph.routes import readers_dtype
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.models.directory import stored_dtype
 from flowrl.models.model_layout import note, trainer_layout
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.nodes.resident import ResidentNode
@@ -44,7 +46,7 @@ from flowrl.training.settings import LoRA, Start, ZeroSettings, attention_proble
 
 if TYPE_CHECKING:
     from flowrl.training.engine.zero import ZeroEngine
-    from flowrl.training.learner import Learner, Update
+    from flowrl.training.learner import Learner
     from flowrl.training.model.output_layer import OutputLayer
     from flowrl.weights.publish import Publisher
 
@@ -221,6 +223,7 @@ class Trainer(ResidentNode):
             dtype=self.zero.dtype,
             device=engine.device,
             trust_remote_code=self.teacher.trust_remote_code,
+            beta=self.objective.beta if isinstance(self.objective, ReverseKL) else 1.0,
         )
 
     def _source(self) -> str:
@@ -239,14 +242,18 @@ class Trainer(ResidentNode):
         if not self.weights.connected:
             return None
         from flowrl.training.model.adapter import AdapterSource, vllm_adapter_config
+        from flowrl.weights.narrowing import Narrowing, kept_in_float32
         from flowrl.weights.publish import Publisher
 
+        readers = (route.dtype for route in self.context.weight_routes)
+        dtype = readers_dtype(readers, auto=stored_dtype(resolve(self.policy)))
         adapter = vllm_adapter_config(self.lora, engine.model.network) if self.lora.synced_rank else None
         return Publisher(
             AdapterSource(engine) if adapter else engine,
             self.name,
             run_id=self.context.run_id,
             routes=self.context.weight_routes,
+            narrowing=Narrowing(dtype, kept_in_float32(engine.model.network)),
             adapter=adapter,
             probe_every=self.probe_every,
         )
@@ -315,7 +322,7 @@ class Trainer(ResidentNode):
         record = {"step": step, "lr": lr, "num_groups": batch.num_groups}
         if not self.objective.offline:  # offline data have no rewards that a batcher could report
             record |= batch.metrics
-        record |= BatchStats.total(stats).metrics(offline=self.objective.offline) | _metrics(update)
+        record |= BatchStats.total(stats).metrics(offline=self.objective.offline) | update.metrics
         record |= before | (self._judged("held_out") if self._is_judged(step) else {})
         return record, [use for part_uses in uses for use in part_uses], update.changed
 
@@ -381,18 +388,3 @@ class Trainer(ResidentNode):
 
     def _state_dir(self, path: str) -> Path:
         return Path(path) / f"{self.name}_state"
-
-
-def _metrics(update: Update) -> dict[str, Any]:
-    """The update's values under their names in a metrics line."""
-    return {
-        **update.stats,
-        "optimizer_steps": update.optimizer_steps,
-        "skipped_steps": update.skipped_steps,
-        "unchanged": not update.changed,
-        "token_passes": update.token_passes,
-        "tokens_computed": update.tokens_computed,
-        "grad_norm": update.grad_norm,
-        "behavior_gap": update.behavior_gap,
-        "behavior_gap_by_staleness": {str(age): gap for age, gap in update.behavior_gap_by_staleness.items()},
-    }

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,21 @@ class Update:
     behavior_gap: float | None
     """Mean |log π_p − log π_b| over trained tokens."""
     behavior_gap_by_staleness: Mapping[int, float]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The values under their names in a metrics line."""
+        return {
+            **self.stats,
+            "optimizer_steps": self.optimizer_steps,
+            "skipped_steps": self.skipped_steps,
+            "unchanged": not self.changed,
+            "token_passes": self.token_passes,
+            "tokens_computed": self.tokens_computed,
+            "grad_norm": self.grad_norm,
+            "behavior_gap": self.behavior_gap,
+            "behavior_gap_by_staleness": {str(age): gap for age, gap in self.behavior_gap_by_staleness.items()},
+        }
 
 
 class Learner:
@@ -293,7 +309,8 @@ class Learner:
     def _assert_bound(self, sample: Trainable, mask: Bool, version: int) -> None:
         if self._max_staleness is None or self.objective.offline or not mask.any():
             return
-        oldest = int(sample.versions[mask].min())
+        sampled = mask & (sample.whole_versions >= 0)
+        oldest = int(sample.whole_versions[sampled].min()) if sampled.any() else version
         if version - oldest > self._max_staleness:
             raise FlowrlError(
                 f"sample {sample.sample_id!r} has tokens of version {oldest}, and training would make version "
@@ -304,10 +321,11 @@ class Learner:
 
 
 def _add_gaps(sums: Sums, micro_batch: MicroBatch, proximal_BT: Tensor) -> None:
-    """Add |log π_p − log π_b| of the trained tokens, by their age."""
+    """Add |log π_p − log π_b| of the trained tokens that the policy has sampled, by their age."""
     trained = micro_batch.mask_BT
     gaps = (proximal_BT - micro_batch.behavior_BT).abs()[trained].double().cpu().numpy()
     ages = micro_batch.ages_BT[trained].cpu().numpy()
+    gaps, ages = gaps[ages >= 0], ages[ages >= 0]
     for age in np.unique(ages):
         sums.gap_by_age[int(age)] += float(gaps[ages == age].sum())
         sums.tokens_by_age[int(age)] += int((ages == age).sum())

@@ -16,7 +16,7 @@ Head = Literal["lm", "scalar"]
 Start = Literal["policy", "reward_model"]
 """How a scalar head is initialised: newly drawn, or as it was saved."""
 Optimizer = Literal["adamw", "muon", "sgd"]
-Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "varlen"]
 Layout = Literal["auto", "rows", "tree"]
 Sync = Literal["adapter", "merged"]
 Quantize = Literal["none", "nf4", "int8"]
@@ -26,7 +26,7 @@ MOST_RANK = 512
 
 def attention_problems(attention: str | None, dtype: Dtype) -> list[str]:
     """Whether the attention cannot compute in that dtype, as a complete sentence."""
-    if dtype != "float32" or attention is None or not attention.startswith("flash_attention"):
+    if dtype != "float32" or attention is None or not attention.startswith(("flash_attention", "varlen")):
         return []
     return [f"attention is {attention!r}, which computes in 16 bits only, but dtype is float32; set bfloat16, or sdpa"]
 
@@ -100,9 +100,10 @@ class ZeroSettings:
     clip_grad_norm: float | None = None
     """Largest norm of the whole gradient; 0 does not clip. None: 1, or 0 with muon, whose steps have one size."""
     attention: Attention | None = None
-    """transformers' implementation; None: flash attention for bfloat16 on a GPU if it is installed, else sdpa."""
+    """transformers' implementation, or varlen: torch's own kernel for packed rows on a GPU, without a further package.
+    None: flash attention for bfloat16 on a GPU if it is installed, else sdpa."""
     packing: bool | None = None
-    """Put the sequences of a micro-batch into one row without padding; None: only with flash attention."""
+    """Put the sequences of a micro-batch into one row without padding; None: only with flash attention and varlen."""
     layout: Layout = "auto"
     """tree: prefixes that sequences of a micro-batch share, as a group's prompt, are computed once. rows: a row for
     each sequence. auto: trees where the model can and something is shared."""
@@ -110,6 +111,9 @@ class ZeroSettings:
     """Compute each layer's activations again in the backward pass: less memory, more time."""
     ema_decay: float = 0.0
     """Above 0: keep an exponential moving average of the weights and export it with every checkpoint."""
+    keep_optimizer: bool = True
+    """Keep the optimizer's state in checkpoints; without it they are a third as large, and a resumed run begins with
+    new moments."""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     """Further DeepSpeed settings, as zero_optimization.overlap_comm=true; they override flowrl's."""
 
@@ -152,8 +156,12 @@ class ZeroSettings:
                 yield f"{name} is {getattr(self, name)}; it has to lie between 0 and 1, 1 excluded"
         if not self.eps > 0:
             yield f"eps is {self.eps}; it has to be above 0"
+        if not self.keep_optimizer and (self.optimizer == "muon" or self.stage == 0 or self.nvme_path):
+            yield "keep_optimizer off needs adamw or sgd at ZeRO stage 1, 2 or 3, without nvme_path; leave it on"
         if self.packing and self.attention == "eager":
             yield "packing needs an attention that separates the sequences of one row; choose sdpa or flash attention"
+        if self.packing is False and self.attention == "varlen":
+            yield "attention 'varlen' is for packed rows; leave packing out, or choose sdpa"
 
     def with_dtype(self, dtype: Dtype) -> ZeroSettings:
         """These settings with the dtype from the graph's own option. Raises ConfigError if they name another dtype."""

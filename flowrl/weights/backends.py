@@ -12,6 +12,7 @@ from functools import partial
 
 from flowrl.graph.routes import WeightRoute, WeightTransport, common_transport
 from flowrl.weights.fetched import Receiver
+from flowrl.weights.narrowing import Narrowing
 from flowrl.weights.receive import SegmentReceiver
 from flowrl.weights.send import SegmentSender, Sender
 
@@ -23,7 +24,7 @@ class Publication:
     routes: Sequence[WeightRoute]
     run_id: str
     policy: str
-    dtype: str | None
+    narrowing: Narrowing
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class WeightBackend:
     """Of (routes, the reader's replica id, run id)."""
 
 
-def sender(routes: Sequence[WeightRoute], run_id: str, policy: str, *, dtype: str | None) -> Sender:
+def sender(routes: Sequence[WeightRoute], run_id: str, policy: str, *, narrowing: Narrowing) -> Sender:
     """The trainer's end of the backend that serves all readers. Raises ConfigError if none does."""
-    return BACKENDS[common_transport(routes)].sender(Publication(routes, run_id, policy, dtype))
+    return BACKENDS[common_transport(routes)].sender(Publication(routes, run_id, policy, narrowing))
 
 
 def receiver(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Receiver:
@@ -47,7 +48,7 @@ def receiver(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Receiv
 
 
 def _to_segments(publication: Publication, *, serve: bool) -> Sender:
-    return SegmentSender(publication.run_id, publication.policy, dtype=publication.dtype, serve=serve)
+    return SegmentSender(publication.run_id, publication.policy, narrowing=publication.narrowing, serve=serve)
 
 
 def _from_segments(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Receiver:
@@ -57,7 +58,7 @@ def _from_segments(routes: Sequence[WeightRoute], replica: str, run_id: str) -> 
 def _to_group(publication: Publication) -> Sender:
     from flowrl.weights.device import NcclSender
 
-    return NcclSender(publication.routes)
+    return NcclSender(publication.routes, narrowing=publication.narrowing)
 
 
 def _from_group(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Receiver:

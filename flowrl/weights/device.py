@@ -25,6 +25,7 @@ from flowrl.channel.address import local_ip
 from flowrl.graph.routes import WeightRoute, WeightTransport, world_size
 from flowrl.messages import Weights
 from flowrl.weights.fetched import PACKED_BYTES
+from flowrl.weights.narrowing import AS_IT_IS, Narrowing
 from flowrl.weights.send import BUCKET_BYTES, Source
 from flowrl.weights.whole_tensors import copied
 
@@ -32,19 +33,23 @@ from flowrl.weights.whole_tensors import copied
 class ZeroSource(WeightSource):  # type: ignore[misc]
     """Presents a training engine's buckets as vLLM's stream of whole tensors; collective over the trainer's ranks."""
 
-    def __init__(self, source: Source, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, source: Source, *, narrowing: Narrowing = AS_IT_IS, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._source = source
+        self._narrowing = narrowing
         self._bucket_bytes = bucket_bytes
         self._metadata: list[ParamMeta] | None = None
 
     def metadata(self) -> list[ParamMeta]:
         """Names, dtypes and shapes. The first call gathers the parameters once, on all ranks, to find them."""
         if self._metadata is None:
-            self._metadata = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._gathered()]
+            self._metadata = [
+                ParamMeta(name, self._narrowing.of(name, tensor.dtype), tuple(tensor.shape))
+                for name, tensor in self._gathered()
+            ]
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return copied(self._source, self._bucket_bytes, _synchronize)
+        return copied(self._source, self._bucket_bytes, _synchronize, self._narrowing)
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         for names, tensors in self._source.buckets(self._bucket_bytes):
@@ -63,16 +68,17 @@ class Announced:
 class NcclSender:
     """One broadcast, packed by vLLM, from rank 0 to every worker of every generator."""
 
-    def __init__(self, routes: Sequence[WeightRoute]) -> None:
+    def __init__(self, routes: Sequence[WeightRoute], *, narrowing: Narrowing = AS_IT_IS) -> None:
         self.copy_s = 0.0
         self._routes = tuple(routes)
+        self._narrowing = narrowing
         self._source: ZeroSource | None = None
         self._engine: Any = None
         self._port = 0
 
     def stage(self, source: Source, policy: str, version: int) -> Weights | None:
         if self._source is None:
-            self._source = ZeroSource(source)
+            self._source = ZeroSource(source, narrowing=self._narrowing)
         rows = [_row(meta) for meta in self._source.metadata()]
         self._rank = source.rank
         if source.rank != 0:

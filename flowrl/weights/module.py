@@ -29,14 +29,21 @@ class ModuleWeights:
         """
         import torch
 
+        with torch.no_grad():
+            for name, tensor in self.read(update).items():
+                _fill(self._parameters[name], tensor)
+
+    def read(self, update: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The version's tensors by name, as views of its segment: they are valid while the caller holds its lock.
+
+        Raises FlowrlError if names or shapes differ from the module's.
+        """
         found = dict(views(self._mapping(update["segment"]), update["tensors"], start=DATA_OFFSET))
         self._require_same(found)
-        with torch.no_grad():
-            for name, tensor in found.items():
-                self._parameters[name].copy_(tensor)
+        return found
 
     def _require_same(self, found: Mapping[str, Tensor]) -> None:
-        mine = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._parameters.items()}
         theirs = {name: tuple(tensor.shape) for name, tensor in found.items()}
         different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
         if different:
@@ -51,3 +58,23 @@ class ModuleWeights:
             self._mappings[name] = segment.map()
             segment.close()
         return self._mappings[name]
+
+
+def load_published(model: Any, update: Mapping[str, Any]) -> None:
+    """Load the version of `update` into a flowrl model, or into this rank's part of one that ZeRO-3 has sharded."""
+    if not hasattr(model, "loader"):
+        model.loader = ModuleWeights(dict(model.network.named_parameters()))
+    model.loader.load(update)
+
+
+def _fill(parameter: Any, whole: Tensor) -> None:
+    """Copy a tensor into a parameter; of a sharded one, this rank's range of the flattened tensor."""
+    if not hasattr(parameter, "ds_tensor"):
+        parameter.copy_(whole)
+        return
+    import torch
+
+    shard = parameter.ds_tensor
+    start = torch.distributed.get_rank() * shard.numel()
+    part = whole.reshape(-1)[start : start + shard.numel()]
+    shard[: part.numel()].copy_(part)

@@ -22,6 +22,7 @@ from typing import Any
 from flowrl.graph.routes import WeightRoute, through_hosts
 from flowrl.messages import Weights
 from flowrl.weights.backends import sender
+from flowrl.weights.narrowing import AS_IT_IS, Narrowing
 from flowrl.weights.probe import probe_sequences
 from flowrl.weights.send import Source
 
@@ -39,9 +40,9 @@ class Publisher:
     """Publishes the versions of one policy.
 
     `probe_every=n` adds the probe to every nth publication, the first included; 0 leaves it out.
-    `routes` lead to its readers and determine the transport; without routes it is shared memory. If `adapter` is
-    given, the source's tensors are those of a LoRA adapter, and `adapter` holds what else the readers need;
-    adapters are sent through host memory, whatever the routes are.
+    `routes` lead to its readers and determine the transport; without routes it is shared memory. `narrowing` says in
+    which dtype tensors are sent. If `adapter` is given, the source's tensors are those of a LoRA adapter, and `adapter`
+    holds what else the readers need; adapters are sent through host memory, whatever the routes are.
     """
 
     def __init__(
@@ -51,14 +52,14 @@ class Publisher:
         *,
         run_id: str,
         routes: Sequence[WeightRoute] = (),
-        dtype: str | None = None,
+        narrowing: Narrowing = AS_IT_IS,
         adapter: Mapping[str, Any] | None = None,
         probe_every: int = 10,
     ) -> None:
         self.policy = policy
         self.times = PublishTimes()
         self._source = source
-        self._sender = sender(through_hosts(routes) if adapter else routes, run_id, policy, dtype=dtype)
+        self._sender = sender(through_hosts(routes) if adapter else routes, run_id, policy, narrowing=narrowing)
         self._adapter = adapter
         self._probe_every = probe_every
         self._num_published = 0

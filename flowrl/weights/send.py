@@ -16,6 +16,7 @@ import numpy.typing as npt
 from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Weights
 from flowrl.weights.manifest import Checksum, Row, aligned, tensor_bytes
+from flowrl.weights.narrowing import AS_IT_IS, Narrowing
 from flowrl.weights.shm import Segment, SegmentPool
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class Sender(Protocol):
 class SegmentSender:
     """Rank 0 writes the gathered buckets into a segment that any process of the machine can read.
 
-    Tensors are converted to `dtype` ("bfloat16", ...); the default is the engine's own. With `serve`, generators
-    on other machines may fetch the segments over TCP.
+    `narrowing` says in which dtype tensors are sent. With `serve`, generators on other machines may fetch the segments
+    over TCP.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SegmentSender:
         run_id: str,
         policy: str,
         *,
-        dtype: str | None = None,
+        narrowing: Narrowing = AS_IT_IS,
         bucket_bytes: int = BUCKET_BYTES,
         serve: bool = False,
     ) -> None:
@@ -84,7 +85,7 @@ class SegmentSender:
         self._serve = serve
         self._server: ChunkServer | None = None
         self.pool = SegmentPool(run_id, policy)
-        self._dtype = dtype
+        self._narrowing = narrowing
         self._bucket_bytes = bucket_bytes
 
     def stage(self, source: Source, policy: str, version: int) -> Weights | None:
@@ -94,7 +95,7 @@ class SegmentSender:
                 pass
             return None
         segment = self.pool.writable()
-        rows, checksum, num_bytes = self._write(segment, buckets)
+        rows, checksum, num_bytes = self._write(segment, buckets, self._narrowing)
         self.pool.publish(segment, version, num_bytes)
         return Weights(
             policy=policy,
@@ -117,7 +118,10 @@ class SegmentSender:
         return WeightTransport.TCP.at(str(self._server.origin(segment.name)))
 
     def _write(
-        self, segment: Segment, buckets: Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]]
+        self,
+        segment: Segment,
+        buckets: Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]],
+        narrowing: Narrowing,
     ) -> tuple[list[Row], int, int]:
         rows: list[Row] = []
         checksum = Checksum()
@@ -125,20 +129,13 @@ class SegmentSender:
         for names, tensors in buckets:
             began = time.perf_counter()
             for name, tensor in zip(names, tensors, strict=True):
-                dtype, data = self._flat(tensor)
+                dtype, data = _flat(tensor, narrowing.of(name, tensor.dtype))
                 segment.write(offset, data.data)
                 checksum.add(name, dtype, tensor.shape, data)
                 rows.append((name, dtype, tuple(tensor.shape), offset, len(data)))
                 offset = aligned(offset + len(data))
             self.copy_s += time.perf_counter() - began
         return rows, checksum.value, offset
-
-    def _flat(self, tensor: torch.Tensor) -> tuple[str, npt.NDArray[np.uint8]]:
-        import torch
-
-        dtype = getattr(torch, self._dtype) if self._dtype else tensor.dtype
-        here = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-        return str(dtype).removeprefix("torch."), tensor_bytes(here)
 
     def transmit(self) -> None:
         """Does nothing: readers fetch by themselves."""
@@ -148,3 +145,9 @@ class SegmentSender:
             self._server.close()
             self._server = None
         self.pool.close()
+
+
+def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[str, npt.NDArray[np.uint8]]:
+    """(name of `dtype`, bytes of the tensor in it); converted where the tensor is, so that fewer bytes are copied."""
+    here = tensor.detach().to(dtype).to("cpu").contiguous()
+    return str(dtype).removeprefix("torch."), tensor_bytes(here)

@@ -13,17 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from flowrl.weights.narrowing import Narrowing
 from flowrl.weights.send import Source
 
 if TYPE_CHECKING:
     import torch
 
 
-def copied(source: Source, bucket_bytes: int, synchronize: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
+def copied(
+    source: Source, bucket_bytes: int, synchronize: Callable[[], None], narrowing: Narrowing
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, copy) of every parameter; collective over the trainer's ranks. A copy belongs to the caller."""
     synchronize()
     for names, tensors in source.buckets(bucket_bytes):
         synchronize()
         for name, tensor in zip(names, tensors, strict=True):
-            yield name, tensor.clone()
+            yield name, tensor.to(narrowing.of(name, tensor.dtype), copy=True)
         synchronize()

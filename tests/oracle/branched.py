@@ -24,6 +24,8 @@ from tests.training_cases import VOCABULARY
 
 GAMMA = 0.9
 BATCHES = 2
+VERSIONS = range(2, 2 + BATCHES)
+"""Those that the batches update; the oldest tokens are of version 0."""
 WIDE = (0.05, 20.0)
 """Range of the corrections that zero what is outside of it: the recorded behavior logprobs are no model's."""
 SHAPES = (
@@ -155,7 +157,7 @@ def run(case: BranchedCase, model_dir: Path) -> BranchedOutcome:
     """Train a fresh copy of the model on all batches."""
     model = plain.load_policy(model_dir)
     optimizer, outcome = torch.optim.SGD(model.parameters(), lr=LR), BranchedOutcome()
-    for version in range(BATCHES):
+    for version in VERSIONS:
         groups = recorded(version)
         found = {name: lists for group in groups for name, lists in advantages(group, case).items()}
         episodes = [one for group in groups for one in group]

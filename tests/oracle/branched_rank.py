@@ -19,7 +19,7 @@ from flowrl.training.engine.gang import Gang
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import ZeroSettings
-from tests.oracle.branched import BATCHES, BRANCHED_CASES, GAMMA, SHAPES, BranchedCase, recorded
+from tests.oracle.branched import BRANCHED_CASES, GAMMA, SHAPES, VERSIONS, BranchedCase, recorded
 from tests.oracle.cases import LR, MAX_STALENESS, TEMPERATURE
 from tests.oracle.rank import MATRICES_SHARDED, Recording, weights_of
 from tests.ranks import as_rank
@@ -34,7 +34,7 @@ def batches_of(case: BranchedCase) -> list[Batch]:
     gamma = GAMMA if case.credit == "turn" else 1.0
     advantage = GroupAdvantage(Estimate(credit=case.credit, gamma=gamma), size=GROUP_SIZE)  # type: ignore[arg-type]
     arriving: list[Message] = []
-    for group in (group for version in range(BATCHES) for group in recorded(version)):
+    for group in (group for version in VERSIONS for group in recorded(version)):
         arriving += group
         arriving += [lost(member, group=group[0].group_id) for member in range(len(group), GROUP_SIZE)]
     groups = run_node(advantage, {"scored": arriving}).sent("groups")
@@ -55,7 +55,7 @@ def train(case: BranchedCase, engine: Recording, directory: Path) -> None:
         max_staleness=MAX_STALENESS if case.mask_staleness < 0 else case.mask_staleness,
     )
     losses = []
-    for version, batch in enumerate(batches_of(case)):
+    for version, batch in zip(VERSIONS, batches_of(case), strict=True):
         part = batch.split(engine.gang.size)[engine.gang.rank]
         assert part.layout == case.layout
         rows = sum(len(sample.sequences) for sample in part.samples)

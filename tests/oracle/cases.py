@@ -16,6 +16,8 @@ TEMPERATURE = 0.8
 GROUP_SIZE = 4
 GROUPS = 4
 MAX_STALENESS = 2
+FIRST = MAX_STALENESS
+"""The version that the first batch updates, so that its oldest tokens are of version 0."""
 LENGTH = 12
 """The constant L of `aggregation="constant"`."""
 LAM = 0.9

@@ -11,6 +11,7 @@ from flowrl.messages import Batch, Mismatched, Trainable
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.preference_objectives import DPO, KTO
 from flowrl.training.loss.value_objective import ValueObjective
+from tests.oracle.cases import FIRST
 from tests.training_cases import VOCABULARY
 
 NUM_PAIRS = 5
@@ -52,10 +53,10 @@ OFFLINE_CASES = (
 )
 
 
-def make_batch(case: OfflineCase, version: int) -> Batch:
+def make_batch(case: OfflineCase, number: int) -> Batch:
     """Pairs of uneven lengths, the rejected one first in every other; for `value` rollouts of several ages."""
-    draw = np.random.default_rng(100 + version)
-    samples = [_sample(draw, version, pair, label) for pair in range(NUM_PAIRS) for label in (-1, 1)]
+    draw = np.random.default_rng(100 + number)
+    samples = [_sample(draw, FIRST + number, pair, label) for pair in range(NUM_PAIRS) for label in (-1, 1)]
     if case.family != "dpo":
         samples = [_alone(sample) for sample in samples]
     if case.family == "kto":

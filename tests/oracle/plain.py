@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Scored
-from tests.oracle.cases import BATCHES, GROUPS, LAM, LR, TEMPERATURE, OracleCase
+from tests.oracle.cases import BATCHES, FIRST, GROUPS, LAM, LR, TEMPERATURE, OracleCase
 from tests.oracle.rollouts import Recorded
 
 
@@ -216,8 +216,8 @@ def run(case: OracleCase, recorded: Recorded, model_dir: Path) -> Outcome:
     """Train a fresh copy of the model on all batches."""
     model = load_policy(model_dir)
     optimizer, outcome = torch.optim.SGD(model.parameters(), lr=LR), Outcome()
-    for version in range(BATCHES):
-        groups = recorded[version * GROUPS : (version + 1) * GROUPS]
+    for number in range(BATCHES):
+        groups, version = recorded[number * GROUPS : (number + 1) * GROUPS], FIRST + number
         found = batch_advantages(groups, case, version)
         samples = [s for group in groups for s in group]
         with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Trainable
-from tests.oracle.cases import BATCHES, LR, TEMPERATURE
+from tests.oracle.cases import BATCHES, FIRST, LR, TEMPERATURE
 from tests.oracle.offline import OfflineCase, make_batch
 from tests.oracle.plain import Outcome, load_policy, places
 
@@ -22,15 +22,15 @@ def run(case: OfflineCase, model_dir: Path, scalar_start: Path) -> Outcome:
     """Train a fresh copy of the model on all batches."""
     model = _model(case, model_dir, scalar_start)
     optimizer, outcome = torch.optim.SGD(model.parameters(), lr=LR), Outcome()
-    for version in range(BATCHES):
-        samples = make_batch(case, version).samples
+    for number in range(BATCHES):
+        samples = make_batch(case, number).samples
         units = [samples[n : n + 2] for n in range(0, len(samples), 2)]
         if case.family != "dpo":
             units = [(sample,) for sample in samples]
         for _ in range(case.epochs):
             for indices in np.array_split(np.arange(len(units)), case.optimizer_steps):
                 optimizer.zero_grad()
-                LOSSES[case.family](model, [units[i] for i in indices], case, version).backward()
+                LOSSES[case.family](model, [units[i] for i in indices], case, FIRST + number).backward()
                 named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
                 outcome.gradients.append(named)
                 optimizer.step()

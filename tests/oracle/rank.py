@@ -23,7 +23,18 @@ from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import ZeroSettings
-from tests.oracle.cases import BATCHES, CASES, GROUP_SIZE, GROUPS, LAM, LR, MAX_STALENESS, TEMPERATURE, OracleCase
+from tests.oracle.cases import (
+    BATCHES,
+    CASES,
+    FIRST,
+    GROUP_SIZE,
+    GROUPS,
+    LAM,
+    LR,
+    MAX_STALENESS,
+    TEMPERATURE,
+    OracleCase,
+)
 from tests.oracle.offline import OFFLINE_CASES, OfflineCase, make_batch
 from tests.oracle.rollouts import Recorded, load
 from tests.ranks import as_rank
@@ -79,7 +90,8 @@ def batches_of(case: OracleCase, recorded: Recorded) -> list[Batch]:
     )
     window, max_staleness = (1, MAX_STALENESS) if case.mask_staleness < 0 else (0, case.mask_staleness)
     arrivals = _arrivals(groups, ordered=case.mask_staleness >= 0)
-    return run_node(batcher, {"groups": arrivals}, window=window, max_staleness=max_staleness).sent("batches")
+    record = run_node(batcher, {"groups": arrivals}, window=window, max_staleness=max_staleness, start_version=FIRST)
+    return record.sent("batches")
 
 
 def _members(group: tuple[Scored, ...]) -> list[Message]:
@@ -102,7 +114,7 @@ def train(case: OracleCase, engine: Recording, recorded: Recorded, directory: Pa
         max_staleness=MAX_STALENESS if case.mask_staleness < 0 else case.mask_staleness,
     )
     clip_fractions = []
-    for version, batch in enumerate(batches_of(case, recorded)):
+    for version, batch in enumerate(batches_of(case, recorded), FIRST):
         part = split(batch, engine.gang)
         masks = loss_masks(part.samples, part.mask_staleness, version)
         clip_fractions.append(learner.update(part, masks, version, LR).stats["clip_fraction"])
@@ -119,8 +131,8 @@ def split(batch: Batch, gang: Gang) -> Batch:
 def train_offline(case: OfflineCase, engine: Recording, directory: Path) -> None:
     engine.start_over()
     learner = Learner(engine, case.made(), epochs=case.epochs, temperature=TEMPERATURE)
-    for version in range(BATCHES):
-        part = make_batch(case, version).split(engine.gang.size)[engine.rank]
+    for number in range(BATCHES):
+        part, version = make_batch(case, number).split(engine.gang.size)[engine.rank], FIRST + number
         learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR)
     leave(engine, directory / f"{case.name}.pt", [])
 

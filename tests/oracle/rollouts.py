@@ -9,7 +9,7 @@ import torch
 
 from flowrl.channel.stored import dump_value, load_value
 from flowrl.messages import Scored
-from tests.oracle.cases import BATCHES, GROUP_SIZE, MAX_STALENESS, TEMPERATURE
+from tests.oracle.cases import BATCHES, FIRST, GROUP_SIZE, MAX_STALENESS, TEMPERATURE
 from tests.training_cases import VOCABULARY
 
 SIZES = (3, 2, 4, 3)
@@ -18,7 +18,7 @@ Recorded = tuple[tuple[Scored, ...], ...]
 
 
 def record(model_dir: Path, path: Path) -> None:
-    """Groups for BATCHES batches, in order of admission; batch n updates version n.
+    """Groups for BATCHES batches, in order of admission; batch n updates version FIRST + n.
 
     Behavior logprobs are the model's own with the noise that older weights and other numerics bring.
     """
@@ -28,7 +28,7 @@ def record(model_dir: Path, path: Path) -> None:
     draw = np.random.default_rng(11)
     groups = [
         tuple(_rollout(model, draw, version, group, member) for member in range(size))
-        for version in range(BATCHES)
+        for version in range(FIRST, FIRST + BATCHES)
         for group, size in enumerate(SIZES)
     ]
     path.write_bytes(dump_value(tuple(groups)))

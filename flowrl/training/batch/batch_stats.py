@@ -29,8 +29,10 @@ class BatchStats:
     trained_tokens: int = 0
     stale_tokens: int = 0
     truncated: int = 0
+    aged_tokens: int = 0
+    """Trained tokens that a version of the policy has sampled; data have none."""
     age: int = 0
-    """Sum over trained tokens."""
+    """Sum over these tokens."""
     oldest_age: int = 0
     turn_ages: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Turns, by their name in a metrics line -> (sum of ages over trained tokens, number of these)."""
@@ -50,9 +52,10 @@ class BatchStats:
             stats.response_tokens += sample.response_tokens
             stats.stale_tokens += int((trained_mask(sample) & sample.whole_mask & ~mask).sum())
             stats.truncated += sample.truncated
-            ages = version - sample.whole_versions[mask]
+            stats.trained_tokens += int(mask.sum())
+            ages = version - sample.whole_versions[mask & (sample.whole_versions >= 0)]
             if ages.size:
-                stats.trained_tokens += ages.size
+                stats.aged_tokens += ages.size
                 stats.age += int(ages.sum())
                 stats.oldest_age = max(stats.oldest_age, int(ages.max()))
                 stats._add_turn_ages(ages_by_turn(sample, mask, version))
@@ -72,6 +75,7 @@ class BatchStats:
                 whole.reward_parts[name] = whole.reward_parts.get(name, 0.0) + value
             whole.response_tokens += part.response_tokens
             whole.trained_tokens += part.trained_tokens
+            whole.aged_tokens += part.aged_tokens
             whole.stale_tokens += part.stale_tokens
             whole.truncated += part.truncated
             whole.age += part.age
@@ -106,8 +110,8 @@ class BatchStats:
             "reward_shaped_mean": self.shaped_reward / n,
             "truncated_fraction": self.truncated / n,
             "tokens_stale": self.stale_tokens,
-            "staleness_mean": self.age / trained if trained else None,
-            "staleness_max": self.oldest_age if trained else None,
+            "staleness_mean": self.age / self.aged_tokens if self.aged_tokens else None,
+            "staleness_max": self.oldest_age if self.aged_tokens else None,
             **{f"reward/{name}": value / n for name, value in self.reward_parts.items()},
             **self._of_turns(),
         }
@@ -125,6 +129,7 @@ def ages_by_turn(sample: Trainable, mask: Bool, version: int) -> dict[str, tuple
 
     A turn is a run of policy tokens; runs count through all sequences, one after the other.
     """
+    mask = mask & (sample.whole_versions >= 0)
     turns = np.cumsum(np.diff(sample.whole_mask.astype(np.int8), prepend=0) == 1)[mask]
     ages = version - sample.whole_versions[mask]
     doublings = np.ceil(np.log2(turns)).astype(int)

@@ -13,8 +13,14 @@ def trained_mask(sample: Trainable) -> Bool:
 
 
 def loss_masks(samples: Sequence[Trainable], mask_staleness: int, version: int) -> list[Bool]:
-    """The tokens of each sample that enter the loss in an update of `version`; -1 masks no token by age."""
+    """The tokens of each sample that enter the loss in an update of `version`; -1 masks no token by age.
+
+    Tokens of data, which no version has sampled, have no age.
+    """
     masks = [trained_mask(sample) for sample in samples]
     if mask_staleness < 0:
         return masks
-    return [mask & (version - s.whole_versions <= mask_staleness) for s, mask in zip(samples, masks, strict=True)]
+    return [
+        mask & ((version - s.whole_versions <= mask_staleness) | (s.whole_versions < 0))
+        for s, mask in zip(samples, masks, strict=True)
+    ]

@@ -83,7 +83,8 @@ def make_micro_batch(
         trained = [mask[where] for mask, where in zip(masks, places, strict=True)]
     behavior = [s.behavior_logprobs[where] for s, where in zip(samples, places, strict=True)]
     wholes = _wholes(trained, shares)
-    ages = [version - s.versions[where] for s, where in zip(samples, places, strict=True)]
+    versions = [s.versions[where] for s, where in zip(samples, places, strict=True)]
+    ages = [np.where(of >= 0, version - of, -1).astype(np.int32) for of in versions]  # data have no age
     return MicroBatch(
         rows,
         rows.column(trained, device),

@@ -29,6 +29,11 @@ class Ema:
         self._decay = decay
         self._average = [tensor.clone() for tensor in master_weights(engine)]
 
+    @property
+    def averages(self) -> list[Tensor]:
+        """The flat tensors, one for each of the master weights'."""
+        return self._average
+
     def update(self) -> None:
         """Add the weights that an optimizer step just made to the average."""
         for average, master in zip(self._average, master_weights(self._engine), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from flowrl.errors import ConfigError
 from flowrl.training.engine.compilers import check_nvcc, check_python_headers
 from flowrl.training.settings import LoRA, ZeroSettings
 
+SHARDS = "shards_rank_{rank}.pt"
+"""Files of the ranks' state that any number of ranks can load."""
 TAG = "zero"
 """The subdirectory of a trainer's directory that holds the state of its ranks."""
 
@@ -42,6 +45,8 @@ def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> list[str]
             f"checkpoint {path} was written {'with' if disks else 'without'} nvme_path, but this run is "
             f"{'with' if zero.nvme_path else 'without'} it; resume with the setting of the saved run"
         ]
+    if is_sharded(path):
+        return [*_unsharded_problems(path, zero, num_ranks)]
     found = disks or len(list(path.glob("*optim_states.pt")))
     if zero.effective_stage(num_ranks) and found != num_ranks:  # stage 0 shards nothing, so any number of ranks works
         return [
@@ -49,6 +54,25 @@ def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> list[str]
             f"resume with {found} trainer replicas"
         ]
     return []
+
+
+def in_shards(zero: ZeroSettings, num_ranks: int) -> bool:
+    """Whether ranks with these settings save in a form that any number of ranks can load (`shards`)."""
+    return zero.effective_stage(num_ranks) > 0 and zero.optimizer != "muon" and not zero.nvme_path
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether the training state in `path` was saved in that form."""
+    return any(path.glob(SHARDS.format(rank="*")))
+
+
+def _unsharded_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> Iterator[str]:
+    if not in_shards(zero, num_ranks):
+        now = "optimizer muon" if zero.optimizer == "muon" else "ZeRO stage 0"
+        yield (
+            f"checkpoint {path} was written with adamw or sgd at ZeRO stage 1, 2 or 3, but this run has {now}, which "
+            "keeps its state in another form; resume with the settings of the saved run"
+        )
 
 
 def _check_packages(zero: ZeroSettings, lora: LoRA) -> None:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowrl.training.model.model_shape import BYTES, ModelShape
+from flowrl.training.model.model_shape import BYTES, ModelShape, logits_bytes
 from flowrl.training.settings import LoRA, ZeroSettings
 
 BUCKET_BYTES = 4 * 50_000_000
 """DeepSpeed's buffer for gradients that are about to be reduced, in fp32 (`BUCKET_ELEMENTS` of zero.py)."""
 LIVE_PARAMETERS = 1_000_000_000
 """DeepSpeed's `stage3_max_live_parameters`: gathered ones that it keeps at most."""
+SCORING_LIVE = 200_000_000
+"""Gathered parameters that a rank of a sharded scoring model keeps at most, but for a single larger layer."""
 PERSISTENT_ELEMENTS = 100_000
 """DeepSpeed's `stage3_param_persistence_threshold`."""
-LOGITS_BYTES = 128 << 20
-"""Size of a chunk of logits (logprobs.py)."""
 QUANTIZED_BYTES = {"none": None, "nf4": 0.52, "int8": 1.02}
 """Bytes of a quantized parameter with its share of the scales (bitsandbytes: blocks of 64, nested)."""
 MOMENTS_BYTES = {"adamw": 8, "muon": 8, "sgd": 0}
@@ -34,6 +34,8 @@ class TrainerModel:
     ranks: int
     scalar: bool = False
     """A scalar head in place of the output layer."""
+    device_bytes: int = 0
+    """Memory of the rank's GPU; 0: it has none, or that is unknown."""
 
     @property
     def element(self) -> int:
@@ -112,7 +114,7 @@ class TrainerModel:
         """What a forward keeps for its backward, and the most that computing adds to it."""
         per_layer = tokens * layer_bytes(self.shape, self.element)
         working = tokens * self.element * (2 * self._wide + self.shape.hidden) + self._matrix_gradient
-        head = 0 if self.scalar else head_bytes(self.shape, self.element, tokens)
+        head = 0 if self.scalar else head_bytes(self.shape, self.element, tokens, self.device_bytes)
         if self.zero.gradient_checkpointing:
             kept = tokens * self.element * self.shape.hidden * self.shape.layers
             return kept + max(per_layer + working, head)
@@ -136,16 +138,21 @@ def layer_bytes(shape: ModelShape, element: int) -> int:
     return norms + attention + feed_forward
 
 
-def head_bytes(shape: ModelShape, element: int, tokens: int) -> int:
+def head_bytes(shape: ModelShape, element: int, tokens: int, device_bytes: int = 0) -> int:
     """The last norm, four fp32 tensors of a chunk's logits, and the gradient of the output layer, in fp32 and cast."""
-    chunk = min(tokens, max(1, LOGITS_BYTES // (4 * shape.vocab)))
+    chunk = min(tokens, max(1, logits_bytes(device_bytes) // (4 * shape.vocab)))
     last_norm = (8 if element == 2 else 12) * shape.hidden * tokens
     return last_norm + 16 * shape.vocab * chunk + (4 + element) * shape.vocab * shape.hidden
 
 
-def scoring_bytes(shape: ModelShape, element: int, tokens: int) -> int:
+def scoring_gathered(shape: ModelShape, element: int) -> int:
+    """Whole parameters that a rank of a sharded scoring model gathers for a pass."""
+    return min(shape.parameters, max(SCORING_LIVE, shape.vocab * shape.hidden)) * element
+
+
+def scoring_bytes(shape: ModelShape, element: int, tokens: int, device_bytes: int = 0) -> int:
     """The most that a forward without gradients computes with: one layer, or three fp32 tensors of a chunk's logits."""
     wide = shape.feed_forward * shape.active_experts
     layer = tokens * (3 * element * wide + (4 + 3 * element) * shape.hidden)
-    chunk = min(tokens, max(1, LOGITS_BYTES // (4 * shape.vocab)))
+    chunk = min(tokens, max(1, logits_bytes(device_bytes) // (4 * shape.vocab)))
     return max(layer, element * tokens * shape.hidden + 12 * shape.vocab * chunk)

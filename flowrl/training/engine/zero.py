@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError
-from flowrl.training.engine import on_disk
+from flowrl.training.engine import on_disk, shards
 from flowrl.training.engine.async_io import build_async_io
 from flowrl.training.engine.ema import Ema, whole_master_weight
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.optimizers import make_optimizer, rates
-from flowrl.training.engine.requirements import TAG, resume_problems
+from flowrl.training.engine.requirements import TAG, in_shards, is_sharded, resume_problems
 from flowrl.training.layouts import Decision, Placing, decide_trainer, refused
 from flowrl.training.model.adapter import adapter_off, write_adapter
 from flowrl.training.model.policy_model import (
@@ -273,6 +273,12 @@ class ZeroEngine:
         """Write master weights and optimizer state, a few files per rank. A frozen base is not included."""
         if self.settings.nvme_path:
             on_disk.save(self._engine.optimizer, Path(path) / TAG, self.rank)
+        elif self._in_shards:
+            averages = self._ema.averages if self._ema is not None else ()
+            kept = self.settings.keep_optimizer
+            shards.save(self._engine, Path(path) / TAG, self.rank, averages, optimizer=kept)
+            self.gang.gather(None)
+            return
         else:
             self._engine.save_checkpoint(
                 str(path), tag=TAG, save_latest=False, exclude_frozen_parameters=bool(self.lora.rank)
@@ -280,10 +286,18 @@ class ZeroEngine:
         if self._ema is not None:
             self._ema.save(Path(path), self.rank)
 
+    @property
+    def _in_shards(self) -> bool:
+        return in_shards(self.settings, self.gang.size)
+
     def load(self, path: str | Path) -> None:
-        """Load what `save` wrote with the same number of ranks, ZeRO stage and choice of offload to disk."""
+        """Load what `save` wrote, with any number of ranks where that is possible (`resume_problems`)."""
         for problem in resume_problems(Path(path) / TAG, self.settings, self.gang.size):
             raise ConfigError(problem)
+        if self._in_shards and is_sharded(Path(path) / TAG):
+            averages = self._ema.averages if self._ema is not None else ()
+            shards.load(self._engine, Path(path) / TAG, averages, optimizer=self.settings.optimizer == "adamw")
+            return
         if self.settings.nvme_path:
             on_disk.load(self._engine.optimizer, Path(path) / TAG, self.rank)
         else:

@@ -1,4 +1,4 @@
-"""Exact on-policy distillation: the loss compares the student's whole next-token distribution with a teacher's.
+"""Exact distillation: the loss compares the student's whole next-token distribution with a teacher's.
 
 A sample carries the teacher's last hidden state of each token, and every trainer rank has the teacher's output
 layer. The method that uses only the sampled token is `flowrl.training.advantage.advantages.distillation_advantages`.
@@ -9,7 +9,7 @@ Axes: B samples, T policy tokens of the longest one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
@@ -37,14 +37,20 @@ class ReverseKL(Objective):
 
     needs_proximal = False
     needs_entropy_gradient = True
-    """`entropies_BT` are relative to the teacher: −KL."""
-    stats = ("reverse_kl",)
+    """`entropies_BT` are relative to the teacher: minus the divergence."""
+    figure: ClassVar[str] = "reverse_kl"
+    beta: ClassVar[float] = 1.0
+    """Of the divergence that this is a case of, see `GeneralizedJSD`."""
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        return (self.figure,)
 
     def columns(self, sample: Trainable) -> Column:
         if sample.sample_id and sample.teacher_hidden is None:
             raise FlowrlError(
-                f"sample {sample.sample_id!r} has no hidden states of a teacher: the exact reverse KL needs a Teacher "
-                "node with exact=True between generator and trainer"
+                f"sample {sample.sample_id!r} has no hidden states of a teacher: comparing whole distributions needs "
+                "a Teacher node with exact=True between generator and trainer"
             )
         return {}
 
@@ -60,5 +66,23 @@ class ReverseKL(Objective):
             num_sequences=inputs.totals.num_sequences,
             sample_tokens_B=inputs.sample_tokens_B,
         )
-        stats = {"reverse_kl": aggregate(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)}
+        stats = {self.figure: aggregate(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)}
         return (-loss if self.negate else loss), stats
+
+
+@dataclass(frozen=True)
+class GeneralizedJSD(ReverseKL):
+    """The generalized Jensen-Shannon divergence of GKD (arXiv 2306.13649) at every policy token.
+
+    β·KL(π_teacher‖m) + (1 − β)·KL(π‖m) with m = β·π_teacher + (1 − β)·π; for β = 0 the forward KL, for 1 the reverse.
+    """
+
+    beta: float = 0.5  # type: ignore[misc]
+    """0: the forward KL KL(π_teacher‖π); 1: the reverse KL."""
+
+    figure: ClassVar[str] = "jsd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.beta <= 1:
+            raise ConfigError(f"beta is {self.beta}; it has to be from 0 to 1")

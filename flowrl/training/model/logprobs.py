@@ -4,7 +4,8 @@ Axes: N places (each predicts one token), H hidden size, K a teacher's, V vocabu
 
 The forward keeps only hidden states and weight, and the backward computes the chunk's logits again. If all
 places fit into one chunk, the logits are kept and nothing is computed twice. Logits are computed in the
-weight's dtype, as in vLLM, and everything after them in at least fp32.
+weight's dtype, as in vLLM, and everything after them in at least fp32. On a CPU, logprobs alone of logits that
+are not scaled go by `cached_logprobs`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.training.model.cached_logprobs import cached_logprobs
+from flowrl.training.model.divergence import divergence, slope
 from flowrl.training.model.logit_scaling import UNSCALED, LogitScaling
+from flowrl.training.model.model_shape import LOGITS_BYTES, logits_bytes
 
-LOGITS_BYTES = 128 << 20
-"""Size of one chunk's logits in bytes."""
+CACHED_ON: tuple[str, ...] = ("cpu",)
+"""Types of devices where logprobs go by `cached_logprobs`. The formulas of `train_memory` bound its memory too."""
+
+
+def logits_bytes_on(device: torch.device) -> int:
+    """Size of one chunk's logits: it grows with the memory of the GPU."""
+    if device.type != "cuda":
+        return LOGITS_BYTES
+    return logits_bytes(torch.cuda.get_device_properties(device).total_memory)
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,8 @@ class Taught:
     weight_VK: Tensor
     bias_V: Tensor | None
     scaling: LogitScaling = UNSCALED
+    beta: float = 1.0
+    """Of the divergence that student and teacher are compared by (`flowrl.training.model.divergence`)."""
 
     def logprobs(self, places: slice, temperature: float) -> Tensor:
         """Logprobs [C, V] at some places, without an autograd graph."""
@@ -51,9 +64,20 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log p(target), entropy of the full softmax) at every place; logits are scaled, and divided by temperature.
 
-    With `taught` the entropy is relative to the teacher's distribution q: −Σ p log(p/q) = −KL(p‖q).
+    With `taught` the entropy is relative to the teacher's distribution q: −Σ p log(p/q) = −KL(p‖q), or with its `beta`
+    minus the generalized Jensen-Shannon divergence.
     Gradients flow through the logprobs, and through the entropy only with `entropy_gradient`.
     """
+    if hidden_NH.device.type in CACHED_ON and not entropy_gradient and taught is None and scaling == UNSCALED:
+        return cached_logprobs(
+            hidden_NH,
+            weight_VH,
+            bias_V,
+            targets_N,
+            temperature=temperature,
+            kept_bytes=2 * logits_bytes,
+            product_bytes=logits_bytes // 4,
+        )
     wide_bytes = max(4, hidden_NH.element_size())
     chunk = max(1, logits_bytes // (weight_VH.shape[0] * wide_bytes))
     return _ChunkedLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
@@ -91,10 +115,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             places = slice(start, start + chunk)
             logits_CV = _logits(hidden_NH[places], weight_VH, bias_V, temperature, scaling)
             log_sum_C = torch.logsumexp(logits_CV, dim=-1)
-            probabilities_CV = (logits_CV - log_sum_C[:, None]).exp_()
             logprobs.append(logits_CV.gather(-1, targets_N[places, None]).squeeze(-1) - log_sum_C)
-            base_CV = logits_CV if taught is None else logits_CV - taught.logprobs(places, temperature)
-            entropies.append(log_sum_C - torch.linalg.vecdot(probabilities_CV, base_CV))
+            if taught is None:
+                probabilities_CV = (logits_CV - log_sum_C[:, None]).exp_()
+                entropies.append(log_sum_C - torch.linalg.vecdot(probabilities_CV, logits_CV))
+            else:
+                log_q_CV = taught.logprobs(places, temperature)
+                entropies.append(-divergence(logits_CV - log_sum_C[:, None], log_q_CV, taught.beta))
             sums.append(log_sum_C)
             kept_CV = logits_CV
         log_sums_N, entropies_N = torch.cat(sums), torch.cat(entropies)
@@ -126,6 +153,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 None if grad_entropies_N is None else grad_entropies_N[places],
                 entropies_N[places],
                 None if ctx.taught is None else ctx.taught.logprobs(places, ctx.temperature),
+                1.0 if ctx.taught is None else ctx.taught.beta,
             )
             grad_CV = ctx.scaling.backward_(grad_CV.div_(ctx.temperature), ctx.temperature * logits_CV)
             grad_CV = grad_CV.to(weight_VH.dtype)
@@ -150,17 +178,20 @@ def _logit_gradient(
     grad_entropy_C: Tensor | None,
     entropy_C: Tensor,
     log_q_CV: Tensor | None,
+    beta: float = 1.0,
 ) -> Tensor:
-    """Upstream gradients times ∂/∂logits: onehot − p for log p(target), −p(log p − log q + H) for the entropy."""
+    """Upstream gradients times ∂/∂logits: onehot − p for log p(target), −p(log p + H) for the entropy, and minus the
+    slope of the divergence for the one relative to a teacher."""
     p_CV = log_p_CV.exp()
     if grad_logprob_C is None:
         grad_logprob_C = torch.zeros_like(entropy_C)
     slope_C1 = -grad_logprob_C[:, None]
     if grad_entropy_C is None:
         grad_CV = p_CV.mul_(slope_C1)
+    elif log_q_CV is None:
+        grad_CV = p_CV * (slope_C1 - grad_entropy_C[:, None] * (log_p_CV + entropy_C[:, None]))
     else:
-        log_ratio_CV = log_p_CV if log_q_CV is None else log_p_CV - log_q_CV
-        grad_CV = p_CV * (slope_C1 - grad_entropy_C[:, None] * (log_ratio_CV + entropy_C[:, None]))
+        grad_CV = p_CV * slope_C1 - grad_entropy_C[:, None] * slope(log_p_CV, log_q_CV, beta)
     return grad_CV.scatter_add_(-1, targets_C[:, None], grad_logprob_C[:, None])
 
 
@@ -193,4 +224,5 @@ class LogprobHead(nn.Module):
             entropy_gradient=entropy_gradient,
             taught=taught,
             scaling=self.scaling,
+            logits_bytes=logits_bytes_on(hidden_NH.device),
         )

@@ -21,6 +21,16 @@ NORMED = ("qwen3", "qwen3_moe")
 """Model types with a norm of each head's query and key."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+LOGITS_BYTES = 128 << 20
+"""Size of one chunk's logits in fp32. Measured on a CPU: smaller ones, which its cache would hold, are not faster."""
+LOGITS_SHARE = 128
+"""On a GPU a chunk may have this part of its memory: 640 MiB of 80 GiB."""
+
+
+def logits_bytes(device_bytes: int) -> int:
+    """Size of one chunk's logits on a device with that much memory, 0 for a CPU."""
+    return max(LOGITS_BYTES, device_bytes // LOGITS_SHARE)
+
 
 @dataclass(frozen=True)
 class ModelShape:

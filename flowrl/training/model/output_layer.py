@@ -29,6 +29,8 @@ class OutputLayer:
     weight_VK: Tensor
     bias_V: Tensor | None
     scaling: LogitScaling = UNSCALED
+    beta: float = 1.0
+    """Of the divergence, see `Taught`."""
 
     def taught(self, rows: RowLayout, samples: Sequence[Trainable]) -> RowLayout:
         """`rows` with the teacher's distribution; unchanged if there are no samples, only padding."""
@@ -36,11 +38,17 @@ class OutputLayer:
         if not hidden:
             return rows
         hidden_NK = torch.from_numpy(np.concatenate(hidden)).to(self.weight_VK)
-        return replace(rows, taught=Taught(hidden_NK, self.weight_VK, self.bias_V, self.scaling))
+        return replace(rows, taught=Taught(hidden_NK, self.weight_VK, self.bias_V, self.scaling, self.beta))
 
 
 def load_output_layer(
-    path: str | Path, *, vocab_size: int, dtype: Dtype, device: torch.device, trust_remote_code: bool = False
+    path: str | Path,
+    *,
+    vocab_size: int,
+    dtype: Dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    beta: float = 1.0,
 ) -> OutputLayer:
     """Read only the output layer of the model in `path`. Raises ConfigError unless it has `vocab_size` tokens."""
     from transformers import AutoModelForCausalLM
@@ -52,12 +60,13 @@ def load_output_layer(
     if layer.weight.shape[0] != vocab_size:
         raise ConfigError(
             f"the output layer of the teacher {path} has {layer.weight.shape[0]} tokens, the student's has "
-            f"{vocab_size}; the exact reverse KL needs the same number; compare sampled tokens instead (exact=False)"
+            f"{vocab_size}; comparing whole distributions needs the same number; compare sampled tokens instead "
+            "(exact=False)"
         )
     names = {id(parameter): name for name, parameter in causal_lm.named_parameters()}
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     found = [_read(Path(path), names[id(parameter)]).to(device, DTYPES[dtype]) for parameter in parameters]
-    return OutputLayer(found[0], found[1] if len(found) > 1 else None, found_scaling(causal_lm))
+    return OutputLayer(found[0], found[1] if len(found) > 1 else None, found_scaling(causal_lm), beta)
 
 
 def _read(model_dir: Path, name: str) -> Tensor:

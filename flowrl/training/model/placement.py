@@ -30,6 +30,30 @@ TREE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
+class PackedBounds:
+    """Where the sequences of a packed row begin and end: computed once, where every layer would find it out again."""
+
+    ends_S: Tensor
+    """int32, the place behind each sequence, after a 0."""
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: npt.NDArray[np.int64], device: torch.device) -> PackedBounds:
+        ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        return cls(torch.from_numpy(ends).to(device), int(lengths.max()))
+
+    @property
+    def passed(self) -> dict[str, object]:
+        """Keywords of transformers' models, which pass them on to variable-length attention."""
+        return {
+            "cu_seq_lens_q": self.ends_S,
+            "cu_seq_lens_k": self.ends_S,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
+
+
+@dataclass(frozen=True)
 class Placement:
     """The model's input, and where each sequence stands in it."""
 
@@ -39,6 +63,8 @@ class Placement:
     places: Sequence[Places]
     """For every sequence, the flat index of each of its tokens."""
     tree: TreeAttention | None = None
+    bounds: PackedBounds | None = None
+    """Of a packed row."""
 
 
 def place(sequences: Sequence[Int32], layout: Placing, device: torch.device | None = None) -> Placement:
@@ -54,6 +80,7 @@ def place(sequences: Sequence[Int32], layout: Placing, device: torch.device | No
         _ids(np.concatenate(sequences)[None] if packed else _padded(sequences, widest), where),
         _ids(np.concatenate([np.arange(n) for n in lengths])[None], where) if packed else None,
         [start + np.arange(length) for start, length in zip(starts, lengths, strict=True)],
+        bounds=PackedBounds.of(lengths, where) if packed else None,
     )
 
 

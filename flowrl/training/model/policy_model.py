@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flowrl.errors import ConfigError
 from flowrl.training.layouts import Decision, decide
 from flowrl.training.model.adapter import add_adapter, quantization
+from flowrl.training.model.attention import varlen
 from flowrl.training.model.attention.tree_attention import register
 from flowrl.training.model.logit_scaling import found_scaling
 from flowrl.training.model.logprobs import LogprobHead
@@ -47,12 +48,19 @@ class PolicyModel(nn.Module):
         return self.causal_lm
 
     def forward(
-        self, rows: RowLayout, temperature: float = 1.0, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        rows: RowLayout,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+        *,
+        with_hidden: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Logprobs and entropies; `with_hidden` also the last hidden states at these places, [N, H]."""
+        hidden_NH = self.hidden(rows)
         result: tuple[Tensor, Tensor] = self.causal_lm.get_output_embeddings()(
-            self.hidden(rows), rows.targets_N, temperature, entropy_gradient, rows.taught
+            hidden_NH, rows.targets_N, temperature, entropy_gradient, rows.taught
         )
-        return result
+        return (*result, hidden_NH) if with_hidden else result
 
     def hidden(self, rows: RowLayout) -> Tensor:
         """[N, H]: the last hidden states at the positions of the policy tokens."""
@@ -68,6 +76,8 @@ def choose_attention(attention: Attention | None, device: torch.device, dtype: D
     if attention is not None:
         for problem in attention_problems(attention, dtype):
             raise ConfigError(problem)
+        if attention == "varlen":
+            varlen.require_varlen(device)
         return attention
     from transformers.utils import is_flash_attn_2_available
 
@@ -77,6 +87,9 @@ def choose_attention(attention: Attention | None, device: torch.device, dtype: D
 
 def implementation(attention: Attention, decision: Decision, config: Any) -> str:
     """The implementation to load a model with: one that takes rows, and trees too if these are possible."""
+    if attention == "varlen":
+        varlen.require_plain_scores(config)
+        return varlen.register()
     return register() if decision.trees else suited_attention(attention, config)
 
 
@@ -88,7 +101,7 @@ def suited_attention(attention: str, config: Any) -> str:
 
 def splits_packed_rows(attention: str) -> bool:
     """Whether packing sequences into one row costs no more than their own attention."""
-    return "flash" in attention
+    return "flash" in attention or attention == "varlen"
 
 
 def load_policy_model(

@@ -24,7 +24,7 @@ from flowrl.messages import Bool, Int32
 from flowrl.training.layouts import Placing
 from flowrl.training.model.attention.tree_attention import TreeAttention
 from flowrl.training.model.logprobs import Taught
-from flowrl.training.model.placement import Placement, place
+from flowrl.training.model.placement import PackedBounds, Placement, place
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,21 @@ class RowLayout:
     """A teacher's distributions at these places; with it, entropies are relative to the teacher's."""
     tree: TreeAttention | None = None
     """If the input is a forest: which places see which."""
+    bounds: PackedBounds | None = None
+    """If the input is a packed row: where its sequences end."""
 
     @property
     def model_input(self) -> dict[str, object]:
         """Arguments of a transformers model. Without `tree` no attention mask: packed rows must not have one."""
         tree = {} if self.tree is None else {"attention_mask": self.tree.passed_mask, "tree": self.tree}
-        return {"input_ids": self.input_ids_RL, "position_ids": self.position_ids_RL, "use_cache": False, **tree}
+        ends = {} if self.bounds is None else self.bounds.passed
+        return {
+            "input_ids": self.input_ids_RL,
+            "position_ids": self.position_ids_RL,
+            "use_cache": False,
+            **tree,
+            **ends,
+        }
 
     @property
     def num_computed(self) -> int:
@@ -115,4 +124,5 @@ def _layout(
         cells_N=tensor([b * most + np.arange(n) for b, n in enumerate(counts)]),
         shape=(len(counts), most),
         tree=placed.tree,
+        bounds=placed.bounds,
     )

@@ -1,0 +1,98 @@
+"""The tables of benchmarks/trainers.py in Markdown, and their place in a page of the documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.layouts import HEADS, Measured, Shape, row
+from benchmarks.trainer_systems import Found, StepJob, TrainerRun
+
+BEGIN, END = "<!-- trainers: begin -->", "<!-- trainers: end -->"
+COLUMNS = (
+    "job",
+    "dtype",
+    "system",
+    "runs",
+    "s a step",
+    "samples/s",
+    "× TRL",
+    "tokens a sample",
+    "peak memory GiB",
+)
+
+
+@dataclass(frozen=True)
+class TrainerResult:
+    """One run, with the load of the machine just before it."""
+
+    cell: TrainerRun
+    found: Found
+    load_before: float
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> TrainerResult:
+        cell = {**record["cell"], "job": StepJob(**record["cell"]["job"])}
+        return cls(TrainerRun(**cell), Found(**record["found"]), record["load_before"])
+
+
+def table(results: Sequence[TrainerResult], steps: int, command: str) -> str:
+    """A line for each job, dtype and system, with medians and (smallest–largest) of the repetitions."""
+    kinds = dict.fromkeys((one.cell.job, one.cell.dtype) for one in results)
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for job, dtype in kinds:
+        here = [one for one in results if (one.cell.job, one.cell.dtype) == (job, dtype)]
+        for system in sorted({one.cell.system for one in here}, reverse=True):
+            lines.append(_line(here, system))
+    loads = [one.load_before for one in results]
+    told = f" The machine's load before a run was {min(loads):.1f} to {max(loads):.1f}." if loads else ""
+    about = (
+        f"Medians of the runs (smallest–largest), each over {steps} steps; × TRL compares runs of one repetition, "
+        f"and counts samples/s. Memory is the resident memory of all processes of a run.{told}"
+    )
+    return "\n".join([about, "", *lines, "", f"    {command}"])
+
+
+def _line(results: Sequence[TrainerResult], system: str) -> str:
+    runs = [one for one in results if one.cell.system == system]
+    trl = {one.cell.repetition: one.found for one in results if one.cell.system == "trl"}
+    gains = [
+        one.found.samples_per_s / trl[one.cell.repetition].samples_per_s for one in runs if one.cell.repetition in trl
+    ]
+    cell, found = runs[0].cell, [one.found for one in runs]
+    cells = (
+        str(cell.job),
+        cell.dtype,
+        system,
+        str(len(runs)),
+        spread([one.step_s for one in found]),
+        spread([one.samples_per_s for one in found]),
+        spread(gains) if gains and system != "trl" else "–",
+        spread([one.response_tokens for one in found], digits=1),
+        spread([one.peak_rss_bytes / 2**30 for one in found], digits=1),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def spread(values: Sequence[float], *, digits: int = 2) -> str:
+    """Median, and the smallest and the largest if there are several."""
+    told = f"{median(values):.{digits}f}"
+    return told if len(values) == 1 else f"{told} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def alone_table(path: Path) -> str:
+    """The trainer alone, rows against trees, from what `benchmarks.layouts --json` wrote."""
+    found = [_measured(json.loads(line)) for line in path.read_text().splitlines()]
+    rows = {one.shape: one for one in found if one.way == "rows"}
+    trees = {one.shape: one for one in found if one.way == "auto"}
+    lines = [f"| {' | '.join(row(rows[shape], trees[shape]))} |" for shape in rows if shape in trees]
+    about = "The trainer alone, one update: rows against trees (`python -m benchmarks.layouts`)."
+    return "\n".join([about, "", f"| {' | '.join(HEADS)} |", f"|{'---|' * len(HEADS)}", *lines])
+
+
+def _measured(record: Mapping[str, Any]) -> Measured:
+    return Measured(**{**record, "shape": Shape(**record["shape"]), "seconds": tuple(record["seconds"])})

@@ -1,0 +1,58 @@
+"""The block of options of graphs in which a node scores the policy's answers: by the task's reward, or by a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.blocks import PolicyOptions
+from flowrl.nodes import ProcessReward, Reward, RewardModel
+from flowrl.nodes.process_reward import OfSteps
+from flowrl.role_options import RewardModelSize
+from flowrl.tasks import Task
+from flowrl.tasks.rewards import names_model
+
+
+@dataclass(frozen=True)
+class ScorerOptions(PolicyOptions):
+    """Options of graphs in which a node scores the policy's answers."""
+
+    reward_model: RewardModelSize = RewardModelSize()
+    """A reward model in place of the task's own reward, or in a sum with it."""
+    step_separator: str = ""
+    """The reward model scores every step of a response, and this ends a step, as '\\n'; empty: it scores responses."""
+    of_steps: OfSteps = "min"
+    """What a response's reward is of the scores of its steps."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.step_separator and not self.reward_model.model:
+            yield "--step-separator is for a process reward model; name its directory with --reward-model"
+        if names_model(self.task.reward) and not self.reward_model.model:
+            yield f"--task.reward {self.task.reward!r} names reward_model; name its directory with --reward-model"
+        if self.reward_model != RewardModelSize() and not self.reward_model.model:
+            yield "--reward-model.gpus and the like size a reward model; name its directory with --reward-model"
+
+    def make_scorer(self, task: Task) -> Reward | RewardModel:
+        """The node that scores responses to the rows of `task`, in a graph that trains nothing."""
+        if not self.reward_model.model:
+            return Reward(task)
+        return self.make_reward_model(task, **self.reward_model.given)
+
+    def make_reward_model(self, task: Task, *, normalise: bool = False, **settings: Any) -> RewardModel:
+        """The node of the reward model; `settings` are further arguments of it.
+
+        `normalise`: its scores are normalised by its own mean and standard deviation, unless
+        --reward-model.normalise says otherwise.
+        """
+        size = self.reward_model
+        if self.step_separator:
+            settings |= {"separator": self.step_separator, "of_steps": self.of_steps}
+            return ProcessReward(size.model, self.model, task, **settings)
+        settings["normalise"] = normalise if size.normalise is None else size.normalise
+        return RewardModel(size.model, self.model, task, **settings)
+
+    def place_reward(self) -> dict[str, Any]:
+        """The arguments of `Graph.add` for the node that scores responses."""
+        return self.place(self.reward_model) if self.reward_model.model else {}

@@ -1,0 +1,41 @@
+"""What to load for scoring: plain data, so that processes which share a model can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flowrl.training.settings import Attention, Dtype, Head, Layout, Start
+
+if TYPE_CHECKING:
+    from flowrl.training.model.policy_model import PolicyModel
+    from flowrl.training.model.value_model import ScalarModel
+
+
+@dataclass(frozen=True)
+class ModelLoad:
+    """One model directory and how it is loaded, see `load_policy_model` and `load_scalar_model`."""
+
+    path: str
+    head: Head = "lm"
+    start: Start = "policy"
+    dtype: Dtype = "float32"
+    attention: Attention = "sdpa"
+    trust_remote_code: bool = False
+    layout: Layout = "auto"
+
+    def model(self, *, tries: bool = True) -> PolicyModel | ScalarModel:
+        """The model in host memory, under ZeRO-3 its part. `tries`: a tree is tried, if it takes any."""
+        from flowrl.training.model.policy_model import load_policy_model
+        from flowrl.training.model.value_model import load_scalar_model
+
+        options = {
+            "dtype": self.dtype,
+            "attention": self.attention,
+            "trust_remote_code": self.trust_remote_code,
+            "layout": self.layout,
+            "tries": tries,
+        }
+        if self.head == "lm":
+            return load_policy_model(self.path, **options).eval()  # type: ignore[arg-type]
+        return load_scalar_model(self.path, start=self.start, **options).eval()  # type: ignore[arg-type]

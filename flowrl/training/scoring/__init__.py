@@ -1,0 +1,1 @@
+"""Models that only score: in this process, or sharded over the GPUs of several."""

@@ -1,0 +1,147 @@
+"""One rank of a model that is sharded for scoring: `python -m flowrl.training.scoring.rank DESCRIPTOR PARENT`.
+
+It answers its parent's questions until the parent closes the pipe, and ends with the parent wherever it is.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from flowrl.errors import ConfigError
+from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.residence import Residence
+from flowrl.training.engine.train_memory import SCORING_LIVE
+from flowrl.training.model.tree_trial import require_trees
+from flowrl.training.model.value_model import ScalarModel
+from flowrl.training.scoring.sharded_model import RankStart
+from flowrl.training.settings import Dtype
+
+PREFETCHED_ELEMENTS = 50_000_000
+
+
+def forward_config(dtype: Dtype) -> dict[str, Any]:
+    """DeepSpeed's configuration of ZeRO-3 without an optimizer. Small parameters are sharded too."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "steps_per_print": None,
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": SCORING_LIVE,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": PREFETCHED_ELEMENTS,
+        },
+    }
+
+
+class Shard:
+    """This rank's part of the model."""
+
+    def __init__(self, start: RankStart) -> None:
+        device = torch.device(start.device, 0) if start.device == "cuda" else torch.device("cpu")
+        self.gang = Gang.meet(start.rank, start.size, start.address, device)
+        import deepspeed
+        from transformers.integrations import HfDeepSpeedConfig
+
+        config = forward_config(start.load.dtype)
+        sharded = HfDeepSpeedConfig(config)  # while it exists, every weight is sharded as it is loaded
+        model = start.load.model(tries=False)
+        del sharded
+        self._engine, *_ = deepspeed.initialize(model=model, config=config)
+        self.model: Any = self._engine.module.eval()
+        self._residence = Residence(self._engine, device)
+        self._calls = 0
+        self.model.register_forward_hook(self._count)
+        if self.model.layout != "rows":
+            require_trees(
+                lambda rows: self.model(rows) if isinstance(self.model, ScalarModel) else self.model(rows)[0],
+                name=start.load.path,
+                vocab_size=int(self.model.network.config.vocab_size),
+                dtype=start.load.dtype,
+                device=device,
+            )
+
+    def _count(self, *_: object) -> None:
+        self._calls += 1
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {"layout": self.model.layout, "facts": self.model.network.config.to_dict()}
+
+    def answer(self, kind: str, *rest: Any) -> Any:
+        """What a question of the parent asks for."""
+        if kind == "pass":
+            one, items, trees, args = rest
+            before = self._calls
+            found = one(self.model, items, trees, *args)
+            assert self._calls == before + 1, f"{one.__name__} called the model {self._calls - before} times, not once"
+            return found
+        if kind == "call":
+            function, args = rest
+            self._release()
+            function(self.model, *args)
+        elif kind == "leave":
+            self._release()
+            self._residence.leave()
+        else:
+            assert kind == "come_back", kind
+            self._residence.come_back()
+        return None
+
+    def _release(self) -> None:
+        """Give gathered layers up: only the shards remain."""
+        self._engine.optimizer.get_param_coordinator().release_and_reset_all(self.model)
+
+
+def serve(pipe: Connection) -> None:
+    """Answer until the parent hangs up. What goes wrong is told, and ends the rank."""
+    try:
+        start = pipe.recv()
+        torch.set_num_threads(start.threads)
+        shard = Shard(start)
+        pipe.send(("answer", shard.told))
+        while True:
+            question = pipe.recv()
+            pipe.send(("answer", shard.answer(*question)))
+    except EOFError:
+        return
+    except ConfigError as mistake:
+        pipe.send(("mistake", str(mistake)))
+    except Exception:  # the boundary of the process: the parent has to learn of anything
+        pipe.send(("failed", traceback.format_exc()))
+
+
+def end_with(parent: int) -> None:
+    """End this process when `parent` ends, in a collective too."""
+    handle = os.pidfd_open(parent)
+
+    def watch() -> None:
+        select.select([handle], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to answer
+    end_with(int(sys.argv[2]))
+    serve(Connection(int(sys.argv[1])))
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort the interpreter's own way out
+
+
+if __name__ == "__main__":
+    # The questions name this module's classes as a module, not as the main program.
+    from flowrl.training.scoring.rank import main as run
+
+    run()
