@@ -8,11 +8,9 @@ from typing import Any
 
 from flowrl.blocks import OnlineOptions, too_low
 from flowrl.models import Policy
-from flowrl.nodes import Overlong, ProcessReward, PromptSource, Reward, RewardModel, Shaping, TokenBatch
-from flowrl.nodes.process_reward import OfSteps
+from flowrl.nodes import Curriculum, Overlong, PromptSource, Reward, RewardModel, Shaping, TokenBatch
 from flowrl.nodes.source import TooLong
-from flowrl.role_options import RewardModelSize
-from flowrl.tasks.rewards import names_model
+from flowrl.scorer_options import ScorerOptions
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class PromptOptions(OnlineOptions):
         """A batcher of groups; `settings` are further arguments of `TokenBatch`."""
         return super().batcher(mask_truncated=self.overlong_filter, **settings)
 
-    def prompts(self, policy: Policy | None = None) -> PromptSource:
+    def prompts(self, policy: Policy | None = None, *, curriculum: Curriculum | None = None) -> PromptSource:
         """The source of groups of `group_size` prompts, rendered for `policy` (default: the one that is trained)."""
         return PromptSource(
             self.task,
@@ -46,15 +44,14 @@ class PromptOptions(OnlineOptions):
             num_prompts=self.num_prompts,
             max_prompt_tokens=self.max_prompt_tokens,
             too_long=self.too_long,
+            curriculum=curriculum,
         )
 
 
 @dataclass(frozen=True)
-class RewardOptions(PromptOptions):
+class RewardOptions(ScorerOptions, PromptOptions):
     """Options of graphs in which a node scores the policy's answers."""
 
-    reward_model: RewardModelSize = RewardModelSize()
-    """A reward model in place of the task's own reward, or in a sum with it."""
     reward_clip: tuple[float, float] | None = None
     """Bounds of a response's reward, before it is compared with others; None: none."""
     stop_penalty: float | None = None
@@ -63,19 +60,6 @@ class RewardOptions(PromptOptions):
     """Tokens before `max_tokens` over which a penalty on long responses grows; 0: no penalty."""
     overlong_factor: float = 1.0
     """That penalty at `max_tokens`."""
-    step_separator: str = ""
-    """The reward model scores every step of a response, and this ends a step, as '\\n'; empty: it scores responses."""
-    of_steps: OfSteps = "min"
-    """What a response's reward is of the scores of its steps."""
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.step_separator and not self.reward_model.model:
-            yield "--step-separator is for a process reward model; name its directory with --reward-model"
-        if names_model(self.task.reward) and not self.reward_model.model:
-            yield f"--task.reward {self.task.reward!r} names reward_model; name its directory with --reward-model"
-        if self.reward_model != RewardModelSize() and not self.reward_model.model:
-            yield "--reward-model.gpus and the like size a reward model; name its directory with --reward-model"
 
     @property
     def shaping(self) -> Shaping:
@@ -99,25 +83,6 @@ class RewardOptions(PromptOptions):
         """
         if not self.reward_model.model:
             return Reward(self.task, function=None if self.task.reward else function, shaping=self.shaping)
-        if self.step_separator:
-            return ProcessReward(
-                self.reward_model.model,
-                self.model,
-                self.task,
-                separator=self.step_separator,
-                of_steps=self.of_steps,
-                shaping=self.shaping,
-                **self.scoring(self.reward_model),
-            )
-        return RewardModel(
-            self.reward_model.model,
-            self.model,
-            self.task,
-            normalise=normalise if self.reward_model.normalise is None else self.reward_model.normalise,
-            shaping=self.shaping,
-            **self.scoring(self.reward_model),
+        return self.make_reward_model(
+            self.task, normalise=normalise, shaping=self.shaping, **self.scoring(self.reward_model)
         )
-
-    def place_reward(self) -> dict[str, Any]:
-        """The arguments of `Graph.add` for the node that scores responses."""
-        return self.place(self.reward_model) if self.reward_model.model else {}

@@ -171,6 +171,39 @@ def test_another_model_or_other_data_is_another_cache(tmp_path: Path, referenced
     assert key_of(ids, ids > 1) != key_of(ids, ids > 2) != key_of(ids + 1, ids > 2)
 
 
+def test_the_reference_may_be_a_model_of_its_own(tmp_path: Path) -> None:
+    import torch
+
+    from tests.tiny_policy import make_policy
+
+    made = {name: make_policy(tmp_path / name, tied=True, seed=seed) for seed, name in enumerate(("policy", "other"))}
+    preferences = Preferences(TASK, Policy(str(tmp_path / "policy")), kind="pairs")
+    groups = run_node(PreferenceSource(preferences), name="prompts").groups("prompts")[:2]
+    asked = [prompt for group in groups for prompt in group]
+    pairs = run_node(PreferenceDataset(preferences), {"prompts": asked}).sent("groups")
+    node = PreferenceReference(preferences, policy=Policy(str(tmp_path / "other")), num_held_out=2)
+    (first, _) = run_node(node, {"groups": pairs}, timeout_s=100).sent("referenced")
+    for one in first.samples:
+        ids = torch.from_numpy(one.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logits = made["other"](ids).logits[0]
+        expected = logits.double().log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+        places = np.flatnonzero(one.policy_mask)
+        np.testing.assert_allclose(one.ref_logprobs[places], expected[places - 1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_graphs_name_the_model_that_they_compare_with(name: str) -> None:
+    from flowrl.graph.load import load_file
+
+    file = load_file(name)
+    for given, model in (((), "tiny"), (("--reference.model", "tiny_teacher"), "tiny_teacher")):
+        reference = file.build(file.parse(given)).nodes["reference"]
+        assert isinstance(reference, PreferenceReference) and reference.policy.model == model
+    (problem,) = [*file.build(file.parse(["--reference.model", "smollm2"])).nodes["reference"].check(None)]
+    assert "tiny and smollm2 have different tokenizers" in problem
+
+
 def test_settings_out_of_range_are_problems() -> None:
     node = PreferenceReference(data("pairs", max_tokens=600), token_budget=1000, num_held_out=-1)
     assert [problem.split(";")[0] for problem in node.check(None)] == [

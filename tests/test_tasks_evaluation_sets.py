@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ import numpy as np
 import pytest
 
 from flowrl.cli import main
+from flowrl.environments import Action, EnvironmentRow
+from flowrl.environments.find import find_environment
+from flowrl.environments.task_questions import with_sets
 from flowrl.errors import ConfigError, SampleFailed
 from flowrl.graph.load import load_file
 from flowrl.messages import Prompt
 from flowrl.models import Policy
-from flowrl.nodes import Evaluation, Generator, PromptSource, Sampling
+from flowrl.nodes import Environment, EnvironmentSource, Evaluation, Generator, PromptSource, Sampling, TaskSource
 from flowrl.nodes.dataset import DemonstrationSource
+from flowrl.nodes.environment_source import prompt_fields, question_fields
+from flowrl.runtime.driver.phases import shown_sets
 from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.testing import NodeRig
@@ -132,6 +138,8 @@ def test_all_rows_of_a_file_are_asked_by_name_with_several_answers(tmp_path: Pat
     assert figures["gsm8k/num_answers"] == figures["num_answers"] == 1319 * 4
     assert (figures["gsm8k/pass_at_4"], figures["pass_at_4"], figures["gsm8k/pass_at_2"]) == (1.0, 1.0, 0.5)
     assert figures["mean_at_4"] == 0.25
+    assert shown_sets(figures) == ["gsm8k/"], "one set is told once, by its name"
+    assert shown_sets({"exact_match": 0.0, "b/exact_match": 0.0}) == ["", "b/"]
     assert len({prompt.prompt_id for prompt in answers.asked}) == 1319
     (booked,) = rows(record)
     assert {row.task for row in booked} == {"gsm8k"}
@@ -185,14 +193,70 @@ def test_an_explicit_set_leaves_the_training_file_whole(tmp_path: Path, graph: s
     assert len(held_out.rows()) + len(load_rows(Task(train)).held_out) == 40 > len(held_out.rows())
 
 
-def test_agents_get_whole_sets_and_environments_refuse_them(tmp_path: Path) -> None:
+def test_agents_get_whole_sets_and_games_refuse_them(tmp_path: Path) -> None:
     test = file_of(tmp_path / "test.jsonl", 30)
     _, built = config("agent_openai", "--evaluate-task", f"mine={test}")
     evaluation = built.nodes["evaluation"]
     assert isinstance(evaluation, Evaluation)
     assert ([one.name for one in evaluation.agent_sets], evaluation.sets) == (["mine"], ())
-    with pytest.raises(ConfigError, match="--evaluate-task is for graphs that ask the rows of a task"):
-        config("agent_tools", "--evaluate-task", test)
+    with pytest.raises(ConfigError, match=r"names questions, and environment .* asks none of a task"):
+        config("agent_game", "--evaluate-task", test, "--environment", "gymnasium/FrozenLake-v1")
+    with pytest.raises(ConfigError, match="games are evaluated with --evaluate"):
+        config("self_play", "--evaluate-task", test)
+
+
+def numbers(path: Path, *answers: str) -> str:
+    rows = [{"prompt": f"{path.stem} {n}", "answer": answer} for n, answer in enumerate(answers)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_environments_with_questions_are_asked_whole_sets_and_train_all_rows(tmp_path: Path) -> None:
+    """Each set by its name, its own rows and its own check; the training task's rows are all trained."""
+    train = numbers(tmp_path / "train.jsonl", *map(str, range(16)))
+    easy, hard = numbers(tmp_path / "easy.jsonl", *["7"] * 11), numbers(tmp_path / "hard.jsonl", *["#### 8"] * 5)
+    sets = [f"easy={easy}", f"hard={hard}:check=gsm8k"]
+    _, built = config("agent_tools", "--task", train, "--evaluate-task", *sets)
+    evaluation, source, player = (built.nodes[name] for name in ("evaluation", "prompts", "environment"))
+    assert isinstance(evaluation, Evaluation) and isinstance(source, EnvironmentSource)
+    assert isinstance(player, Environment)
+    assert ([one.name for one in evaluation.agent_sets], evaluation.environments) == (["easy", "hard"], ())
+    env = find_environment(player.environment).made()
+
+    async def score(fields: Mapping[str, Any], answer: str) -> tuple[str, float | None]:
+        columns = fields["columns"]
+        row = EnvironmentRow(columns["environment"], columns["options"], columns["seed"])
+        asked = await env.reset(row.task, row.seed)
+        step = await env.step(Action(answer))
+        return str(asked.text), step.reward
+
+    for one, answer, right in zip(evaluation.agent_sets, ("7", "it is 8"), (11, 5), strict=True):
+        rows = one.chosen(load_rows(one.task, whole=True))
+        found = [asyncio.run(score(question_fields(player.environment, one.name, row), answer)) for row in rows]
+        assert {text for text, _ in found} == {f"{one.name} {n}" for n in range(right)}
+        assert [reward for _, reward in found] == [1.0] * right
+    trained = {asyncio.run(score(prompt_fields(row), "?"))[0] for row in (*source.rows()[:200], *source.rows()[-99:])}
+    assert trained == {f"train {n}" for n in range(16)}
+
+
+def test_a_reward_of_a_set_is_refused_where_the_environment_scores(tmp_path: Path) -> None:
+    train, test = numbers(tmp_path / "train.jsonl", *map(str, range(16))), numbers(tmp_path / "test.jsonl", "1")
+    name = with_sets(f"tools/{train}:tools=calculator", [f"mine={test}:reward=rules.py:score"])
+    with pytest.raises(ConfigError, match="the evaluation set 'mine' has a reward, but environment"):
+        find_environment(name).made()
+
+
+def test_an_environment_of_verifiers_has_its_own_questions(tmp_path: Path) -> None:
+    name = "verifiers/some-env:size=3"
+    _, built = config("agent_openai", "--agent", name, "--evaluate", "3")
+    prompts, evaluation = (built.nodes[name] for name in ("prompts", "evaluation"))
+    assert isinstance(prompts, EnvironmentSource) and isinstance(evaluation, Evaluation)
+    assert (prompts.environment, prompts.repeat) == (name, 8)
+    assert (evaluation.environments, evaluation.agent_sets, evaluation.tasks) == ((name,), (), ())
+    with pytest.raises(ConfigError, match="one of verifiers has its own questions"):
+        config("agent_openai", "--agent", name, "--evaluate-task", file_of(tmp_path / "test.jsonl", 30))
+    _, own = config("agent_openai", "--agent", "verifiers/mine.py:play")
+    assert isinstance(own.nodes["prompts"], TaskSource), "a function of a file"
 
 
 def test_two_sets_need_two_names(tmp_path: Path) -> None:

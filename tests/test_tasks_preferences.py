@@ -91,7 +91,7 @@ BAD: dict[str, tuple[Kind, dict[str, Any], str]] = {
         r":1: no column 'prompt', and 'chosen' is not a conversation",
     ),
     "label": ("labelled", {"prompt": "1", "completion": "2", "label": "good"}, r":1: the column 'label' is 'good'"),
-    "no label": ("labelled", {"prompt": "1", "completion": "2"}, r":1: the column 'label' is None"),
+    "no label": ("labelled", {"prompt": "1", "completion": "2"}, r":1: the column 'label' is missing"),
 }
 
 

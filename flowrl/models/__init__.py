@@ -14,6 +14,7 @@ from flowrl.models.find_model import found_directory, known_directory
 from flowrl.models.policy import CHARACTER_CONTEXT, CHARACTER_MODELS, SMOLLM2_CONTEXT, TOOL_MODEL, Policy
 from flowrl.models.template_options import check_template, with_template
 from flowrl.models.tool_form import tool_form, uses_tools
+from flowrl.models.vocabulary import difference
 from flowrl.tasks import Row
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "known_directory",
     "known_tokenizer",
     "load_tokenizer",
+    "require_same_vocabulary",
     "resolve",
     "to_stderr",
     "tokenizer_of",
@@ -84,6 +86,13 @@ def tokenizer_of(policy: Policy, *, progress: Progress = silent) -> Any:
     return with_template(found, policy)
 
 
+def require_same_vocabulary(scored: Policy, scorer: Policy) -> None:
+    """Compare the loaded tokenizers, where the files alone do not tell. Raises ConfigError if they differ."""
+    mine, other = (tokenizer_of(policy).get_vocab() for policy in (scored, scorer))
+    if mine != other:
+        raise ConfigError(difference(scored.model, mine, scorer.model, other))
+
+
 def known_context(policy: Policy) -> int | None:
     """The most tokens that the model's context takes; None if that is not known before the model is found."""
     if policy.model in CHARACTER_MODELS:
@@ -129,9 +138,12 @@ def check_prompts(policy: Policy, rows: Sequence[Row], system_prompt: str) -> No
 
 def check_tools(policy: Policy, rows: Iterable[Row]) -> None:
     """Raise ConfigError if `rows` have tools, or calls of them, that the model's chat template leaves out."""
-    of_tools = [row for row in rows if uses_tools(row.all_turns, row.tools)]
-    tokenizer: Any = known_tokenizer(policy) if of_tools else None
-    for row in of_tools if tokenizer is not None else ():
+    tokenizer: Any = None
+    for row in rows:
+        if not uses_tools(row.all_turns, row.tools):
+            continue
+        if tokenizer is None and (tokenizer := known_tokenizer(policy)) is None:
+            return
         if not tokenizer.chat_template:
             Chat(tokenizer).prompt(row.turns)
         tool_form(tokenizer).require(row.all_turns, row.tools)

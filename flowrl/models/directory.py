@@ -57,6 +57,12 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
+def stored_dtype(path: str | Path) -> str:
+    """The dtype that the model's config.json names, such as bfloat16; "auto" if it names none."""
+    config = _json(Path(path) / "config.json")
+    return str(config.get("dtype") or config.get("torch_dtype") or "auto")
+
+
 def weight_files(path: Path) -> list[Path]:
     """The files with the weights, safetensors if there are any, as the index names them if there is one."""
     index = path / INDEX

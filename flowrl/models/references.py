@@ -11,20 +11,19 @@ The file is memory-mapped for reading: data that nobody requests stay on disk.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from flowrl.messages import Bool, Float32, Int32
 from flowrl.models.cache import Progress, cached_directory
-from flowrl.training.model.policy_model import PolicyModel, choose_attention, load_policy_model
-from flowrl.training.model.row_layout import lay_out, policy_places
-from flowrl.training.settings import Dtype, Layout
+from flowrl.training.model.row_layout import policy_places
+from flowrl.training.scoring.local_model import ScoringModel
+from flowrl.training.scoring.passes import logprobs_of
+from flowrl.training.settings import Dtype
 from flowrl.tree_packing import passes_over
 
 VERSION = 1
@@ -58,11 +57,9 @@ def reference_cache(
     sequences: Iterable[tuple[Int32, Bool]],
     *,
     dtype: Dtype,
-    device: torch.device,
+    open_model: Callable[[], ScoringModel],
     token_budget: int,
     progress: Progress,
-    trust_remote_code: bool = False,
-    layout: Layout = "auto",
 ) -> ReferenceCache:
     """The cache of `sequences` (token ids, and which of them count) under the model, created first if missing.
 
@@ -77,15 +74,9 @@ def reference_cache(
         "data": hashlib.blake2b(b"".join(sorted(known)), digest_size=KEY_BYTES).hexdigest(),
     }
 
-    def load() -> PolicyModel:
-        attention = choose_attention(None, device, dtype)
-        return load_policy_model(
-            model_dir, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code, layout=layout
-        )
-
     def make(target: Path) -> None:
         progress(f"reference logprobs of {len(known)} sequences: computing them, kept for later runs")
-        _Pass(load, device, token_budget, progress).write(known, target)
+        _Pass(open_model, token_budget, progress).write(known, target)
 
     return ReferenceCache(cached_directory("references", "reference", recipe, make, progress))
 
@@ -111,11 +102,8 @@ def fingerprint(model_dir: Path) -> str:
 class _Pass:
     """One pass of the reference over all sequences."""
 
-    def __init__(
-        self, load: Callable[[], PolicyModel], device: torch.device, token_budget: int, progress: Progress
-    ) -> None:
-        self._load = load
-        self._device = device
+    def __init__(self, open_model: Callable[[], ScoringModel], token_budget: int, progress: Progress) -> None:
+        self._open = open_model
         self._token_budget = token_budget
         self._progress = progress
 
@@ -133,23 +121,18 @@ class _Pass:
         del logprobs  # flushes the memory map
 
     def _fill(self, logprobs: Float32, found: Sequence[tuple[Int32, Bool]], offsets: npt.NDArray[np.int64]) -> None:
-        model = self._load().eval().to(self._device)
-        passes, trees = passes_over([tokens for tokens, _ in found], self._token_budget, model.layout)
-        done = told = 0
-        for part in passes:
-            tokens, masks = zip(*(found[number] for number in part), strict=True)
-            rows = lay_out(tokens, masks, layout="tree" if trees else "padded", device=self._device)
-            with torch.no_grad():
-                logprobs_N, _ = model(rows, 1.0)
-            sizes = [offsets[number + 1] - offsets[number] for number in part]
-            values_N = np.split(logprobs_N.float().cpu().numpy(), np.cumsum(sizes)[:-1])
-            for number, values in zip(part, values_N, strict=True):
-                logprobs[offsets[number] : offsets[number + 1]] = values
-            done += len(part)
-            if (tenth := 10 * done // len(found)) > told:
-                told = tenth
-                self._progress(f"reference logprobs: {10 * tenth} %")
-        del model
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        model = self._open()
+        try:
+            passes, trees = passes_over([tokens for tokens, _ in found], self._token_budget, model.layout)
+            items = [[found[number] for number in part] for part in passes]
+            done = told = 0
+            for part, results in zip(passes, model.run(logprobs_of, items, trees, 1.0), strict=True):
+                for number, logprobs_T in zip(part, results, strict=True):
+                    places = policy_places(found[number][1])
+                    logprobs[offsets[number] : offsets[number + 1]] = logprobs_T[places]
+                done += len(part)
+                if (tenth := 10 * done // len(found)) > told:
+                    told = tenth
+                    self._progress(f"reference logprobs: {10 * tenth} %")
+        finally:
+            model.close()

@@ -15,12 +15,11 @@ import numpy as np
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
 from flowrl.models.chat import Chat, Messages, load_tokenizer
-from flowrl.training.layouts import Placing
 from flowrl.training.settings import Attention, Dtype, Layout
-from flowrl.tree_packing import passes_over
 
 if TYPE_CHECKING:
-    from flowrl.training.model.value_model import ScalarModel
+    from flowrl.training.model.loading import ModelLoad
+    from flowrl.training.scoring.local_model import ScoringModel
 
 Conversation = Messages | tuple[Messages, str]
 """All turns with the assistant's as the last one, or the turns of a prompt and the response to it."""
@@ -31,14 +30,13 @@ class Scorer:
     """Scores with one reward model, in the calling thread; see `load_scorer`."""
 
     def __init__(
-        self, model: ScalarModel, tokenizer: Any, *, system_prompt: str = "", token_budget: int = TOKENS_A_PASS
+        self, model: ScoringModel, tokenizer: Any, *, system_prompt: str = "", token_budget: int = TOKENS_A_PASS
     ) -> None:
         self.model = model
         self.token_budget = token_budget
         """Most tokens of one pass, padding included; a longer sequence has a pass of its own."""
         self.chat = Chat(tokenizer, system_prompt)
-        config = model.network.config
-        self.mean, self.std = stored_statistics(config)
+        self.mean, self.std = stored_statistics(model.facts)
         """Mean of the model's scores in its training; with `std` it makes the scores of several models comparable."""
 
     def score(self, conversations: Sequence[Conversation]) -> list[float]:
@@ -62,21 +60,10 @@ class Scorer:
 
     def score_ids(self, token_ids: Sequence[Int32]) -> list[float]:
         """The score of each sequence, at its last token."""
-        import torch
+        from flowrl.training.scoring.local_model import scored
+        from flowrl.training.scoring.passes import scores_of_pass
 
-        from flowrl.training.model.row_layout import lay_out_ends
-
-        scores = [0.0] * len(token_ids)
-        device = self.model.network.score.weight.device
-        passes, trees = passes_over(token_ids, self.token_budget, self.model.layout)
-        for indices in passes:
-            way: Placing = "tree" if trees else "padded"
-            rows = lay_out_ends([token_ids[i] for i in indices], layout=way, device=device)
-            with torch.no_grad():
-                found = self.model(rows).tolist()
-            for index, value in zip(indices, found, strict=True):
-                scores[index] = value
-        return scores
+        return scored(self.model, scores_of_pass, token_ids, token_budget=self.token_budget)
 
     def normalised(self, scores: Sequence[float]) -> list[float]:
         """`scores` minus the model's mean, divided by its standard deviation."""
@@ -95,18 +82,28 @@ def load_scorer(
     layout: Layout = "auto",
 ) -> Scorer:
     """The reward model in the directory `path`. Raises ConfigError if there is none."""
-    from flowrl.training.model.value_model import load_scalar_model
+    from flowrl.training.scoring.local_model import LocalModel
 
-    model = load_scalar_model(
-        path,
-        start="reward_model",
-        dtype=dtype,
-        attention=attention,
-        trust_remote_code=trust_remote_code,
-        layout=layout,
-    )
+    load = scorer_load(path, dtype, attention=attention, trust_remote_code=trust_remote_code, layout=layout)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    return Scorer(model.eval().to(device), tokenizer, system_prompt=system_prompt, token_budget=token_budget)
+    model = LocalModel(load.model().to(device))
+    return Scorer(model, tokenizer, system_prompt=system_prompt, token_budget=token_budget)
+
+
+def scorer_load(
+    path: str | Path,
+    dtype: Dtype,
+    *,
+    attention: Attention = "sdpa",
+    trust_remote_code: bool = False,
+    layout: Layout = "auto",
+) -> ModelLoad:
+    """How the reward model in `path` is loaded. Raises ConfigError if there is none."""
+    from flowrl.training.model.loading import ModelLoad
+    from flowrl.training.model.scalar_head import require_scalar_head
+
+    require_scalar_head(path)
+    return ModelLoad(str(path), "scalar", "reward_model", dtype, attention, trust_remote_code, layout)
 
 
 def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> None:
@@ -118,11 +115,11 @@ def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> 
     check_scalar(path, trust_remote_code=trust_remote_code)
 
 
-def stored_statistics(config: Any) -> tuple[float, float]:
+def stored_statistics(config: Mapping[str, Any]) -> tuple[float, float]:
     """(mean, std) of a reward model's scores, as flowrl or OpenRLHF writes them into its config; (0, 1) without."""
     for mean, std in (("reward_mean", "reward_std"), ("mean", "std")):
-        if hasattr(config, mean) and hasattr(config, std):
-            return float(getattr(config, mean)), float(getattr(config, std))
+        if mean in config and std in config:
+            return float(config[mean]), float(config[std])
     return 0.0, 1.0
 
 

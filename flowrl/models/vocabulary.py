@@ -14,7 +14,7 @@ from flowrl.models.find_model import known_directory
 from flowrl.models.policy import CHARACTER_MODELS, TOOL_MODEL, Policy
 
 Vocabulary = Mapping[str, int]
-ADVICE = "a teacher scores the student's own tokens, so name one that has the student's tokenizer"
+ADVICE = "the second has to score the tokens of the first, so name one that has the same tokenizer"
 
 
 def vocabulary_problem(student: Policy, teacher: Policy) -> str | None:

@@ -5,11 +5,9 @@ They are recorded in the same ledger as rollouts, so an SFT run can be audited l
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
-
-import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
@@ -17,10 +15,13 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Bool, Group, Int32, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_masks, check_model, check_tools, tokenizer_of
+from flowrl.models.cache import Progress
+from flowrl.nodes.given_sample import given_sample
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import PromptSource, TooLong
 from flowrl.nodes.too_long import refuse_long, shortened
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
+from flowrl.tasks.indexed_rows import by_id, joined, lowest
 
 Trained = Literal["all", "last"]
 
@@ -87,12 +88,7 @@ class Demonstrations(Node):
     def preflight(self) -> None:
         check_model(self.policy)
         rows = self._read_rows()
-        without = sum(row.answer is None for row in rows)
-        if without:
-            raise ConfigError(
-                f"{without} training rows of {self.task.name!r} have no answer to learn from; set the option "
-                "answer= of the task to the column that holds it"
-            )
+        _require_answers(self.task, rows)
         check_tools(self.policy, rows)
         check_masks(self.policy, rows, self.task.system_prompt, last=self.trained == "last")
         if self.too_long == "error" and not self.policy.built_in:
@@ -107,11 +103,13 @@ class Demonstrations(Node):
         self._chat = Chat(tokenizer, self.task.system_prompt)
         if self.too_long == "error":
             await self.blocking(self._refuse_long, self._chat)
-        self._rows = {row.prompt_id: row for row in await self.blocking(self._read_rows)}
+        self._rows = by_id(await self.blocking(self._read_rows))
 
-    def _read_rows(self) -> tuple[Row, ...]:
+    def _read_rows(self) -> Sequence[Row]:
         found = load_demonstrations(self.task, whole=self.part == "all")
-        return {"train": found.train, "held_out": found.held_out, "all": (*found.train, *found.held_out)}[self.part]
+        if self.part == "all":
+            return joined(found.train, found.held_out)
+        return found.train if self.part == "train" else found.held_out
 
     async def run(self) -> None:
         async for prompt in self.prompts:
@@ -133,23 +131,53 @@ class Demonstrations(Node):
         """The sample of a model that gives the row's answer."""
         row = self._rows[prompt.prompt_id]
         token_ids, mask = self.rendered(self._chat, row)
-        return Trainable(
+        return given_sample(
+            token_ids,
+            mask,
             sample_id=prompt.sample_id,
             group_id=prompt.group_id,
             prompt_id=prompt.prompt_id,
             epoch=prompt.epoch,
             member=prompt.member,
-            group_size=1,
             prompt_text=prompt.text,
             response_text=str(row.answer),
-            token_ids=token_ids,
-            policy_mask=mask,
-            behavior_logprobs=np.zeros(len(token_ids), np.float32),
-            versions=np.full(len(token_ids), -1, np.int32),  # no version of the policy has sampled them
-            prompt_tokens=int((~mask).sum()),
-            truncated=False,
             generator=f"{self.name}/{self.context.replica}",
             columns=prompt.columns,
-            generated_s=time.time(),
-            advantages=mask.astype(np.float32),
+        )
+
+    def require_held_out(self) -> None:
+        if not load_demonstrations(self.task).held_out:
+            raise ConfigError(
+                f"{self.task.name!r} has no held-out rows to measure the loss on (one prompt in eight is held out); "
+                "add rows, or leave held_out out"
+            )
+
+    def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
+        chat = Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
+        rows = load_demonstrations(self.task).held_out
+        samples = [self._held_out_sample(row, chat) for row in lowest(rows, most) if row.answer is not None]
+        return [sample for sample in samples if len(sample.token_ids) <= self.max_tokens]
+
+    def _held_out_sample(self, row: Row, chat: Chat) -> Trainable:
+        return given_sample(
+            *self.rendered(chat, row),
+            sample_id=row.prompt_id,
+            group_id=row.prompt_id,
+            prompt_id=row.prompt_id,
+            prompt_text=row.prompt,
+            response_text=str(row.answer),
+        )
+
+
+def _require_answers(task: Task, rows: Sequence[Row]) -> None:
+    """Raise ConfigError unless every row has an answer that can be said."""
+    if without := [row for row in rows if row.answer is None]:
+        raise ConfigError(
+            f"{len(without)} of {len(rows)} training rows of {task.name!r} have no answer to learn from, the first at "
+            f"{without[0].place or 'its beginning'}; set the option answer= of the task to the column that holds it"
+        )
+    if other := next((row for row in rows if not row.text_answer), None):
+        raise ConfigError(
+            f"{other.place}: the answer is {str(other.answer)[:60]!r}; to learn from it needs text, or the assistant's "
+            "turns; name the column that has them with answer="
         )

@@ -59,14 +59,8 @@ class GivenResponses(Node):
         row = self._rows[prompt.prompt_id]
         token_ids, mask = self._chat.with_tools(row.tools).completion(row.turns, response)
         columns = {name: value for name, value in prompt.columns.items() if name != self.column}
-        return Sample(
-            sample_id=prompt.sample_id,
-            group_id=prompt.group_id,
-            prompt_id=prompt.prompt_id,
-            epoch=prompt.epoch,
-            member=prompt.member,
-            group_size=prompt.group_size,
-            prompt_text=prompt.text,
+        return Sample.of(
+            prompt,
             response_text=response,
             token_ids=token_ids,
             policy_mask=mask,

@@ -10,6 +10,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, check_model, check_prompts, tokenizer_of
+from flowrl.nodes.curriculum import Curriculum
 from flowrl.nodes.row_source import Part, RowSource
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.mixture import mixed_order
@@ -42,8 +43,11 @@ class PromptSource(RowSource):
         part: Part = "train",
         num_prompts: int | None = None,
         too_long: TooLong = "drop",
+        curriculum: Curriculum | None = None,
     ) -> None:
-        super().__init__(repeat=repeat, epochs=epochs, seed=seed, part=part, num_prompts=num_prompts)
+        super().__init__(
+            repeat=repeat, epochs=epochs, seed=seed, part=part, num_prompts=num_prompts, curriculum=curriculum
+        )
         self.task = task
         self.policy = policy
         self.max_prompt_tokens = max_prompt_tokens
@@ -68,6 +72,7 @@ class PromptSource(RowSource):
         check_model(self.policy)
         rows = self.rows()
         check_answers(self.task, rows)
+        self._buckets(rows)
         check_prompts(self.policy, rows, self.task.system_prompt)
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt), rows)
@@ -88,11 +93,15 @@ class PromptSource(RowSource):
         self.context.progress(", ".join([f"{len(self._rows)} {self.row_noun}", *others]))
         if found.repeated:
             self.context.metric("rows_repeated", found.repeated)
+        self.say_skipped(found)
+
+    def say_skipped(self, found: Rows) -> None:
+        """Say which rows were skipped because they cannot be used."""
         if skipped := found.skipped:
             self.context.metric("rows_skipped", len(skipped))
             self.context.progress(f"{len(skipped)} malformed rows are skipped, the first: {skipped[0]}")
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> Sequence[Row]:
         rows = self.read()
         return self.chosen(rows.train, rows.held_out)
 

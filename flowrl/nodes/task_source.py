@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Prompt
+from flowrl.nodes.curriculum import Curriculum
 from flowrl.nodes.row_source import Part, RowSource
 from flowrl.tasks import Row, Task, conversation, load_rows
 from flowrl.tasks.mixture import mixed_order
@@ -32,8 +33,11 @@ class TaskSource(RowSource):
         seed: int | None = None,
         part: Part = "train",
         num_prompts: int | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
-        super().__init__(repeat=repeat, epochs=epochs, seed=seed, part=part, num_prompts=num_prompts)
+        super().__init__(
+            repeat=repeat, epochs=epochs, seed=seed, part=part, num_prompts=num_prompts, curriculum=curriculum
+        )
         self.task = task
 
     def preflight(self) -> None:
@@ -41,7 +45,7 @@ class TaskSource(RowSource):
         if rows and MESSAGES in rows[0].columns:
             raise ConfigError(f"the task {self.task.name!r} has a column {MESSAGES!r}, which agents get; rename it")
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> Sequence[Row]:
         rows = load_rows(self.task, whole=self.part == "all")
         return self.chosen(rows.train, rows.held_out)
 

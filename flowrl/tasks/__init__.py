@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from flowrl.errors import ConfigError
 from flowrl.hub.name import HubName
 from flowrl.tasks import maths, preference_rows
-from flowrl.tasks.answer_checks import check_references
+from flowrl.tasks.answer_checks import NEEDED, STRUCTURED, check_references
 from flowrl.tasks.arithmetic import Arithmetic, demonstrate
-from flowrl.tasks.files import Keys
+from flowrl.tasks.files import Keys, left_on_disk
 from flowrl.tasks.files import rows as file_rows
 from flowrl.tasks.formats import FORMATS, is_file_task
 from flowrl.tasks.hub_rows import hub_dataset
@@ -26,6 +26,7 @@ from flowrl.tasks.rewards import MODEL, Part, needs_rows, parse_reward, row_colu
 from flowrl.tasks.rows import OF_TASK, Row, Rows
 from flowrl.tasks.sticks import SticksRules, demonstrate_move
 from flowrl.tasks.task import Task
+from flowrl.tasks.text_rows import TextKeys, text_rows
 
 __all__ = [
     "Demonstrator",
@@ -39,6 +40,7 @@ __all__ = [
     "load_demonstrations",
     "load_preferences",
     "load_rows",
+    "load_texts",
     "place_of_rows",
     "reward_parts",
     "right_answer",
@@ -52,11 +54,12 @@ def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -
 
     Without the reward model that a sum may have, which a node of its own asks.
     """
+    heads = tuple(task.head_weights.items())
     if function is None or isinstance(function, str):
         parts = parse_reward(function or task.verifier, verifier=task.own_verifier)
         others = tuple(part for part in parts if part.place != MODEL)
-        return others or parse_reward(task.own_verifier)
-    return (Part(place_of(function), name=function.__name__),)
+        return tuple(dataclasses.replace(part, heads=heads) for part in others or parse_reward(task.own_verifier))
+    return (Part(place_of(function), name=function.__name__, heads=heads),)
 
 
 def conversation(task: Task, row: Row) -> list[dict[str, str]]:
@@ -73,14 +76,22 @@ def asked_columns(parts: Sequence[Part], task: Task, row: Row) -> dict[str, Any]
 
 def check_answers(task: Task, rows: Iterable[Row]) -> None:
     """Raise ConfigError if answers are not what the check of the rows' own source compares with."""
-    rows = tuple(rows)
-    for term in task.sources:
-        check = str(Task(term.text).options.get("check", "exact"))
-        mine = [row for row in rows if row.columns.get(OF_TASK, term.text) == term.text]
-        answers = [row.answer for row in mine if row.answer is not None]
+    checks = {term.text: str(Task(term.text).options.get("check", "exact")) for term in task.sources}
+    answers: dict[str, dict[str, str]] = {term: {} for term in checks}
+    for row in rows:
+        term = row.columns.get(OF_TASK, task.sources[0].text)
+        check = checks[term]
+        if row.answer is not None and task.compares and not row.text_answer and check not in STRUCTURED:
+            raise ConfigError(
+                f"{row.place}: the answer is {str(row.answer)[:60]!r}, and check={check} compares with a text; "
+                "name the column that has one with answer=, or give the task a reward function"
+            )
+        if row.answer is not None and (check in NEEDED or (check == "math" and not answers[term])):
+            answers[term][row.place or term] = str(row.answer)
+    for term, check in checks.items():
         if check == "math":
-            maths.check(answers)
-        check_references(check, answers)
+            maths.check(answers[term])
+        check_references(check, answers[term])
 
 
 Demonstrator = Callable[[Row, random.Random], str]
@@ -93,8 +104,10 @@ def load_rows(task: Task, *, whole: bool = False) -> Rows:
     `whole`: both parts are used alike, so all rows may be in the part that others hold out.
     """
     reading = _reading(task)
-    rows = _mixed(task, reading, load_rows) if len(task.sources) > 1 else _source(task, reading)
-    return _parted(task, Rows.split(_asked(task, rows)), reading, whole)
+    if (found := _on_disk(task, reading, every=False)) is None:
+        rows = _mixed(task, reading, load_rows) if len(task.sources) > 1 else _source(task, reading)
+        found = Rows.split(_asked(task, rows))
+    return _parted(task, found, reading, whole)
 
 
 @functools.lru_cache(maxsize=8)
@@ -103,8 +116,24 @@ def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
     if task.generated:
         return load_rows(task, whole=whole)
     reading = _reading(task)
-    rows = _mixed(task, reading, load_demonstrations) if len(task.sources) > 1 else _source(task, reading)
-    return _parted(task, Rows.every(_asked(task, rows)), reading, whole)
+    if (found := _on_disk(task, reading, every=True)) is None:
+        rows = _mixed(task, reading, load_demonstrations) if len(task.sources) > 1 else _source(task, reading)
+        found = Rows.every(_asked(task, rows))
+    return _parted(task, found, reading, whole)
+
+
+@functools.lru_cache(maxsize=4)
+def load_texts(task: Task, *, whole: bool = False) -> Rows:
+    """The texts of `task`, each the prompt of a row, also those that are repeated; the split is by text."""
+    if len(task.sources) > 1:
+        raise ConfigError(f"task {task.name!r} is a mixture, and texts are read from one; name a pattern of files")
+    if (place := place_of_rows(task)) is None:
+        raise ConfigError(
+            f"task {task.name!r} has no texts: it is neither a file ({FORMATS}), pattern or dataset directory on this "
+            "machine, nor a dataset of the Hub; name one with the column text"
+        )
+    reading = _reading(task)
+    return _parted(task, Rows.every(text_rows(place, _options(TextKeys, task), reading)), reading, whole)
 
 
 @functools.lru_cache(maxsize=8)
@@ -113,6 +142,8 @@ def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
 
     `arithmetic` prefers right answers to answers without carrying.
     """
+    if task.options.get("rows") == "disk":
+        raise ConfigError(f"task {task.name!r}: preferences are held in memory; leave rows=disk out")
     reading = _reading(task)
     rows: Iterable[Row]
     if len(task.sources) > 1:
@@ -130,6 +161,13 @@ def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
     return _parted(task, Rows.split(_asked(task, rows)), reading)
 
 
+def _on_disk(task: Task, reading: Reading, *, every: bool) -> Rows | None:
+    """The rows of one source that stay in its files, None if they go into memory."""
+    if len(task.sources) > 1 or (place := place_of_rows(task)) is None:
+        return None
+    return left_on_disk(place, _options(Keys, task), reading, template=task.template, every=every)
+
+
 def _asked(task: Task, rows: Iterable[Row]) -> Iterable[Row]:
     """`rows`, asked as the task's template says."""
     return asked_by(task.template, rows) if task.template else rows
@@ -141,9 +179,9 @@ def _reading(task: Task) -> Reading:
 
 def _parted(task: Task, rows: Rows, reading: Reading, whole: bool = False) -> Rows:
     """`rows` with what was skipped. Raises ConfigError if there are none to train on."""
-    if not rows.train and not rows.held_out:
+    if not len(rows.train) and not len(rows.held_out):
         skipped = f", {len(reading.skipped)} are skipped: {reading.skipped[0]}" if reading.skipped else ""
-        raise ConfigError(f"task {task.name!r} has no rows at all{skipped}; write one problem per line")
+        raise ConfigError(f"task {task.name!r} has no rows at all{skipped}; add rows, or name other data")
     if not rows.train and not whole:
         raise ConfigError(f"task {task.name!r} has no training rows ({len(rows.held_out)} are held out); add rows")
     return dataclasses.replace(rows, skipped=tuple(reading.skipped))

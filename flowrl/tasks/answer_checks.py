@@ -2,17 +2,18 @@
 
 `exact` compares the whole texts and `math` formulas (flowrl.tasks.maths). Here are those that look for the answer in
 the response and need no package: `gsm8k`, the last number, or the one after `####`; `boxed`, the last \\boxed{...};
-`choice`, the letter of a multiple choice.
+`choice`, the letter of a multiple choice. `code` runs programs against tests (flowrl.tasks.code_tests).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.code_tests import given_tests
 
 MARK = "####"
 NUMBER = re.compile(r"(?:(?<!\d)-)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
@@ -112,22 +113,27 @@ CHECKS: dict[str, str] = {
     "gsm8k": "flowrl.tasks.answer_checks:gsm8k",
     "boxed": "flowrl.tasks.answer_checks:boxed",
     "choice": "flowrl.tasks.answer_checks:choice",
+    "code": "flowrl.environments.tools.code_answers:code",
 }
 """Check -> the reward function that does it."""
 NEEDED: dict[str, tuple[str, Callable[[str], object]]] = {
     "gsm8k": ("a number", number_of),
     "choice": ("a letter, or a number that counts from 0 for A", right_letter),
+    "code": ("tests (a list of asserts, code, or inputs and outputs)", given_tests),
 }
+STRUCTURED = ("code",)
+"""Checks whose answers may be lists or mappings."""
 
 
-def check_references(check: str, answers: Sequence[str]) -> None:
-    """Raise ConfigError if an answer of a task cannot be what the check compares with."""
+def check_references(check: str, answers: Mapping[str, str]) -> None:
+    """Raise ConfigError if an answer of a task, by its place, cannot be what the check compares with."""
     if check not in NEEDED:
         return
     wanted, find = NEEDED[check]
-    wrong = [text for text in answers if find(text) is None]
+    wrong = [place for place, text in answers.items() if find(text) is None]
     if wrong:
         raise ConfigError(
-            f"check={check} needs {wanted} in every answer, but {len(wrong)} of {len(answers)} have none, the first is "
-            f"{wrong[0][:60]!r}; name the column that has it with answer=, or choose another check"
+            f"{wrong[0]}: the answer is {answers[wrong[0]][:60]!r}, and check={check} needs {wanted} in every answer "
+            f"({len(wrong)} of {len(answers)} have none); name the column that has it with answer=, or choose "
+            "another check"
         )

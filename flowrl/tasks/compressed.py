@@ -9,42 +9,17 @@ import lzma
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
-
-from flowrl.errors import ConfigError
+from typing import IO
 
 DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """What reading a damaged file raises."""
 
 
 def _zstandard(path: Path) -> IO[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError(f"{path}: reading .zst files needs the package zstandard; pip install zstandard") from None
+    import pyarrow
 
-    class Frames(io.RawIOBase):
-        """The decompressed bytes, in which a damaged frame is an OSError as in other formats."""
-
-        def __init__(self) -> None:
-            self._reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-
-        def readable(self) -> bool:
-            return True
-
-        def readinto(self, buffer: Any) -> int:
-            try:
-                found = self._reader.read(len(buffer))
-            except zstandard.ZstdError as problem:
-                raise OSError(str(problem)) from None
-            buffer[: len(found)] = found
-            return len(found)
-
-        def close(self) -> None:
-            self._reader.close()
-            super().close()
-
-    return io.BufferedReader(Frames())
+    opened: IO[bytes] = pyarrow.input_stream(path, compression="zstd")
+    return opened
 
 
 def _bzip2(path: Path) -> IO[bytes]:

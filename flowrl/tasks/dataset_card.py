@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.formats import FORMATS, format_of
+from flowrl.tasks.formats import FORMATS, PLAIN, format_of
 
 CARD = "README.md"
 HEAD = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
@@ -93,7 +93,8 @@ def _of_card(what: str, names: Sequence[str], entry: Mapping[str, Any], split: s
 
 
 def _of_names(what: str, names: Sequence[str], config: str, split: str) -> list[str]:
-    data = [name for name in names if format_of(Path(name)) and not _describes(name)]
+    known = [name for name in names if format_of(Path(name)) and not _describes(name)]
+    data = [name for name in known if format_of(Path(name)) != PLAIN] or known
     if not data:
         raise ConfigError(
             f"{what} has no file of rows ({FORMATS}); name what the Hub has converted, as in "

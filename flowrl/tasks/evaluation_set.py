@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.indexed_rows import joined, lowest
 from flowrl.tasks.name_options import take_options
 from flowrl.tasks.rows import HELD_OUT_ONE_IN, Row, Rows
 from flowrl.tasks.task import Task
@@ -86,10 +87,9 @@ class EvaluationSet:
             return float(self.temperature)
         return 0.0 if self.whole and self.samples == 1 else None
 
-    def chosen(self, rows: Rows) -> tuple[Row, ...]:
+    def chosen(self, rows: Rows) -> Sequence[Row]:
         """The prompts to ask; they do not depend on the order of the data."""
-        part = (*rows.train, *rows.held_out) if self.whole else rows.held_out
-        return tuple(sorted(part, key=lambda row: row.prompt_id)[: self.num])
+        return lowest(joined(rows.train, rows.held_out) if self.whole else rows.held_out, self.num)
 
     @property
     def takes_fewer(self) -> bool:

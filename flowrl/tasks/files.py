@@ -11,16 +11,19 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flowrl.errors import ConfigError
 from flowrl.hub.name import HubName
 from flowrl.tasks.answer_checks import CHECKS
-from flowrl.tasks.formats import Record, records
-from flowrl.tasks.hub_rows import hub_records
+from flowrl.tasks.formats import Record, files_at, records
+from flowrl.tasks.hub_rows import hub_files, hub_records
+from flowrl.tasks.indexed_rows import RowFiles, index_of, indexable
+from flowrl.tasks.input_template import asked_by
 from flowrl.tasks.malformed import Malformed, Reading
-from flowrl.tasks.rows import Row
+from flowrl.tasks.rows import Row, Rows
 from flowrl.tasks.shapes import ALPACA, ROLES, Turns, alpaca, is_alpaca, is_turn, messages, of_sharegpt, with_system
 from flowrl.tasks.tool_shapes import definitions, text_of
 
@@ -55,25 +58,65 @@ class Keys:
     """Datasets of the Hub with several configurations: the one to read."""
     check: str = "exact"
     """How responses are compared with answers: exact, math (the last number or formula, by math-verify), gsm8k (the
-    number after ####, or the last one), boxed (the last \\boxed{}), choice (the letter of a multiple choice)."""
+    number after ####, or the last one), boxed (the last \\boxed{}), choice (the letter of a multiple choice), code (a
+    Python program, run in a sandbox against the answer's tests)."""
     malformed: str = "stop"
     """Rows that cannot be used: stop before training, or skip and count them."""
+    rows: str = "auto"
+    """Where rows are: memory; disk, from which each is read when it is needed (.jsonl alone); auto, which is disk for
+    .jsonl files of more than 256 MiB."""
 
     def __post_init__(self) -> None:
-        for name, known in (("check", tuple(CHECKS)), ("malformed", ("stop", "skip"))):
+        choices = (("check", tuple(CHECKS)), ("malformed", ("stop", "skip")), ("rows", ("auto", "memory", "disk")))
+        for name, known in choices:
             if getattr(self, name) not in known:
                 raise ConfigError(f"option {name} of a task is {getattr(self, name)!r}; it needs {', or '.join(known)}")
 
 
-def read_records(source: Path | HubName, keys: Keys, reading: Reading) -> Iterator[tuple[str, Record]]:
+class PartOfSource(Protocol):
+    """Which part of a source is read."""
+
+    @property
+    def config(self) -> str: ...
+
+    @property
+    def split(self) -> str: ...
+
+
+def read_records(source: Path | HubName, keys: PartOfSource, reading: Reading) -> Iterator[tuple[str, Record]]:
     """(place, record) of what is at a path, or of a dataset on the Hub. Raises ConfigError if it cannot be read."""
     if isinstance(source, HubName):
         return hub_records(source, reading, config=keys.config, split=keys.split)
+    _require_local(source, keys)
+    return records(source, reading, split=keys.split)
+
+
+def _require_local(source: Path, keys: PartOfSource) -> None:
     if keys.config:
         raise ConfigError(
             f"{source} is on this machine, and config={keys.config} is for datasets of the Hub; leave it out"
         )
-    return records(source, reading, split=keys.split)
+
+
+def left_on_disk(source: Path | HubName, keys: Keys, reading: Reading, *, template: str, every: bool) -> Rows | None:
+    """The rows of `source` if they stay in its files, asked as `template` says; None if they go into memory."""
+    if keys.rows == "memory":
+        return None
+    if isinstance(source, HubName):
+        paths: list[Path] | None = hub_files(source, config=keys.config, split=keys.split)
+    else:
+        _require_local(source, keys)
+        paths = files_at(source, keys.split)
+    if not indexable(paths, keys.rows):
+        return None
+    return index_of(RowFiles(paths or (), partial(_asked_row, keys, template)), reading, every=every)
+
+
+def _asked_row(keys: Keys, template: str, place: str, record: Record) -> Row | None:
+    row = _row(place, record, keys)
+    if row.score < keys.min_score:
+        return None
+    return next(asked_by(template, [row])) if template else row
 
 
 def rows(source: Path | HubName, keys: Keys, reading: Reading) -> Iterator[Row]:
@@ -88,7 +131,9 @@ def _row(place: str, record: Record, keys: Keys) -> Row:
     turns, reply = _asked(place, record, keys)
     used = {keys.prompt, keys.messages, keys.answer, *_of_shape(record, keys)}
     columns = {key: plain(value) for key, value in record.items() if key not in used}
-    if reply is not None:
+    if isinstance(reply, Structured):
+        columns["answer"] = plain(reply.value)
+    elif reply is not None:
         columns["answer"] = reply if isinstance(reply, str) else _text(place, text_of(reply), "answer")
     text = isinstance(record.get(keys.prompt), str) or (keys.prompt not in record and is_alpaca(record))
     tools = tools_of(place, record, keys)
@@ -99,6 +144,7 @@ def _row(place: str, record: Record, keys: Keys) -> Row:
         as_messages=not text,
         tools=tools,
         reply=reply if isinstance(reply, tuple) else (),
+        place=place,
     )
 
 
@@ -120,7 +166,14 @@ def _of_shape(record: Record, keys: Keys) -> tuple[str, ...]:
     return ("system", "conversations") if "conversations" in record else ("system", *ALPACA)
 
 
-Reply = str | Turns | None
+@dataclass(frozen=True)
+class Structured:
+    """An answer that is no text but a list or mapping, as the tests of a program are: for rewards, not to be said."""
+
+    value: Any
+
+
+Reply = str | Turns | Structured | None
 """A reference response: text, or turns where it calls tools."""
 
 
@@ -142,15 +195,16 @@ def _shaped(place: str, record: Record, keys: Keys) -> tuple[Turns, Reply]:
         return turns, _answer(place, {"answer": record["output"], **record}, keys)
     close = difflib.get_close_matches(keys.prompt, record, 1)
     hint = f"did you mean prompt={close[0]}?" if close else f"set prompt= to one of {', '.join(record) or 'none'}"
-    raise Malformed(f"{place}: no column {keys.prompt!r}; {hint} (after the task's name: FILE:prompt=COLUMN)")
+    other = ", or messages= to that of a conversation" if own else ""
+    raise Malformed(f"{place}: no column {keys.prompt!r}; {hint} (after the task's name: FILE:prompt=COLUMN){other}")
 
 
 def _messages(place: str, record: Record, keys: Keys, column: str) -> tuple[Turns, Reply]:
-    turns = conversation(place, record[column], column, may_end=True)
+    turns = conversation(place, record[column], f"column {column!r}", may_end=True)
     if turns[-1]["role"] != "assistant":
         return turns, _answer(place, record, keys)
     if len(turns) < 2:
-        raise Malformed(f"{place}: {column} holds only an answer; it needs the prompt before the answer")
+        raise Malformed(f"{place}: the column {column!r} holds only an answer; it needs the prompt before the answer")
     return turns[:-1], plain_reply(place, turns[-1:], "last message")
 
 
@@ -183,6 +237,8 @@ def _answer(place: str, record: Record, keys: Keys) -> Reply:
     value = record.get(keys.answer, record.get("completion"))
     if isinstance(value, list) and value and all(map(is_turn, value)) and value[-1]["role"] == "assistant":
         return plain_reply(place, messages(place, value, "answer"), "answer")
+    if isinstance(value, list | Mapping):
+        return Structured(value)
     return None if value is None else _text(place, str(value), "answer")
 
 

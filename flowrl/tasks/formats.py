@@ -1,5 +1,6 @@
 """Records from disk: JSON lines and arrays, CSV, TSV, Parquet, compressed files, directories, patterns, saved datasets.
 
+A .txt file is one record with the column `text`; in directories they are left out where there are files of rows.
 Text is UTF-8. A line with other bytes is malformed, and so is a line that its format does not allow.
 """
 
@@ -10,7 +11,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,8 +21,9 @@ from flowrl.tasks.malformed import Malformed, Reading
 
 Record = Mapping[str, Any]
 LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
-TEXTS = (*LINES, ".json", *TABLES)
-FORMATS = ".jsonl, .json, .csv, .tsv, .parquet"
+PLAIN = ".txt"
+TEXTS = (*LINES, ".json", *TABLES, PLAIN)
+FORMATS = ".jsonl, .json, .csv, .tsv, .parquet, .txt"
 PATTERN = re.compile(r"[*?\[]")
 OTHER_BYTE = re.compile("[\udc80-\udcff]")
 """How Python's surrogateescape keeps a byte that is not UTF-8."""
@@ -49,29 +51,48 @@ def is_pattern(path: Path) -> bool:
 
 def records(path: Path, reading: Reading, *, split: str = "train") -> Iterator[tuple[str, Record]]:
     """(place, record) of everything at `path`. Raises ConfigError if it cannot be read."""
-    if path.is_file():
-        yield from file_records(path, reading)
-    elif is_pattern(path) and not path.exists():
-        for file in _matching(path):
-            yield from file_records(file, reading)
-    elif any((path / name).is_file() for name in SAVED):
+    files = files_at(path, split)
+    if files is None:
         yield from _saved(path, split)
-    else:
-        for file in _files(path, split):
-            yield from file_records(file, reading)
+    for file in files or ():
+        yield from file_records(file, reading)
+
+
+def files_at(path: Path, split: str) -> list[Path] | None:
+    """The files of rows at `path`, in order; None for what save_to_disk wrote. Raises ConfigError if there are none."""
+    if path.is_file():
+        return [path]
+    if is_pattern(path) and not path.exists():
+        return _matching(path)
+    return None if any((path / name).is_file() for name in SAVED) else _files(path, split)
 
 
 def file_records(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
     """(place, record) of everything in one file, whose name says its format."""
     kind = format_of(path)
     if kind == ".parquet":
-        yield from _parquet(path)
+        yield from _parquet(path, reading)
         return
     try:
         with open_text(path, newline="" if kind in TABLES else None) as text:
-            yield from _table(path, text, TABLES[kind], reading) if kind in TABLES else _json(path, text, reading)
+            if kind in TABLES:
+                yield from _table(path, text, TABLES[kind], reading)
+            else:
+                yield from _plain(path, text, reading) if kind == PLAIN else _json(path, text, reading)
     except DAMAGED as problem:
         raise ConfigError(f"{path} cannot be read: {problem}; write it again") from None
+
+
+def _plain(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, Record]]:
+    """The whole file as one text."""
+    content = text.read()
+
+    def checked() -> Record:
+        _require_utf8_by_line(path, content)
+        return {"text": content}
+
+    if content and (record := reading.attempt(checked)) is not None:
+        yield str(path), record
 
 
 def _json(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, Record]]:
@@ -84,13 +105,13 @@ def _json(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, Re
         return
     for number, line in enumerate(itertools.chain([first], text), start=blank.count("\n") + 1):
         place = f"{path}:{number}"
-        record = reading.attempt(lambda place=place, line=line: _parse(place, line)) if line.strip() else None  # type: ignore[misc]
+        record = reading.attempt(lambda place=place, line=line: parsed_line(place, line)) if line.strip() else None  # type: ignore[misc]
         if record is not None:
             yield place, record
 
 
 def _array(path: Path, content: str, reading: Reading) -> Iterator[tuple[str, Record]]:
-    _require_utf8(str(path), content)
+    _require_utf8_by_line(path, content)
     try:
         found = json.loads(content)
     except json.JSONDecodeError as problem:
@@ -103,7 +124,8 @@ def _array(path: Path, content: str, reading: Reading) -> Iterator[tuple[str, Re
             yield place, checked
 
 
-def _parse(place: str, line: str) -> Record:
+def parsed_line(place: str, line: str) -> Record:
+    """The record that a line holds as JSON. Raises Malformed."""
     _require_utf8(place, line)
     try:
         record = json.loads(line)
@@ -173,7 +195,13 @@ def _require_utf8(place: str, text: str) -> None:
         )
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
+def _require_utf8_by_line(path: Path, content: str) -> None:
+    if OTHER_BYTE.search(content) is not None:
+        for number, line in enumerate(content.split("\n"), start=1):
+            _require_utf8(f"{path}:{number}", line)
+
+
+def _parquet(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -184,10 +212,38 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
     except (pyarrow.ArrowInvalid, OSError) as problem:
         raise ConfigError(f"{path} is no Parquet file ({problem}); write it again, or name a .jsonl file") from None
     number = 0
-    for batch in file.iter_batches():
-        for record in batch.to_pylist():
-            number += 1
-            yield f"{path}, row {number}", record
+    try:
+        for batch in file.iter_batches():
+            yield from _of_batch(path, batch, number, reading)
+            number += batch.num_rows
+    except (pyarrow.ArrowException, OSError) as problem:
+        raise ConfigError(f"{path} cannot be read after its row {number}: {problem}; write it again") from None
+
+
+def _of_batch(path: Path, batch: Any, before: int, reading: Reading) -> Iterator[tuple[str, Record]]:
+    """The rows of an Arrow batch that follows `before` others. Texts may hold bytes that nobody has looked at."""
+    try:
+        found = batch.to_pylist()
+    except UnicodeDecodeError:
+        found = None
+    for number in range(batch.num_rows):
+        place = f"{path}, row {before + number + 1}"
+        record = found[number] if found else reading.attempt(lambda p=place, n=number: _arrow_row(p, batch, n))  # type: ignore[misc]
+        if record is not None:
+            yield place, record
+
+
+def _arrow_row(place: str, batch: Any, number: int) -> Record:
+    record: dict[str, Any] = {}
+    for name in batch.schema.names:
+        try:
+            record[name] = batch.column(name)[number].as_py()
+        except UnicodeDecodeError as problem:
+            raise Malformed(
+                f"{place}: the column {name!r} has the byte 0x{problem.object[problem.start]:02x} at position "
+                f"{problem.start}, which is not UTF-8; write it as UTF-8"
+            ) from None
+    return record
 
 
 def _saved(path: Path, split: str) -> Iterator[tuple[str, Record]]:
@@ -229,14 +285,14 @@ def _first_pattern(path: Path) -> int:
 def _files(path: Path, split: str) -> list[Path]:
     """The files of a downloaded dataset: those named after the split, or all if none is.
 
-    A .json file counts only where there is no other: datasets describe themselves in such files.
+    A .json or .txt file counts only where there is no other: datasets describe themselves in such files.
     """
     known = sorted(file for file in path.rglob("*") if file.is_file() and format_of(file))
     if saved := [file.parent for file in known if file.name in SAVED]:
         raise ConfigError(
             f"{path} is no dataset directory, but {saved[0]} in it is one that save_to_disk has written; name that one"
         )
-    found = _without_descriptions(known) or known
+    found = of_rows(known)
     if not found:
         raise ConfigError(
             f"{path} is no dataset directory: it was not written by save_to_disk and holds no file of rows "
@@ -249,5 +305,7 @@ def _files(path: Path, split: str) -> list[Path]:
     return of_split or found
 
 
-def _without_descriptions(files: Iterable[Path]) -> list[Path]:
-    return [file for file in files if format_of(file) != ".json"]
+def of_rows(files: Sequence[Path]) -> list[Path]:
+    """The files of a dataset without those that may describe it, unless there are no others."""
+    plain = [file for file in files if format_of(file) != PLAIN] or list(files)
+    return [file for file in plain if format_of(file) != ".json"] or plain

@@ -21,9 +21,14 @@ def hub_dataset(source: str) -> HubName | None:
 
 def hub_records(name: HubName, reading: Reading, *, config: str, split: str) -> Iterator[tuple[str, Record]]:
     """(place, record) of one configuration and split, which are downloaded first. Raises ConfigError."""
+    for file in hub_files(name, config=config, split=split):
+        yield from file_records(file, reading)
+
+
+def hub_files(name: HubName, *, config: str, split: str) -> list[Path]:
+    """The files of one configuration and split, which are downloaded first. Raises ConfigError."""
     directory, files = _found(name, config, split)
-    for file in files:
-        yield from file_records(directory / file, reading)
+    return [directory / file for file in files]
 
 
 def _found(name: HubName, config: str, split: str) -> tuple[Path, list[str]]:

@@ -2,7 +2,8 @@
 
 A function is `f(prompts, responses, **columns)` over lists, or `f(prompt, response, **columns)` for one
 sample; either may be `async`. It returns a list of numbers (one number), or a mapping with `rewards`
-(`reward`) and optionally `scores` (`score`), the values before any shaping, and `logs`, named parts.
+(`reward`) and optionally `scores` (`score`), the values before any shaping, and `logs`, named parts; or a mapping of
+names to lists of numbers (numbers), the heads of the reward, which add up to it.
 Columns are passed by name: those that its signature names, or all if it takes `**columns`. Functions with the
 signatures of OpenRLHF, TRL and verl are called as those call them (`flowrl.tasks.signatures`).
 """
@@ -14,7 +15,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ class Verdicts:
     rewards: tuple[float, ...]
     scores: tuple[float, ...]
     logs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    heads: tuple[str, ...] = ()
+    """The names of those of `logs` whose weighted sum is the reward; () if the function has summed by itself."""
+
+    def weighted(self, weights: Mapping[str, float]) -> Verdicts:
+        """With the sum of the heads as reward, each with its weight, or 1; as it is without heads."""
+        if not self.heads:
+            return self
+        parts = [[weights.get(name, 1.0) * value for value in self.logs[name]] for name in self.heads]
+        summed = tuple(map(sum, zip(*parts, strict=True)))
+        return replace(self, rewards=summed, scores=summed)
 
 
 @dataclass(frozen=True)
@@ -61,24 +72,25 @@ class Judge:
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self.function)
 
-    def check_columns(self, columns: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the rows of a task lack a column that the function needs."""
+    def check_columns(self, columns: Mapping[str, Any], place: str = "") -> None:
+        """Raise ConfigError if a row of a task, which was read at `place`, lacks a column that the function needs."""
         missing = sorted(self.required - set(columns))
+        row = f"{place}: the row" if place else "a row of the task"
+        rows = f"the row at {place} has" if place else "the task's rows have"
         if self.any_of and not self.any_of & set(columns):
             raise ConfigError(
-                f"reward {self.place} compares with one of the columns {', '.join(sorted(self.any_of))}, but the "
-                f"task's rows have {', '.join(columns) or 'none'}; set the option answer= of the task to the column "
-                "that holds it"
+                f"reward {self.place} compares with one of the columns {', '.join(sorted(self.any_of))}, but {rows} "
+                f"{', '.join(columns) or 'none'}; set the option answer= of the task to the column that holds it"
             )
-        if missing and self.place.startswith("flowrl.tasks."):
+        if missing and self.place.startswith("flowrl."):
             raise ConfigError(
-                f"a row of the task has no {', '.join(missing)} to compare responses with (it has "
+                f"{row} has no {', '.join(missing)} to compare responses with (it has "
                 f"{', '.join(columns) or 'the prompt alone'}); set the option answer= of the task to the column that "
                 "holds it, or give the task a reward function"
             )
         if missing:
             raise ConfigError(
-                f"reward {self.place} needs the column {', '.join(missing)}, but the task's rows have "
+                f"reward {self.place} needs the column {', '.join(missing)}, but {rows} "
                 f"{', '.join(columns) or 'none'}; rename the parameter, give it a default, or add the column"
             )
 
@@ -125,12 +137,26 @@ def as_verdicts(place: str, answer: Any, num: int) -> Verdicts:
         rewards = _numbers(place, "rewards", answer, num)
         return Verdicts(rewards, rewards)
     if "rewards" not in answer:
-        keys = ", ".join(map(str, answer)) or "nothing"
-        raise BadReward("reward_malformed", f"{place} returned a mapping of {keys}; it needs the key 'rewards'")
+        return _of_heads(place, answer, num)
     rewards = _numbers(place, "rewards", answer["rewards"], num)
     scores = _numbers(place, "scores", answer["scores"], num) if "scores" in answer else rewards
     logs = answer.get("logs", {})
     return Verdicts(rewards, scores, {str(k): _numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items()})
+
+
+def _of_heads(place: str, answer: Mapping[Any, Any], num: int) -> Verdicts:
+    """The verdicts of a mapping of heads to their numbers."""
+    names = [str(name) for name in answer if name != "logs"]
+    if not names or not {"reward", "score", "scores"}.isdisjoint(names):
+        raise BadReward(
+            "reward_malformed",
+            f"{place} returned a mapping of {', '.join(names) or 'nothing'}; it needs the key 'rewards', or a number "
+            "under each name, which are added up",
+        )
+    heads = {str(name): _numbers(place, str(name), values, num) for name, values in answer.items() if name != "logs"}
+    logs = answer.get("logs") or {}
+    logged = {str(k): _numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items() if str(k) not in heads}
+    return Verdicts((), (), {**logged, **heads}, tuple(heads)).weighted({})
 
 
 def load_judge(place: str) -> Judge:
@@ -212,12 +238,21 @@ def _listed(answer: Any) -> Any:
 
 def joined(parts: Sequence[Verdicts]) -> Verdicts:
     """Merge verdicts of one sample each into one; a part that a sample lacks counts as 0."""
+    heads = tuple(dict.fromkeys(name for part in parts for name in part.heads))
+    if heads:  # a sample that was given one number has it under a head of its own, so that the heads add up
+        parts = [part if part.heads else _as_head(part) for part in parts]
+        heads = tuple(dict.fromkeys(name for part in parts for name in part.heads))
     names = dict.fromkeys(name for part in parts for name in part.logs)
     return Verdicts(
         tuple(part.rewards[0] for part in parts),
         tuple(part.scores[0] for part in parts),
         {name: tuple(part.logs[name][0] if name in part.logs else 0.0 for part in parts) for name in names},
+        heads,
     )
+
+
+def _as_head(verdict: Verdicts) -> Verdicts:
+    return replace(verdict, logs={**verdict.logs, "reward": verdict.rewards}, heads=("reward",))
 
 
 def _raised(place: str, problem: Exception) -> BadReward:

@@ -7,7 +7,7 @@ The reference may be only an answer or a worked solution that ends with `#### 72
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -45,16 +45,17 @@ def _parsed(text: str) -> list[Any]:
     return list(parse(text, parsing_timeout=SECONDS))
 
 
-def check(answers: Sequence[str]) -> None:
-    """Raise ConfigError if math-verify is missing, or finds no answer in the first of `answers`."""
+def check(answers: Mapping[str, str]) -> None:
+    """Raise ConfigError if math-verify is missing, or finds nothing in the first of `answers`, which are by place."""
     try:
         import math_verify  # noqa: F401
     except ImportError:
         raise ConfigError(
             "check=math compares answers with math-verify, which is not installed; pip install math-verify"
         ) from None
-    if answers and not _right(answers[0]):
+    place, answer = next(iter(answers.items()), ("", ""))
+    if answers and not _right(answer):
         raise ConfigError(
-            f"check=math finds no number or formula in the answer {answers[0][:60]!r}; name the column that has one "
-            "with answer=, or leave check=math out"
+            f"{place}: check=math finds no number or formula in the answer {answer[:60]!r}; name the column that has "
+            "one with answer=, or leave check=math out"
         )

@@ -96,6 +96,9 @@ def _prompt(place: str, record: Record, keys: Keys, columns: tuple[str, ...]) ->
     """The messages before the completion: the prompt's own, or those that whole conversations begin with alike."""
     if keys.prompt in record:
         return conversation(place, record[keys.prompt], "prompt")
+    for column in columns:
+        if column not in record:
+            raise _lacks(place, record, column, column)
     found = [record.get(column) for column in columns]
     wholes = [whole for whole in found if isinstance(whole, list) and len(whole) > 1]
     if wholes and len(wholes) == len(columns):
@@ -130,10 +133,14 @@ def _completion(place: str, record: Record, keys: Keys, name: str, turns: Turns)
             return found
     if isinstance(found, str) and found.strip():
         return found
+    raise _lacks(place, record, column, name)
+
+
+def _lacks(place: str, record: Record, column: str, option: str) -> Malformed:
     there = f"is {str(record[column])[:60]!r}" if column in record else f"is missing (there are {', '.join(record)})"
-    raise Malformed(
+    return Malformed(
         f"{place}: the column {column!r} {there}; it needs text, or the assistant's turn, alone or after the "
-        f"prompt's turns. To use another column, name it after the task's name: FILE:{name}=COLUMN"
+        f"prompt's turns; to use another column, name it after the task's name: FILE:{option}=COLUMN"
     )
 
 
@@ -142,9 +149,10 @@ def _label(place: str, record: Record, keys: Keys) -> bool:
     if isinstance(found, str):  # a cell of a CSV file
         found = {"true": True, "1": True, "false": False, "0": False}.get(found.strip().lower(), found)
     if found not in (True, False):  # 1 and 0 also match, as they equal True and False
+        there = f"is {str(found)[:60]!r}" if keys.label in record else f"is missing (there are {', '.join(record)})"
         raise Malformed(
-            f"{place}: the column {keys.label!r} is {found!r}; it needs true for a desirable completion and false for "
-            "an undesirable one. To use another column, name it after the task's name: FILE:label=COLUMN"
+            f"{place}: the column {keys.label!r} {there}; it needs true for a desirable completion and false for an "
+            "undesirable one; to use another column, name it after the task's name: FILE:label=COLUMN"
         )
     return bool(found)
 

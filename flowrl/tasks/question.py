@@ -23,4 +23,4 @@ class Question:
 def one_of(verdicts: Verdicts, index: int) -> Verdicts:
     """The verdict about one of several samples."""
     logs = {name: (values[index],) for name, values in verdicts.logs.items()}
-    return Verdicts((verdicts.rewards[index],), (verdicts.scores[index],), logs)
+    return Verdicts((verdicts.rewards[index],), (verdicts.scores[index],), logs, verdicts.heads)

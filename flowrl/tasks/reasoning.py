@@ -33,9 +33,17 @@ def rows(task: Task) -> Iterator[Row]:
     """The entries of `task`, in the order of the package."""
     for index, entry in enumerate(_dataset(task.name)):
         try:
-            yield Row.ask(entry["question"], answer=entry["answer"], task=task.name, entry=index)
+            columns = {"answer": entry["answer"], "task": task.name, "entry": index}
+            yield Row.ask(entry["question"], **columns, **_difficulty(entry["metadata"]))
         except ConfigError as problem:
             raise ConfigError(f"task {task.name!r}, entry {index}: {problem}") from None
+
+
+def _difficulty(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The column `difficulty` of an entry, as num_terms=3,num_digits=2; none where the package does not tell."""
+    ranges = metadata.get("difficulty")
+    names = [name for name in ranges if isinstance(metadata.get(name), int)] if isinstance(ranges, Mapping) else []
+    return {"difficulty": ",".join(f"{name}={metadata[name]}" for name in names)} if names else {}
 
 
 def score(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.answer_checks import CHECKS
 from flowrl.tasks.conventions import ROW
 from flowrl.tasks.gathered import BATCH, Gathered
 from flowrl.tasks.judge import BadReward, Columns, Verdicts, load_judge
@@ -34,6 +35,8 @@ VERIFIER = "verifier"
 MODEL = "reward_model"
 """The name of a graph's reward model in a sum."""
 HTTP_CONCURRENCY = 64
+PROGRAMS = 4
+"""Programs that check=code runs at a time."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Part:
     place: str
     weight: float = 1.0
     name: str = ""
+    heads: tuple[tuple[str, float], ...] = ()
+    """(head of its answer, weight): those that do not weigh 1."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -90,6 +95,11 @@ def gathers(parts: Iterable[Part]) -> bool:
     return any(part.convention in BATCHED for part in parts)
 
 
+def usual_processes(parts: Iterable[Part]) -> int:
+    """Worker processes of each function, unless a graph says otherwise."""
+    return PROGRAMS if any(part.place == CHECKS["code"] for part in parts) else 1
+
+
 def needs_rows(parts: Iterable[Part]) -> bool:
     """Whether one of the parts needs more of a row than its columns."""
     return any(part.urls or part.convention in ("trl", "verl") for part in parts)
@@ -115,22 +125,23 @@ def row_columns(parts: Sequence[Part], task: str, turns: Sequence[Mapping[str, A
     return found
 
 
-def check_reward(parts: Sequence[Part], rows: Iterable[Mapping[str, Any]]) -> None:
+def check_reward(parts: Sequence[Part], rows: Iterable[Row]) -> None:
     """Load every function and check that each of `rows` has its columns. Raises ConfigError."""
     judges = [load_judge(part.place) for part in parts if not part.urls]
-    for columns in rows:
+    for row in rows:
         for judge in judges:
-            judge.check_columns(columns)
+            judge.check_columns(row.columns, row.place)
 
 
 def open_reward(
-    parts: Sequence[Part], *, timeout_s: float, concurrency: int = 1, retries: int | None = None
+    parts: Sequence[Part], *, timeout_s: float, concurrency: int | None = None, retries: int | None = None
 ) -> RewardClient:
-    """A client for the weighted sum, with `concurrency` worker processes for each synchronous function.
+    """A client for the weighted sum, with `concurrency` worker processes for each synchronous function; None: as usual.
 
     Functions that expect many samples at once have one, which gets the samples that wait.
     """
-    opened = [_open(part, timeout_s, concurrency, retries) for part in parts]
+    processes = usual_processes(parts) if concurrency is None else concurrency
+    opened = [Weighted(_open(part, timeout_s, processes, retries), dict(part.heads)) for part in parts]
     if len(parts) == 1 and parts[0].weight == 1.0:
         return opened[0]
     return WeightedSum(parts, opened)
@@ -140,6 +151,20 @@ def beside_model(parts: Sequence[Part]) -> tuple[float, tuple[Part, ...]]:
     """The weight of the reward model in a sum, and the other parts; a reward without it is replaced by the model."""
     weights = [part.weight for part in parts if part.place == MODEL]
     return (sum(weights), tuple(part for part in parts if part.place != MODEL)) if weights else (1.0, ())
+
+
+class Weighted:
+    """Weighs the heads of a function's answers."""
+
+    def __init__(self, client: RewardClient, weights: Mapping[str, float]) -> None:
+        self._client = client
+        self._weights = weights
+
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+        return (await self._client.ask(prompts, responses, columns)).weighted(self._weights)
+
+    async def close(self) -> None:
+        await self._client.close()
 
 
 class WeightedSum:
@@ -158,13 +183,16 @@ class WeightedSum:
                 raise answer
         verdicts = [answer for answer in answers if isinstance(answer, Verdicts)]
         logs: dict[str, tuple[float, ...]] = {}
+        heads: list[str] = []
         for part, verdict in zip(self._parts, verdicts, strict=True):
             logs[part.name] = verdict.rewards
             logs |= {f"{part.name}/{name}": values for name, values in verdict.logs.items()}
+            heads += [f"{part.name}/{name}" for name in verdict.heads]
         return Verdicts(
             self._sum([verdict.rewards for verdict in verdicts]),
             self._sum([verdict.scores for verdict in verdicts]),
             logs,
+            tuple(heads),
         )
 
     async def close(self) -> None:

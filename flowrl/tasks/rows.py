@@ -38,7 +38,7 @@ class Row:
 
     turns: tuple[Mapping[str, Any], ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """All else that the row holds; `answer`, where there is one, is text."""
+    """All else that the row holds; `answer`, where there is one, is text, or a list or mapping as the data have it."""
     score: float = 0.0
     """Of a scored answer: among several to one prompt the highest is taken."""
     as_messages: bool = False
@@ -47,6 +47,8 @@ class Row:
     """Definitions of the tools that the conversation may call."""
     reply: tuple[Mapping[str, Any], ...] = ()
     """The reference response as turns, where it calls tools; () where the text `answer` is all of it."""
+    place: str = field(default="", compare=False)
+    """Where it was read, as `train.jsonl:17`; "" of a row that was generated."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no message can carry: they would fail a lane in the middle of the run."""
@@ -70,9 +72,16 @@ class Row:
 
     @property
     def answer(self) -> str | None:
-        """The reference response, None if the data have none."""
+        """The reference response, None if the data have none; a list or mapping as JSON."""
         answer = self.columns.get("answer")
+        if isinstance(answer, tuple | Mapping):
+            return json.dumps(answer, ensure_ascii=False)
         return None if answer is None else str(answer)
+
+    @property
+    def text_answer(self) -> bool:
+        """Whether the answer, if there is one, is something to say rather than a list or mapping."""
+        return not isinstance(self.columns.get("answer"), tuple | Mapping)
 
     @property
     def response(self) -> str | tuple[Mapping[str, Any], ...]:
@@ -121,8 +130,8 @@ class Demonstration(Row):
 class Rows:
     """The two disjoint parts of a task, each in the order of its source."""
 
-    train: tuple[Row, ...]
-    held_out: tuple[Row, ...]
+    train: Sequence[Row]
+    held_out: Sequence[Row]
     skipped: tuple[str, ...] = ()
     """What was wrong with the rows that were skipped as malformed, each with its place."""
     repeated: int = 0
@@ -148,7 +157,7 @@ class Rows:
             of_prompt.setdefault(row.asked_id, []).append(row)
         best = [[row for row in same if row.score == max(r.score for r in same)] for same in of_prompt.values()]
         taken = [
-            Demonstration(row.turns, row.columns, row.score, row.as_messages, row.tools, row.reply, n)
+            Demonstration(row.turns, row.columns, row.score, row.as_messages, row.tools, row.reply, row.place, n)
             for same in best
             for n, row in enumerate(same)
         ]

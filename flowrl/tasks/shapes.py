@@ -46,11 +46,13 @@ def _is_sharegpt(turn: object) -> bool:
 
 def is_alpaca(record: Mapping[str, Any]) -> bool:
     """Whether the record has Alpaca's columns."""
-    return isinstance(record.get("instruction"), str) and "output" in record
+    return "instruction" in record and "output" in record
 
 
 def alpaca(record: Mapping[str, Any]) -> object:
     """The conversation before the output: earlier rounds of `history`, then the instruction and its input."""
+    if not isinstance(record["instruction"], str):
+        return record["instruction"]
     extra = record.get("input")
     question = "\n\n".join(part for part in (record["instruction"], extra) if isinstance(part, str) and part.strip())
     rounds = record.get("history") or ()

@@ -11,8 +11,8 @@ from flowrl.errors import ConfigError
 from flowrl.tasks.answer_checks import CHECKS
 from flowrl.tasks.input_template import check_template
 from flowrl.tasks.name_options import parse_options, split_name
-from flowrl.tasks.rewards import parse_reward
-from flowrl.tasks.weighted_sums import PLUS, Term, terms
+from flowrl.tasks.rewards import VERIFIER, parse_reward
+from flowrl.tasks.weighted_sums import PLUS, Term, parse_weights, terms
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Task:
 
     As `verifier + 0.1*rules.py:short`; "" is the task's own verifier. See `flowrl.tasks.rewards`.
     """
+    reward_weights: str = ""
+    """Weights of the heads of a reward that has several, as correct=1,format=0.2; those not named weigh 1."""
     system_prompt: str = ""
     """First message of every conversation; "" leaves it to the model's chat template."""
     template: str = ""
@@ -45,7 +47,7 @@ class Task:
             return
         if not self.source:
             raise ConfigError(f"task {self.name!r} names no source; write e.g. arithmetic or reasoning_gym/chain_sum")
-        _ = self.options
+        _ = self.options, self.head_weights
         if self.reward:
             parse_reward(self.reward)
 
@@ -60,9 +62,25 @@ class Task:
             raise ConfigError(f"task {self.name!r} names a source twice; add up its weights")
 
     @property
+    def head_weights(self) -> Mapping[str, float]:
+        """The weights of a reward's heads by name. Raises ConfigError if one is no number."""
+        return parse_weights("--task.reward-weights", self.reward_weights)
+
+    @property
     def sources(self) -> tuple[Term, ...]:
         """The sources of a mixture with their weights, else the task's name alone."""
         return terms(self.name) if len(PLUS.split(self.name)) > 1 else (Term(self.name),)
+
+    @property
+    def source_names(self) -> Mapping[str, str]:
+        """Short names of a mixture's sources by their texts: what follows `as`, else the last part of the source's
+        name; a name that two would have is followed by their number. {} of a task with one source."""
+        if len(self.sources) < 2:
+            return {}
+        short = [(term.name or Path(split_name(term.text)[0]).name.split(".")[0]) for term in self.sources]
+        short = [name.replace("/", "_") for name in short]
+        taken = [f"{name}_{n}" if short.count(name) > 1 else name for n, name in enumerate(short, start=1)]
+        return {term.text: name for term, name in zip(self.sources, taken, strict=True)}
 
     @property
     def generated(self) -> bool:
@@ -95,6 +113,11 @@ class Task:
         if self.source.startswith("reasoning_gym/"):
             return "flowrl.tasks.reasoning:score"
         return "flowrl.tasks.verify:exact_match"
+
+    @property
+    def compares(self) -> bool:
+        """Whether the source's own verifier is the reward, or a part of it."""
+        return any(part.place == VERIFIER for part in parse_reward(self.reward or VERIFIER))
 
     @property
     def path(self) -> Path:

@@ -27,7 +27,7 @@ def definitions(place: str, value: object, column: str) -> tuple[Mapping[str, An
     if not isinstance(found, Sequence) or isinstance(found, str) or not all(map(_is_definition, found)):
         raise Malformed(
             f"{place}: the column {column!r} is {str(value)[:60]!r}; it needs a list of tool definitions, each "
-            "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}, or that as JSON text. If it means "
+            "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}, or that as JSON text; if it means "
             "something else, write FILE:tools=none; to use another column, FILE:tools=COLUMN"
         )
     return tuple(_definition(one) for one in found)

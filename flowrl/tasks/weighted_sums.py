@@ -27,6 +27,21 @@ def terms(text: str) -> tuple[Term, ...]:
     return tuple(_term(part.strip(), text) for part in PLUS.split(text))
 
 
+def parse_weights(what: str, text: str) -> dict[str, float]:
+    """NAME=WEIGHT,NAME=WEIGHT as a mapping. Raises ConfigError, which names `what`, for what is no such list."""
+    found: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = part.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not math.isfinite(weight):
+            raise ConfigError(f"{what} has {part!r}; write NAME=WEIGHT,NAME=WEIGHT")
+        found[name.strip()] = weight
+    return found
+
+
 def _term(part: str, whole: str) -> Term:
     match = TERM.fullmatch(part)
     if match is None or not match["text"]:

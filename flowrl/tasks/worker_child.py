@@ -27,7 +27,8 @@ def serve(place: str) -> None:
         except BadReward as bad:
             child.write(outbox, {"error": str(bad), "reason": bad.reason})
         else:
-            child.write(outbox, {"rewards": verdicts.rewards, "scores": verdicts.scores, "logs": dict(verdicts.logs)})
+            told = {"rewards": verdicts.rewards, "scores": verdicts.scores, "logs": dict(verdicts.logs)}
+            child.write(outbox, {**told, "heads": verdicts.heads})
 
 
 if __name__ == "__main__":

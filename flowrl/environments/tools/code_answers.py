@@ -1,0 +1,183 @@
+"""The verifier of `check=code`: runs the program of a response in a sandbox, against the tests of the row's answer.
+
+Every response has an interpreter of its own (`sandbox`), which has no network and sees no files but Python's own. The
+program runs first, then each test. A test has passed if its code came to its end, which a text shows that is drawn for
+this test and that the program has never seen; where outputs are compared, they are compared outside.
+
+What a program does is its own matter: if it raises, exits, takes too long, too much memory or too many processes, it
+has failed, and nothing of it is left. It shares an interpreter with its tests, as in other such harnesses: a program
+that is written to take this one apart can make asserts pass. Outputs it cannot fake.
+
+Waits: for the interpreter, at most `TIME_S` for a response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from flowrl.environments.tools.sandbox.sandbox_process import (
+    SandboxEnded,
+    SandboxKind,
+    SandboxProcess,
+    SandboxRefused,
+    SandboxSettings,
+)
+from flowrl.errors import ConfigError
+from flowrl.tasks.code_tests import CodeTests, given_tests, program_of
+
+T = TypeVar("T")
+TIME_S = 6.0
+"""For one response: the interpreter's start, the program, and all tests; less than the time of a reward's call."""
+MEMORY_BYTES = 512 << 20
+OUTPUT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of one program."""
+
+    passed: float = 0.0
+    """Share of its tests."""
+    timed_out: bool = False
+
+
+def code(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    *,
+    answer: Sequence[Any],
+    entry_point: Sequence[str | None] | None = None,
+    test_imports: Sequence[Any] | None = None,
+    test_setup_code: Sequence[str | None] | None = None,
+) -> dict[str, Any]:
+    """1 if the response's program passes every test of the answer, else 0; the share of tests passed is logged.
+
+    `test_imports` (a list of lines, or text) and `test_setup_code` are executed before the program.
+    """
+    return _scores("namespaces", responses, answer, entry_point, test_imports, test_setup_code)
+
+
+def code_without_namespaces(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    *,
+    answer: Sequence[Any],
+    entry_point: Sequence[str | None] | None = None,
+    test_imports: Sequence[Any] | None = None,
+    test_setup_code: Sequence[str | None] | None = None,
+) -> dict[str, Any]:
+    """`code` where user namespaces are not allowed: programs may then read files and use the network."""
+    return _scores("limits", responses, answer, entry_point, test_imports, test_setup_code)
+
+
+def _scores(kind: SandboxKind, responses: Sequence[str], answer: Sequence[Any], *columns: Any) -> dict[str, Any]:
+    entries, imports, setups = (column or [None] * len(responses) for column in columns)
+    before = [_before(lines, text) for lines, text in zip(imports, setups, strict=True)]
+    tests = [given_tests(right, entry) for right, entry in zip(answer, entries, strict=True)]
+    programs = [program_of(response) for response in responses]
+    tried = _finished(_all(kind, [*zip(before, programs, tests, strict=True)]))
+    return {
+        "rewards": [float(one.passed == 1.0) for one in tried],
+        "logs": {
+            "tests_passed": [one.passed for one in tried],
+            "timed_out": [float(one.timed_out) for one in tried],
+        },
+    }
+
+
+def _before(imports: Any, setup: str | None) -> str:
+    lines = imports if isinstance(imports, str) else "\n".join(imports or ())
+    return "\n".join(filter(None, (lines, setup)))
+
+
+async def _all(kind: SandboxKind, wanted: Sequence[tuple[str, str, CodeTests | None]]) -> list[Tried]:
+    slots = asyncio.Semaphore(os.cpu_count() or 1)
+
+    async def one(setup: str, program: str, tests: CodeTests | None) -> Tried:
+        if tests is None:
+            return Tried()
+        async with slots:
+            return await tried(kind, setup, program, tests)
+
+    return list(await asyncio.gather(*(one(*each) for each in wanted)))
+
+
+async def tried(kind: SandboxKind, setup: str, program: str, tests: CodeTests, *, time_s: float = TIME_S) -> Tried:
+    """Run a program and its tests. Raises ConfigError if this machine does not let a sandbox be built."""
+    passed = 0
+    try:
+        async with asyncio.timeout(time_s):
+            if tests.pieces:
+                passed = await _passed(kind, f"{setup}\n{program}", tests.pieces)
+            for given, needed in tests.cases:
+                passed += await _prints(kind, setup, program, given, needed)
+    except TimeoutError:
+        return Tried(timed_out=True)
+    return Tried(passed / (len(tests.pieces) + len(tests.cases)))
+
+
+async def _passed(kind: SandboxKind, program: str, pieces: Sequence[str]) -> int:
+    """The number of pieces that came to their end."""
+    passed = 0
+    async with _interpreter(kind) as interpreter:
+        try:
+            if (await interpreter.run(program)).failed:
+                return 0
+            for piece in pieces:
+                mark = f"\n{secrets.token_hex(16)}"
+                ran = await interpreter.run(f"{piece}\nprint({mark!r})")
+                passed += not ran.failed and ran.text.rstrip("\n").endswith(mark)
+        except SandboxEnded:
+            return passed
+    return passed
+
+
+async def _prints(kind: SandboxKind, setup: str, program: str, given: str, needed: str) -> bool:
+    """Whether the program prints what it has to; blanks at the ends of lines and of the whole do not count."""
+    async with _interpreter(kind) as interpreter:
+        try:
+            prepared = await interpreter.run(f"import io, sys\nsys.stdin = io.StringIO({given!r})\n{setup}\npass")
+            ran = await interpreter.run(f"{program}\npass")
+        except SandboxEnded:
+            return False
+    return not prepared.failed and not ran.failed and _lines(ran.text) == _lines(needed)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+@asynccontextmanager
+async def _interpreter(kind: SandboxKind) -> AsyncIterator[SandboxProcess]:
+    """The sandbox of one program, ended with all that it has started when the context is left."""
+    process = None
+    try:
+        process = SandboxProcess(SandboxSettings(kind, memory_bytes=MEMORY_BYTES, output_bytes=OUTPUT_BYTES), seed=0)
+        await process.start()
+        yield process
+    except SandboxRefused as problem:
+        raise ConfigError(
+            f"check=code cannot shut programs in here ({problem}); allow user namespaces on this machine, or accept "
+            "programs that can read files and use the network, with "
+            f"--task.reward {code_without_namespaces.__module__}:{code_without_namespaces.__name__}"
+        ) from None
+    finally:
+        if process is not None:
+            await process.end()
+
+
+def _finished(work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns, run in this thread, or in another one where this one has a running event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(asyncio.run, work).result()

@@ -1,0 +1,62 @@
+"""Samples that no policy has sampled: their tokens are given by the data, and the same ledger records them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from flowrl.messages import Batch, Bool, Int32, Trainable
+from flowrl.models.cache import Progress
+
+
+class HeldOutSource(Protocol):
+    """A node whose rows are trained, except those that it holds out."""
+
+    @property
+    def part(self) -> str:
+        """Which rows it trains."""
+        ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    def require_held_out(self) -> None:
+        """Raise ConfigError if it holds out no row."""
+        ...
+
+    def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
+        """Up to `most` samples of what it holds out; the choice does not depend on the order of the data."""
+        ...
+
+
+def given_sample(token_ids: Int32, mask: Bool, *, response_text: str, **fields: Any) -> Trainable:
+    """A sample of which the tokens of `mask` are trained; `fields` are further ones of `Trainable`."""
+    alone: dict[str, Any] = {"epoch": 0, "member": 0, "generator": ""}
+    return Trainable(
+        **(alone | fields),
+        group_size=1,
+        response_text=response_text,
+        token_ids=token_ids,
+        policy_mask=mask,
+        behavior_logprobs=np.zeros(len(token_ids), np.float32),
+        versions=np.full(len(token_ids), -1, np.int32),  # no version of the policy has sampled them
+        prompt_tokens=int((~mask).sum()),
+        truncated=False,
+        generated_s=time.time(),
+        advantages=mask.astype(np.float32),
+    )
+
+
+def batch_of(samples: Sequence[Trainable], token_budget: int) -> Batch:
+    """All samples as one batch."""
+    return Batch(
+        samples=tuple(samples),
+        micro_batches=(),
+        num_sequences=len(samples),
+        num_tokens=sum(sample.response_tokens for sample in samples),
+        num_groups=len(samples),
+        token_budget=token_budget,
+    )

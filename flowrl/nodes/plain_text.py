@@ -1,0 +1,160 @@
+"""Texts without roles for pretraining: cut into sequences, of which every token is trained."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Group, Int32, Prompt, Trainable
+from flowrl.models import Policy, check_model, silent, tokenizer_of
+from flowrl.models.cache import Progress
+from flowrl.models.plain_tokens import pieces, text_tokens
+from flowrl.nodes.given_sample import given_sample
+from flowrl.nodes.row_source import Part
+from flowrl.nodes.source import PromptSource
+from flowrl.tasks import Row, Rows, Task, load_texts
+
+CutBy = Literal["split", "wrapped"]
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """A sequence of `token_ids`; the first token is context, all others are trained."""
+
+    prompt_id: str
+    token_ids: Int32
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Which texts, and how they are cut: plain data, for the nodes that need them.
+
+    `split`: a text of more than `max_tokens` is cut into several sequences, and none has two texts in it, so that a
+    token sees its own text alone. `wrapped`: all texts follow each other, an end token behind each, and are cut every
+    `max_tokens`; a token sees the text before its own, too, as usual in pretraining.
+    """
+
+    task: Task
+    policy: Policy
+    max_tokens: int = 2048
+    cut: CutBy = "split"
+    part: Part = "train"
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 2:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; a sequence needs at least 2")
+        if self.cut not in ("split", "wrapped"):
+            raise ConfigError(f"cut is {self.cut!r}; choose split or wrapped")
+
+    def read(self) -> Rows:
+        """All texts; a process reads them only once."""
+        return load_texts(self.task, whole=self.part == "all")
+
+    def sequences(self, rows: Sequence[Row], progress: Progress = silent) -> Iterator[TextPiece]:
+        """The sequences of these texts, in their order."""
+        tokens = text_tokens(tokenizer_of(self.policy, progress=progress), [row.prompt for row in rows])
+        known: dict[bytes, int] = {}
+        for text in [np.concatenate([*tokens])] if self.cut == "wrapped" else tokens:
+            for piece in pieces(text, self.max_tokens):
+                occurrence = known[piece.tobytes()] = known.get(piece.tobytes(), -1) + 1
+                name = hashlib.blake2b(piece.tobytes() + occurrence.to_bytes(8, "big"), digest_size=8)
+                yield TextPiece(name.hexdigest(), piece)
+
+
+class TextSource(PromptSource):
+    """Sends every sequence of `texts` as a prompt whose tokens are those to be trained."""
+
+    def __init__(self, texts: Texts, *, epochs: int | None = None) -> None:
+        super().__init__(texts.task, texts.policy, epochs=epochs, max_prompt_tokens=texts.max_tokens, part=texts.part)
+        self.texts = texts
+
+    def facts(self) -> Facts:
+        return replace(super().facts(), longest_prompt=None)
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        self.texts.read()
+
+    def read(self) -> Rows:
+        return self.texts.read()
+
+    def rows(self) -> tuple[TextPiece, ...]:  # type: ignore[override]
+        found = self.read()
+        self._num_texts = len(rows := self.chosen(found.train, found.held_out))
+        return tuple(self.texts.sequences(rows))
+
+    def _say(self, found: Rows) -> None:
+        trained = sum(len(piece.token_ids) - 1 for piece in self._rows)
+        unused = len(found.train) + len(found.held_out) - self._num_texts
+        others = f", {unused} texts held out" if unused else ""
+        self.context.progress(f"{self._num_texts} texts, {len(self._rows)} sequences, {trained} tokens{others}")
+        self.say_skipped(found)
+
+    def group(self, row: TextPiece, epoch: int) -> list[Prompt]:  # type: ignore[override]
+        text = self._chat.tokenizer.decode(row.token_ids[1:])
+        return self.members(row.prompt_id, epoch, text=text, token_ids=row.token_ids)
+
+
+class TextDataset(Node):
+    """Makes a sample of each sequence that a `TextSource` sends: the first token is context, all others are trained."""
+
+    prompts: In[Prompt]
+    groups: Out[Group]
+
+    def __init__(self, texts: Texts) -> None:
+        self.texts = texts
+
+    @property
+    def part(self) -> Part:
+        return self.texts.part
+
+    @property
+    def max_tokens(self) -> int:
+        return self.texts.max_tokens
+
+    def facts(self) -> Facts:
+        return Facts(group_size=1, longest_response=self.texts.max_tokens, keeps_lineage=False)
+
+    async def run(self) -> None:
+        async for prompt in self.prompts:
+            sample = _sample(
+                prompt.token_ids,
+                prompt.text,
+                sample_id=prompt.sample_id,
+                group_id=prompt.group_id,
+                prompt_id=prompt.prompt_id,
+                epoch=prompt.epoch,
+                generator=f"{self.name}/{self.context.replica}",
+            )
+            self.context.metric("tokens_generated", sample.response_tokens)
+            self.context.ledger.generated(sample)
+            await self.groups.send(Group(prompt.group_id, (sample,), 1))
+
+    def require_held_out(self) -> None:
+        if not self.texts.read().held_out:
+            raise ConfigError(
+                f"{self.texts.task.name!r} has no held-out text to measure the loss on (one text in eight is held "
+                "out, and a .txt file is one text); name more texts, or leave held_out out"
+            )
+
+    def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
+        rows = sorted(self.texts.read().held_out, key=lambda row: row.prompt_id)
+        found = sorted(self.texts.sequences(rows, progress), key=lambda piece: piece.prompt_id)[:most]
+        return [
+            _sample(one.token_ids, "", sample_id=one.prompt_id, group_id=one.prompt_id, prompt_id=one.prompt_id)
+            for one in found
+        ]
+
+
+def _sample(token_ids: Int32, text: str, **fields: str | int) -> Trainable:
+    mask = np.ones(len(token_ids), np.bool_)
+    mask[0] = False
+    return given_sample(token_ids, mask, prompt_text="", response_text=text, **fields)

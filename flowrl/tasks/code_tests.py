@@ -1,0 +1,83 @@
+"""Programs in responses, and the tests that an answer holds for them: `FILE:check=code`.
+
+An answer is one of
+- a list of pieces of code, each of which raises if the program is wrong: asserts, as MBPP's `test_list`;
+- a text of such code, as HumanEval's `test`, whose function `check` is then called with the function that the column
+  `entry_point` names;
+- a mapping of `inputs` and `outputs`, lists of the same length: what the program reads, and what it has to print.
+
+Lists and mappings may be written as JSON text. They are run by `flowrl.environments.tools.code_answers`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BEGIN = r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n"
+FENCE = re.compile(BEGIN + r"(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+OPEN_FENCE = re.compile(BEGIN + r"(.*)\Z", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class CodeTests:
+    """What a program is tried with: pieces of code, or inputs with the outputs that they need."""
+
+    pieces: tuple[str, ...] = ()
+    cases: tuple[tuple[str, str], ...] = ()
+
+
+def program_of(response: str) -> str:
+    """The last fenced block of Python, also one that is not closed; without a fence the whole response."""
+    if blocks := FENCE.findall(response):
+        return str(blocks[-1])
+    opened = OPEN_FENCE.search(response)
+    return opened[1] if opened else response
+
+
+def given_tests(answer: Any, entry_point: str | None = None) -> CodeTests | None:
+    """The tests that an answer holds, None if it holds none. `entry_point` is the function that `check` is given."""
+    found = _structured(answer)
+    if isinstance(found, Mapping):
+        return _cases(found)
+    if isinstance(found, Sequence) and not isinstance(found, str):
+        pieces = tuple(found)
+        return CodeTests(pieces) if pieces and all(map(_is_code, pieces)) else None
+    if not _is_code(found):
+        return None
+    called = f"\ncheck({entry_point})" if entry_point and re.search(r"^def check\(", found, re.MULTILINE) else ""
+    return CodeTests((f"{found}{called}",))
+
+
+def _structured(answer: Any) -> Any:
+    """The list or mapping that a text holds as JSON, else the answer itself."""
+    if not isinstance(answer, str) or not answer.lstrip().startswith(("[", "{")):
+        return answer
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        return answer
+
+
+def _cases(answer: Mapping[str, Any]) -> CodeTests | None:
+    inputs, outputs = answer.get("inputs"), answer.get("outputs")
+    if not all(isinstance(one, Sequence) and not isinstance(one, str) for one in (inputs, outputs)):
+        return None
+    assert inputs is not None and outputs is not None
+    texts = all(isinstance(one, str) for one in (*inputs, *outputs))
+    if not inputs or len(inputs) != len(outputs) or not texts:
+        return None
+    return CodeTests(cases=tuple(zip(inputs, outputs, strict=True)))
+
+
+def _is_code(text: Any) -> bool:
+    if not isinstance(text, str) or not text.strip():
+        return False
+    try:
+        return bool(ast.parse(text).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
