@@ -1,6 +1,8 @@
 """How sessions of many turns are spread over the replicas of a server, by the margin of the edge.
 
-    python -m benchmarks.agents [--repetitions 5] [--margin 2]
+    python -m benchmarks.agents [--repetitions 5] [--margin 2] [--real [--steps 10]]
+
+With `--real` it is the runs of `benchmarks/agents_stack.py` on Ray, vLLM and ZeRO, which take some minutes each.
 
 Calls and servers are those of a run, over endpoints in separate processes; the servers sleep in place of a model. A
 tenth of the sessions has ten times as many turns. Their number, their turns and the times are drawn from the
@@ -32,6 +34,7 @@ from time import perf_counter
 import tyro
 import uvloop
 
+from benchmarks import agents_stack
 from flowrl.channel.endpoint import Endpoint
 from flowrl.graph.analysis.plan import CallPlan, make_plan
 from flowrl.graph.graph import Graph
@@ -67,6 +70,10 @@ class Options:
     """Mean time that a request takes at the server; exponential."""
     step_s: float = 0.01
     """Mean time between a reply and the next request of its session; exponential."""
+    real: bool = False
+    """Runs on the real stack in place of servers that sleep."""
+    steps: int = 10
+    """Of each of these runs."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +237,9 @@ def measure(options: Options, margin: int | None, repetition: int) -> Outcome:
 
 
 def main(options: Options) -> None:
+    if options.real:
+        agents_stack.measure(repetitions=options.repetitions, margin=options.margin, steps=options.steps)
+        return
     systems = {f"margin {options.margin}": options.margin, "no bound": NEVER, "no affinity": None}
     found: dict[str, list[Outcome]] = {system: [] for system in systems}
     for repetition in range(options.repetitions):

@@ -286,7 +286,10 @@ ROWS = {
 
 @pytest.mark.parametrize(
     ("row", "says"),
-    [("no answer", "a row of the task has no answer"), ("an answer of the assistant", "has an earlier answer of the")],
+    [
+        ("no answer", "the row has no answer to compare responses with"),
+        ("an answer of the assistant", "has an earlier answer of the"),
+    ],
 )
 def test_rows_that_cannot_be_played_are_refused(tmp_path: Path, row: str, says: str) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(ROWS[row].replace("PROMPT", f"{n}?") for n in range(40)))

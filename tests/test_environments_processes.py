@@ -156,6 +156,15 @@ def test_each_fault_has_its_cause_and_nothing_is_left(
     assert not running([pid])
 
 
+def test_what_seeding_loads_is_loaded_before_the_fork(run: Run, pool: Episodes) -> None:
+    async def body() -> None:
+        episode = await pool.reset(row())
+        assert (await episode.step(Action("loaded_here"))).observation.text == "False"
+        await episode.close()
+
+    run(body())
+
+
 def test_a_traceback_begins_in_the_environment(run: Run, pool: Episodes) -> None:
     failed, _ = run(failing(pool, "raise"))
     frames = [line for line in str(failed).splitlines() if line.startswith("  File ")]

@@ -85,6 +85,7 @@ def test_every_figure_of_a_run_is_in_the_table(tmp_path: Path) -> None:
     ):
         if figure not in (
             "figure",
+            "generators_lost",
             "requests_moved",
             "oldest_wait_s",
             "failing_by_length",

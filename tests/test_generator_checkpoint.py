@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -32,6 +33,9 @@ class Table:
 
     async def complete(self, request_id: str, token_ids: Sequence[int], sampling: Sampling, **_: Any) -> Completion:
         return await self.ends.setdefault(request_id, asyncio.get_running_loop().create_future())
+
+    def required(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     def so_far(self, request_id: str) -> Completion | None:
         return self.parts.get(request_id, part())

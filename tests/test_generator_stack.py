@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import openai
 import pytest
 
+from flowrl.episode import Reply, Turn
 from flowrl.errors import FlowrlError
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
+from flowrl.nodes import AgentProgram, Limits
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.sampling import Sampling
@@ -34,6 +37,8 @@ from flowrl.testing import NodeRecord, NodeRig
 from flowrl.weights.probe import probe_sequences
 from flowrl.weights.publish import Publisher
 from tests.generator_rig import make_prompt
+from tests.outside_workers import OutsideSession, Worker, a_worker
+from tests.test_nodes_agent_program import prompt as agent_prompt
 from tests.ticks import ticks
 from tests.tiny_policy import ModelSource, make_policy, perturb, score
 
@@ -420,6 +425,79 @@ def test_evaluation_is_greedy_and_counted_apart(live: Live) -> None:
     assert one.token_ids.tolist() == two.token_ids.tolist()
     assert live.record.metrics["tokens_generated"] == generated
     assert live.record.metrics["tokens_evaluated"] == one.response_tokens + two.response_tokens
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<eos>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+DYING = """
+import sys, time, httpx, openai
+url, key = sys.argv[1:]
+session = httpx.post(url + "/sessions", headers={"Authorization": "Bearer " + key}, timeout=30).json()
+client = openai.OpenAI(base_url=session["openai_base_url"], api_key=session["api_key"])
+client.chat.completions.create(model="policy", messages=session["task"]["messages"])
+print(session["id"], flush=True)
+time.sleep(100)  # until it is killed
+"""
+
+
+def test_outside_workers_are_answered_by_vllm_and_those_that_fail_are_followed_by_others(
+    live: Live, tmp_path: Path
+) -> None:
+    """One of them plays, one is killed, one is idle and one posts no reward: with the real client, over HTTP."""
+    (tmp_path / "template").write_text(TEMPLATE)
+    replies: dict[str, list[Reply]] = {}
+
+    async def ask(turn: Turn) -> Reply:
+        reply = await live.rig.ask("turns", turn)
+        replies.setdefault(f"{turn.sample_id}/{turn.attempt}", []).append(reply)
+        return reply  # type: ignore[no-any-return]
+
+    async def plays(session: OutsideSession) -> None:
+        reply = await session.say()
+        again = {"role": "user", "content": "sure?"}
+        await session.say([*session.task["messages"], {"role": "assistant", "content": reply.content}, again])
+        await session.finish(0.5)
+
+    async def killed(worker: Worker) -> None:
+        key = worker.key_file.read_text()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", DYING, worker.url, key, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None and await process.stdout.readline()
+        process.kill()
+        await process.wait()
+
+    async def work() -> NodeRecord:
+        policy = Policy(str(live.path), chat_template=str(tmp_path / "template"))
+        limits = Limits(tokens=200, turn_tokens=8, retries=1)
+        node = AgentProgram(policy, agent="outside", sampling=Sampling(max_tokens=8), limits=limits, idle_s=1.0)
+        rig = NodeRig(node, name="agents", answers={"generate": ask}, run_dir=str(tmp_path), preflight=False)
+        async with rig:
+            rig.feed("prompts", *(agent_prompt(member) for member in range(4)), ticket=3)
+            async with a_worker(rig.record.progress) as worker:
+                await killed(worker)
+                idle, forgetful, good = [await worker.take() for _ in range(3)]
+                await idle.say()
+                await forgetful.say()
+                await forgetful.post("end")
+                await plays(good)
+                for _ in range(3):
+                    await plays(await worker.take())
+                with pytest.raises(openai.ConflictError):
+                    await idle.say()
+            return await rig.finished()
+
+    record = live.do(work())
+    assert sorted(cause for *_, cause in record.events("void")) == ["no_reward", "session_idle", "session_idle"]
+    episodes = record.sent("episodes")
+    assert record.reasons() == [] and sorted(one.attempts for one in episodes) == [1, 2, 2, 2]
+    for episode in episodes:
+        used = replies[f"{episode.sample_id}/{episode.attempts - 1}"]
+        ids = [token for reply in used for token in reply.token_ids.tolist()]
+        assert episode.token_ids[episode.policy_mask].tolist() == ids and episode.turns == len(used) == 2
+        assert set(episode.versions[episode.policy_mask].tolist()) == {live.version} and episode.reward == 0.5
 
 
 HOST = """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ import pytest
 
 from flowrl.agents import reply_parser
 from flowrl.episode import Reply, Turn
+from flowrl.errors import OutOfService
 from flowrl.models import Policy
 from flowrl.models.tool_characters import tool_tokenizer
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.responses import Responses
 from flowrl.nodes.sampling import Completion, Sampling
+from flowrl.nodes.standby import Standby
+from flowrl.nodes.vllm_processes import EngineDied, engine_died
 from flowrl.nodes.vllm_sampler import EVALUATION, priority_of
 from tests.generator_rig import RecordingContext, make_prompt
 from tests.ticks import ticks
@@ -33,13 +37,19 @@ class Letters:
 
     def __init__(self, text: str) -> None:
         self.ids = TOKENIZER(text)["input_ids"]
+        self.death: EngineDied | None = None
         self.asked: list[tuple[str, list[int], Sampling, dict[str, Any]]] = []
 
     async def complete(self, key: str, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> Completion:
         self.asked.append((key, list(token_ids), sampling, more))
         ids = self.ids[: sampling.max_tokens]
+        if self.death is not None:
+            raise self.death
         reason = "stop" if len(ids) == len(self.ids) else "length"
         return Completion.of(ids, [-0.5] * len(ids), [7] * len(ids), reason, 3)
+
+    def required(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     def text(self, token_ids: Any) -> str:
         return ""
@@ -51,9 +61,13 @@ class Booked(RecordingContext):
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[tuple[Turn, Reply]] = []
+        self.lost: list[tuple[Turn, Reply, str]] = []
 
     def request(self, turn: Turn, reply: Reply) -> None:
         self.requests.append((turn, reply))
+
+    def request_lost(self, turn: Turn, reply: Reply, reason: str) -> None:
+        self.lost.append((turn, reply, reason))
 
 
 class Updates:
@@ -130,5 +144,88 @@ def test_a_turn_is_continued_after_a_checkpoint_and_its_tokens_are_not_in_it() -
         assert not waiting.done()
         await made.resume()
         assert (await waiting).finish_reason == "stop" and (await sample).response_tokens == 3
+
+    asyncio.run(body())
+
+
+def dying(text: str) -> Letters:
+    """A sampler whose engine dies when this much of a reply has arrived."""
+    sampler = Letters("12<|end|>")
+    sampler.death = engine_died()
+    ids = TOKENIZER(text)["input_ids"]
+    sampler.death.arrived = Completion.of(ids, [-0.5] * len(ids), [7] * len(ids), "")
+    return sampler
+
+
+def test_what_had_arrived_of_a_turn_is_booked_when_the_engine_dies_without_what_a_checkpoint_had() -> None:
+    before = np.array(TOKENIZER("1")["input_ids"], np.int32)
+    asked = turn(prefix_token_ids=before, prefix_logprobs=np.zeros(1, np.float32), prefix_versions=before * 0 + 6)
+    made, context = generator(dying("2"))
+    with pytest.raises(EngineDied):
+        asyncio.run(made._reply(asked))
+    ((lost, reply, reason),) = context.lost
+    assert (reason, context.requests) == ("generator_died", [])
+    assert lost.request_id == "s/0.0" and lost.token_ids.tolist() == [*CONTEXT, *before]
+    assert TOKENIZER.decode(reply.token_ids.tolist()) == "2" and reply.versions.tolist() == [7]
+    assert context.counted == {"tokens_generated": 1.0}
+
+
+class Replicas(RecordingContext):
+    def __init__(self, num_replicas: int) -> None:
+        super().__init__()
+        self.num_replicas, self.in_turns = num_replicas, False
+        self.told: list[str] = []
+
+    def progress(self, text: str) -> None:
+        self.told.append(text)
+
+
+async def dies(request: Turn) -> Reply:
+    raise engine_died()
+
+
+def test_a_replica_whose_engine_died_answers_nothing_more_and_leaves_versions_out() -> None:
+    async def body() -> None:
+        context: Any = Replicas(2)
+        standby = Standby(context, "generator/1", one_by_one=True, sent=False)
+        for _ in range(2):
+            with pytest.raises(OutOfService, match=r"generator/1: vLLM's engine process died"):
+                await standby.serving(dies)(turn())
+        assert standby.has_left and not await standby.goes_on(dies(turn()))
+        assert len(context.told) == 1 and context.counted == {"generators_lost": 1.0}
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("why", [{"num_replicas": 1}, {"one_by_one": False}, {"sent": True}, {"in_turns": True}])
+def test_a_replica_that_no_other_can_stand_in_for_ends_the_run(why: dict[str, Any]) -> None:
+    async def body() -> None:
+        context: Any = Replicas(why.get("num_replicas", 2))
+        context.in_turns = "in_turns" in why
+        standby = Standby(context, "generator/0", one_by_one=why.get("one_by_one", True), sent="sent" in why)
+        with pytest.raises(EngineDied):
+            await standby.serving(dies)(turn())
+        with pytest.raises(EngineDied):
+            await standby.goes_on(dies(turn()))
+
+    asyncio.run(body())
+
+
+def test_a_request_at_the_gate_ends_with_the_engine() -> None:
+    class Dead(Letters):
+        @asynccontextmanager
+        async def required(self) -> AsyncIterator[None]:
+            if self.death is not None:
+                raise self.death
+            yield
+
+    async def body() -> None:
+        sampler = Dead("12<|end|>")
+        made, context = generator(sampler)
+        made._gate.close("weights")
+        sampler.death = engine_died()
+        with pytest.raises(EngineDied):
+            await made._reply(turn())
+        assert [reply.token_ids.size for _, reply, _ in context.lost] == [0]
 
     asyncio.run(body())

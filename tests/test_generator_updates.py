@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.messages import Weights
-from flowrl.nodes.generator import skips
-from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
+from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates, skips
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import free_ports
+from benchmarks.two_machines import HEAD, RAY, free_ports, start_ray
 from tests.run_process import ROOT, audit
-from tests.test_clusters import RAY, starts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -32,7 +31,7 @@ def cluster() -> Iterator[dict[str, str]]:
     head += [f"--ray-client-server-port={ports[1]}", f"--dashboard-agent-listen-port={ports[2]}"]
     head += [f"--dashboard-agent-grpc-port={ports[3]}", "--disable-usage-stats"]
     head += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={ports[4]}"]
-    process = starts(head, token)
+    process = start_ray(head, {**HEAD, **token})
     try:
         yield {DASHBOARD: f"http://127.0.0.1:{ports[4]}", **token}
     finally:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.two_machines import free_ports
 from flowrl.testing import GraphRun, run_graph
-from tests.conftest import free_ports
 from tests.test_runtime_half_done import killed
 
 ROOT = Path(__file__).parent.parent

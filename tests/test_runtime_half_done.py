@@ -143,3 +143,18 @@ def test_a_pause_waits_for_no_environment(tmp_path: Path) -> None:
     assert len(SEEN.pauses_s) >= 2 and max(SEEN.pauses_s) < 1.0
     records = killed(tmp_path / "run", after=2)
     assert sum(len(record.replies) > len(record.steps) for record in records.values()) > 40
+
+
+def test_an_engine_that_dies_costs_requests_and_no_episode(tmp_path: Path) -> None:
+    """Its replica holds the versions that it leaves out, so tickets return; a checkpoint is taken with it."""
+    ran = play(tmp_path / "run", kind="Paced", step_s=0.02, groups_per_step=3, turns=2, generators=2, dies_s=0.35)
+    asked = ran.rows("SELECT generator, abandoned, COUNT(*), SUM(tokens) FROM requests GROUP BY 1, 2 ORDER BY 1, 2")
+    (_, alive, *_), (_, used, *_), (dead, reason, times, tokens) = asked
+    assert (alive, used, dead, reason) == (None, None, "generator/1", "generator_died") and times > 0
+    assert ran.rows("SELECT SUM(redone_tokens) FROM samples") == [(tokens,)] and tokens > 0
+    again = ran.rows(
+        "SELECT COUNT(*) FROM requests JOIN requests r USING (request_id) WHERE requests.abandoned IS NOT NULL"
+        " AND r.abandoned IS NULL AND r.generator = 'generator/0'"
+    )
+    assert again == [(times,)], "asked of the other one under the same id"
+    assert sum(line.get("generators_lost", 0) for line in ran.metrics()) == 1

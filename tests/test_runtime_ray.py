@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HEAD, free_ports
+from benchmarks.two_machines import HEAD, free_ports
 from tests.run_process import GRAPHS, ROOT, Run, audit, is_loopback, listening, pids_of, states
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -47,6 +47,23 @@ def test_a_run_whose_ray_dies_says_so_and_can_be_resumed(tmp_path: Path, ray: di
     again = Run(FAULTS, tmp_path / "run", *OPTIONS, "--steps", "8", "--resume", env=ray)
     assert again.wait() == 0, again.stderr
     assert states(tmp_path / "run") == {("trained", None): 8 * 4}
+
+
+OWN = """
+from tests.graphs_episodes.played import Unsteady
+
+class Own(Unsteady):
+    pass
+"""
+
+
+def test_files_are_those_of_the_users_directory_on_a_ray_that_was_joined(tmp_path: Path, ray: dict[str, str]) -> None:
+    """The graph is elsewhere, and Ray starts processes in its own copy of the graph's directory."""
+    (tmp_path / "own.py").write_text(OWN)
+    graph, options = ROOT / "tests" / "graphs_episodes" / "played.py", ("--environment", "own.py:Own", "--steps", "2")
+    run = Run(graph, tmp_path / "run", *options, env=ray, cwd=tmp_path)
+    assert run.wait() == 0, run.stderr
+    assert states(tmp_path / "run") == {("trained", None): 2 * 2 * 3}
 
 
 def open_to_others(directory: Path) -> list[tuple[str, str]]:

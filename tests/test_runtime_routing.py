@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from flowrl.errors import SampleFailed
+from flowrl.errors import OutOfService, SampleFailed
 from tests.channel_rig import Thing
 from tests.requests_rig import Asker, Mesh, in_virtual_time, mesh
 from tests.ticks import ticks_until
@@ -276,6 +276,46 @@ def test_a_port_is_served_once() -> None:
         await net.callers[0](0)
         with pytest.raises(RuntimeError, match=r"server\.turns is served already; call `each` once"):
             await net.servers[0].serve(1)
+        await net.close()
+
+    in_virtual_time(main())
+
+
+def test_the_requests_of_a_server_out_of_service_are_asked_of_the_others() -> None:
+    """Those under way, those that wait for a place at it, and later ones; with their sessions."""
+
+    async def main() -> None:
+        net = await mesh(callers=2, service_s=(1.0, 1.0), margin=2, capacity=4)
+        net.serve(concurrency=2)
+
+        async def leaves(request: Thing) -> Thing:
+            await asyncio.sleep(0.5)  # the engine dies while requests are under way, in virtual time
+            raise OutOfService("its engine died")
+
+        net.servers[0].answer = leaves
+        served = await sessions(net, 6, 3)
+        assert [set(replicas) for replicas in served] == [{1}] * 12
+        begun = len(net.servers[0].order)
+        assert await session(net.callers[0], "later", 2) == [1, 1]
+        assert 0 < begun == len(net.servers[0].order), "nobody asks it again"
+        await net.close()
+
+    in_virtual_time(main())
+
+
+def test_a_caller_with_no_server_left_says_why() -> None:
+    async def main() -> None:
+        net = await mesh(service_s=(1.0, 1.0))
+        net.serve()
+
+        async def leaves(request: Thing) -> Thing:
+            raise OutOfService(f"engine {request.index} died")
+
+        for server in net.servers:
+            server.answer = leaves
+        for _ in range(2):
+            with pytest.raises(OutOfService, match=r"asker.ask has no replica left to ask: engine 7 died"):
+                await net.callers[0](7)
         await net.close()
 
     in_virtual_time(main())

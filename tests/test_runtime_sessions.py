@@ -241,3 +241,26 @@ def test_equals_take_it_by_rotation() -> None:
         chosen.append(router.begin(f"s{index}").replica)
         router.end(chosen[-1], 0)
     assert sorted(chosen[:3]) == [0, 1, 2] and chosen == chosen[:3] * 3
+
+
+def test_a_replica_out_of_service_is_chosen_no_more_and_its_sessions_and_groups_move() -> None:
+    router = SessionRouter(3, margin=2, caller="asker/0")
+    home = router.begin("s0", "a").replica
+    router.end(home, 0)
+    router.leave(home)
+    assert router.num_in_service == 2
+    moved, member = router.begin("s0", "a"), router.begin("s1", "a")
+    assert moved.moved and home not in (moved.replica, member.replica)
+    assert router.begin("s0", "a") == RoutedTo(moved.replica, moved=False), "it stays where it has moved"
+    others = {replica for _ in range(6) if (replica := router.begin().replica) is not None}
+    assert others == {0, 1, 2} - {home}
+
+
+def test_the_load_of_a_replica_out_of_service_does_not_bind_the_others() -> None:
+    router = SessionRouter(3, margin=0, caller="asker/0")
+    gone = router.begin().replica
+    router.end(gone, 0)
+    router.leave(gone)
+    one, other = router.begin("s").replica, router.begin("t").replica
+    assert {one, other} == {0, 1, 2} - {gone}
+    assert router.begin("s") == RoutedTo(one, moved=False), "the idle one is out of service"

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from flowrl.channel.envelope import Envelope
+from flowrl.episode import EpisodeRecord
 from flowrl.errors import NodeFailed
 from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.checkpoints import checkpoint
+from flowrl.runtime.driver.snapshotter import Snapshotter
 from flowrl.runtime.host import host_engine
 from flowrl.testing import VirtualClock
 from flowrl.testing.rig_engine import NoAccounting
+from tests.channel_rig import Thing
 from tests.graphs_snapshot.parts import NUM_PROMPTS
 from tests.snapshot_rig import LOST, SEEN, TOLD, run_with_cuts, running
 
@@ -157,3 +163,59 @@ def test_a_turn_that_waits_twice_at_once_stands_and_counts_once() -> None:
         assert activity.working == 0
 
     asyncio.run(body())
+
+
+class Called:
+    """Orders to one host; notes what is asked."""
+
+    def __init__(self) -> None:
+        self.hosts = ("A",)
+        self.asked: list[str] = []
+
+    def replicas(self, node: str) -> list[str]:
+        return [f"{node}/0"]
+
+    async def ask(self, host: str, kind: str, body: Any = None) -> Any:
+        self.asked.append(kind)
+        keys = ("ended", "lost", "parts", "sent", "sent_before", "left_out")
+        return [] if kind == "kept" else {key: [] for key in keys} | {"cursors": {}, "states": {}}
+
+    async def ask_all(self, kind: str, body: Any = None) -> list[Any]:
+        self.asked.append(kind)
+        return [[0, 0]]
+
+    async def on_node(self, replica_id: str, method: str, **arguments: Any) -> Any:
+        self.asked.append(f"{method} of {replica_id}")
+        return {}
+
+
+def test_nodes_that_stand_write_their_files_when_the_others_go_on(tmp_path: Path) -> None:
+    """A trainer's files may be of hundreds of gigabytes: nobody waits for them."""
+    files, turns = SimpleNamespace(checkpoint=None), SimpleNamespace(snapshot=None)
+    nodes: Any = {"trainer": files, "mine": files, "generator": turns}
+    orders: Any = Called()
+    asyncio.run(Snapshotter(orders, nodes, tmp_path, ("trainer",), keep=0).take({}, tmp_path, NoAccounting()))
+    order = [asked for asked in orders.asked if asked != "quiesce"]
+    assert order == [
+        "snapshot of generator/0",
+        "pause",
+        "snapshot",
+        "checkpoint of mine/0",
+        "resume",
+        "resume of generator/0",
+        "kept",
+        "checkpoint of trainer/0",
+    ]
+
+
+def test_records_are_of_the_moment_at_which_pages_are_made_and_messages_are_packed_when_they_travel() -> None:
+    steps: list[Mapping[str, Any]] = [{"reward": 1.0}]
+    record = EpisodeRecord(steps=cast(Any, steps))
+    message = Thing(7)
+    found = checkpoint.pages(
+        [("a/0", "in", "", Envelope(b"r", body=record)), ("a/0", "e", "", Envelope(b"m", 0, "", 0, message))]
+    )
+    steps.append({"reward": 2.0})
+    one, other = [envelope.body for page in found for *_, envelope in checkpoint.unpage(page)]
+    assert isinstance(one, EpisodeRecord) and list(one.steps) == [{"reward": 1.0}]
+    assert isinstance(other, Thing) and other.index == 7

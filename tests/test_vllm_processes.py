@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from flowrl.errors import FlowrlError
-from flowrl.nodes.vllm_processes import EngineProcesses, starting
+from flowrl.nodes.vllm_processes import EngineDied, EngineProcesses, starting
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -48,7 +48,7 @@ def test_every_block_is_ended_and_each_later_one(engine: subprocess.Popen[bytes]
         await asyncio.sleep(0)  # all three have begun
         engine.kill()
         ended = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(one) for one in ended] == [FlowrlError] * 3
+        assert [type(one) for one in ended] == [EngineDied] * 3
         with pytest.raises(FlowrlError):
             await call()
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -70,9 +71,13 @@ class ChatTemplate:
         """The ids of text that starts a context."""
         return token_ids(self.tokenizer, text)
 
+    @cached_property
+    def _mark_ids(self) -> Int32:
+        return self.ids(MARK)
+
     def ids_after_reply(self, text: str) -> Int32:
         """The ids of text that follows a reply. Raises ConfigError if a token would span the boundary."""
-        mark, whole = self.ids(MARK), self.ids(MARK + text)
+        mark, whole = self._mark_ids, self.ids(MARK + text)
         if not np.array_equal(whole[: mark.size], mark):
             raise ConfigError(
                 f"the tokenizer joins the end of a reply with {text[:20]!r}, which the chat template writes after it, "

@@ -42,7 +42,7 @@ class Examination:
 
     def __str__(self) -> str:
         if self.no_tools:
-            return f"{self._history()} No tools: {self.no_tools}."
+            return f"{self._history()} Tool calls cannot be fed: {self.no_tools}."
         return " ".join([self._history(), "Tool calls can be fed.", *self._shown(), self._parsing()])
 
     def _shown(self) -> list[str]:

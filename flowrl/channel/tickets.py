@@ -18,7 +18,7 @@ Both classes are pure: they never wait. What ends a wait for a ticket: `left_out
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -115,9 +115,13 @@ class Tickets:
         expected = self._expected[ticket]
         return next((trainer for trainer in self.trainers if trainer in expected), "")
 
-    def floor(self, trainer: str) -> int:
-        """The oldest version of `trainer` that a live consumer holds; if none is alive, the newest version held."""
-        held = {replica: version for (replica, of), version in self._held.items() if of == trainer}
+    def floor(self, trainer: str, by: Collection[str] | None = None) -> int:
+        """The oldest version of `trainer` that a live consumer holds; if none is alive, the newest version held.
+
+        `by`: of these replicas only.
+        """
+        chosen = {replica: version for (replica, of), version in self._held.items() if of == trainer}
+        held = {replica: version for replica, version in chosen.items() if by is None or replica in by}
         if not held:
             return self._newest.get(trainer, 0)
         live = [version for replica, version in held.items() if replica not in self._dead]

@@ -15,12 +15,12 @@ from flowrl.hub import pins
 from flowrl.tasks import Rows, Task, child, load_rows, place_of_rows
 
 
-def load_rows_apart(task: Task) -> Rows:
+def load_rows_apart(task: Task, *, whole: bool = False) -> Rows:
     """As `load_rows`. Generated tasks stay in this process, where their verifiers find what was generated."""
     if place_of_rows(task) is None:
-        return load_rows(task)
+        return load_rows(task, whole=whole)
     mine, theirs = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_read, args=(task, theirs))
+    process = multiprocessing.get_context("fork").Process(target=_read, args=(task, whole, theirs))
     process.start()
     theirs.close()
     try:
@@ -37,10 +37,10 @@ def load_rows_apart(task: Task) -> Rows:
     return found
 
 
-def _read(task: Task, target: Connection) -> None:
+def _read(task: Task, whole: bool, target: Connection) -> None:
     child.die_with_parent()
     try:
-        found: Rows | str = load_rows(task)
+        found: Rows | str = load_rows(task, whole=whole)
     except ConfigError as problem:
         found = str(problem)
     target.send_bytes(pickle.dumps((found, pins.commits())))

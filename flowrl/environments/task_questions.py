@@ -2,34 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
+from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, environment_rows
 from flowrl.environments.protocol import Observation
 from flowrl.environments.rows_apart import load_rows_apart
 from flowrl.errors import ConfigError
 from flowrl.tasks import Row, Rows, Task
+from flowrl.tasks.evaluation_set import EvaluationSet
+
+ASKING = ("tools", "openrlhf", "skyrl_gym")
+"""Adapters whose environments ask the questions of a task."""
+SETS = "evaluate"
+"""Option of their names: the texts of the sets that an evaluation asks whole, as --evaluate-task has them."""
+SET, QUESTION = "evaluation_set", "question"
+"""Options of such a row: the set's name, and the id of the question's prompt."""
+
+
+@dataclass(frozen=True)
+class AskedSet:
+    """The questions of one evaluation set, all of which may be asked."""
+
+    task: Task
+    by_id: Mapping[str, Row]
 
 
 @dataclass(frozen=True)
 class TaskQuestions:
-    """A task's rows."""
+    """A task's rows, and those of the sets that are evaluated."""
 
     rows: Rows
+    sets: Mapping[str, AskedSet] = field(default_factory=dict)
 
     def row(self, environment_row: EnvironmentRow) -> Row:
-        """The question of an environment's row: a held-out one for a held-out row.
+        """The question of an environment's row: the one it names, else a held-out one for a held-out row.
 
         Members of a group have one row, and so one question.
         """
-        rows = self.rows.held_out if environment_row.held_out else self.rows.train
+        if SET in environment_row.options:
+            return self.sets[environment_row.options[SET]].by_id[environment_row.options[QUESTION]]
+        held_out = environment_row.held_out and (self.rows.held_out or not self.sets)
+        rows = self.rows.held_out if held_out else self.rows.train
         return rows[environment_row.seed % len(rows)]
+
+    @property
+    def all(self) -> Iterator[Row]:
+        """Every row, those of the sets too."""
+        return itertools.chain(
+            self.rows.train, self.rows.held_out, *(asked.by_id.values() for asked in self.sets.values())
+        )
+
+
+def with_sets(environment: str, sets: Sequence[str]) -> str:
+    """The name of an environment that can also be asked the questions of `sets`. Raises ConfigError."""
+    if EnvironmentName(environment).adapter not in ASKING:
+        raise ConfigError(
+            f"--evaluate-task names questions, and environment {environment!r} asks none of a task; leave it out: "
+            "--evaluate asks held-out rows of the environment"
+        )
+    return f"{environment}{',' if EnvironmentName(environment).options else ':'}{SETS}={list(sets)!r}"
+
+
+def question_row(environment: str, asked_set: str, row: Row) -> EnvironmentRow:
+    """The row of an environment with which that question of that set is asked."""
+    base = environment_rows(environment, number=1).all[0]
+    own = {key: value for key, value in base.options.items() if key != SETS}
+    return EnvironmentRow(base.name, {**own, SET: asked_set, QUESTION: row.prompt_id}, int(row.prompt_id[:8], 16))
 
 
 def named_task(name: EnvironmentName, source: str, *, own: Collection[str]) -> Task:
     """The task at `source` with the options of the name that are not `own`. Raises ConfigError for a mixture."""
-    options = ",".join(f"{key}={value!r}" for key, value in name.options.items() if key not in own)
+    options = ",".join(f"{key}={value!r}" for key, value in name.options.items() if key not in (SETS, *own))
     task = Task(f"{source}:{options}" if options else source)
     if len(task.sources) > 1:
         raise ConfigError(f"environment {name.text!r} mixes several tasks; name one")
@@ -46,19 +91,32 @@ def asked_task(name: EnvironmentName, *, own: Collection[str] = ()) -> Task:
 
 def load_questions(name: EnvironmentName, task: Task) -> TaskQuestions:
     """Reads the task. Raises ConfigError for rows that an environment cannot ask."""
-    rows = load_rows_apart(task)
-    if not rows.held_out:
+    sets = dict(_asked_set(name, text, task) for text in name.options.get(SETS, ()))
+    rows = load_rows_apart(task, whole=bool(sets))
+    if not rows.held_out and not sets:
         raise ConfigError(
             f"the task of environment {name.text!r} has {len(rows.train)} rows, none of them held out, so held-out "
             "episodes would have nothing to ask; add rows"
         )
-    for row in (*rows.train, *rows.held_out):
+    questions = TaskQuestions(rows, sets)
+    for row in questions.all:
         if any(turn["role"] == "assistant" for turn in row.turns):
             raise ConfigError(
                 f"a row of the task of environment {name.text!r} has an earlier answer of the assistant, and an "
                 "environment cannot speak for it; use rows that ask in messages of the system and the user"
             )
-    return TaskQuestions(rows)
+    return questions
+
+
+def _asked_set(name: EnvironmentName, text: str, task: Task) -> tuple[str, AskedSet]:
+    found = EvaluationSet.parse(text, like=task, samples=1)
+    if found.task.reward:
+        raise ConfigError(
+            f"the evaluation set {found.name!r} has a reward, but environment {name.text!r} scores its answers; leave "
+            "reward out, or name a check"
+        )
+    rows = load_rows_apart(found.task, whole=True)
+    return found.name, AskedSet(found.task, {row.prompt_id: row for row in (*rows.train, *rows.held_out)})
 
 
 def question_of(row: Row) -> Observation:

@@ -20,10 +20,10 @@ from typing import Any
 from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
 from flowrl.environments.middle import without_middle
 from flowrl.environments.protocol import Action, Env, Observation, Step, ToolCall
-from flowrl.environments.task_questions import TaskQuestions, load_questions, named_task, question_of
+from flowrl.environments.task_questions import SET, TaskQuestions, load_questions, named_task, question_of
 from flowrl.environments.tools import ToolResult, Tools, named_tools
 from flowrl.errors import ConfigError
-from flowrl.tasks import Row, Rows
+from flowrl.tasks import Row, check_answers
 from flowrl.tasks.judge import BadReward, Judge, load_judge
 
 DEFAULTS: Mapping[str, Any] = {"tools": "", "calls": 8, "reply_s": 40.0}
@@ -37,13 +37,15 @@ class ToolTask:
 
     questions: TaskQuestions
     judge: Judge
+    judges: Mapping[str, Judge]
+    """Set that is evaluated -> its verifier."""
     tools: Tools
     calls: int
     reply_s: float
 
-    def score(self, row: Row, answer: str) -> float:
-        """The verifier's reward. Raises BadReward."""
-        return self.judge([row.prompt], [answer], [row.columns]).rewards[0]
+    def score(self, row: Row, answer: str, asked_set: str = "") -> float:
+        """The reward of the verifier, or of the one of a set that is evaluated. Raises BadReward."""
+        return (self.judges[asked_set] if asked_set else self.judge)([row.prompt], [answer], [row.columns]).rewards[0]
 
 
 class ToolEnv(Env):
@@ -64,6 +66,7 @@ class ToolEnv(Env):
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         self._row = self._shared.questions.row(EnvironmentRow(task["name"], task["options"], seed))
+        self._asked_set = task["options"].get(SET, "")
         self._tools = await self._open.enter_async_context(self._shared.tools.session(seed))
         return replace(question_of(self._row), tools=self._tools.descriptions)
 
@@ -73,7 +76,7 @@ class ToolEnv(Env):
     async def step(self, action: Action) -> Step:
         if action.tool_calls:
             return Step(Observation(messages=await self._answers(action.tool_calls)), metrics=self._metrics)
-        reward = self._shared.score(self._row, action.text)
+        reward = self._shared.score(self._row, action.text, self._asked_set)
         return Step(Observation(), reward, terminated=True, metrics=self._metrics)
 
     @property
@@ -113,8 +116,13 @@ def _tool_task(name: EnvironmentName) -> ToolTask:
     task = named_task(name, name.place, own=DEFAULTS)
     questions = load_questions(name, task)
     judge = load_judge(task.own_verifier)
-    _check_verifier(name, questions.rows, judge)
-    return ToolTask(questions, judge, named_tools(options["tools"]), options["calls"], float(options["reply_s"]))
+    _check_verifier(name, (*questions.rows.train, *questions.rows.held_out), judge)
+    judges = {key: load_judge(asked.task.own_verifier) for key, asked in questions.sets.items()}
+    for key, asked in questions.sets.items():
+        check_answers(asked.task, asked.by_id.values())
+        _check_verifier(name, tuple(asked.by_id.values()), judges[key])
+    tools = named_tools(options["tools"])
+    return ToolTask(questions, judge, judges, tools, options["calls"], float(options["reply_s"]))
 
 
 def _check_options(name: EnvironmentName, options: Mapping[str, Any]) -> None:
@@ -127,11 +135,11 @@ def _check_options(name: EnvironmentName, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"environment {name.text!r}: reply_s is {reply_s!r}; it has to be a number above 0")
 
 
-def _check_verifier(name: EnvironmentName, rows: Rows, judge: Judge) -> None:
+def _check_verifier(name: EnvironmentName, rows: Sequence[Row], judge: Judge) -> None:
     """Every row has what the verifier compares with, and the verifier works in this process."""
-    for row in (*rows.train, *rows.held_out):
-        judge.check_columns(row.columns)
-    first = rows.train[0]
+    for row in rows:
+        judge.check_columns(row.columns, row.place)
+    first = rows[0]
     try:
         judge([first.prompt], [str(first.answer)], [first.columns])  # imports once what every episode would import
     except BadReward as problem:

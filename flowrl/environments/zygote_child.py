@@ -27,6 +27,7 @@ import msgpack
 
 from flowrl.environments import episode_child
 from flowrl.environments.find import FoundEnvironment, find_environment
+from flowrl.environments.player import seed_global_state
 from flowrl.environments.zygote import MESSAGE_BYTES
 from flowrl.errors import ConfigError
 from flowrl.orphans import adopt_orphans
@@ -43,6 +44,7 @@ def main(text: str, control: socket.socket, memory_bytes: int) -> None:
     except ConfigError as problem:
         control.send(msgpack.packb({"refused": str(problem)[: MESSAGE_BYTES // 8]}))
         return
+    seed_global_state(0)  # the generators of numpy and torch are loaded at their first use: here, once for all episodes
     gc.collect()
     gc.freeze()  # a collection in a child would write to, and so copy, the pages of every object
     adopt_orphans()

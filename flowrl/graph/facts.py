@@ -50,6 +50,12 @@ class Facts:
     """Ports that may stay unconnected."""
     weights_in_host_memory: bool = False
     """Readers of weights: takes them from host memory even on a GPU, because it is not a vLLM engine."""
+    weights_dtype: str = ""
+    """Readers of weights: dtype of their parameters; auto: the one in the model's config.json. "": not known."""
+    takes_every: int = 0
+    """Readers of weights: every nth version is taken for certain; the trainer takes no batch until it is held."""
+    without_devices: tuple[str, ...] = ()
+    """In ports whose items are handled without the devices that the node has in turns: they wait for no turn."""
     fixed_weights: str = ""
     """Readers of weights: why this node cannot take any, "" if it can."""
     memory_bytes: int = 0

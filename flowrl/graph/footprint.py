@@ -43,6 +43,8 @@ class Share:
     longest_sample: int | None
     sends: tuple[WeightTransport, ...] = ()
     """To each reader of its weights."""
+    readers: tuple[str, ...] = ()
+    """Dtypes of the readers' parameters, as `Facts.weights_dtype` says."""
     receives: tuple[WeightTransport, ...] = ()
 
 

@@ -268,6 +268,7 @@ class Serve(Port, Generic[Req, Rep]):
     async def each(self, body: Callable[[Req], Awaitable[Rep]], *, concurrency: int = 64) -> None:
         """Answer every request with `body(request)` until every caller has closed.
 
-        A cancelled or abandoned request cancels its body.
+        A cancelled or abandoned request cancels its body. One that raises `flowrl.errors.OutOfService` takes this
+        replica out of service: this request and all later ones go to the other replicas.
         """
         await self.live.serve(body, concurrency)

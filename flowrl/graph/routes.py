@@ -6,7 +6,7 @@ code behind each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -48,6 +48,8 @@ class WeightRoute:
     transport: WeightTransport
     num_workers: int = 1
     """vLLM worker processes of the replica: its GPUs, 1 on CPU."""
+    dtype: str = ""
+    """Of the reader's parameters, as `Facts.weights_dtype` says."""
 
 
 def through_hosts(routes: Sequence[WeightRoute]) -> tuple[WeightRoute, ...]:
@@ -68,6 +70,23 @@ def common_transport(routes: Sequence[WeightRoute]) -> WeightTransport:
         f"one trainer cannot publish between GPUs and through host memory at once ({readers}); "
         "place its generators in the same way: all on their own GPUs, or all without GPUs"
     )
+
+
+NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of an element of weights."""
+
+
+def readers_dtype(dtypes: Iterable[str], *, auto: str) -> str | None:
+    """The dtype of readers that say `dtypes`, the widest of them; "auto" stands for `auto`.
+
+    None if there are none, if one is not known, or if two different ones are as wide.
+    """
+    found = {auto if dtype == "auto" else dtype for dtype in dtypes}
+    if not found or not found <= NUM_BYTES.keys():
+        return None
+    most = max(NUM_BYTES[dtype] for dtype in found)
+    first, *others = (dtype for dtype in found if NUM_BYTES[dtype] == most)
+    return None if others else first
 
 
 def rank_offset(routes: Sequence[WeightRoute], consumer: str) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 
 from flowrl.agents import TokenSequence
 from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession, SessionAccess, SessionTask
-from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName
+from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, is_of_verifiers
 from flowrl.environments import Episodes
 from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.messages import Prompt
@@ -94,6 +94,11 @@ class AgentProgram(EpisodeNode):
     def outside(self) -> bool:
         """Whether agents are outside workers."""
         return self.agent == OUTSIDE and not self.command
+
+    @property
+    def environment(self) -> str:
+        """The name of the environment of verifiers that its agents are; "" if they are others."""
+        return self.agent if not self.command and is_of_verifiers(self.agent) else ""
 
     @property
     def source(self) -> str:

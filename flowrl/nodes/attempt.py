@@ -22,7 +22,7 @@ from flowrl.episode import Reply
 from flowrl.messages import Int32
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.played import Played, note_no_turn, note_seats
-from flowrl.nodes.seat import Seat
+from flowrl.nodes.seat import Seat, after_system_prompt
 from flowrl.nodes.turn_figures import TurnFigures
 
 MALFORMED_IN_A_ROW = 3
@@ -77,6 +77,7 @@ class Templates:
 class Attempt:
     """Plays one episode. `tokens` is the most that a sequence of it may have.
 
+    With a `system_prompt` each seat's conversation begins with it.
     `trained` are the seats that the policy plays, all if it is None. `elapsed` gives the seconds that count against
     `limits.episode_s`; without it they count from here.
     """
@@ -89,6 +90,7 @@ class Attempt:
         *,
         ask: Ask,
         history: History = "append",
+        system_prompt: str = "",
         trained: Collection[int] | None = None,
         elapsed: Callable[[], float] | None = None,
         outside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
@@ -98,6 +100,7 @@ class Attempt:
         self._tokens = tokens
         self._ask = ask
         self._history: History = history
+        self._system_prompt = system_prompt
         self._trained = trained
         self._outside = outside
         self._played = Played()
@@ -118,7 +121,7 @@ class Attempt:
     def _seat(self, number: int, first: Observation) -> Seat:
         return Seat(
             number,
-            first,
+            after_system_prompt(first, self._system_prompt),
             self._templates.of(first.tools),
             history=self._history,
             observation_bytes=self._limits.observation_bytes,

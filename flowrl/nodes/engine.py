@@ -91,6 +91,16 @@ class Engine:
         """The least number of GPUs that the parallel sizes ask for."""
         return (self.tensor_parallel_size or 1) * self.pipeline_parallel_size * self.data_parallel_size
 
+    @property
+    def fixed_weights(self) -> str:
+        """Why a generator with this engine takes no new weights, "" if it does."""
+        if not self.quantization:
+            return ""
+        return (
+            f"its engine is quantized ({self.quantization}), and weight updates lack the scales (weight_scale) of its "
+            "layers; leave --engine.quantization out"
+        )
+
     def problems(self, gpus: float) -> list[str]:
         """What is wrong with these options of a generator with `gpus` GPUs, as complete sentences."""
         found = [*self._extra_problems()]

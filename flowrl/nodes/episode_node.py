@@ -219,13 +219,8 @@ class EpisodeNode(Node):
         sequence, *further = played.sequences
         by_seat, by_turn = self._shaped(played)
         now = time.time()
-        return Episode(
-            sample_id=prompt.sample_id,
-            group_id=prompt.group_id,
-            prompt_id=prompt.prompt_id,
-            epoch=prompt.epoch,
-            member=prompt.member,
-            group_size=prompt.group_size,
+        return Episode.of(
+            prompt,
             prompt_text=played.text,
             response_text=self._response_text(played),
             token_ids=sequence.token_ids,
@@ -235,7 +230,6 @@ class EpisodeNode(Node):
             prompt_tokens=before_reply(sequence),
             truncated=bool(played.cut),
             generator=played.generator,
-            columns=prompt.columns,
             metrics={**played.metrics, "turns": float(played.turns)},
             generated_s=now,
             branches=tuple(Branch(o.token_ids, o.policy_mask, o.behavior_logprobs, o.versions) for o in further),

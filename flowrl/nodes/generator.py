@@ -7,6 +7,8 @@ Invariants:
 - A request is submitted only while no update is running, so its prefix-cache salt is the version that
   computes its prompt. Requests that run across an update continue with the KV they have.
 - A generator that misses a version (overwritten on the latest edge, or its segment reused) takes the newest.
+- A replica whose engine has died while others serve the same callers answers no request any more and takes no weights:
+  `Standby` decides. For tickets it holds every version that it leaves out. Otherwise its end is the run's.
 - A checkpoint stops no request: it reads the tokens of each so far while vLLM continues to sample. Requests that
   end during the checkpoint are handled after it.
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -36,13 +39,14 @@ from flowrl.messages import Message, Prompt, Sample, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve, with_template
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.model_memory import generator_footprint
-from flowrl.nodes.responses import Prefix, Responses, TokenRequest
+from flowrl.nodes.responses import Prefix, ResponseLost, Responses, TokenRequest
 from flowrl.nodes.sampling import Completion, Response, Sampling
+from flowrl.nodes.standby import Standby
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_parallel import Parallel
 from flowrl.nodes.vllm_sampler import EVALUATION, VllmSampler, priority_of
 from flowrl.nodes.vllm_start import check_vllm_version, quantized_problems
-from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
+from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates, skips
 from flowrl.training.engine.compilers import check_python_headers
 from flowrl.training.settings import LoRA
 from flowrl.weights.backends import receiver
@@ -50,6 +54,8 @@ from flowrl.weights.fetched import Receiver
 
 Req = TypeVar("Req", bound=Message)
 Rep = TypeVar("Rep", bound=Message)
+GENERATOR_DIED = "generator_died"
+"""Why a request is abandoned that another replica is asked again."""
 
 
 class Generator(Node):
@@ -84,6 +90,7 @@ class Generator(Node):
     _sampler: VllmSampler
     _updates: WeightUpdates
     _responses: Responses
+    _standby: Standby
     _parser: ReplyParser
 
     def __init__(
@@ -118,7 +125,8 @@ class Generator(Node):
             longest_response=self.sampling.max_tokens,
             concurrency=self.engine.concurrency,
             adapter_rank=self.adapter_rank,
-            fixed_weights=_fixed(self.engine),
+            weights_dtype=self.engine.dtype,
+            fixed_weights=self.engine.fixed_weights,
             optional=("requests", "turns"),
         )
 
@@ -207,13 +215,18 @@ class Generator(Node):
             probe_tolerance=self.probe_tolerance,
         )
         self._responses = Responses(self._sampler, self._updates, self._gate, self.context)
+        one_by_one = self._receiver.engine.one_by_one
+        self._standby = Standby(self.context, self.replica_name, one_by_one=one_by_one, sent=self.prompts.connected)
         self.context.progress("vLLM is ready")
 
     async def run(self) -> None:
-        async with self._sampler.required(), asyncio.TaskGroup() as tasks:
+        required = self._sampler.required
+        async with nullcontext() if self._standby.can_leave else required(), asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_weights())
-            with self.context.waiting("its first weights"):
-                await self._gate.passed()  # an invocation before would hold devices that the trainer needs to publish
+            async with required():  # without weights it cannot have been of use to anybody
+                # An invocation before them would hold devices that the trainer needs to publish.
+                with self.context.waiting("its first weights"):
+                    await self._gate.passed()
             tasks.create_task(self._serve(self.requests, self._answer))
             tasks.create_task(self._serve(self.turns, self._reply))
             await self.prompts.each(self._generate, concurrency=self.engine.concurrency)
@@ -226,7 +239,7 @@ class Generator(Node):
 
     async def _serve(self, port: Serve[Req, Rep], body: Callable[[Req], Awaitable[Rep]]) -> None:
         if port.live is not None:
-            await port.each(body, concurrency=self.engine.concurrency)
+            await port.each(self._standby.serving(body), concurrency=self.engine.concurrency)
 
     async def _follow_weights(self) -> None:
         if not self.weights.connected:
@@ -234,10 +247,9 @@ class Generator(Node):
                 await self._updates.stay(self.context.start_version)
             return
         async for manifest in self.weights:
-            if skips(self._updates.version, manifest.version, every=self.every):
+            left_out = self._standby.has_left or skips(self._updates.version, manifest.version, every=self.every)
+            if left_out or not await self._standby.goes_on(self._updates.take(manifest)):
                 self._updates.skip(manifest)
-            else:
-                await self._updates.take(manifest)
             self.weights.finish(manifest)
         if self._updates.version < 0:
             raise FlowrlError(
@@ -316,12 +328,26 @@ class Generator(Node):
             prefix=_prefix(turn),
             kept=not held_out,
         )
-        reply = self._replied(turn, await self._responses.respond(asked), arrived_s)
-        sampled = reply.token_ids.size - turn.prefix_token_ids.size
-        of_training = "tokens_of_opponents" if turn.opponent else "tokens_generated"
-        self.context.metric("tokens_evaluated" if held_out else of_training, sampled)
+        try:
+            reply = self._replied(turn, await self._responses.respond(asked), arrived_s)
+        except ResponseLost as lost:
+            self._book_lost(turn, Response(lost.response.parts[1:], lost.response.started_s), arrived_s)
+            raise
+        self._count(turn, reply.token_ids.size - turn.prefix_token_ids.size)
         self.context.ledger.request(turn, reply)
         return reply
+
+    def _count(self, turn: Turn, num_tokens: int) -> None:
+        """Count tokens that were sampled for the turn."""
+        of_training = "tokens_of_opponents" if turn.opponent else "tokens_generated"
+        kind = "tokens_evaluated" if turn.ticket < 0 else of_training
+        self.context.metric(kind, num_tokens)
+
+    def _book_lost(self, turn: Turn, sampled: Response, arrived_s: float) -> None:
+        """Book what was sampled for a turn that another replica is asked; that one has the checkpoint's prefix too."""
+        self._count(turn, len(sampled))
+        after = replace(turn, token_ids=np.concatenate([turn.token_ids, turn.prefix_token_ids]))
+        self.context.ledger.request_lost(after, self._replied(after, sampled, arrived_s), GENERATOR_DIED)
 
     def _replied(self, turn: Turn, response: Response, arrived_s: float) -> Reply:
         parsed = self._parser.parse(response.token_ids, turn.token_ids, turn.tools)
@@ -343,14 +369,8 @@ class Generator(Node):
         num_prompt, num_response = len(prompt.token_ids), len(response)
         mask = np.zeros(num_prompt + num_response, np.bool_)
         mask[num_prompt:] = True
-        return Sample(
-            sample_id=prompt.sample_id,
-            group_id=prompt.group_id,
-            prompt_id=prompt.prompt_id,
-            epoch=prompt.epoch,
-            member=prompt.member,
-            group_size=prompt.group_size,
-            prompt_text=prompt.text,
+        return Sample.of(
+            prompt,
             response_text=self._sampler.text(response.token_ids),
             token_ids=np.concatenate([prompt.token_ids, response.token_ids]).astype(np.int32),
             policy_mask=mask,
@@ -359,26 +379,10 @@ class Generator(Node):
             prompt_tokens=num_prompt,
             truncated=response.finish_reason != "stop",
             generator=self.replica_name,
-            columns=prompt.columns,
             generated_s=time.time(),
         )
-
-
-def skips(held: int, version: int, *, every: int) -> bool:
-    """Whether a generator that holds the version `held`, -1 if none, waits for a later one than `version`."""
-    return held >= 0 and version // every == held // every
 
 
 def _prefix(asked: Prompt | Turn) -> Completion:
     """The tokens generated before a checkpoint, as the first part; empty if there are none."""
     return Completion(asked.prefix_token_ids, asked.prefix_logprobs, asked.prefix_versions, "")
-
-
-def _fixed(engine: Engine) -> str:
-    """Why a generator with this engine takes no new weights, "" if it does."""
-    if not engine.quantization:
-        return ""
-    return (
-        f"its engine is quantized ({engine.quantization}), and weight updates lack the scales (weight_scale) of its "
-        "layers; leave --engine.quantization out"
-    )

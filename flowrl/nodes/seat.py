@@ -7,12 +7,14 @@ the environment shows to it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flowrl.agents import ChatTemplate, Conversation, History
 from flowrl.environments import Observation
 from flowrl.environments.middle import without_middle
 from flowrl.episode import Reply
+from flowrl.errors import ConfigError
 from flowrl.messages import Int32
 
 
@@ -79,6 +81,19 @@ class Seat:
         else:
             self.rewards.append((last, reward + self._early))
             self._early = 0.0
+
+
+def after_system_prompt(first: Observation, prompt: str) -> Observation:
+    """`first` behind a system message. Raises ConfigError if it begins with one of its own."""
+    if not prompt:
+        return first
+    shown = first.messages or ({"role": "user", "content": first.text},) * bool(first.text)
+    if shown and shown[0]["role"] == "system":
+        raise ConfigError(
+            "the environment begins an episode with a system message of its own, and there is a system prompt besides; "
+            "leave --task.system-prompt out"
+        )
+    return replace(first, text="", messages=({"role": "system", "content": prompt}, *shown))
 
 
 def joined(shown: Sequence[Observation], calls: Sequence[Any], most_bytes: int) -> list[Mapping[str, Any]]:

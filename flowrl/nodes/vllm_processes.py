@@ -14,6 +14,13 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from flowrl.errors import FlowrlError
+from flowrl.nodes.sampling import NOTHING, Completion
+
+
+class EngineDied(FlowrlError):
+    """An engine process has ended without being asked to. `arrived` are the tokens of the request until then."""
+
+    arrived: Completion = NOTHING
 
 
 class EngineProcesses:
@@ -42,9 +49,14 @@ class EngineProcesses:
         """The engine is about to be shut down: that is not reported."""
         self._expected = True
 
+    @property
+    def have_ended(self) -> bool:
+        """Whether one of them has ended without being expected to."""
+        return self._ended is not None and self._ended.done()
+
     @asynccontextmanager
     async def required(self) -> AsyncIterator[None]:
-        """The block is cancelled, and FlowrlError raised, if a process ends before it does. As `asyncio.timeout`.
+        """The block is cancelled, and EngineDied raised, if a process ends before it does. As `asyncio.timeout`.
 
         Before `listen`, it is a block as any other.
         """
@@ -78,8 +90,8 @@ class EngineProcesses:
             self._ended.set_result(None)
 
 
-def engine_died() -> FlowrlError:
-    return FlowrlError(
+def engine_died() -> EngineDied:
+    return EngineDied(
         f"vLLM's engine process died; {log_place()} say why (out of memory is the usual cause: lower "
         "--engine.kv-cache-bytes, or --engine.concurrency)"
     )

@@ -18,7 +18,7 @@ from flowrl.messages import Int32, Weights
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
-from flowrl.nodes.vllm_processes import EngineProcesses, engine_died, starting
+from flowrl.nodes.vllm_processes import EngineDied, EngineProcesses, engine_died, starting
 from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
 from flowrl.runtime.activity.hostloop import apart
 from flowrl.weights.engine_process import begun_by_us
@@ -104,7 +104,7 @@ class VllmSampler:
 
     @asynccontextmanager
     async def required(self) -> AsyncIterator[None]:
-        """The block is cancelled, and FlowrlError raised, if vLLM's engine process ends before it does."""
+        """The block is cancelled, and EngineDied raised, if vLLM's engine process ends before it does."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -128,7 +128,7 @@ class VllmSampler:
         salt: str = "",
         priority: int = TRAINING,
     ) -> Completion:
-        """Continue `token_ids` by sampling. Cancelling this aborts the request.
+        """Continue `token_ids` by sampling. Cancelling this aborts the request. Raises EngineDied.
 
         `salt` keeps prefix caches of different versions apart.
         """
@@ -209,23 +209,28 @@ class VllmSampler:
                     outputs = await self._engine.add_request(
                         request_id, prompt, params, lora_request=adapter, priority=priority
                     )
-                    return await self._finished(outputs, request_id, version)
+                    self._begun[request_id] = outputs.request_id, version  # for `so_far`
+                    return await self._finished(outputs)
             except VLLMValidationError as refusal:
                 raise SampleFailed(f"vLLM refused the request: {refusal}") from None
+            except EngineDied as death:
+                death.arrived = self.so_far(request_id) or NOTHING
+                raise
+            finally:
+                self._begun.pop(request_id, None)
 
-    async def _finished(self, outputs: Any, request_id: str, version: int) -> Any:
-        """The last output of a request. Like vLLM's `generate`, but `so_far` has to know when the request started."""
-        self._begun[request_id] = outputs.request_id, version
+    async def _finished(self, outputs: Any) -> Any:
+        """The last output of a request, as vLLM's `generate` waits for it."""
         try:
             while not (output := outputs.get_nowait() or await outputs.get()).finished:
                 pass
             return output
         except asyncio.CancelledError:
-            await self._engine.abort(outputs.request_id, internal=True)
+            if not self._processes.have_ended:  # `so_far` needs what an abort forgets
+                await self._engine.abort(outputs.request_id, internal=True)
             raise
         finally:
             outputs.close()
-            del self._begun[request_id]
 
     async def pause(self) -> None:
         """Freeze running requests and keep their KV; returns when no step is running.

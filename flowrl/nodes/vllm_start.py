@@ -8,13 +8,13 @@ not apply, because the host has already pinned itself and its children inherit t
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.models.directory import stored_dtype
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_parallel import Parallel, read_config
@@ -76,12 +76,6 @@ def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, eager: bool = T
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores)
 
 
-def model_dtype(model_dir: str) -> str:
-    """The dtype that the model's own config names. vLLM's "auto" would turn float32 into bfloat16."""
-    config = json.loads((Path(model_dir) / "config.json").read_text())
-    return str(config.get("dtype") or config.get("torch_dtype") or "auto")
-
-
 def engine_arguments(
     model_dir: str,
     *,
@@ -97,7 +91,8 @@ def engine_arguments(
 
     arguments: dict[str, Any] = {
         "model": model_dir,
-        "dtype": model_dtype(model_dir) if engine.dtype == "auto" else engine.dtype,
+        # vLLM's own "auto" would turn float32 into bfloat16.
+        "dtype": stored_dtype(model_dir) if engine.dtype == "auto" else engine.dtype,
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",

@@ -23,6 +23,8 @@ class Config:
     staleness: int = 1
     generators: int = 2
     retries: int = 0
+    dies_s: float = 0.0
+    """Seconds after which the engine of the second generator dies; 0: never."""
 
 
 def graph(cfg: Config) -> Graph:
@@ -32,6 +34,7 @@ def graph(cfg: Config) -> Graph:
     source = g.add("prompts", EnvironmentSource(name, repeat=cfg.group_size))
     environment = g.add("environment", Environment(name, Policy("tiny"), limits=limits))
     speaker = g.add("generator", Speaker(Policy("tiny"), sampling=Sampling(max_tokens=20)), replicas=cfg.generators)
+    speaker.dies_s = cfg.dies_s
     advantage = g.add("advantage", GroupAdvantage(size=cfg.group_size))
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
     trainer = g.add("trainer", Training(cfg.turns / 2 * (cfg.step_s + 0.12)))

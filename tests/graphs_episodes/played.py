@@ -149,11 +149,14 @@ class Config:
     most: int = 4
     history: str = "append"
     credit: str = "episode"
+    environment: str = ""
+    """In place of this file's."""
 
 
 def graph(cfg: Config) -> Graph:
     g = Graph("played")
     name = f"{__file__}:Unsteady:fails={cfg.fails},step_s={cfg.step_s}" + (f",most={cfg.most}" if cfg.most != 4 else "")
+    name = cfg.environment or name
     limits = Limits(
         tokens=TOKENS,
         retries=cfg.retries,

@@ -10,6 +10,7 @@ session; the text of the observation is the result.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import os
@@ -86,8 +87,9 @@ class CommandAgent(ProgramAgent):
             raise EnvironmentFailed("env_died", text) from None
 
 
+@functools.lru_cache(maxsize=1)
 def agent_function(place: str) -> Function:
-    """The function `FILE.py:FUNCTION`. Raises ConfigError."""
+    """The function `FILE.py:FUNCTION`. Raises ConfigError. It is known already in a process that was forked."""
     file, _, name = place.rpartition(":")
     function = getattr(user_module(file, owner="agent"), name, None)
     if function is None:

@@ -41,7 +41,7 @@ class ProgramName:
     @property
     def is_environment(self) -> bool:
         """Whether it is one of verifiers, which asks the policy itself."""
-        return self.function.startswith(VERIFIERS) and EnvironmentName(self.function).adapter + "/" == VERIFIERS
+        return is_of_verifiers(self.function)
 
     @property
     def text(self) -> str:
@@ -54,6 +54,11 @@ class ProgramName:
         if self.is_environment:
             return self.function
         return f"{HOST}:FunctionAgent:function={self.function}" if self.function else f"{HOST}:CommandAgent"
+
+
+def is_of_verifiers(name: str) -> bool:
+    """Whether it names an environment of verifiers, and not a function of a file in a folder of that name."""
+    return name.startswith(VERIFIERS) and EnvironmentName(name).adapter + "/" == VERIFIERS
 
 
 def _check_command(command: str) -> None:

@@ -157,9 +157,15 @@ def adapter_problems(graph: Graph) -> Iterator[str]:
 
 
 def fixed_weights_problems(graph: Graph) -> Iterator[str]:
-    """Weights are sent to nodes that can take them."""
+    """Weights are sent to nodes that can take them, and every version that a node must not miss is sent."""
     for edge in graph.edges:
-        why = graph.placed[owner(edge.into)].node.facts().fixed_weights
+        facts, sent = (graph.placed[owner(port)].node.facts() for port in (edge.into, edge.out))
+        why = facts.fixed_weights
+        if edge.kind == "latest" and facts.takes_every % sent.publish_every:
+            yield (
+                f"{port_name(edge.into)} takes one version in {facts.takes_every}, but {port_name(edge.out)} sends "
+                f"one in {sent.publish_every}; make the first number a multiple of the second."
+            )
         if edge.kind == "latest" and why:
             yield f"{port_name(edge.out)} sends weights to {port_name(edge.into)}, which takes none: {why}."
 

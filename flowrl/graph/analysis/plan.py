@@ -86,6 +86,8 @@ class WeightPlan:
     consumer: str
     transport: WeightTransport | None
     """None where there is none; no plan that runs has such a reader."""
+    dtype: str = ""
+    """Of the reader's parameters, as `Facts.weights_dtype` says."""
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,7 @@ def _weights(graph: Graph, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPla
             lane.producer,
             lane.consumer,
             _weight_transport(hosts[lane.producer], hosts[lane.consumer], lane.producer in in_host_memory),
+            graph.nodes[owner(edges[lane.edge].into)].facts().weights_dtype,
         )
         for lane in lanes
     )
@@ -322,10 +325,10 @@ def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
         return replica_id.split("/")[0]
 
     trainers = {name(p.producer) for p in plan.weights if node in (name(p.producer), name(p.consumer))}
-    kinds = {p.consumer: p.transport for p in plan.weights if name(p.producer) in trainers}
-    return tuple(_route(reader, kinds[reader], plan.host_of(reader)) for reader in sorted(kinds))
+    ways = {p.consumer: p for p in plan.weights if name(p.producer) in trainers}
+    return tuple(_route(ways[reader], plan.host_of(reader)) for reader in sorted(ways))
 
 
-def _route(reader: str, transport: WeightTransport | None, host: HostPlan) -> WeightRoute:
-    assert transport is not None, "`check` refuses a reader that no transport reaches"
-    return WeightRoute(reader, transport, len(host.gpus) or 1)
+def _route(way: WeightPlan, host: HostPlan) -> WeightRoute:
+    assert way.transport is not None, "`check` refuses a reader that no transport reaches"
+    return WeightRoute(way.consumer, way.transport, len(host.gpus) or 1, way.dtype)

@@ -93,6 +93,7 @@ def _footprint(graph: Graph, plan: Plan, cluster: Cluster, host: HostPlan, repli
         token_budget=_budget(graph, name),
         longest_sample=plan.numbers.longest_sample,
         sends=tuple(way.transport for way in plan.weights if way.producer == replica and way.transport is not None),
+        readers=tuple(way.dtype for way in plan.weights if way.producer == replica),
         receives=tuple(way.transport for way in plan.weights if way.consumer == replica and way.transport is not None),
     )
     return graph.nodes[name].footprint(share)

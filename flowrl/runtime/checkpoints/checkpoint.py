@@ -51,6 +51,7 @@ from flowrl.runtime.ports.items import ItemKey
 FORMAT = 3
 STEP_DIR = re.compile(r"step_(\d{6,})")
 Saved = tuple[str, str, str, Envelope]
+Packed = tuple[bytes, int, str, int, bytes]
 """(producer node replica, edge name, the only consumer or "", message); broadcasts and gang parts name a consumer"""
 PAGE_BYTES = 64 << 20
 PAGE_MESSAGES = 4096
@@ -137,12 +138,19 @@ class Snapshot:
         return {"prefix_token_ids": token_ids, "prefix_logprobs": logprobs, "prefix_versions": versions}
 
 
-def pages(messages: Iterable[Saved]) -> Iterator[list[Any]]:
-    """The packed messages, in pages of about PAGE_BYTES."""
+def pages(saved: Iterable[Saved]) -> Iterator[list[Any]]:
+    """The packed messages and records, in pages of about PAGE_BYTES.
+
+    Records are packed now, because what they are of goes on. Messages never change: each is packed with its page.
+    """
+    return _pages([(place, pack(one) if isinstance(one.body, Record) else one) for *place, one in saved])
+
+
+def _pages(kept: Iterable[tuple[list[Any], Envelope | Packed]]) -> Iterator[list[Any]]:
     page: list[Any] = []
     num_bytes = 0
-    for *place, envelope in messages:
-        *head, body = pack(envelope)
+    for place, one in kept:
+        *head, body = pack(one) if isinstance(one, Envelope) else one
         page.append((*place, (*head, beside(body))))
         num_bytes += len(body)
         if num_bytes >= PAGE_BYTES or len(page) == PAGE_MESSAGES:
@@ -162,7 +170,7 @@ def beside(data: bytes) -> npt.NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8)
 
 
-def pack(envelope: Envelope) -> tuple[bytes, int, str, int, bytes]:
+def pack(envelope: Envelope) -> Packed:
     return envelope.id, envelope.ticket, envelope.group_id, envelope.member, dump(envelope.body)
 
 

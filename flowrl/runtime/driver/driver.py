@@ -117,7 +117,8 @@ class Driver:
         self.phases = Phases(self, job.graph, job.plan, job.options, self.orders, view)
         self._locks = Locks()
         shared = SharedDevices(self._locks, self.orders)
-        self.snapshotter = Snapshotter(self.orders, job.graph.nodes, job.run_dir, keep=job.options.keep, shared=shared)
+        halted, keep = self.phases.at_checkpoint, job.options.keep
+        self.snapshotter = Snapshotter(self.orders, job.graph.nodes, job.run_dir, halted, keep=keep, shared=shared)
         self._records: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._start_s = time.monotonic()
 
@@ -354,6 +355,7 @@ class Driver:
 
     async def _at_batch_end(self, version: int) -> None:
         """The trainers stand at the end of the batch that made `version`: do what is due there."""
+        await self.phases.taken(version)
         if self._clock.is_due(version):
             await self._checkpoint(version)
         if self.phases.due(version):
@@ -368,8 +370,7 @@ class Driver:
         """Write a checkpoint while the trainers stand at the end of the batch that made `version`."""
         self.accounting.pause_admission("checkpoint")
         try:
-            own_clocks = [name for name in self.job.plan.own_clock if self.job.graph.nodes[name].gang]
-            async with halted(self.orders, own_clocks):
+            async with halted(self.orders, self.phases.own_clocks):
                 await self.write_checkpoint(version, best=best)
         except FlowrlError as error:
             self.fail(error)  # the trainer that waits for the checkpoint is not the cause

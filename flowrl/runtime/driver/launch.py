@@ -268,6 +268,7 @@ class PreparedRun:
             cores=host.cores,
             transport=transport,
             commits=pins.commits(),
+            directory=os.getcwd(),
         )
 
     def _place(self, replica_id: str, host: HostPlan, run_id: str) -> Any:

@@ -52,7 +52,17 @@ class Phases:
         self.trainers = [replica_id for name in plan.trainers for replica_id in orders.replicas(name)]
         self._ended = {replica_id: asyncio.Event() for name in nodes for replica_id in orders.replicas(name)}
         """Set when the body of the replica has returned."""
+        self._steady = {
+            replica_id: every
+            for replica_id, of in plan.consumers
+            if of == plan.trainers[0] and (every := nodes[replica_id.split("/")[0]].facts().takes_every)
+        }
+        """Replica that misses none of the main trainer's versions whose number is a multiple -> of what."""
         own = plan.own_clock
+        self.own_clocks = [name for name in own if graph.nodes[name].gang]
+        """The trainers that a checkpoint halts."""
+        self.at_checkpoint = [*(name for name in plan.trainers if name not in own), *self.own_clocks]
+        """The trainers that stand still from a checkpoint's beginning to its end."""
         self._standing = [replica_id for replica_id in self.trainers if replica_id.split("/")[0] not in own]
         """The trainers that wait at the end of a batch after which an evaluation is due."""
 
@@ -77,11 +87,26 @@ class Phases:
         return results
 
     def due(self, version: int) -> bool:
-        """Whether an evaluation is due after the batch that made `version`."""
+        """Whether an evaluation is due after the batch that made `version`, or a reader has to take that version."""
+        return self._evaluates_at(version) or bool(self._takers(version))
+
+    def _evaluates_at(self, version: int) -> bool:
         return bool(self._due(version)) and version != self._options.steps and not self._run.interrupted
 
+    def _takers(self, version: int) -> list[str]:
+        """The readers that must not miss `version`."""
+        return [replica_id for replica_id, every in self._steady.items() if version % every == 0]
+
+    async def taken(self, version: int) -> None:
+        """Returns when the readers that must not miss `version` hold it."""
+        if takers := self._takers(version):
+            await self._run.accounting.until_held(version, takers)
+
     async def hold(self, version: int) -> None:
-        """Start an evaluation at the end of the batch that made `version`; the trainers take no batch meanwhile."""
+        """Start an evaluation, if one is due, at the end of the batch that made `version`; the trainers take no batch
+        meanwhile."""
+        if not self._evaluates_at(version):
+            return
         await self._gate(open_=False)
         self._during = asyncio.create_task(self._evaluate_held(version))
         self._during.add_done_callback(self._run.unless_cancelled)
@@ -132,7 +157,7 @@ class Phases:
         )
         figures: dict[str, float] = {}
         for name, answer in zip(names, answers, strict=True):
-            for task in [key.removesuffix("exact_match") for key in answer if key.endswith("exact_match")]:
+            for task in shown_sets(answer):
                 score, count = answer[f"{task}exact_match"], int(answer[f"{task}num_answers"])
                 self._view.evaluation(phase, version, score, count, task.removesuffix("/"))
             prefix = "" if name == self._evaluations[0] else f"{name}/"
@@ -141,6 +166,12 @@ class Phases:
         if phase == "during":
             self._view.progress("driver", "training")
         return figures
+
+
+def shown_sets(figures: Mapping[str, float]) -> list[str]:
+    """The prefixes of an evaluation's sets. Plain figures after those of a named set repeat them, and are not shown."""
+    found = [key.removesuffix("exact_match") for key in figures if key.endswith("exact_match")]
+    return [task for task in found if task or found[0] == ""]
 
 
 def _kept_open(graph: Graph, evaluations: Iterable[str]) -> set[str]:

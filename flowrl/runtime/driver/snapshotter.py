@@ -29,13 +29,17 @@ ASKED_FOR = 50
 
 
 class Snapshotter:
-    """Snapshots of one run. While one is taken, the trainers stand at a batch's end and admission is closed."""
+    """Snapshots of one run. While one is taken, the trainers stand at a batch's end and admission is closed.
+
+    `halted` nodes do nothing until it is written, so their files may be written when the others go on.
+    """
 
     def __init__(
         self,
         orders: Orders,
         nodes: Mapping[str, Node],
         run_dir: Path,
+        halted: Collection[str] = (),
         *,
         keep: int,
         shared: SharedDevices | None = None,
@@ -45,6 +49,7 @@ class Snapshotter:
         self._nodes = nodes
         self._run_dir = run_dir
         self._keep = keep
+        self._halted = frozenset(halted)
 
     async def write(
         self, facts: Mapping[str, Any], accounting: Accounting, *, best: Best | None, spared: Collection[int]
@@ -76,7 +81,8 @@ class Snapshotter:
     async def take(self, facts: Mapping[str, Any], directory: Path, accounting: Accounting) -> str:
         """Pause the graph, collect its state, resume it, and write the state and `facts` below `directory`.
 
-        Nodes write their own files while the graph is paused. Returns the head of the ledger in the snapshot.
+        Nodes write their own files: halted ones when the others go on, all others while the graph is paused.
+        Returns the head of the ledger in the snapshot.
         """
         orders, snapshot = self._orders, checkpoint.Snapshot()
         generators = self._with_method("snapshot")
@@ -84,13 +90,9 @@ class Snapshotter:
             snapshot.prefixes.update(prefixes)
         await orders.ask_all("pause")
         await self._until_still()
-        await asyncio.gather(*(self._take_from(host, snapshot) for host in orders.hosts))
-        await asyncio.gather(
-            *(
-                orders.on_node(replica_id, "checkpoint", path=str(directory))
-                for replica_id in self._with_method("checkpoint")
-            )
-        )
+        for part in await asyncio.gather(*(orders.ask(host, "snapshot") for host in orders.hosts)):
+            snapshot.add(part)
+        await self._files(directory, halted=False)
         ledger, versions = accounting.as_of_now(), accounting.tickets.versions
         head = accounting.ledger.head
         await orders.ask_all("resume")
@@ -100,14 +102,25 @@ class Snapshotter:
             ledger.copy(directory / LEDGER)
             checkpoint.write_state(directory, snapshot, {**facts, "versions": versions})
 
+        await asyncio.gather(*(self._take_kept(host, snapshot) for host in orders.hosts))
+        await self._files(directory, halted=True)
         await to_its_end(write)
         return head
 
-    async def _take_from(self, host: str, snapshot: checkpoint.Snapshot) -> None:
-        part = await self._orders.ask(host, "snapshot")
+    async def _files(self, directory: Path, *, halted: bool) -> None:
+        """Have the halted nodes, or the others, write their own files."""
+        chosen = [
+            replica_id
+            for replica_id in self._with_method("checkpoint")
+            if (replica_id.partition("/")[0] in self._halted) == halted
+        ]
+        path = str(directory)
+        await asyncio.gather(*(self._orders.on_node(replica_id, "checkpoint", path=path) for replica_id in chosen))
+
+    async def _take_kept(self, host: str, snapshot: checkpoint.Snapshot) -> None:
+        """Take the messages and records that the host has set aside for this snapshot; meanwhile it goes on."""
         while page := await self._orders.ask(host, "kept"):
             snapshot.take(checkpoint.unpage(page))
-        snapshot.add(part)
 
     async def _until_still(self) -> None:
         """Wait until nothing is in transit between any two hosts: an arriving credit or ack may trigger another.

@@ -47,6 +47,16 @@ def pin(cores: tuple[int, ...]) -> None:
             continue
 
 
+def enter_directory(spec: HostSpec) -> None:
+    """Make the driver's working directory that of this process, where it has the driver's files.
+
+    Ray starts processes of a joined cluster in its copy of the graph's directory. On a machine that does not have the
+    graph's file at the driver's path, this copy is all that there is.
+    """
+    if spec.directory and os.path.isfile(spec.graph_file) and os.path.isdir(spec.directory):
+        os.chdir(spec.directory)
+
+
 def reserved_gpus() -> list[str]:
     """Ids of the GPUs that Ray reserves for this process; none outside of Ray."""
     ray = sys.modules.get("ray")
@@ -63,6 +73,7 @@ class HostActor:
         gc.set_threshold(IMPORTING, *self._collect_every[1:])
         os.umask(PRIVATE)
         pin(spec.cores)
+        enter_directory(spec)
         self._spec = spec
         self._gpus = reserved_gpus()
         self._loop = HostLoop()

@@ -57,6 +57,8 @@ class HostSpec:
     transport: EndpointTransport
     commits: Mapping[str, str] = field(default_factory=dict)
     """What names of the Hub stand for in this run (`flowrl.hub.pins`)."""
+    directory: str = ""
+    """The driver's working directory, to which relative paths of the user refer; "": this process has it already."""
 
 
 class HostEngine:
@@ -303,7 +305,7 @@ class HostEngine:
         await asyncio.gather(*(self.endpoint.request(peer, "ping") for peer in body["peers"]))
 
     async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
-        """This host's part of a snapshot, without messages and records, which "kept" returns.
+        """This host's part of a snapshot, without messages and records, which "kept" returns when the run goes on.
 
         The host is paused, but waits for something outside the graph may end at any time, and their invocations go on.
         So everything is read at one moment, and later reports to the ledger are held back.
@@ -379,15 +381,12 @@ class HostEngine:
         self.trace.level = level
 
     def _send_report(self) -> None:
-        self.endpoint.notify(
-            DRIVER,
-            "statistics",
-            {
-                "nodes": {replica_id: replica.context.meters.read() for replica_id, replica in self.replicas.items()},
-                "lanes": {name: stats.as_dict() for name, stats in self.endpoint.statistics().items()},
-                "trace": self.trace.drain(),
-            },
-        )
+        report = {
+            "nodes": {replica_id: replica.context.meters.read() for replica_id, replica in self.replicas.items()},
+            "lanes": {name: stats.as_dict() for name, stats in self.endpoint.statistics().items()},
+            "trace": self.trace.drain(),
+        }
+        self.endpoint.notify(DRIVER, "statistics", report)
 
     def loop_blocked(self, culprit: tuple[str, str], for_s: float) -> None:
         """Warn that the loop was blocked; called for the watch thread afterwards."""

@@ -15,6 +15,7 @@ from flowrl.graph.analysis.plan import LanePlan, Plan
 from flowrl.graph.dispatch_rules import RULES
 from flowrl.graph.graph import Graph
 from flowrl.graph.ports import Call, In, Out, Serve
+from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.ports.inbound import Inbound
 from flowrl.runtime.ports.join import Joined
@@ -70,7 +71,9 @@ def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, arriv
         if lane.consumer == replica.place.replica_id and lane.edge.endswith(f" -> {label}"):
             inbox.add(endpoint.receiver(_spec(lane)))
             sink = sink or lane.kind == "latest"
-    services = (replica.open_items, replica.activity, replica, replica.lease)
+    away = label.partition(".")[2] in replica.node.facts().without_devices
+    lease = Lease("", replica.place.replica_id, endpoint) if away else replica.lease
+    services = (replica.open_items, replica.activity, replica, lease)
     port = Inbound(label, inbox, *services, sink=sink, arrivals=arrivals)
     port.joined = Joined
     return port

@@ -85,6 +85,7 @@ class Accounting:
         self._book: dict[str, Callable[..., None]] = {
             "generated": self._generated,
             "request": self._requests.request,
+            "request lost": self._requests.lost,
             "abandoned": self._requests.abandoned,
             "void": self._requests.void,
             "episode": self._episode,
@@ -180,9 +181,9 @@ class Accounting:
         """Call before the replica begins to load; see `Tickets.returned`."""
         self.tickets.returned(replica, loads)
 
-    async def until_held(self, version: int) -> None:
-        """Returns when every live consumer holds `version`, or a newer one, of the first policy."""
-        while self.tickets.floor(self._main) < version:
+    async def until_held(self, version: int, by: Collection[str] | None = None) -> None:
+        """Returns when every live consumer (`by`: of these) holds `version`, or a newer one, of the first policy."""
+        while self.tickets.floor(self._main, by) < version:
             await self._change()
 
     def kept(self, generated: Set[str], scored: Set[str], requests: Set[str] = frozenset()) -> None:

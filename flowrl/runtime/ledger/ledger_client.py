@@ -128,6 +128,16 @@ class LedgerClient:
 
         Held-out turns are not booked, and neither are those of opponents.
         """
+        self._request("request", turn, reply)
+
+    def request_lost(self, turn: Turn, reply: Reply, reason: str) -> None:
+        """Report, instead of `request`, that it has ended with these tokens, which are abandoned.
+
+        It is asked again under the same id, so the two reports may arrive in any order.
+        """
+        self._request("request lost", turn, reply, reason)
+
+    def _request(self, kind: str, turn: Turn, reply: Reply, *more: Any) -> None:
         if turn.ticket < 0 or turn.opponent:
             return
         arrays = (reply.token_ids, reply.behavior_logprobs, reply.versions)
@@ -135,7 +145,7 @@ class LedgerClient:
         place = (turn.request_id, turn.sample_id, turn.attempt, turn.turn)
         sizes = (len(reply.token_ids), context, reply.cached_tokens)
         end = (reply.generator, reply.finish_reason, time.time())
-        self._add("request", *place, digest, *sizes, *_ages(reply.versions), *end)
+        self._add(kind, *place, digest, *sizes, *_ages(reply.versions), *end, *more)
 
     def abandoned(self, request_id: str, reason: str) -> None:
         """Report that nobody used the reply of a request that had ended, as of a call that was cancelled."""

@@ -124,6 +124,16 @@ class RequestBook:
         if reason is not None:
             self._abandon(sample_id, request, reason)
 
+    def lost(self, request_id: str, sample_id: str, attempt: int, turn: int, *rest: Any) -> None:
+        """Book a request that its generator could not finish; `rest` is that of `request`, and the reason.
+
+        Another generator is asked under the same id, and its report may have come already: this one touches no other.
+        """
+        *of_request, reason = rest
+        request = self._row(request_id, sample_id, attempt, turn, *of_request)
+        self._ledger.add("abandon", reason, request.number)
+        self._ledger.add("redone", request.tokens, sample_id)
+
     def abandoned(self, request_id: str, reason: str) -> None:
         """Abandon the newest request of this id, now or when its report arrives."""
         sample_id = self._sample_of.get(request_id)
@@ -167,11 +177,15 @@ class RequestBook:
         """The live requests of the episode that is played now."""
         return [request for request in state.live if request.number not in self._before]
 
-    def _book(self, request_id: str, sample_id: str, attempt: int, turn: int, digest: str, *rest: Any) -> Request:
+    def _book(self, request_id: str, sample_id: str, *rest: Any) -> Request:
+        request = self._row(request_id, sample_id, *rest)
+        self._of(sample_id).live.append(request)
+        return request
+
+    def _row(self, request_id: str, sample_id: str, attempt: int, turn: int, digest: str, *rest: Any) -> Request:
         tokens, context, cached, oldest, newest, generator, finish_reason, at_s = rest
         request = Request(self._next, request_id, attempt, turn, tokens)
         self._next += 1
-        self._of(sample_id).live.append(request)
         place, sizes = (request_id, sample_id, attempt, turn), (tokens, context, cached)
         ages = (oldest, newest)
         self._ledger.add("request", request.number, *place, digest, *sizes, *ages, generator, finish_reason, at_s)

@@ -1,8 +1,10 @@
 """The live sides of Call and Serve: request and reply between node replicas.
 
 The caller's item stays unfinished until the reply, because its invocation waits here. When the caller cancels a
-request, the server cancels its body; when the server dies, the request fails. A body that ends in any other way than
-by returning or by raising SampleFailed fails the server.
+request, the server cancels its body; when the server dies, the request fails.
+
+A body that raises OutOfService takes its replica out of service: the request, and all later ones, go to the other
+replicas. One that ends in any other way than by returning, or by raising that or SampleFailed, fails the server.
 
 Requests wait by priority, the smallest first, then in order of arrival: at the caller for a place on the edge, at the
 server for one of its `concurrency` places. Every reply tells the caller how many requests the other callers have open
@@ -19,7 +21,7 @@ from typing import Any
 
 from flowrl.channel.control import as_exception, is_cancel
 from flowrl.channel.endpoint import Endpoint
-from flowrl.errors import LaneFailed, SampleFailed
+from flowrl.errors import LaneFailed, OutOfService, SampleFailed
 from flowrl.graph.analysis.plan import CallPlan
 from flowrl.messages import Message
 from flowrl.runtime.activity.activity import Activity, in_invocation
@@ -49,20 +51,30 @@ class LiveCall:
         self._router = SessionRouter(len(ways), margin=ways[0].affinity_margin, caller=ways[0].caller)
 
     async def call(self, request: Message, *, session: str, group: str, priority: int, timeout_s: float | None) -> Any:
+        with self._activity.waiting("reply", self.port, inside=in_invocation.get()):
+            async with asyncio.timeout(timeout_s):
+                while "out_of_service" in (reply := await self._ask_one(request, session, group, priority)):
+                    if not self._router.num_in_service:
+                        raise OutOfService(f"{self.port} has no replica left to ask: {reply['out_of_service']}")
+        if "failed" in reply:
+            raise SampleFailed(reply["failed"])
+        return reply["reply"]
+
+    async def _ask_one(self, request: Message, session: str, group: str, priority: int) -> Any:
+        """What the replica that the router chooses answers."""
         choice = self._router.begin(session, group)
         others = None
         try:
             if choice.moved:
                 self._count("requests_moved", 1)
-            with self._activity.waiting("reply", self.port, inside=in_invocation.get()):
-                async with asyncio.timeout(timeout_s), self._slots[choice.replica].held(priority):
-                    reply = await self._ask(self._ways[choice.replica], request, priority)
+            async with self._slots[choice.replica].held(priority):
+                reply = await self._ask(self._ways[choice.replica], request, priority)
             others = reply["others"]
         finally:
             self._router.end(choice.replica, others)
-        if "failed" in reply:
-            raise SampleFailed(reply["failed"])
-        return reply["reply"]
+        if "out_of_service" in reply:
+            self._router.leave(choice.replica)
+        return reply
 
     async def _ask(self, way: CallPlan, request: Message, priority: int) -> Any:
         body = {"request": request, "priority": priority, "way": way.name}
@@ -138,6 +150,8 @@ class LiveServe:
             return await self._work(request)
         except SampleFailed as failure:
             return {"failed": str(failure)}
+        except OutOfService as left:
+            return {"out_of_service": str(left)}
         except GeneratorExit:  # the event loop is closed
             raise
         except BaseException as error:  # a node boundary: the server fails, and so does the run

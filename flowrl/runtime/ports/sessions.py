@@ -13,6 +13,8 @@ Invariants
   callers which have heard nothing yet do not all choose the same one.
 - A replica where this caller has nothing open sends no reply, so its last report would stay for ever. With each reply
   of another replica, that report counts one request less.
+- A replica that is out of service is chosen no more; its sessions and groups move to the others. Once all are, the
+  choice is as if all were in service: the caller asks no further.
 - A group is known while one of its sessions is. At most `most_sessions` sessions are known: a new one takes the place
   of the one that was used least recently, which begins anew if it asks again.
 """
@@ -70,6 +72,7 @@ class SessionRouter:
         self._sessions: OrderedDict[str, SessionHome] = OrderedDict()
         """The least recently used first."""
         self._groups: dict[str, GroupHome] = {}
+        self._in_service = [True] * num_replicas
         node, _, index = caller.partition("/")
         self._next = (zlib.crc32(node.encode()) + int(index or 0)) % num_replicas
         """The first of equals."""
@@ -80,6 +83,10 @@ class SessionRouter:
         unknown = min((others for others in self._others if others is not None), default=0)
         pairs = zip(self._own, self._others, strict=True)
         return tuple(own + (unknown if others is None else others) for own, others in pairs)
+
+    @property
+    def num_in_service(self) -> int:
+        return sum(self._in_service)
 
     @property
     def num_sessions(self) -> int:
@@ -104,6 +111,10 @@ class SessionRouter:
             before - 1 if before and not own else before for own, before in zip(self._own, self._others, strict=True)
         ]
         self._others[replica] = others
+
+    def leave(self, replica: int) -> None:
+        """This replica is out of service from now on."""
+        self._in_service[replica] = False
 
     def forget(self, session: str) -> None:
         """The session has ended. Does nothing for one that is not known."""
@@ -140,11 +151,17 @@ class SessionRouter:
     def _is_near(self, replica: int) -> bool:
         """Whether the margin allows a request to go to `replica`."""
         loads = self.loads
-        return self._margin is not None and loads[replica] <= min(loads) + self._margin
+        least = min(loads[index] for index in self._candidates())
+        return self._margin is not None and self._in_service[replica] and loads[replica] <= least + self._margin
 
     def _least_loaded(self) -> int:
         loads = self.loads
-        order = range(self._next, self._next + len(loads))
-        chosen = min((replica % len(loads) for replica in order), key=loads.__getitem__)
+        order = sorted(self._candidates(), key=lambda replica: (replica - self._next) % len(loads))
+        chosen = min(order, key=loads.__getitem__)
         self._next = (chosen + 1) % len(loads)
         return chosen
+
+    def _candidates(self) -> list[int]:
+        """The replicas in service; all, once none is."""
+        every = range(len(self._in_service))
+        return [replica for replica in every if self._in_service[replica]] or list(every)

@@ -80,6 +80,8 @@ def _figures(board: Board) -> RenderableType:
     table = _figure_grid()
     table.add_row("step", _step(board))
     table.add_row("reward", _reward(board))
+    if by_source := rewards_by_source(record):
+        table.add_row("", Text("  ".join(f"{name} {reward:.3f}" for name, reward in by_source.items())))
     for task, rows in board.evaluations.items():
         table.add_row("held-out", _held_out(task, rows))
     table.add_row("tokens", _tokens(board))
@@ -92,6 +94,12 @@ def _figures(board: Board) -> RenderableType:
         table.add_row("sample", _sample(board.sample))
     table.add_row("admission", Text(board.admission or "open", no_wrap=True, overflow="ellipsis"))
     return table
+
+
+def rewards_by_source(record: Mapping[str, Any]) -> dict[str, float]:
+    """The mean reward of each source of a mixture, by the source's name."""
+    parts = {tuple(name.split("/")): value for name, value in record.items() if name.startswith("source/")}
+    return {name: value for (_, name, figure), value in parts.items() if figure == "reward_mean" and value is not None}
 
 
 def _step(board: Board) -> Text:

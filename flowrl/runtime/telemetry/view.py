@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from flowrl.runtime.telemetry.board import Board, clock, draw, evaluation_text
+from flowrl.runtime.telemetry.board import Board, clock, draw, evaluation_text, rewards_by_source
 from flowrl.runtime.telemetry.statistics import Statistics, bottleneck
 
 REDRAW_PER_S = 4.0
@@ -118,7 +118,8 @@ class PlainView:
         of = f"/{self._board.steps}" if self._board.steps is not None else ""
         names = ("reward_mean", "loss", "kl", "staleness_max", "tokens_generated", "tokens_trained")
         figures = "  ".join(f"{name} {record[name]:.4g}" for name in names if record.get(name) is not None)
-        self._print(f"step {record['step']}{of}  {figures}" + self._bottleneck)
+        by_source = "".join(f"  {name} {reward:.4g}" for name, reward in rewards_by_source(record).items())
+        self._print(f"step {record['step']}{of}  {figures}{by_source}" + self._bottleneck)
         self._alarms(record.get("alarms") or {})
 
     def _alarms(self, ringing: Mapping[str, str]) -> None:

@@ -1,0 +1,84 @@
+"""Messages and weights between two machines, over tcp with CURVE, against the same between two processes of one.
+
+    python -m benchmarks.clusters [--messages 20000] [--megabytes 128] [--json FILE]
+
+The second machine is a second Ray on this one, with a host name and a /dev/shm of its own (`benchmarks.two_machines`).
+Both use this machine's cores and its loopback, so the figures tell what tcp and encryption cost, not what a network
+does. On one machine each process has one core, on two both share the cores. Needs the right to make namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+from benchmarks.two_machines import ROOT, are_possible, two_machines
+
+GRAPH = ROOT / "benchmarks" / "across.py"
+STEPS = 12
+TIME_LIMIT_S = 150
+
+
+def measured(environment: Mapping[str, str], *, cores: int, messages: int, megabytes: int) -> dict[str, float]:
+    """What one run prints: rates by name."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "flowrl.cli", "run", str(GRAPH), "--steps", str(STEPS)]
+        command += ["--run-dir", str(Path(directory) / "run"), f"--cores={cores}"]
+        command += [f"--messages={messages}", f"--megabytes={megabytes}"]
+        env = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=TIME_LIMIT_S)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return rates(done.stdout)
+
+
+def rates(told: str) -> dict[str, float]:
+    """The rates in a run's output; of several versions the median, without the first, which maps its memory."""
+    small = re.search(r"measured 1024 bytes: (\d+) messages/s", told)
+    large = re.search(r"measured 4194304 bytes: \d+ messages/s, (\d+) MB/s", told)
+    weights = [float(rate) for rate in re.findall(r"fetched at (\d+) MB/s", told)][1:]
+    if small is None or large is None or not weights:
+        raise SystemExit(f"the run did not print what it measures:\n{told}")
+    return {
+        "messages/s, 1 KB": float(small[1]),
+        "MB/s, messages of 4 MB": float(large[1]),
+        "MB/s, weights": median(weights),
+    }
+
+
+def table(one: Mapping[str, float], two: Mapping[str, float]) -> str:
+    """Both columns, and what is left."""
+    lines = [f"{'':24}{'one machine':>14}{'two machines':>14}{'left':>8}"]
+    lines += [f"{name:24}{one[name]:14,.0f}{two[name]:14,.0f}{two[name] / one[name]:8.0%}" for name in one]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--messages", type=int, default=20_000)
+    parser.add_argument("--megabytes", type=int, default=128)
+    parser.add_argument("--json", default="", help="write both columns here")
+    options = parser.parse_args()
+    if not are_possible():
+        print("this user may not make namespaces (unshare --uts --mount)", file=sys.stderr)
+        return 2
+    sizes = {"messages": options.messages, "megabytes": options.megabytes}
+    one = measured({}, cores=1, **sizes)
+    with two_machines(shm=f"{8 * options.megabytes + 256}m") as environment:
+        two = measured(environment, cores=2, **sizes)
+    print(table(one, two))
+    if options.json:
+        Path(options.json).write_text(json.dumps({"one machine": one, "two machines": two}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

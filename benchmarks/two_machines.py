@@ -1,0 +1,87 @@
+"""Two machines on one: two Rays in one cluster, the second with a host name and a /dev/shm of its own.
+
+`unshare` makes the second machine: what lies between the two is tcp alone, because neither a socket in the file system
+nor shared memory is used between machines of different names.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RAY = Path(sys.executable).with_name("ray")
+HEAD = {"RAY_prestart_worker_first_driver": "0"}
+"""As in the Ray that a run starts by itself."""
+SECOND = "hostname flowrl-second && mount -t tmpfs -o size={shm} tmpfs /dev/shm && exec "
+
+
+def are_possible() -> bool:
+    """Whether this user may make namespaces."""
+    return subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True).returncode == 0
+
+
+@contextmanager
+def two_machines(*, shm: str = "512m") -> Iterator[dict[str, str]]:
+    """The environment in which a run joins a cluster of two machines with two cores each.
+
+    `shm` is the size of the second's /dev/shm.
+    """
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    ports = free_ports(7)
+    head = [str(RAY), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={ports[0]}", "--num-cpus=2"]
+    head += [f"--ray-client-server-port={ports[1]}", f"--dashboard-agent-listen-port={ports[2]}"]
+    head += [f"--dashboard-agent-grpc-port={ports[3]}", "--include-dashboard=false", "--disable-usage-stats"]
+    second = f"{RAY} start --block --address=127.0.0.1:{ports[0]} --node-ip-address=127.0.0.2 --num-cpus=2 "
+    second += f"--dashboard-agent-listen-port={ports[4]} --dashboard-agent-grpc-port={ports[5]}"
+    started = {**HEAD, **token}
+    processes = [start_ray(head, started)]
+    try:
+        processes.append(
+            start_ray(["unshare", "--uts", "--mount", "sh", "-c", SECOND.format(shm=shm) + second], started)
+        )
+        yield {"RAY_ADDRESS": f"127.0.0.1:{ports[0]}", **token}
+    finally:
+        for process in reversed(processes):
+            os.killpg(process.pid, signal.SIGTERM)
+            assert process.stdout is not None
+            process.stdout.read()
+            process.wait(30)
+
+
+def start_ray(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """A `ray start --block` that has started."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "Ray runtime started" in line:
+            return process
+    raise AssertionError("".join(said))
+
+
+def free_ports(number: int) -> list[int]:
+    """Between those of Ray's workers and those that the system gives to connections: Ray binds the last of them ten
+    seconds later."""
+    ports: set[int] = set()
+    while len(ports) < number:
+        port = random.randrange(20_000, 32_768)
+        with suppress(OSError), socket.create_server(("", port)):
+            ports.add(port)
+    return sorted(ports)
