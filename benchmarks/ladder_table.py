@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.ladder_cases import ANSWERS, EVALUATION, PROMPTS, LadderCase, Result
+from benchmarks.page import put
 
 BEGIN, END = "<!-- ladder-table: begin -->", "<!-- ladder-table: end -->"
 HEADING = (
@@ -57,8 +58,4 @@ def _mean(values: Sequence[float]) -> float:
 
 def write_table(page: Path, table: str) -> None:
     """Put the table between its two marks. Raises ValueError if they are not there."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} has no place for the table: it needs the lines {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    put(page, table, BEGIN, END)

@@ -156,13 +156,8 @@ def sampled(prompt: Prompt, version: int, generator: str) -> Sample:
     """The rollout of a prompt, without content."""
     length = PROMPT_TOKENS + RESPONSE_TOKENS
     mask = np.arange(length) >= PROMPT_TOKENS
-    return Sample(
-        sample_id=prompt.sample_id,
-        group_id=prompt.group_id,
-        prompt_id=prompt.prompt_id,
-        epoch=prompt.epoch,
-        member=prompt.member,
-        group_size=prompt.group_size,
+    return Sample.of(
+        prompt,
         prompt_text="",
         response_text="",
         token_ids=np.zeros(length, np.int32),

@@ -308,6 +308,7 @@ class OnlineOptions(EvaluationOptions, SamplingOptions):
             token_budget=self.token_budget,
             layout=self.packed_as,
             optimizer_steps=self.optimizer_steps,
+            sources=self.task.source_names,
             **settings,
         )
 
@@ -357,8 +358,8 @@ class PreferenceOptions(DatasetOptions):
         return Preferences(task, self.model, kind=kind, max_tokens=self.max_length, too_long=self.too_long)
 
 
-def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator) -> None:
-    """Add the evaluation node, whose prompts `generator` answers, unless `cfg` has none to ask."""
+def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator, *, text: bool = False) -> None:
+    """Add the evaluation node, whose prompts `generator` answers, unless `cfg` has none; `text`: its task has none."""
     if not cfg.evaluates:
         return
     sets = cfg.evaluation_sets
@@ -370,14 +371,14 @@ def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator) -> None:
         every=cfg.evaluate_every,
         also=cfg.evaluate_also if cfg.evaluate else (),
         sets=sets,
-        training=None if isinstance(cfg, PreferenceOptions) else cfg.task,
+        training=None if text or isinstance(cfg, PreferenceOptions) else cfg.task,
     )
     evaluation = g.add("evaluation", held_out)
     g.call(evaluation.generate, generator.requests)
 
 
 def evaluate_offline(
-    g: Graph, cfg: EvaluationOptions, *, trainer: Trainer, prompts: PromptSource, sampling: Sampling
+    g: Graph, cfg: EvaluationOptions, *, trainer: Trainer, prompts: PromptSource, sampling: Sampling, text: bool = False
 ) -> None:
     """`evaluate` for a graph without a generator: adds one, with `sampling`, that gets the trainer's weights.
 
@@ -388,7 +389,7 @@ def evaluate_offline(
         g.ignore(trainer.weights)
         return
     generator = g.add("generator", cfg.make_generator(sampling), **cfg.place_generator())
-    evaluate(g, cfg, generator)
+    evaluate(g, cfg, generator, text=text)
     g.latest(trainer.weights, generator.weights)
     g.admit(prompts.prompts, until=generator.weights, staleness=1)
     g.ignore(generator.prompts)

@@ -209,6 +209,13 @@ def _print_report(report: Any, proposal: str = "") -> None:
     print(render(report))
 
 
+def tune(args: Sequence[str]) -> int:
+    """`flowrl tune GRAPH`: measures, and writes the run file of the placement with the shortest step."""
+    from flowrl.commands.tune.tune import tune as find_placement
+
+    return find_placement(args)
+
+
 def audit(args: Sequence[str]) -> int:
     """`flowrl audit RUN_DIR`: prints "audit: ok" or every violation."""
     if len(args) != 1 or args[0].startswith("-"):
@@ -308,6 +315,7 @@ def _no_arguments(command: str, args: Sequence[str]) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "check": check,
     "run": run,
+    "tune": tune,
     "graphs": graphs,
     "new": new,
     "quickstart": quickstart,

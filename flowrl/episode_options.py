@@ -23,8 +23,9 @@ class EpisodeOptions(OnlineOptions):
     """What bounds an episode, as in --limits.turns 8."""
     processes: int = 256
     """Processes of environments, or of agents, at a time."""
-    affinity_margin: int = 2
-    """A session stays on its generator while that has at most so many more open requests than the least loaded."""
+    affinity_margin: int | None = 2
+    """A session stays on its generator while that has at most so many more open requests than the least loaded. None:
+    each of its requests goes where least is open."""
     max_tokens: int = 256
     """Most tokens of one reply."""
     credit: Credit = "episode"
@@ -75,8 +76,8 @@ class EnvironmentOptions(EpisodeOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.evaluate_task:
-            yield "--evaluate-task is for graphs that ask the rows of a task; episodes are evaluated on the environment"
+        if self.task.template:
+            yield f"--task.template is {self.task.template!r}, but an environment words its questions; leave it out"
 
     def episodes(self, environment: str) -> Environment:
         """The node that plays the environment of that name."""
@@ -87,6 +88,7 @@ class EnvironmentOptions(EpisodeOptions):
             processes=self.processes,
             shaping=Shaping(negate=self.negate_rewards),
             history=self.history,
+            system_prompt=self.task.system_prompt,
         )
 
 
@@ -95,23 +97,25 @@ def evaluate_episodes(
 ) -> None:
     """Let `generator` serve episodes alone, and add the evaluation node, whose held-out rows `player` plays.
 
-    They are those of its environment, or of the task for agents. There is no evaluation if `cfg` has none to ask.
+    They are those of its environment, or else of the task, for agents; with --evaluate-task the questions of those
+    sets. There is no evaluation if `cfg` has none to ask.
     """
     g.ignore(generator.prompts)
     g.ignore(generator.rollouts)
     if not cfg.evaluates:
         return
-    agents = isinstance(player, AgentProgram)
+    agents, environment = isinstance(player, AgentProgram), player.environment
     held_out = Evaluation(
         (),
         cfg.model,
         num_prompts=max(1, cfg.evaluate),
         num_samples=cfg.evaluate_samples,
         every=cfg.evaluate_every,
-        environments=(player.environment,) if isinstance(player, Environment) else (),
-        agent_tasks=(cfg.task,) if agents and not cfg.evaluate_task else (),
-        sets=cfg.evaluation_sets if agents else (),
-        agents=agents,
+        environments=(environment,) if environment and not cfg.evaluate_task else (),
+        agent_tasks=() if environment or cfg.evaluate_task else (cfg.task,),
+        sets=cfg.evaluation_sets,
+        agents=agents or bool(cfg.evaluate_task),
+        asked_in="" if agents else environment,
         training=cfg.task,
     )
     evaluation = g.add("evaluation", held_out)

@@ -66,6 +66,13 @@ class SampleFailed(FlowrlError):
     """Raised in a node body to fail one sample: the sample becomes a tombstone and the run continues."""
 
 
+class OutOfService(FlowrlError):
+    """Raised in the body of a Serve port: this replica answers no request any more, so its callers ask the others.
+
+    A caller that has no other replica to ask raises it too.
+    """
+
+
 class AttemptFailed(FlowrlError):
     """An attempt at an episode is void, and nothing is known of the episode's reward.
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flowrl.blocks import PolicyOptions
-from flowrl.nodes import DynamicSampling
+from flowrl.errors import ConfigError
+from flowrl.nodes import Curriculum, DynamicSampling
+from flowrl.role_options import ReferenceSize
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 MOST_FILTERED = 256
@@ -26,9 +28,18 @@ class FilterOptions(PolicyOptions):
     """Filter groups whose mean raw reward is not between these two instead."""
     max_filtered_per_step: int = MOST_FILTERED
     """The run ends with an error if more groups are filtered before a batch is full."""
+    curriculum: Curriculum = Curriculum()
+    """Which prompts are asked more often, by what the policy could do with them, as in --curriculum.chosen 0.5."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        yield from (f"--{problem}" for problem in self.curriculum.problems())
+        reward_model = getattr(self, "reward_model", None)
+        if self.curriculum.used and self.curriculum.pass_at is None and reward_model and reward_model.model:
+            yield (
+                "--curriculum.chosen counts samples of a reward of 1, and a reward model's has no such scale; "
+                "say with --curriculum.pass-at from which reward a sample has passed"
+            )
         if not self.filters and self.max_filtered_per_step != MOST_FILTERED:
             yield "--max-filtered-per-step is for runs that filter; give --dynamic-sampling or --mean-between too"
 
@@ -78,3 +89,9 @@ class AdvantageOptions(LossOptions, FilterOptions):
 
     normalise_rewards: bool = False
     """Subtract the running mean from each reward and divide by the running standard deviation."""
+
+
+def require_reference(size: ReferenceSize, fix: str) -> None:
+    """Raise ConfigError if a run without a reference is to refresh it; `fix` says what gives it one."""
+    if size.refresh_every:
+        raise ConfigError(f"--reference.refresh-every is {size.refresh_every}, but this run has no reference; {fix}")

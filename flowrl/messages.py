@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,10 @@ class Prompt(Message):
     """Of an evaluation's prompt: how it is sampled, where the generator's own way is not meant."""
 
 
+OF_PROMPT = ("sample_id", "group_id", "prompt_id", "epoch", "member", "group_size", "columns")
+"""What a sample has from its prompt."""
+
+
 @dataclass(frozen=True)
 class Branch(Message):
     """A further sequence of an episode whose context was rewritten; arrays as those of `Sample`.
@@ -138,6 +142,15 @@ class Sample(Message):
     generated_s: float = 0.0
     branches: tuple[Branch, ...] = ()
     """The sequences after the first, in the order of their beginnings."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, **content: Any) -> Self:
+        """The rollout of a prompt: member of its group, with its columns and text unless `content` has others.
+
+        `content` are the other fields by name.
+        """
+        own = {name: getattr(prompt, name) for name in OF_PROMPT}
+        return cls(**{**own, "prompt_text": prompt.text, **content})
 
     @property
     def sequences(self) -> tuple[Sample | Branch, ...]:

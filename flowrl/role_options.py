@@ -19,7 +19,8 @@ class Size:
     replicas: int = 1
     """Processes of this role; of a trainer its ZeRO ranks."""
     gpus: float | None = None
-    """GPUs of each; None: one if any role of the graph has GPUs, else 0. Only a generator can have several."""
+    """GPUs of each; None: one if any role of the graph has GPUs, else 0. With several, a generator splits its model
+    among them, and a model that only scores is sharded over them; a trainer's rank has one."""
     cpus: float | None = None
     """Cores of each; None: by role."""
 
@@ -57,9 +58,32 @@ class ScoringSize(Size):
 
 
 @dataclass(frozen=True)
+class ReferenceSize(ScoringSize):
+    """The reference."""
+
+    refresh_every: int = 0
+    """Steps after which the reference takes the policy's weights, again and again; 0: it keeps the initial ones."""
+    mixup: float = 1.0
+    """What it then takes: this share of the policy's weights, and the rest of its own."""
+
+    @property
+    def refreshed(self) -> dict[str, Any]:
+        """Arguments of a Reference."""
+        return {"refresh_every": self.refresh_every, "mixup": self.mixup}
+
+
+@dataclass(frozen=True)
 class _Model:
     model: str = ""
     """Directory of the model; empty: none."""
+
+
+@dataclass(frozen=True)
+class PreferenceReferenceSize(ScoringSize, _Model):
+    """The reference of preferences in a dataset."""
+
+    model: str = ""
+    """The model that the policy is compared with, with the policy's vocabulary; empty: the policy's initial weights."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +112,7 @@ class _Weights:
 
 
 @dataclass(frozen=True)
-class PairReferenceSize(ScoringSize, _Weights):
+class PairReferenceSize(ReferenceSize, _Weights):
     """The reference of pairs that were sampled by the policy."""
 
 
@@ -118,6 +142,17 @@ def size_problems(options: object) -> Iterator[str]:
             value = getattr(size, field_name)
             if value is not None and not value >= 0:
                 yield f"{name}.{field_name} is {value}; it has to be 0 or more"
+        if isinstance(size, ReferenceSize):
+            yield from _refresh_problems(name, size)
         budget = getattr(size, "token_budget", None)
         if budget is not None and budget < 1:
             yield f"{name}.token-budget is {budget}; it has to be 1 or more"
+
+
+def _refresh_problems(name: str, size: ReferenceSize) -> Iterator[str]:
+    if size.refresh_every < 0:
+        yield f"{name}.refresh-every is {size.refresh_every}; it has to be 0 or more"
+    if not 0 < size.mixup <= 1:
+        yield f"{name}.mixup is {size.mixup}; it has to be above 0, and at most 1"
+    if size.mixup != 1 and not size.refresh_every:
+        yield f"{name}.mixup is for references that take the policy's weights; give {name}.refresh-every too"

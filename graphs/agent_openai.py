@@ -8,6 +8,7 @@ that imports OpenAI's library and nothing of flowrl. A group is one question, gi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,7 @@ from typing import Literal
 from flowrl import Graph
 from flowrl.episode_options import EpisodeOptions, evaluate_episodes
 from flowrl.loss_options import AdvantageOptions
-from flowrl.nodes import AgentProgram, GroupAdvantage, TaskSource
+from flowrl.nodes import AgentProgram, EnvironmentSource, GroupAdvantage, TaskSource
 from flowrl.tasks import Task
 
 CALCULATOR_AGENT = str(Path(__file__).resolve().parent / "agents" / "calculator_agent.py")
@@ -27,8 +28,9 @@ class AgentOpenAI(AdvantageOptions, EpisodeOptions):
     task: Task = Task("arithmetic:min_value=30")
     """What agents are to do: a task; each gets a row's columns and its messages."""
     agent: str = f"{CALCULATOR_AGENT}:play"
-    """FILE.py:FUNCTION, an async function of a client and the task that returns the reward; or `outside`: workers that
-    flowrl does not start ask for tasks, as docs/endpoint.md says."""
+    """FILE.py:FUNCTION, an async function of a client and the task that returns the reward; or verifiers/PACKAGE, an
+    environment of verifiers, which has its own questions; or `outside`: workers that flowrl does not start ask for
+    tasks, as docs/endpoint.md says."""
     command: str = ""
     """A command line in place of a function: with --agent "" --command "node agent.js"."""
     idle_s: float = 600.0
@@ -51,10 +53,22 @@ class AgentOpenAI(AdvantageOptions, EpisodeOptions):
     """What an episode is compared with: the mean of its group, with or without division by the group's standard
     deviation, or the other episodes."""
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.players.environment and self.evaluate_task:
+            yield "--evaluate-task is for agents that get the rows of a task; one of verifiers has its own questions"
+
     @property
     def players(self) -> AgentProgram:
         """The node that plays with agents."""
         return self.agents(self.agent, self.command, idle_s=self.idle_s, host=self.host, port=self.port)
+
+    @property
+    def source(self) -> EnvironmentSource | TaskSource:
+        """The node that has what they are to do."""
+        if name := self.players.environment:
+            return EnvironmentSource(name, repeat=self.group_size, curriculum=self.curriculum)
+        return TaskSource(self.task, repeat=self.group_size, part=self.trained_part, curriculum=self.curriculum)
 
 
 def graph(cfg: AgentOpenAI) -> Graph:
@@ -62,7 +76,7 @@ def graph(cfg: AgentOpenAI) -> Graph:
     filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("agent_openai")
-    prompts = g.add("prompts", TaskSource(cfg.task, repeat=cfg.group_size, part=cfg.trained_part))
+    prompts = g.add("prompts", cfg.source)
     agents = g.add("agents", cfg.players)
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
@@ -75,6 +89,8 @@ def graph(cfg: AgentOpenAI) -> Graph:
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
+    if cfg.curriculum.used:
+        g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
         until=generator.weights,

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
+from flowrl.environments.task_questions import with_sets
 from flowrl.episode_options import EnvironmentOptions, evaluate_episodes
 from flowrl.loss_options import AdvantageOptions
 from flowrl.nodes import EnvironmentSource, GroupAdvantage
+from flowrl.nodes.row_source import Part
 from flowrl.tasks import Task
 from flowrl.tasks.name_options import with_option
 
@@ -38,9 +40,13 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
     estimate = cfg.estimate(cfg.advantage)
     filtering = cfg.filtering(cfg.groups_per_step)
 
+    evaluated = with_sets(environment_name, cfg.evaluate_task) if cfg.evaluate_task else environment_name
+    part: Part = "all" if cfg.evaluate_task else "train"
+
     g = Graph(name)
-    prompts = g.add("prompts", EnvironmentSource(environment_name, repeat=cfg.group_size))
-    environment = g.add("environment", cfg.episodes(environment_name))
+    source = EnvironmentSource(environment_name, repeat=cfg.group_size, part=part, curriculum=cfg.curriculum)
+    prompts = g.add("prompts", source)
+    environment = g.add("environment", cfg.episodes(evaluated))
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
     batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
@@ -52,6 +58,8 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
+    if cfg.curriculum.used:
+        g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
         until=generator.weights,

@@ -46,7 +46,7 @@ def graph(cfg: Custom) -> Graph:
     filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("custom_node")
-    prompts = g.add("prompts", cfg.prompts())
+    prompts = g.add("prompts", cfg.prompts(curriculum=cfg.curriculum))
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     no_echo = g.add("no_echo", NoEcho())
     reward = g.add("reward", cfg.make_reward(function=short_and_right), **cfg.place_reward())
@@ -61,6 +61,8 @@ def graph(cfg: Custom) -> Graph:
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
+    if cfg.curriculum.used:
+        g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
         until=generator.weights,

@@ -27,7 +27,7 @@ def graph(cfg: DAPO) -> Graph:
     filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("dapo")
-    prompts = g.add("prompts", cfg.prompts())
+    prompts = g.add("prompts", cfg.prompts(curriculum=cfg.curriculum))
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
@@ -40,6 +40,8 @@ def graph(cfg: DAPO) -> Graph:
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
+    if cfg.curriculum.used:
+        g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
         until=generator.weights,

@@ -1,19 +1,21 @@
-"""On-policy distillation: the student samples, a teacher scores every token, and the student learns from the scores.
+"""Distillation: a teacher scores every token of the student's samples, or of the data's answers, for the student.
 
 flowrl run distill --steps 60
+flowrl run distill --beta 0.5 --lmbda 0.5 --steps 60
+flowrl run distill --beta 0 --lmbda 0 --policy /models/small --teacher /models/large --task answers.jsonl --steps 200
 flowrl run distill --policy /models/Qwen3-0.6B --teacher /models/Qwen3-8B --task train.jsonl --steps 200
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowrl import Graph
-from flowrl.blocks import evaluate
+from flowrl.blocks import evaluate, evaluate_offline
 from flowrl.loss_options import LossOptions
-from flowrl.nodes import Teacher, TeacherAdvantage
+from flowrl.nodes import GivenAnswers, Teacher, TeacherAdvantage
 from flowrl.prompt_options import PromptOptions
 from flowrl.role_options import TeacherSize
-from flowrl.training.loss.distillation_objective import ReverseKL
+from flowrl.training.loss.distillation_objective import GeneralizedJSD, ReverseKL
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
@@ -32,35 +34,69 @@ class Distill(LossOptions, PromptOptions):
     """The model that scores every token."""
     exact: bool = False
     """The student learns the teacher's whole next-token distributions (exact reverse KL), not sampled tokens alone."""
+    beta: float | None = None
+    """Learn whole distributions by the generalized Jensen-Shannon divergence of GKD: 0 is the forward KL, the
+    cross-entropy with the teacher, 1 the reverse KL. None: as `exact` says."""
+    lmbda: float = 1.0
+    """Share of the prompts that the student answers; the others have the answers of the data, such as a teacher's. 0:
+    nothing is sampled, and only an evaluation needs a generator."""
+
+    max_answer_tokens: int = 2048
+    """Most tokens of a prompt with the data's answer; longer ones are dropped and counted."""
+
+    @property
+    def compares_whole(self) -> bool:
+        """Whether whole distributions are compared."""
+        return self.exact or self.beta is not None
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.beta is not None and not 0 <= self.beta <= 1:
+            yield f"--beta is {self.beta}; it has to be from 0 to 1"
+        if not 0 <= self.lmbda <= 1:
+            yield f"--lmbda is {self.lmbda}; it has to be from 0 to 1"
+        if self.lmbda < 1 and not self.compares_whole:
+            yield "--lmbda below 1 trains on answers that the student has not sampled, which needs --beta or --exact"
         if self.task.reward and not self.evaluates:
             yield "--task.reward scores held-out answers here, for the teacher scores the others, and --evaluate is 0"
-        if self.exact and self.objective != PolicyObjective():
-            yield "--exact trains the reverse KL itself, without advantages; leave --objective out"
+        if self.exact and self.beta is not None:
+            yield "--exact is the same as --beta 1; give one of the two"
+        if self.compares_whole and self.objective != PolicyObjective():
+            what = "--exact trains the reverse KL" if self.exact else "--beta trains the divergence"
+            yield f"{what} itself, without advantages; leave --objective out"
 
 
 def graph(cfg: Distill) -> Graph:
     student, teacher = cfg.model, cfg.model.like(cfg.teacher.model)
-    objective = ReverseKL(negate=cfg.negate_rewards) if cfg.exact else cfg.loss(cfg.max_tokens)
+    whole, negate = cfg.compares_whole, cfg.negate_rewards
+    exact = ReverseKL(negate=negate) if cfg.beta is None else GeneralizedJSD(negate=negate, beta=cfg.beta)
+
+    if not cfg.lmbda:
+        return offline_graph(replace(cfg, group_size=1), exact)
 
     g = Graph("distill")
     prompts = g.add("prompts", cfg.prompts(student))
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     judge = g.add(
         "teacher",
-        Teacher(teacher, student=student, temperature=cfg.temperature, exact=cfg.exact, **cfg.scoring(cfg.teacher)),
+        Teacher(teacher, student=student, temperature=cfg.temperature, exact=whole, **cfg.scoring(cfg.teacher)),
         **cfg.place(cfg.teacher),
     )
     advantage = g.add("advantage", TeacherAdvantage(size=cfg.group_size, negate=cfg.negate_rewards))
     batcher = g.add("batcher", cfg.batcher())
-    learner = cfg.make_trainer(objective, teacher=teacher if cfg.exact else None)
+    learner = cfg.make_trainer(exact if whole else cfg.loss(cfg.max_tokens), teacher=teacher if whole else None)
     trainer = g.add("trainer", learner, **cfg.place(cfg.trainer))
     cfg.take_turns(g, ("trainer", "teacher"))
 
-    g.connect(prompts.prompts, generator.prompts)
-    g.connect(generator.rollouts, judge.rollouts)
+    if cfg.lmbda == 1:
+        g.connect(prompts.prompts, generator.prompts)
+        g.connect(generator.rollouts, judge.rollouts)
+    else:
+        given = g.add("answers", GivenAnswers(cfg.task, student, share=1 - cfg.lmbda, max_tokens=cfg.max_answer_tokens))
+        g.connect(prompts.prompts, given.prompts)
+        g.connect(given.rollouts, judge.rollouts)
+        g.connect(given.others, generator.prompts)
+        g.connect(generator.rollouts, judge.rollouts)
     g.connect(judge.scored, advantage.scored)
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
@@ -73,4 +109,31 @@ def graph(cfg: Distill) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
+    return g
+
+
+def offline_graph(cfg: Distill, objective: ReverseKL) -> Graph:
+    """The graph that samples nothing: every prompt has the data's answer."""
+    student, teacher = cfg.model, cfg.model.like(cfg.teacher.model)
+
+    g = Graph("distill")
+    prompts = g.add("prompts", cfg.prompts(student))
+    answers = g.add("answers", GivenAnswers(cfg.task, student, share=1.0, max_tokens=cfg.max_answer_tokens))
+    judge = g.add(
+        "teacher",
+        Teacher(teacher, student=student, temperature=cfg.temperature, exact=True, **cfg.scoring(cfg.teacher)),
+        **cfg.place(cfg.teacher),
+    )
+    advantage = g.add("advantage", TeacherAdvantage(size=cfg.group_size, negate=cfg.negate_rewards))
+    batcher = g.add("batcher", cfg.batcher())
+    trainer = g.add("trainer", cfg.make_trainer(objective, teacher=teacher), **cfg.place(cfg.trainer))
+
+    g.connect(prompts.prompts, answers.prompts)
+    g.ignore(answers.others)
+    g.connect(answers.rollouts, judge.rollouts)
+    g.connect(judge.scored, advantage.scored)
+    g.connect(advantage.groups, batcher.groups)
+    g.connect(batcher.batches, trainer.batches, dispatch="gang")
+    evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=cfg.sampling)
+    cfg.take_turns(g, ("trainer", "teacher"))
     return g

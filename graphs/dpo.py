@@ -11,7 +11,7 @@ from typing import Literal
 from flowrl import Graph
 from flowrl.blocks import EvaluationOptions, PreferenceOptions, evaluate_offline, too_low
 from flowrl.nodes import PreferenceDataset, PreferenceReference, Preferences, PreferenceSource, Sampling, TokenBatch
-from flowrl.role_options import ScoringSize
+from flowrl.role_options import PreferenceReferenceSize
 from flowrl.tasks import Task
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.preference_objectives import DPO as DPOObjective
@@ -22,13 +22,14 @@ class ReferencedPreferences(EvaluationOptions, PreferenceOptions):
     """The options that DPO and KTO share."""
 
     policy: str = "tiny"
-    """tiny, smollm2, or the path of a Hugging Face model directory. It is the reference, too."""
+    """tiny, smollm2, or the path of a Hugging Face model directory. Its initial weights are the reference, too, unless
+    --reference.model names another model."""
     task: Task = Task("arithmetic")
     """Evaluated, and the data if no file is named: arithmetic, reasoning_gym/NAME, a .jsonl file or a directory."""
     lr: float = 5e-5
 
-    reference: ScoringSize = ScoringSize()
-    """The reference, which has the initial weights."""
+    reference: PreferenceReferenceSize = PreferenceReferenceSize()
+    """The reference, which has the policy's initial weights or is a model of its own."""
     beta: float = 0.1
     """Larger values keep the policy closer to the reference."""
     max_tokens: int = 32
@@ -63,12 +64,14 @@ def graph(cfg: DPO) -> Graph:
 
 def preference_graph(name: str, cfg: ReferencedPreferences, data: Preferences, objective: Objective) -> Graph:
     """The graph of objectives that compare the policy with a reference on `data`."""
+    compared = cfg.model.like(cfg.reference.model) if cfg.reference.model else None
+
     g = Graph(name)
     prompts = g.add("prompts", PreferenceSource(data, epochs=cfg.epochs))
     dataset = g.add("dataset", PreferenceDataset(data))
     reference = g.add(
         "reference",
-        PreferenceReference(data, num_held_out=cfg.held_out, **cfg.scoring(cfg.reference)),
+        PreferenceReference(data, policy=compared, num_held_out=cfg.held_out, **cfg.scoring(cfg.reference)),
         **cfg.place(cfg.reference),
     )
     batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget, layout=cfg.packed_as))

@@ -10,13 +10,13 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import SamplingOptions, too_low
-from flowrl.nodes import Generator, RemainingPrompts, ResponseWriter, Reward, RewardModel
+from flowrl.nodes import Generator, RemainingPrompts, ResponseWriter
 from flowrl.nodes.source import TooLong
-from flowrl.role_options import RewardModelSize
+from flowrl.scorer_options import ScorerOptions
 
 
 @dataclass(frozen=True)
-class Generate(SamplingOptions):
+class Generate(ScorerOptions, SamplingOptions):
     policy: str = "tiny"
     """tiny, smollm2, or the path of a Hugging Face model directory: the model that answers."""
     group_size: int = 1
@@ -28,8 +28,6 @@ class Generate(SamplingOptions):
     """Write each response's reward, too."""
     best: bool = False
     """Write the response with the highest reward alone: the best of --group-size."""
-    reward_model: RewardModelSize = RewardModelSize()
-    """A reward model that scores in place of the task's own reward."""
     part: Literal["all", "train", "held_out"] = "all"
     """Which prompts."""
     num_prompts: int | None = None
@@ -47,7 +45,6 @@ class Generate(SamplingOptions):
 
 
 def graph(cfg: Generate) -> Graph:
-    scored = cfg.score or cfg.best
     writes = ResponseWriter(cfg.out, cfg.task, size=cfg.group_size, best=cfg.best)
 
     g = Graph("generate")
@@ -69,13 +66,8 @@ def graph(cfg: Generate) -> Graph:
     writer = g.add("writer", writes)
 
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.reward_model.model:
-        scorer = RewardModel(cfg.reward_model.model, cfg.model, cfg.task, **cfg.reward_model.given)
-        model = g.add("reward", scorer, **cfg.place(cfg.reward_model))
-        g.connect(generator.rollouts, model.rollouts)
-        g.connect(model.scored, writer.samples)
-    elif scored:
-        reward = g.add("reward", Reward(cfg.task))
+    if cfg.score or cfg.best or cfg.reward_model.model:
+        reward = g.add("reward", cfg.make_scorer(cfg.task), **cfg.place_reward())
         g.connect(generator.rollouts, reward.rollouts)
         g.connect(reward.scored, writer.samples)
     else:

@@ -9,10 +9,10 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.loss_options import AdvantageOptions
+from flowrl.loss_options import AdvantageOptions, require_reference
 from flowrl.nodes import AdaptiveKL, GroupAdvantage, Reference
 from flowrl.prompt_options import RewardOptions
-from flowrl.role_options import ScoringSize
+from flowrl.role_options import ReferenceSize
 from flowrl.training.advantage.estimate import Estimate
 
 
@@ -35,7 +35,7 @@ class GRPO(AdvantageOptions, RewardOptions):
     """Subtract the KL of a whole response from its reward before the group's baseline, not token by token."""
     kl_target: float | None = None
     """Adapt `reward_kl_coef` until the KL of a response is this, in nats."""
-    reference: ScoringSize = ScoringSize()
+    reference: ReferenceSize = ReferenceSize()
     """The reference, which has the initial weights. A KL adds it, in the loss unless adapters are trained."""
     shuffle_rewards: bool = False
     """A control experiment: rewards are shuffled within each group, so nothing can be learnt."""
@@ -54,7 +54,7 @@ def graph(cfg: GRPO) -> Graph:
     filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("grpo")
-    prompts = g.add("prompts", cfg.prompts())
+    prompts = g.add("prompts", cfg.prompts(curriculum=cfg.curriculum))
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
@@ -67,22 +67,31 @@ def graph(cfg: GRPO) -> Graph:
     batcher = g.add("batcher", batch)
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
 
+    readers = [generator.weights]
     g.connect(prompts.prompts, generator.prompts)
     # A trainer of adapters has the reference in itself, but only when the samples have reached it.
     if cfg.reward_kl_coef or (cfg.objective.kl_coef and not cfg.lora.rank):
-        initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference))
+        initial = Reference(
+            cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference), **cfg.reference.refreshed
+        )
         reference = g.add("reference", initial, **cfg.place(cfg.reference))
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
+        if cfg.reference.refresh_every:
+            g.latest(trainer.weights, reference.weights)
+            readers.append(reference.weights)
     else:
+        require_reference(cfg.reference, "give it a KL, as with --objective.kl-coef 0.01")
         g.connect(generator.rollouts, reward.rollouts)
     g.connect(reward.scored, advantage.scored)
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
+    if cfg.curriculum.used:
+        g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=generator.weights,
+        until=tuple(readers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.look_ahead,

@@ -11,7 +11,7 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import evaluate
-from flowrl.loss_options import FilterOptions
+from flowrl.loss_options import FilterOptions, require_reference
 from flowrl.nodes import PairMaker, Reference
 from flowrl.prompt_options import RewardOptions
 from flowrl.role_options import PairReferenceSize
@@ -56,7 +56,7 @@ def graph(cfg: IterativeDPO) -> Graph:
     )
 
     g = Graph("iterative_dpo")
-    prompts = g.add("prompts", cfg.prompts())
+    prompts = g.add("prompts", cfg.prompts(curriculum=cfg.curriculum))
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     judge = PairMaker(
@@ -70,21 +70,30 @@ def graph(cfg: IterativeDPO) -> Graph:
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))
 
+    readers = [generator.weights]
     g.connect(prompts.prompts, generator.prompts)
     if cfg.reference.weights == "initial":
-        initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference))
+        initial = Reference(
+            cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference), **cfg.reference.refreshed
+        )
         reference = g.add("reference", initial, **cfg.place(cfg.reference))
         g.connect(generator.rollouts, reference.rollouts)
         g.connect(reference.referenced, reward.rollouts)
+        if cfg.reference.refresh_every:
+            g.latest(trainer.weights, reference.weights)
+            readers.append(reference.weights)
     else:
+        require_reference(cfg.reference, "take --reference.weights initial")
         g.connect(generator.rollouts, reward.rollouts)
     g.connect(reward.scored, pairs.scored)
     g.connect(pairs.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
+    if cfg.curriculum.used:
+        g.call(pairs.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=generator.weights,
+        until=tuple(readers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.look_ahead,

@@ -1,4 +1,4 @@
-"""Preference pairs for a reward model or DPO: two answers of one policy, of which the task's verifier prefers one.
+"""Preference pairs for a reward model or DPO: two answers of one policy, of which the reward prefers one.
 
 flowrl run pairs --pairs pairs.jsonl --num-prompts 4000
 """
@@ -8,12 +8,13 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import SamplingOptions
-from flowrl.nodes import Generator, PairMaker, PairWriter, PromptSource, Reward
+from flowrl.nodes import Generator, PairMaker, PairWriter, PromptSource
 from flowrl.nodes.source import TooLong
+from flowrl.scorer_options import ScorerOptions
 
 
 @dataclass(frozen=True)
-class Pairs(SamplingOptions):
+class Pairs(ScorerOptions, SamplingOptions):
     policy: str = "tiny"
     """tiny, smollm2, or the path of a Hugging Face model directory: the model whose answers are compared."""
     group_size: int = 4
@@ -23,7 +24,7 @@ class Pairs(SamplingOptions):
     """The file that is written."""
     prefer: str = ""
     """A function (prompts, firsts, seconds), as FILE.py:FUNCTION, or a server, that says which of two answers is the
-    better one; empty: the task's reward."""
+    better one; empty: the reward."""
     part: Literal["all", "train", "held_out"] = "all"
     """Which prompts. Readers of the file hold out the same prompts again, so `all` has both parts."""
     num_prompts: int | None = None
@@ -49,7 +50,7 @@ def graph(cfg: Pairs) -> Graph:
     prompts = g.add("prompts", source)
     answerer = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine)
     generator = g.add("generator", answerer, **cfg.place_generator())
-    reward = g.add("reward", Reward(cfg.task))
+    reward = g.add("reward", cfg.make_scorer(cfg.task), **cfg.place_reward())
     maker = g.add("pair_maker", PairMaker(size=cfg.group_size, reference="initial", prefer=cfg.prefer, task=cfg.task))
     writer = g.add("writer", PairWriter(cfg.pairs, cfg.task))
 

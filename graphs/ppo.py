@@ -22,7 +22,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.prompt_options import RewardOptions
-from flowrl.role_options import CriticSize, CriticTrainerSize, ScoringSize, Size
+from flowrl.role_options import CriticSize, CriticTrainerSize, ReferenceSize, Size
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.value_objective import ValueObjective
 from flowrl.training.schedule import Schedule
@@ -39,7 +39,7 @@ class PPO(AdvantageOptions, RewardOptions):
     groups_per_step: int = 32
     optimizer_steps: int = 2
 
-    reference: ScoringSize = ScoringSize()
+    reference: ReferenceSize = ReferenceSize()
     """The reference, which has the initial weights."""
     critic: CriticSize = CriticSize()
     """The critic, which values every token."""
@@ -84,12 +84,12 @@ def graph(cfg: PPO) -> Graph:
     adaptive_kl = None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target)
 
     g = Graph("ppo")
-    prompts = g.add("prompts", cfg.prompts())
+    prompts = g.add("prompts", cfg.prompts(curriculum=cfg.curriculum))
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add(
         "reward", cfg.make_reward(normalise=True), **(cfg.share(cfg.reward_model) if cfg.reward_model.model else {})
     )
-    initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference))
+    initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference), **cfg.reference.refreshed)
     reference = g.add("reference", initial, **cfg.share(cfg.reference))
     advantage = g.add("advantage", JoinedAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
     batch = cfg.batcher(
@@ -127,9 +127,15 @@ def graph(cfg: PPO) -> Graph:
     g.connect(batcher.batches, critic_trainer.batches, dispatch="gang")
     g.latest(actor.weights, generator.weights)
     g.latest(critic_trainer.weights, critic.weights)
+    readers = [generator.weights, critic.weights]
+    if cfg.reference.refresh_every:
+        g.latest(actor.weights, reference.weights)
+        readers.append(reference.weights)
+    if cfg.curriculum.used:
+        g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=(generator.weights, critic.weights),
+        until=tuple(readers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.look_ahead,

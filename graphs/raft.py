@@ -28,7 +28,7 @@ def graph(cfg: RAFT) -> Graph:
     filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("raft")
-    prompts = g.add("prompts", cfg.prompts())
+    prompts = g.add("prompts", cfg.prompts(curriculum=cfg.curriculum))
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     best = g.add("best", BestOfN(size=cfg.group_size, least_reward=cfg.least_reward, dynamic=filtering))
@@ -41,6 +41,8 @@ def graph(cfg: RAFT) -> Graph:
     g.connect(best.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
+    if cfg.curriculum.used:
+        g.call(best.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
         until=generator.weights,

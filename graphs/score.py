@@ -7,25 +7,20 @@ flowrl run score --task sums.jsonl --reward-model runs/reward_model/checkpoints/
 from dataclasses import dataclass, replace
 
 from flowrl import Graph
-from flowrl.blocks import PolicyOptions
 from flowrl.models import Policy
-from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter, Reward, RewardModel
-from flowrl.role_options import RewardModelSize
+from flowrl.nodes import GivenResponses, RemainingPrompts, ResponseWriter
+from flowrl.scorer_options import ScorerOptions
 from flowrl.tasks import Task
 
 
 @dataclass(frozen=True)
-class Score(PolicyOptions):
+class Score(ScorerOptions):
     policy: str = ""
     """Model whose tokenizer renders the responses; empty: the reward model, or tiny without one."""
     response: str = "response"
     """The column of the file that has the responses."""
     out: str = "scored.jsonl"
     """The file that is written. Rows that it has already are left out, so the same command goes on with it."""
-    reward_model: RewardModelSize = RewardModelSize()
-    """A reward model that scores in place of the task's own reward."""
-    step_separator: str = ""
-    """The reward model scores every step of a response, and this ends a step, as '\\n'; empty: it scores responses."""
 
     @property
     def model(self) -> Policy:
@@ -46,22 +41,11 @@ def graph(cfg: Score) -> Graph:
     )
     prompts = g.add("prompts", source)
     responses = g.add("responses", GivenResponses(task, cfg.model, column=cfg.response))
+    reward = g.add("reward", cfg.make_scorer(task), **cfg.place_reward())
     writer = g.add("writer", ResponseWriter(cfg.out, task, size=1, given=True))
 
     g.connect(prompts.prompts, responses.prompts)
-    if cfg.reward_model.model:
-        given = cfg.reward_model.given
-        judge = (
-            ProcessReward(cfg.reward_model.model, cfg.model, task, separator=cfg.step_separator, **given)
-            if cfg.step_separator
-            else RewardModel(cfg.reward_model.model, cfg.model, task, **given)
-        )
-        model = g.add("reward", judge, **cfg.place(cfg.reward_model))
-        g.connect(responses.rollouts, model.rollouts)
-        g.connect(model.scored, writer.samples)
-    else:
-        reward = g.add("reward", Reward(task))
-        g.connect(responses.rollouts, reward.rollouts)
-        g.connect(reward.scored, writer.samples)
+    g.connect(responses.rollouts, reward.rollouts)
+    g.connect(reward.scored, writer.samples)
     cfg.take_turns(g)
     return g

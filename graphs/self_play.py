@@ -36,6 +36,8 @@ class SelfPlay(GroupedEpisodes):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, opponent_every=0)
+        if self.evaluate_task:
+            yield "--evaluate-task names questions of a task, and games are evaluated with --evaluate; leave it out"
         if self.opponent_every is None and (self.filters or self.normalise_rewards):
             yield (
                 "--dynamic-sampling, --mean-between and --normalise-rewards look at one reward of a game, and every "
@@ -61,7 +63,7 @@ def graph(cfg: SelfPlay) -> Graph:
     filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("self_play")
-    prompts = g.add("prompts", EnvironmentSource(cfg.environment, repeat=cfg.group_size))
+    prompts = g.add("prompts", EnvironmentSource(cfg.environment, repeat=cfg.group_size, curriculum=cfg.curriculum))
     environment = g.add("environment", cfg.episodes(cfg.environment))
     generator = g.add("generator", cfg.player(), **cfg.place_generator())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
@@ -94,6 +96,8 @@ def graph(cfg: SelfPlay) -> Graph:
         g.ignore(player.prompts)
         g.ignore(player.rollouts)
     cfg.take_turns(g, () if cfg.uses_gpus else ("trainer", "first", "opponent"))
+    if cfg.curriculum.used:
+        g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
         until=tuple(until),

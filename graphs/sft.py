@@ -2,16 +2,27 @@
 
 flowrl run sft --policy smollm2 --task questions.jsonl --steps 100
 flowrl run sft --evaluate 256 --steps 100
+flowrl run sft --pretrain-mode wrapped --task 'texts/*.jsonl' --max-tokens 2048 --steps 100
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from flowrl import Graph
 from flowrl.blocks import DatasetOptions, EvaluationOptions, evaluate_offline, too_low
 from flowrl.models import Policy
-from flowrl.nodes import Demonstrations, DemonstrationSource, HeldOutDemonstrations, Sampling, TokenBatch
+from flowrl.nodes import (
+    Demonstrations,
+    DemonstrationSource,
+    HeldOutDemonstrations,
+    PromptSource,
+    Sampling,
+    TextDataset,
+    Texts,
+    TextSource,
+    TokenBatch,
+)
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import TooLong
 from flowrl.training.loss.sft_objective import SFT as SFTObjective
@@ -28,13 +39,16 @@ class SFT(EvaluationOptions, DatasetOptions):
     """Held-out prompts that are answered before and after training; 0: none, and no generator."""
 
     max_tokens: int = 1024
-    """Most tokens of a conversation."""
+    """Most tokens of a conversation, or of a sequence of texts."""
+    pretrain_mode: Literal["off", "split", "wrapped"] = "off"
+    """Train every token of texts without roles, the column text: split cuts a long text into several sequences,
+    wrapped fills sequences of --max-tokens with one text after the other."""
     too_long: TooLong = "drop"
     """Longer conversations are dropped and counted, lose their beginning, or are an error before training."""
     assistant: Literal["all", "last"] = "all"
     """Train every assistant turn of a conversation, or the last alone."""
     held_out: int = 0
-    """Held-out rows on which the loss is measured, before training and at its end; 0: none."""
+    """Held-out rows (of texts: sequences) on which the loss is measured, before and after training; 0: none."""
     judge_every: int = 0
     """Steps between further measurements of that loss; 0: none."""
     answer_tokens: int = 32
@@ -43,6 +57,15 @@ class SFT(EvaluationOptions, DatasetOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, max_tokens=2, answer_tokens=1, held_out=0, judge_every=0)
+        if self.pretrain_mode == "off":
+            return
+        others = {"too_long": "drop", "assistant": "all", "task.system_prompt": "", "task.template": ""}
+        values = {"task.system_prompt": self.task.system_prompt, "task.template": self.task.template}
+        for name, plain in others.items():
+            if values.get(name, getattr(self, name, plain)) != plain:
+                yield f"{name} is for conversations, and pretrain_mode has texts without roles; leave it out"
+        if self.evaluate and not self.evaluate_task:
+            yield f"evaluate is {self.evaluate}, but texts have no prompts to ask; name some with --evaluate-task"
 
     @property
     def trained_part(self) -> Part:
@@ -55,21 +78,22 @@ class SFT(EvaluationOptions, DatasetOptions):
         return replace(super().model, task=None)
 
 
+def sources(cfg: SFT) -> tuple[PromptSource, Demonstrations | TextDataset]:
+    """The nodes that read rows and make samples of them: conversations, or texts without roles."""
+    part = cfg.trained_part
+    if cfg.pretrain_mode != "off":
+        texts = Texts(cfg.task, cfg.model, max_tokens=cfg.max_tokens, cut=cfg.pretrain_mode, part=part)
+        return TextSource(texts, epochs=cfg.epochs), TextDataset(texts)
+    limits: dict[str, Any] = {"max_tokens": cfg.max_tokens, "part": part, "too_long": cfg.too_long}
+    source = DemonstrationSource(cfg.task, cfg.model, epochs=cfg.epochs, **limits)
+    return source, Demonstrations(cfg.task, cfg.model, trained=cfg.assistant, **limits)
+
+
 def graph(cfg: SFT) -> Graph:
     g = Graph("sft")
-    source = DemonstrationSource(
-        cfg.task, cfg.model, epochs=cfg.epochs, max_tokens=cfg.max_tokens, part=cfg.trained_part, too_long=cfg.too_long
-    )
-    answers = Demonstrations(
-        cfg.task,
-        cfg.model,
-        max_tokens=cfg.max_tokens,
-        part=cfg.trained_part,
-        trained=cfg.assistant,
-        too_long=cfg.too_long,
-    )
+    source, data = sources(cfg)
     prompts = g.add("prompts", source)
-    dataset = g.add("dataset", answers)
+    dataset = g.add("dataset", data)
     batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget, layout=cfg.packed_as))
     trainer = g.add("trainer", cfg.make_trainer(SFTObjective(), judge_every=cfg.judge_every), **cfg.place(cfg.trainer))
 
@@ -77,10 +101,10 @@ def graph(cfg: SFT) -> Graph:
     g.connect(dataset.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     if cfg.held_out:
-        judged = HeldOutDemonstrations(answers, num_rows=cfg.held_out, token_budget=cfg.token_budget)
+        judged = HeldOutDemonstrations(data, num_rows=cfg.held_out, token_budget=cfg.token_budget)
         held_out = g.add("held_out", judged)
         g.connect(held_out.batch, trainer.held_out, dispatch="gang")
     sampling = Sampling(max_tokens=cfg.answer_tokens, stop=cfg.stop_strings)
-    evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=sampling)
+    evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=sampling, text=cfg.pretrain_mode != "off")
     cfg.take_turns(g)
     return g

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import random
 import secrets
-import socket
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from benchmarks.two_machines import HEAD, free_ports
 
 ROOT = Path(__file__).parent.parent
 SPREAD = {"test_ladder_stack.py"}
@@ -28,8 +27,10 @@ THOROUGH = frozenset(
     {
         "agents_conversation",
         "agents_endpoint_docs",
+        "agents_endpoint_tree",
         "audit_falsified",
         "audit_kills",
+        "benchmark_data_shapes",
         "channel_cost",
         "channel_endpoint",
         "channel_failures",
@@ -53,13 +54,12 @@ THOROUGH = frozenset(
         "runtime_snapshot",
         "tickets",
         "tools_docs",
+        "training_value_model",
+        "tune",
     }
 )
 """Files that start processes, wait, or try thousands of cases: more than half the time of the tests that are not slow.
 Their tests have the mark of that name, unless they are slow."""
-
-HEAD = {"RAY_prestart_worker_first_driver": "0"}
-"""As in the Ray that a run starts by itself."""
 
 # How long an example takes depends on what else the machine does; pytest's timeout ends what hangs.
 settings.register_profile("flowrl", deadline=None)
@@ -134,14 +134,3 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         head.terminate()
         head.stdout.read()
         head.wait(30)
-
-
-def free_ports(number: int) -> list[int]:
-    """Between those of Ray's workers and those that the system gives to connections: Ray binds the last of them ten
-    seconds later."""
-    ports: set[int] = set()
-    while len(ports) < number:
-        port = random.randrange(20_000, 32_768)
-        with suppress(OSError), socket.create_server(("", port)):
-            ports.add(port)
-    return sorted(ports)

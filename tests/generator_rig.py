@@ -21,13 +21,14 @@ class RecordingContext:
         self.ledger = self
         self.gauges: dict[str, list[float]] = {}
         self.held: list[tuple[str, str, int]] = []
+        self.counted: dict[str, float] = {}
         self.exclusive_uses = 0
 
     async def blocking(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return await asyncio.to_thread(fn, *args, **kwargs)
 
     def metric(self, name: str, value: float) -> None:
-        pass
+        self.counted[name] = self.counted.get(name, 0.0) + value
 
     def gauge(self, name: str, value: float) -> None:
         self.gauges.setdefault(name, []).append(value)

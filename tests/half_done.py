@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from flowrl.models.characters import character_tokenizer
 from flowrl.nodes.generator import Generator
 from flowrl.nodes.responses import Prefix, Responses
 from flowrl.nodes.sampling import Completion, Sampling
+from flowrl.nodes.standby import Standby
+from flowrl.nodes.vllm_processes import engine_died
 
 TOKENIZER = character_tokenizer()
 LETTERS = TOKENIZER("abc")["input_ids"]
@@ -102,12 +105,15 @@ class Saving(Once):
 
 
 class Clock:
-    """Stands for the sampler: a letter every `token_s`, and a moment between a request's end and its result."""
+    """Stands for the sampler: a letter every `token_s`, and a moment between a request's end and its result.
+
+    From `dies_s` of the loop's time on its engine is dead.
+    """
 
     tokenizer = TOKENIZER
 
-    def __init__(self, token_s: float) -> None:
-        self.token_s = token_s
+    def __init__(self, token_s: float, dies_s: float = math.inf) -> None:
+        self.token_s, self.dies_s = token_s, dies_s
         self.parts: dict[str, list[int] | None] = {}
         self.version = -1
 
@@ -128,11 +134,18 @@ class Clock:
                 await asyncio.sleep(self.token_s)  # in virtual time
                 part.append(END if draws.random() < 0.15 else draws.choice(LETTERS))
                 SEEN.sampled[key] += 1
+                self.require_alive(part)
             self.parts[request_id] = None
             await asyncio.sleep(self.token_s / 2)  # in virtual time
         finally:
             del self.parts[request_id]
         return self.completion(part, "stop" if part[-1] == END else "length")
+
+    def require_alive(self, part: Sequence[int] = ()) -> None:
+        if asyncio.get_running_loop().time() >= self.dies_s:
+            death = engine_died()
+            death.arrived = self.completion(part, "")
+            raise death
 
     def so_far(self, request_id: str) -> Completion | None:
         part = self.parts.get(request_id, [])
@@ -163,12 +176,17 @@ class Speaker(Generator):
 
     cpus = 0
     token_s = 0.02
+    dies_s = 0.0
+    """Seconds after which the engine of replica 1 dies; 0: never."""
 
     async def setup(self) -> None:
         internals: Any = self
-        internals._sampler, internals._parser, internals._receiver = Clock(self.token_s), Parser(), Clock(0)
+        ends = bool(self.dies_s) and self.context.replica == 1
+        dies_s = asyncio.get_running_loop().time() + self.dies_s if ends else math.inf
+        internals._sampler, internals._parser, internals._receiver = Clock(self.token_s, dies_s), Parser(), Clock(0)
         internals._updates = self
         self._responses = Responses(internals._sampler, internals._updates, self._gate, self.context)
+        self._standby = Standby(self.context, self.replica_name, one_by_one=True, sent=self.prompts.connected)
 
     @property
     def version(self) -> int:
@@ -178,6 +196,7 @@ class Speaker(Generator):
 
     async def take(self, manifest: Any) -> bool:
         sampler: Any = self._sampler
+        sampler.require_alive()
         sampler.version = manifest.version
         self._gate.open("weights")
         self.context.ledger.holds(self.replica_name, manifest.policy, manifest.version)
@@ -190,3 +209,6 @@ class Speaker(Generator):
     async def resume(self) -> None:
         SEEN.pauses_s.append(asyncio.get_running_loop().time() - self.stopped_s)
         await super().resume()
+
+    def skip(self, manifest: Any) -> None:
+        self.context.ledger.holds(self.replica_name, manifest.policy, manifest.version)

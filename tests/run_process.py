@@ -33,7 +33,13 @@ class Run:
     """One run. It is in a session of its own: signals reach all of it as they do from a terminal."""
 
     def __init__(
-        self, graph: Path, run_dir: Path, *options: str, timeout_s: float = 90, env: Mapping[str, str] | None = None
+        self,
+        graph: Path,
+        run_dir: Path,
+        *options: str,
+        timeout_s: float = 90,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
     ) -> None:
         self.run_dir = run_dir
         self.mark = uuid.uuid4().hex
@@ -46,7 +52,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            cwd=ROOT,
+            cwd=cwd,
             env={**os.environ, "PYTHONPATH": str(ROOT), MARK: self.mark, **(env or {})},
             start_new_session=True,
         )

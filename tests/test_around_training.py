@@ -13,8 +13,9 @@ from flowrl.cli import main
 from flowrl.commands import export as export_module
 from flowrl.commands.checkpoint_of import model_dir
 from flowrl.errors import ConfigError
+from flowrl.graph.load import load_file
 from flowrl.models import Policy
-from flowrl.nodes import GivenResponses, RemainingPrompts, ResponseWriter
+from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter
 from flowrl.nodes.response_writer import Written
 from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.testing import run_node, scored
@@ -42,6 +43,15 @@ def answers(task: Task, number: int) -> list[Any]:
 
 def written(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["generate", "pairs", "score"])
+def test_a_reward_model_scores_where_nothing_is_trained(name: str) -> None:
+    file = load_file(name)
+    options = ["--reward-model", "a_model", "--reward-model.dtype", "bfloat16", "--of-steps", "mean"]
+    scorer = file.build(file.parse([*options, "--step-separator", ";"])).nodes["reward"]
+    assert isinstance(scorer, ProcessReward)
+    assert (scorer.model, scorer.separator, scorer.of_steps, scorer.dtype) == ("a_model", ";", "mean", "bfloat16")
 
 
 # Files of responses

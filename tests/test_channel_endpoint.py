@@ -35,6 +35,7 @@ from tests.channel_rig import (
     until,
     via,
 )
+from tests.strangers import admitted_strangers, is_admitted
 
 
 @every_transport
@@ -276,6 +277,20 @@ def test_an_endpoint_on_another_machine_is_reached_over_tcp_alone(mine: str, the
             a.connect("B", via("tcp", b.address))
 
     play(main())
+
+
+def test_strangers_are_refused_and_who_has_the_keys_is_not() -> None:
+    async def body() -> tuple[list[str], bool]:
+        transport = TcpTransport(ip="127.0.0.1")
+        endpoint = Endpoint("B", run_id="test", driver_pid=os.getpid(), transport=transport)
+        url = (await endpoint.open()).tcp
+        keys = transport.keys
+        found = await asyncio.to_thread(admitted_strangers, url, keys.public)
+        member = await asyncio.to_thread(is_admitted, url, keys, keys.public)
+        await endpoint.close()
+        return found, member
+
+    assert asyncio.run(body()) == ([], True)
 
 
 def test_a_stranger_with_other_keys_is_not_heard() -> None:

@@ -22,6 +22,7 @@ from flowrl.commands.prepare import prepare
 from flowrl.commands.quickstart import QuickstartOptions
 from flowrl.commands.samples import SamplesOptions
 from flowrl.commands.talk import ChatOptions
+from flowrl.commands.tune.tune import TuneOptions
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.load import load_file
@@ -43,7 +44,7 @@ OWN = {
 }
 """Command -> the dataclass of its options, which follow one name but for those in NAMELESS."""
 NAMELESS = ("doctor", "quickstart", "gpu-check")
-OF_GRAPHS = {"check": (CheckOptions,), "run": (RunOptions, RunFileOptions)}
+OF_GRAPHS = {"check": (CheckOptions,), "run": (RunOptions, RunFileOptions), "tune": (TuneOptions,)}
 PLAIN = {"setup": (), "audit": (), "show": ("--plain",), "graphs": (), "version": (), "new": ("--from",)}
 """Command -> its options, of commands without a dataclass."""
 REWARDS = {"reward_func.py": "openrlhf", "train_rewards.py": "trl", "my_reward.py": "verl"}
@@ -62,6 +63,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (home / "brief.py").write_text(files()["brief.py"])
     GraphCopy("grpo", home / "my_graph.py").write()
     (home / "run.yaml").write_text("graph: grpo\npolicy: smollm2\nlr: 1e-5\n")
+    (home / "runs" / "tune-grpo").mkdir(parents=True)
+    shutil.copyfile(home / "run.yaml", home / "runs" / "tune-grpo" / "chosen.yaml")
     before = list(sys.path)  # loading a file adds its folder, which would hide names from later tests
     with contextlib.chdir(home):
         yield home
@@ -124,7 +127,7 @@ def options_of(name: str, args: tuple[str, ...]) -> set[str]:
 
 OF_OTHERS = ("options.md", "names.md", "from-openrlhf.md", "from-trl.md", "from-verl.md")
 """Pages that name options of other programs, or of former versions, too."""
-ELSEWHERE = {"agents.md": {"results"}, "losses.md": {"objective.coef"}, "start.md": {"no-deps"}}
+ELSEWHERE = {"agents.md": {"real", "results"}, "losses.md": {"objective.coef"}, "start.md": {"no-deps"}}
 """Page -> options of a program of the tests, of the page's own example, of pip."""
 
 

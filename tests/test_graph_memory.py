@@ -134,6 +134,27 @@ def test_more_ranks_and_parts_take_less_of_each_device() -> None:
     assert most("--trainer.replicas", "4", "--zero.offload", "optimizer") < four
 
 
+def test_a_reference_that_fits_no_gpu_is_sharded_over_several() -> None:
+    def terms(gpus: int) -> dict[str, int]:
+        roles = ("--objective.kl-coef", "0.01", "--reference.gpus", str(gpus), "--trainer.replicas", "4")
+        found = report("1 x 16 x 14GB", "--policy", SEVEN, *BF16, *roles, "--time-share")
+        (mine,) = (one for one in found.residents if one.replica == "reference/0")
+        assert len(mine.host.gpus) == gpus
+        assert any("reference/0: weights 14.2" in problem for problem in found.problems) == (gpus == 1)
+        return {term.name: term.num_bytes for term in mine.footprint.terms if term.place == "device"}
+
+    whole, sharded = terms(1), terms(4)
+    assert sharded["weights"] == -(-whole["weights"] // 4) and "gathered" not in whole
+    assert sharded["gathered"] == 2 * 152064 * 3584, "the embedding is larger than what is gathered otherwise"
+
+
+@pytest.mark.parametrize("role", ["reference", "teacher"])
+def test_a_model_is_sharded_over_whole_gpus(role: str) -> None:
+    options = ("grpo", "--objective.kl-coef", "0.01") if role == "reference" else ("distill",)
+    found = report("1 x 8 x H100", *options[1:], f"--{role}.gpus", "1.5", name=options[0])
+    assert any("sharded over whole GPUs, so use 1 or 2" in problem for problem in found.problems), found.problems
+
+
 def test_a_policy_that_is_a_config_alone_is_checked_and_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--policy", SEVEN, *BF16, "--trainer.replicas", "4", "--zero.gradient-checkpointing")
     assert main(["check", "grpo", *options, "--cluster", "1 x 8 x H100"]) == 0

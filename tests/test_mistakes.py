@@ -221,8 +221,8 @@ EDITS = {
     ): "generator.rollouts sends Sample but advantage.scored takes Scored",
     ("    g.connect(advantage.groups, batcher.groups)\n", ""): "advantage.groups, an Out[Group] port, is not connected",
     (
-        "g.latest(",
-        "g.connect(",
+        "g.latest(trainer.weights, generator",
+        "g.connect(trainer.weights, generator",
     ): "has no latest edge and will fill up and stop; connect it with g.latest(trainer.weights,",
     ("reward.scored, advantage", "reward.score, advantage"): "AttributeError: 'Reward' object has no attribute 'score'",
     ('"reward", cfg', '"trainer", cfg'): "g.add was called twice with the name 'trainer'",
@@ -339,7 +339,7 @@ def test_a_row_without_answer(told: Told, tmp_path: Path) -> None:
     del rows[40]["answer"]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     text = told("run", GRPO, "--task", tmp_path / "rows.jsonl", "--evaluate", 1)
-    assert "a row of the task has no answer to compare responses with (it has the prompt alone)" in text
+    assert "rows.jsonl:41: the row has no answer to compare responses with (it has the prompt alone)" in text
 
 
 def test_a_held_out_split_larger_than_the_data(told: Told) -> None:

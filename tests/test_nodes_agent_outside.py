@@ -15,12 +15,12 @@ import httpx
 import openai
 import pytest
 
+from benchmarks.two_machines import free_ports
 from flowrl.episode import Episode
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Limits
 from flowrl.testing import NodeRig
-from tests.conftest import free_ports
 from tests.outside_workers import Worker, a_worker
 from tests.test_nodes_agent_program import FILE, PAGE, Script, a_rig, failure, only_episode, prompt, said
 

@@ -93,10 +93,13 @@ def test_whitening_is_over_the_trained_tokens_of_the_whole_batch() -> None:
 
 def test_tokens_that_are_too_old_do_not_enter_the_whitening() -> None:
     node = TokenBatch(1, whiten="mean")
-    arrivals = [(t, group(f"g{t}", rewards=(4.0, 1.0), response=3)) for t in range(2)]
-    old = arrivals[1][1].samples[0]
-    old.versions[3:5] = -1  # two of three tokens: staleness 2 in the second batch, which updates version 1
-    first, second = batches(node, arrivals, window=0)
+    arrivals = [(t, group(f"g{t}", rewards=(4.0, 1.0), response=3)) for t in range(3)]
+    for version, made in arrivals:
+        for one in made.samples:
+            one.versions[one.policy_mask] = version
+    old = arrivals[2][1].samples[0]
+    old.versions[3:5] = 0  # two of three tokens: staleness 2 in the third batch, which updates version 2
+    first, _, second = batches(node, arrivals, window=0)
     assert [s.advantages[3:].tolist() for s in first.samples] == [[1.5] * 3, [-1.5] * 3]
     assert [s.advantages[3:].tolist() for s in second.samples] == [[0.0, 0.0, 2.25], [-0.75] * 3]
 

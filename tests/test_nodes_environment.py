@@ -21,7 +21,7 @@ from flowrl.nodes.attempt import read_action
 from flowrl.nodes.attempt_outcomes import FIRST_ATTEMPTS
 from flowrl.nodes.environment_source import prompt_fields
 from flowrl.nodes.episode_node import turn_seed
-from flowrl.nodes.seat import messages_of
+from flowrl.nodes.seat import after_system_prompt, messages_of
 from flowrl.testing import NodeRecord, NodeRig
 from tests import play_envs
 
@@ -98,6 +98,24 @@ def only_episode(record: NodeRecord) -> Episode:
     (episode,) = record.sent("episodes")
     assert isinstance(episode, Episode)
     return episode
+
+
+def test_an_episode_begins_with_the_system_prompt() -> None:
+    script = Script("one", "end")
+    play(script, system_prompt="Short.")
+    said = [TOKENIZER.decode(turn.token_ids.tolist()) for turn in script.turns]
+    assert said[0] == "<|system|>Short.<|end|><|user|>start 0<|end|><|assistant|>"
+    assert said[1] == said[0] + "one<|end|><|user|>one<|end|><|assistant|>"
+
+
+def test_two_system_prompts_are_refused() -> None:
+    own = Observation(messages=({"role": "system", "content": "own"}, {"role": "user", "content": "?"}))
+    with pytest.raises(ConfigError, match=r"leave --task\.system-prompt out"):
+        after_system_prompt(own, "Short.")
+    assert after_system_prompt(own, "") is own
+    empty = Observation(tools=(play_envs.CALCULATOR,))
+    shown = after_system_prompt(empty, "Short.")
+    assert (shown.messages, shown.tools) == (({"role": "system", "content": "Short."},), empty.tools)
 
 
 def test_an_episode_is_what_was_sampled_and_what_was_fed_by_id() -> None:

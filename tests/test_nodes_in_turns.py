@@ -17,6 +17,7 @@ from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.tasks import Task
 from flowrl.training.engine import residence
 from flowrl.training.engine.residence import Residence
+from flowrl.training.scoring.local_model import LocalModel
 
 
 class Model(torch.nn.Module):
@@ -33,26 +34,25 @@ class Model(torch.nn.Module):
 
 def reference(model: Any) -> ScoringNode:
     node = Reference(Policy("tiny"))
-    node._model = model
+    node.scoring = LocalModel(model)
     return node
 
 
 def teacher(model: Any) -> ScoringNode:
     node = Teacher(Policy("tiny"), student=Policy("tiny"))
-    node._model = model
+    node.scoring = LocalModel(model)
     return node
 
 
 def critic(model: Any) -> ScoringNode:
     node = Critic(Policy("tiny"))
-    node._model = model
+    node.scoring = LocalModel(model)
     return node
 
 
 def reward_model(model: Any) -> ScoringNode:
     node = RewardModel("models/reward", Policy("tiny"), Task("arithmetic"))
-    scorer: Any = SimpleNamespace(model=model)
-    node._scorer = scorer
+    node.scoring = LocalModel(model)
     return node
 
 

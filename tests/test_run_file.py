@@ -95,7 +95,7 @@ def test_every_option_of_every_graph_is_read_as_it_was_written(name: str, tmp_pa
     leaves = leaves_of(KINDS[name])
     assert len(leaves) > 5
 
-    @settings(max_examples=15, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
     @given(st.fixed_dictionaries({leaf: values_of(hint) for leaf, hint in leaves.items()}))
     def round_trip(values: dict[str, Any]) -> None:
         path = tmp_path / "run.yaml"

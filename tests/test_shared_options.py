@@ -28,6 +28,8 @@ ABSENT: dict[str, set[str]] = {
     "dynamic-sampling": {"distill"},  # a teacher scores tokens: there are no rewards
     "mean-between": {"distill"},
     "max-filtered-per-step": {"distill"},
+    "curriculum.chosen": {"distill"},
+    "curriculum.by": {"distill"},
     "normalise-rewards": {"distill", "raft", "iterative_dpo"},  # they compare rewards, and use no more of them
     "reward-model": {"distill", *AGENTS},  # scored by the teacher, or by environment or agent
     "reward-clip": {"distill", *AGENTS},
@@ -220,6 +222,7 @@ REFUSED = {
     ("distill", "--exact --objective.dual-clip 3"): "--exact trains the reverse KL itself",
     ("distill", "--task.reward a.py:b --evaluate 0"): "--task.reward scores held-out answers here",
     ("self_play", "--dynamic-sampling"): "every seat has its own here",
+    ("agent_tools", "--task.template Q:{}"): "an environment words its questions",
     ("agent_openai", "--task.reward a.py:b"): "an episode is scored by its environment or agent",
     ("ppo", "--clip 0.1"): "it is --objective.clip-low and --objective.clip-high now",
     ("dapo", "--clip-high 0.3"): "it is --objective.clip-high now",

@@ -55,7 +55,7 @@ ELSEWHERE = {
     ),
     "turns": (
         "conversations",
-        r"tasks/|models/|training/|nodes/|agents/|environments/|episode|ledger|audit/|benchmarks/(reward_accuracy|agents)|graphs/(agent|self_play)",
+        r"tasks/|models/|training/|nodes/|agents/|environments/|episode|ledger|audit/|benchmarks/(reward_accuracy|agents|uneven_env)|graphs/(agent|self_play)",
     ),
     "epoch": (
         "passes over data",

@@ -15,22 +15,47 @@ from flowrl.commands.merge_adapter import MergeOptions
 from flowrl.commands.quickstart import QuickstartOptions
 from flowrl.commands.samples import SamplesOptions
 from flowrl.commands.talk import ChatOptions
+from flowrl.commands.tune.tune import TuneOptions
 from flowrl.nodes.serve import ServeOptions
 from flowrl.runtime.driver.options import RunOptions
 
 DIRECTIONS: dict[Any, str] = {In: "in", Out: "out", Call: "asks", Serve: "answers"}
 NODES = {
-    "Sources": ("PromptSource", "TaskSource", "EnvironmentSource", "DemonstrationSource", "RemainingPrompts"),
-    "Generation and scoring": ("Generator", "GivenResponses", "Reference", "Teacher", "Critic"),
+    "Sources": (
+        "PromptSource",
+        "TaskSource",
+        "EnvironmentSource",
+        "DemonstrationSource",
+        "TextSource",
+        "RemainingPrompts",
+    ),
+    "Generation and scoring": ("Generator", "GivenAnswers", "GivenResponses", "Reference", "Teacher", "Critic"),
     "Rewards": ("Reward", "RewardModel", "ProcessReward"),
     "Advantages and batches": ("GroupAdvantage", "JoinedAdvantage", "TeacherAdvantage", "TokenBatch"),
     "Selection": ("BestOfN", "PairMaker", "PairWriter", "ResponseWriter"),
     "Training": ("Trainer",),
-    "Datasets": ("Demonstrations", "Preferences", "PreferenceDataset", "PreferenceSource", "StepDataset"),
+    "Datasets": (
+        "Demonstrations",
+        "TextDataset",
+        "Texts",
+        "Preferences",
+        "PreferenceDataset",
+        "PreferenceSource",
+        "StepDataset",
+    ),
     "Preferences' reference": ("PreferenceReference",),
     "Evaluation": ("Evaluation", "HeldOutPreferences", "HeldOutDemonstrations", "HeldOutSteps"),
     "Episodes": ("Environment", "AgentProgram"),
-    "Settings of nodes": ("Engine", "Sampling", "Limits", "Shaping", "Overlong", "DynamicSampling", "AdaptiveKL"),
+    "Settings of nodes": (
+        "Engine",
+        "Sampling",
+        "Limits",
+        "Shaping",
+        "Overlong",
+        "DynamicSampling",
+        "Curriculum",
+        "AdaptiveKL",
+    ),
 }
 """Heading -> names of `flowrl.nodes`."""
 API = {
@@ -102,6 +127,7 @@ API = {
 COMMANDS: dict[str, tuple[type[Any], ...]] = {
     "run": (RunOptions, RunFileOptions),
     "check": (CheckOptions,),
+    "tune": (TuneOptions,),
     "quickstart": (QuickstartOptions,),
     "samples": (SamplesOptions,),
     "chat": (ChatOptions,),

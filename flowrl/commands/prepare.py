@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile, load_file
-from flowrl.graph.option_types import filled
+from flowrl.graph.option_types import filled, leaves_of
 from flowrl.graph.run_file import RunFile
 from flowrl.graph.shipped import shipped_names
 from flowrl.models.size_defaults import size_defaults
@@ -31,6 +31,10 @@ class Prepared:
     """The command's own options, one instance for each of its dataclasses."""
     origins: Mapping[str, tuple[Any, str]]
     """Option that depends on the model -> its value, and where that comes from."""
+    asked: frozenset[str] = frozenset()
+    """Options of the graph that were given, on the command line or in the run file: "trainer.cpus"."""
+    of_run: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of `flowrl run` in the run file -> their values."""
 
 
 def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str]) -> Prepared:
@@ -43,7 +47,9 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
     given = run_file.values(file.config_type, *_in_run_files()) if run_file is not None else {}
     asked = {**given, **values_given(parts[-1], file.config_type)}
     fitting = size_defaults(file.config_type, asked)
-    kinds = (*((kind, given) for kind in own_types), (file.config_type, {**fitting.values, **given}))
+    of_run = {name: value for name, value in given.items() if _is_of(name, *_in_run_files())}
+    own_given = ((kind, of_run if kind in _in_run_files() else {}) for kind in own_types)
+    kinds = (*own_given, (file.config_type, {**fitting.values, **given}))
     defaults = [filled(kind, values) if values else None for kind, values in kinds]
     if any("--help" in part for part in parts):
         _print_help(command, file, own_types, defaults)
@@ -54,7 +60,15 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
     ]
     others = [name for kind in own_types for name in option_names(kind)]
     cfg = file.parse(parts[-1], prog=f"flowrl {command}", others=others, default=defaults[-1])
-    return Prepared(file, file.build(cfg), cfg, tuple(own), origins(file, cfg, fitting, asked))
+    return Prepared(
+        file,
+        file.build(cfg),
+        cfg,
+        tuple(own),
+        origins(file, cfg, fitting, asked),
+        asked=frozenset(asked) - frozenset(of_run),
+        of_run=of_run,
+    )
 
 
 def _load(command: str, graph: str, run_file: RunFile | None) -> GraphFile:
@@ -92,6 +106,10 @@ def _in_run_files() -> tuple[type[Any], ...]:
     from flowrl.runtime.driver.options import RunOptions
 
     return (RunOptions,)
+
+
+def _is_of(name: str, *kinds: type[Any]) -> bool:
+    return any(name in leaves_of(kind) for kind in kinds)
 
 
 def _split(args: Sequence[str], own_types: Sequence[type[Any]]) -> list[list[str]]:

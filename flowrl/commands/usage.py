@@ -21,6 +21,9 @@ usage: flowrl COMMAND
         run a graph; --help after GRAPH lists the fields and all options.
         --save-config FILE writes them to a file that --config reads;
         --dry-run prints them, checks graph, model, data and reward, and starts nothing
+  tune  GRAPH [--steps N] [--verify N] [--budget MINUTES] [--run-dir DIR] [--dry-run] [--json] [--field value ...]
+        measure the stages of a graph in short runs, predict the step of every placement that fits (cores, GPUs,
+        replicas, staleness, turns), verify the first ones, and write a file that run --config takes
   audit RUN_DIR
         prove a run's ledger and its staleness bound from its own records
   samples RUN_DIR [--step N] [--best|--worst|--failed] [--held-out] [--diff STEP] [--limit N] [--json]

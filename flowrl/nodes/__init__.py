@@ -4,6 +4,7 @@ from flowrl.nodes.advantage import GroupAdvantage, JoinedAdvantage
 from flowrl.nodes.agent_program import AgentProgram
 from flowrl.nodes.batch import TokenBatch
 from flowrl.nodes.critic import Critic
+from flowrl.nodes.curriculum import Curriculum
 from flowrl.nodes.dataset import Demonstrations, DemonstrationSource
 from flowrl.nodes.dynamic import DynamicSampling
 from flowrl.nodes.engine import Engine
@@ -11,11 +12,13 @@ from flowrl.nodes.environment import Environment
 from flowrl.nodes.environment_source import EnvironmentSource
 from flowrl.nodes.evaluation import Evaluation
 from flowrl.nodes.generator import Generator
+from flowrl.nodes.given_answers import GivenAnswers
 from flowrl.nodes.given_responses import GivenResponses
 from flowrl.nodes.held_out import HeldOutPreferences
 from flowrl.nodes.held_out_demonstrations import HeldOutDemonstrations
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.pair_writer import PairWriter
+from flowrl.nodes.plain_text import TextDataset, Texts, TextSource
 from flowrl.nodes.preference_reference import PreferenceReference
 from flowrl.nodes.preference_source import PreferenceDataset, Preferences, PreferenceSource
 from flowrl.nodes.process_reward import ProcessReward
@@ -38,6 +41,7 @@ __all__ = [
     "AgentProgram",
     "BestOfN",
     "Critic",
+    "Curriculum",
     "DemonstrationSource",
     "Demonstrations",
     "DynamicSampling",
@@ -46,6 +50,7 @@ __all__ = [
     "EnvironmentSource",
     "Evaluation",
     "Generator",
+    "GivenAnswers",
     "GivenResponses",
     "GroupAdvantage",
     "HeldOutDemonstrations",
@@ -73,6 +78,9 @@ __all__ = [
     "TaskSource",
     "Teacher",
     "TeacherAdvantage",
+    "TextDataset",
+    "TextSource",
+    "Texts",
     "TokenBatch",
     "Trainer",
 ]

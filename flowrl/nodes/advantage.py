@@ -8,8 +8,9 @@ from typing import Any
 
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
-from flowrl.graph.ports import In, Members, Out, join
+from flowrl.graph.ports import Call, In, Members, Out, join
 from flowrl.messages import Group, Sample, Scored
+from flowrl.nodes.curriculum import GroupOutcome, Noted, tell_outcome
 from flowrl.nodes.dynamic import DynamicSampling, GroupFilter
 from flowrl.training.advantage.advantages import GROUP_ESTIMATORS, Estimator
 from flowrl.training.advantage.estimate import Estimate, unvalued
@@ -22,13 +23,14 @@ class GroupAdvantage(Node):
     learning signal are filtered; without it, all groups with enough members to compare are trained on.
 
     Under `gae`, samples without values leave their advantages unset: the batcher, which needs the same
-    estimate, sends the whole batch to a Critic.
+    estimate, sends the whole batch to a Critic. `outcomes` tells a source with a curriculum how groups were rewarded.
     """
 
     keyed_state = True
 
     scored: In[Scored]
     groups: Out[Group]
+    outcomes: Call[GroupOutcome, Noted]
 
     def __init__(
         self, estimate: Estimate | Estimator = "group_norm", *, size: int, dynamic: DynamicSampling | None = None
@@ -39,7 +41,7 @@ class GroupAdvantage(Node):
         self._filter = GroupFilter(dynamic)
 
     def facts(self) -> Facts:
-        return Facts(group_size=self.size, drops=True, keeps_lineage=False)
+        return Facts(group_size=self.size, drops=True, keeps_lineage=False, optional=("outcomes",))
 
     def check(self, facts: Any) -> list[str]:
         problems = self.estimate.problems()
@@ -57,6 +59,7 @@ class GroupAdvantage(Node):
 
     async def _settle(self, members: Members[Scored], taken: Sequence[Scored]) -> None:
         """Filter the group or send it; `taken` are the messages that delivered its samples."""
+        await tell_outcome(self.outcomes, members.items)
         reason = self._why_filtered(members)
         if reason:
             for sample in taken:

@@ -19,6 +19,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out
 from flowrl.messages import Batch, Bool, Group, Trainable, Values, packed
+from flowrl.nodes.by_source import source_metrics
 from flowrl.nodes.judged import judged_metrics
 from flowrl.nodes.running import AdaptiveKL, RunningEstimate
 from flowrl.nodes.valued import question, require_advantages, value_metrics, with_values
@@ -40,7 +41,8 @@ class TokenBatch(Node):
     deviation; `adaptive_kl` controls the weight of the KL in the reward. Both are updated once per batch, so both
     need the advantage node's `estimate`, with which the batcher recomputes the advantages.
 
-    With `mask_truncated` samples that were cut off are kept out of the loss.
+    With `mask_truncated` samples that were cut off are kept out of the loss. `sources` are the names of a mixture's
+    sources (`Task.source_names`), each of which has its own metrics.
 
     The estimator `gae` needs it too: the batcher sends the whole batch to a critic (`values`) in one request,
     so all values have one version, and computes the advantages from them.
@@ -62,6 +64,7 @@ class TokenBatch(Node):
         normalise_rewards: bool = False,
         adaptive_kl: AdaptiveKL | None = None,
         mask_truncated: bool = False,
+        sources: Mapping[str, str] | None = None,
     ) -> None:
         self.num_groups = num_groups
         self.token_budget = token_budget
@@ -72,6 +75,7 @@ class TokenBatch(Node):
         self.normalise_rewards = normalise_rewards
         self.adaptive_kl = adaptive_kl
         self.mask_truncated = mask_truncated
+        self.sources = dict(sources or {})
         self._running: RunningEstimate | None = None
         if estimate is not None and (normalise_rewards or adaptive_kl is not None or self._wants_values):
             self._running = RunningEstimate(estimate, normalise_rewards=normalise_rewards, adaptive_kl=adaptive_kl)
@@ -152,7 +156,7 @@ class TokenBatch(Node):
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """Make the batch of `groups`, in their order."""
-        metrics = judged_metrics(groups)
+        metrics = judged_metrics(groups) | source_metrics(groups, self.sources)
         if self._running is not None:
             groups = self._running.batch(groups)
             metrics |= self._running.metrics

@@ -49,7 +49,8 @@ class Environment(EpisodeNode):
     number of environments' processes at a time, `memory_bytes` what each may take. `requests` plays held-out
     episodes, without tickets. `shaping` applies to the reward of a whole episode. `history` is what a context is made
     of: with "append" of what was sampled and fed; with "template" of what the template makes of all messages, so that
-    an episode has a further sequence (`branches`) for each context that the template rewrote.
+    an episode has a further sequence (`branches`) for each context that the template rewrote. Conversations begin with
+    `system_prompt`, unless it is empty.
 
     If the environment has several seats, the policy plays all of them. With an edge from `opponent`, it plays one seat,
     the row's seed plus the epoch modulo the number of seats, and the generator at the end of that edge the others.
@@ -69,10 +70,12 @@ class Environment(EpisodeNode):
         memory_bytes: int = 1 << 30,
         shaping: Shaping | None = None,
         history: History = "append",
+        system_prompt: str = "",
     ) -> None:
         super().__init__(policy, limits=limits, processes=processes, memory_bytes=memory_bytes, shaping=shaping)
         self.environment = environment
         self.history: History = history
+        self.system_prompt = system_prompt
 
     @property
     def source(self) -> str:
@@ -132,6 +135,7 @@ class Environment(EpisodeNode):
             self._tokens,
             ask=ask,
             history=self.history,
+            system_prompt=self.system_prompt,
             trained=trained,
             elapsed=elapsed,
             outside=outside,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from flowrl.environments import EnvironmentName, EnvironmentRow, EnvironmentRows, environment_rows
+from flowrl.environments.task_questions import question_row
 from flowrl.messages import Prompt
+from flowrl.nodes.curriculum import Curriculum
 from flowrl.nodes.row_source import Part, RowSource
+from flowrl.tasks import Row
 
 
 class EnvironmentSource(RowSource):
@@ -29,8 +32,11 @@ class EnvironmentSource(RowSource):
         seed: int | None = None,
         part: Part = "train",
         num_prompts: int | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
-        super().__init__(repeat=repeat, epochs=epochs, seed=seed, part=part, num_prompts=num_prompts)
+        super().__init__(
+            repeat=repeat, epochs=epochs, seed=seed, part=part, num_prompts=num_prompts, curriculum=curriculum
+        )
         self.environment = environment
 
     def preflight(self) -> None:
@@ -40,8 +46,11 @@ class EnvironmentSource(RowSource):
     def _read(self) -> EnvironmentRows:
         return environment_rows(self.environment)
 
-    def rows(self) -> tuple[EnvironmentRow, ...]:
+    def rows(self) -> Sequence[EnvironmentRow]:
         return self.chosen(self._read.train, self._read.held_out)
+
+    def columns(self, row: EnvironmentRow) -> Mapping[str, Any]:
+        return {"environment": row.name, **row.options}
 
     def group(self, row: EnvironmentRow, epoch: int) -> list[Prompt]:
         return self.members(row.prompt_id, epoch, **prompt_fields(row))
@@ -51,6 +60,11 @@ def prompt_fields(row: EnvironmentRow) -> Mapping[str, Any]:
     """The fields of a prompt that say where its episode starts."""
     columns = {"environment": row.name, "options": dict(row.options), "seed": row.seed}
     return {"text": "", "token_ids": np.zeros(0, np.int32), "columns": columns}
+
+
+def question_fields(environment: str, asked_set: str, row: Row) -> Mapping[str, Any]:
+    """The fields of a prompt that asks a question of an evaluation set in an environment."""
+    return prompt_fields(question_row(environment, asked_set, row))
 
 
 def row_of(prompt: Prompt) -> EnvironmentRow:

@@ -20,13 +20,14 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
-from flowrl.nodes.environment_source import prompt_fields
+from flowrl.nodes.environment_source import prompt_fields, question_fields
 from flowrl.nodes.held_out_rows import HeldOutEpisodes, HeldOutRows, HeldOutTask, held_out_prompt
 from flowrl.nodes.row_source import SourceRow
 from flowrl.nodes.task_source import task_fields
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows, reward_parts
 from flowrl.tasks.evaluation_set import EvaluationSet, too_few
+from flowrl.tasks.indexed_rows import prompt_ids
 from flowrl.tasks.rewards import check_reward, open_reward
 
 R = TypeVar("R", bound=SourceRow)
@@ -66,6 +67,7 @@ class Evaluation(Node):
         agent_tasks: Sequence[Task] = (),
         sets: Sequence[EvaluationSet] = (),
         agents: bool = False,
+        asked_in: str = "",
         training: Task | None = None,
         function: str | Callable[..., Any] | None = None,
         concurrency: int = 64,
@@ -81,6 +83,7 @@ class Evaluation(Node):
         self.sets = asked if agents else (*sets, *asked)
         self.agent_sets = (*sets, *played) if agents else played
         self.environments = tuple(environments)
+        self.asked_in = asked_in
         self.training = training
         self.policy = policy
         self.num_prompts = num_prompts
@@ -123,7 +126,7 @@ class Evaluation(Node):
         check_model(self.policy)
         for one in self.sets:
             rows = self._checked(one)
-            check_reward(self.parts[one.name], (row.columns for row in rows))
+            check_reward(self.parts[one.name], rows)
         for one in self.agent_sets:
             self._checked(one)
         for name in self.environments:
@@ -148,8 +151,8 @@ class Evaluation(Node):
         found = load_rows(one.task, whole=one.whole)
         rows = one.chosen(found)
         trained = load_rows(self.training, whole=True) if self.training is not None else Rows((), ())
-        known = {row.prompt_id for row in (*trained.train, *trained.held_out)}
-        shared = sum(row.prompt_id in known for row in rows)
+        known = {*prompt_ids(trained.train), *prompt_ids(trained.held_out)}
+        shared = sum(one in known for one in prompt_ids(rows))
         text = f"{one.name}: {len(rows)} prompts, {one.samples} answer{'s' if one.samples > 1 else ''} each"
         if not one.whole:
             return f"{text}: all that are held out, fewer than the {one.num} asked for"
@@ -165,7 +168,8 @@ class Evaluation(Node):
             self._held_out.append(self._played(name, rows, self.num_samples, prompt_fields))
         for one in self.agent_sets:
             asked = one.chosen(await self.blocking(load_rows, one.task, whole=one.whole))
-            self._held_out.append(self._played(one.name, asked, one.samples, partial(task_fields, one.task)))
+            fields = partial(question_fields, self.asked_in, one.name) if self.asked_in else None
+            self._held_out.append(self._played(one.name, asked, one.samples, fields or partial(task_fields, one.task)))
 
     def _played(
         self, name: str, rows: Sequence[SourceRow], num_samples: int, fields: Callable[[Any], Mapping[str, Any]]
@@ -201,7 +205,10 @@ class Evaluation(Node):
             await held_out.close()
 
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
-        """Request, score and record answers. `phase` is before, during or after; weights must not change meanwhile."""
+        """Request, score and record answers. `phase` is before, during or after; weights must not change meanwhile.
+
+        The figures of the first set have plain names. Where it has a name that is shown, they stand under that first.
+        """
         slots = asyncio.Semaphore(self.concurrency)
         figures: dict[str, float] = {}
         for index, held_out in enumerate(self._held_out):
@@ -209,9 +216,9 @@ class Evaluation(Node):
             _require_one_version(self.name, phase, rows)
             self.context.ledger.evaluation(rows)
             found = summary(rows, held_out.num_samples)
-            figures |= found if index == 0 else {}
             if index or held_out.name in self._named:
                 figures |= {f"{held_out.name}/{name}": value for name, value in found.items()}
+            figures |= found if index == 0 else {}
         return figures
 
     async def _answers(

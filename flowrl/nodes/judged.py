@@ -11,6 +11,7 @@ import numpy as np
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Group, Scored
+from flowrl.nodes.by_source import FILTERED, JUDGED, counted_name
 
 GIVE_UP_AFTER = 1024
 
@@ -28,6 +29,9 @@ class Judged:
         self._sums["filtered_groups"] += not kept
         self._sums["filtered_tokens"] += sum(s.response_tokens for s in samples if s.sample_id not in kept)
         self._sums["judged_raw_reward"] += float(np.mean([sample.raw_reward for sample in samples]))
+        for figure, counts in ((JUDGED, 1), (FILTERED, not kept)):
+            if name := counted_name(figure, samples):
+                self._sums[name] = self._sums.get(name, 0.0) + counts
 
     def assert_some_pass(self, node: str, why: str) -> None:
         """Raise FlowrlError if `GIVE_UP_AFTER` groups in a row were filtered: probably none will ever pass."""

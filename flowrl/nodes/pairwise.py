@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Sample
@@ -38,7 +39,7 @@ class Comparisons:
             raise ConfigError(f"{wrong[0]} compares no answers; it needs the parameters (prompts, firsts, seconds)")
         rows = load_rows(task, whole=True)
         row = (*rows.train, *rows.held_out)[0]
-        check_reward(self.parts, [{**row.columns, SECOND: ""}])
+        check_reward(self.parts, [replace(row, columns={**row.columns, SECOND: ""})])
         asyncio.run(self._trial(row.prompt, row.answer or "", dict(row.columns)))
 
     async def _trial(self, prompt: str, answer: str, columns: dict[str, object]) -> None:

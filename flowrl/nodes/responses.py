@@ -1,7 +1,8 @@
 """Responses of one generator to requests for tokens, across checkpoints and weight updates.
 
 A response may take several requests to vLLM: one that a checkpoint of an earlier life interrupted continues from its
-prefix. Everything asked for waits at the gate, which an update or a checkpoint closes and opens.
+prefix. Everything asked for waits at the gate, which an update or a checkpoint closes and opens. The end of vLLM's
+process ends that wait too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from flowrl.graph.node import Context
 from flowrl.messages import Float32, Int32
 from flowrl.nodes.sampling import NOTHING, Completion, Response, Sampling
+from flowrl.nodes.vllm_processes import EngineDied
 from flowrl.nodes.vllm_sampler import VllmSampler
 from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
 
@@ -38,6 +40,14 @@ class TokenRequest:
     """Whether a checkpoint keeps the tokens so far, under `key`."""
 
 
+class ResponseLost(EngineDied):
+    """vLLM's process ended during this response, which has the tokens that had arrived."""
+
+    def __init__(self, text: str, response: Response) -> None:
+        super().__init__(text)
+        self.response = response
+
+
 class Responses:
     """The open requests of one sampler."""
 
@@ -57,7 +67,7 @@ class Responses:
         self._num_requests = 0
 
     async def respond(self, asked: TokenRequest) -> Response:
-        """Sample until the response ends. Cancelling this ends its request in vLLM."""
+        """Sample until the response ends. Cancelling this ends its request in vLLM. Raises ResponseLost."""
         response = Response([asked.prefix])
         if asked.kept:
             self._open[asked.key] = response
@@ -67,6 +77,9 @@ class Responses:
                 response.started_s = response.started_s or time.monotonic()
                 with self._context.busy("generate"):
                     response.parts.append(await self._request(asked, response))
+        except EngineDied as death:
+            response.parts.append(death.arrived)
+            raise ResponseLost(str(death), response) from None
         finally:
             self._open.pop(asked.key, None)
         return response
@@ -74,7 +87,8 @@ class Responses:
     async def _at_gate(self) -> None:
         while not self._gate.is_open:
             with self._context.waiting("new weights, or the end of a checkpoint"):
-                await self._gate.passed()
+                async with self._sampler.required():
+                    await self._gate.passed()
 
     async def _request(self, asked: TokenRequest, response: Response) -> Completion:
         self._num_requests += 1

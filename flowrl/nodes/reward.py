@@ -21,7 +21,7 @@ from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.shaping import Shaping
 from flowrl.tasks import Task, reward_parts
 from flowrl.tasks.judge import BadReward, Verdicts
-from flowrl.tasks.rewards import HTTP_CONCURRENCY, adapted_text, gathers, names_model, uses_http
+from flowrl.tasks.rewards import HTTP_CONCURRENCY, adapted_text, gathers, names_model, uses_http, usual_processes
 
 FAILURES_IN_A_ROW = 256
 
@@ -52,10 +52,9 @@ class Reward(Node):
         self.parts = reward_parts(task, function)
         self.timeout_s = timeout_s
         together = uses_http(self.parts) or gathers(self.parts)
-        self.concurrency = (HTTP_CONCURRENCY if together else 1) if concurrency is None else concurrency
-        self._functions = RewardFunctions(
-            task, self.parts, timeout_s=timeout_s, processes=1 if concurrency is None else concurrency
-        )
+        processes = usual_processes(self.parts)
+        self.concurrency = (HTTP_CONCURRENCY if together else processes) if concurrency is None else concurrency
+        self._functions = RewardFunctions(task, self.parts, timeout_s=timeout_s, processes=concurrency)
         self.shaping = shaping or Shaping()
         self._failures = 0
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Sample
 from flowrl.tasks import Row, Task, asked_columns, load_rows
+from flowrl.tasks.indexed_rows import by_id, joined
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import Part, adapted_text, check_reward, needs_rows, open_reward, uses_http
@@ -20,22 +20,22 @@ FIX_FUNCTION = "fix the function, its signature and its result"
 
 
 class RewardFunctions:
-    """`parts` are those of the reward; `processes` worker processes run each synchronous function."""
+    """`parts` are those of the reward; `processes` worker processes run each synchronous function, None: as usual."""
 
-    def __init__(self, task: Task, parts: Sequence[Part], *, timeout_s: float, processes: int) -> None:
+    def __init__(self, task: Task, parts: Sequence[Part], *, timeout_s: float, processes: int | None) -> None:
         self._task = task
         self._parts = tuple(parts)
         self._timeout_s = timeout_s
         self._processes = processes
         self._client: RewardClient | None = None
-        self._columns: Mapping[str, dict[str, Any]] = {}
-        """Prompt id -> what the reward gets of the row besides its columns."""
+        self._rows: Mapping[str, Row] = {}
+        """Prompt id -> row, where the reward gets more of it than its columns."""
 
     def preflight(self) -> str | None:
         """Load the functions, check their columns in every row, and try the reward on the first row."""
         found = load_rows(self._task, whole=True)
-        rows = (*found.train, *found.held_out)
-        check_reward(self._parts, (row.columns for row in rows))
+        rows = joined(found.train, found.held_out)
+        check_reward(self._parts, rows)
         asyncio.run(self._trial(rows[0]))
         return adapted_text(self._parts)
 
@@ -43,24 +43,35 @@ class RewardFunctions:
         client = open_reward(self._parts, timeout_s=self._timeout_s, retries=0)
         columns = {**row.columns, **asked_columns(self._parts, self._task, row)}
         try:
-            await client.ask([row.prompt], [row.answer or ""], [columns])
+            verdicts = await client.ask([row.prompt], [row.answer or ""], [columns])
+            self._check_weights(verdicts)
         except BadReward as bad:
             remedy = "start the server, or fix its answer" if uses_http(self._parts) else FIX_FUNCTION
             raise ConfigError(f"the trial reward failed: {bad}; {remedy}") from bad
         finally:
             await client.close()
 
+    def _check_weights(self, verdicts: Verdicts) -> None:
+        """Raise ConfigError for a weight of what is no head of the reward."""
+        heads = {name.rpartition("/")[2] for name in verdicts.heads}
+        if strange := [name for name in self._task.head_weights if name not in heads]:
+            raise ConfigError(
+                f"--task.reward-weights names {strange[0]}, but the reward has "
+                f"{'the heads ' + ', '.join(sorted(heads)) if heads else 'one value and no heads'}; a function has "
+                "heads if it returns a number under each name"
+            )
+
     def open(self) -> None:
         """Load the functions; heavy. Raises ConfigError."""
         check_reward(self._parts, ())
-        rows = load_rows(self._task).train if needs_rows(self._parts) else ()
-        self._columns = {row.prompt_id: asked_columns(self._parts, self._task, row) for row in rows}
+        self._rows = by_id(load_rows(self._task).train) if needs_rows(self._parts) else {}
         self._client = open_reward(self._parts, timeout_s=self._timeout_s, concurrency=self._processes)
 
     async def ask(self, sample: Sample) -> Verdicts:
         """The verdict about one sample. Raises BadReward."""
         assert self._client is not None, "`open` comes first"
-        columns = {**sample.columns, **self._columns.get(sample.prompt_id, {})}
+        row = self._rows.get(sample.prompt_id)
+        columns = {**sample.columns, **(asked_columns(self._parts, self._task, row) if row is not None else {})}
         return await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
 
     async def close(self) -> None:

@@ -15,8 +15,9 @@ import numpy as np
 
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
-from flowrl.graph.ports import In, Members, Out
+from flowrl.graph.ports import Call, In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
+from flowrl.nodes.curriculum import GroupOutcome, Noted, tell_outcome
 from flowrl.nodes.dynamic import DynamicSampling, GroupFilter
 from flowrl.nodes.judged import Judged
 from flowrl.nodes.one_sequence import require_one_sequence
@@ -31,11 +32,15 @@ PairReference = Literal["round", "initial"]
 
 
 class Selection(Node):
-    """What nodes that select members of a group have in common."""
+    """What nodes that select members of a group have in common.
+
+    `outcomes` tells a source with a curriculum how groups were rewarded.
+    """
 
     keyed_state = True
 
     scored: In[Scored]
+    outcomes: Call[GroupOutcome, Noted]
 
     def __init__(self, dynamic: DynamicSampling | None) -> None:
         self.dynamic = dynamic
@@ -80,7 +85,7 @@ class BestOfN(Selection):
         self.least_reward = least_reward
 
     def facts(self) -> Facts:
-        return Facts(group_size=self.size, drops=True, keeps_lineage=False)
+        return Facts(group_size=self.size, drops=True, keeps_lineage=False, optional=("outcomes",))
 
     def check(self, facts: Any) -> list[str]:
         problems = [] if self.size >= 2 else [f"the group size is {self.size}; the best of a group needs at least 2"]
@@ -89,6 +94,7 @@ class BestOfN(Selection):
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
             require_one_seat(members.items, "a BestOfN")
+            await tell_outcome(self.outcomes, members.items)
             if self._filtered(members.items):
                 continue
             best = ranked(members.items)[0]
@@ -137,7 +143,7 @@ class PairMaker(Selection):
         self.reference: PairReference = reference
 
     def facts(self) -> Facts:
-        return Facts(group_size=self.size, drops=True, keeps_lineage=False)
+        return Facts(group_size=self.size, drops=True, keeps_lineage=False, optional=("outcomes",))
 
     def check(self, facts: Any) -> list[str]:
         problems = []
@@ -163,6 +169,7 @@ class PairMaker(Selection):
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
+            await tell_outcome(self.outcomes, members.items)
             if self._filtered(members.items):
                 continue
             try:

@@ -129,3 +129,8 @@ class WeightUpdates:
             return
         found = await self._sampler.score(manifest.probe_token_ids)
         self._context.gauge("logprob_mismatch", self._probes.check(manifest, found))
+
+
+def skips(held: int, version: int, *, every: int) -> bool:
+    """Whether a generator that holds the version `held`, -1 if none, waits for a later one than `version`."""
+    return held >= 0 and version // every == held // every

@@ -202,13 +202,8 @@ class Generator(Played):
             if position in (0, length // 2):
                 await self.take_time(f"{prompt.sample_id}:{position}")
             versions.append(self.versions[self.shape.trainers[0]])
-        return Sample(
-            sample_id=prompt.sample_id,
-            group_id=prompt.group_id,
-            prompt_id=prompt.prompt_id,
-            epoch=prompt.epoch,
-            member=prompt.member,
-            group_size=prompt.group_size,
+        return Sample.of(
+            prompt,
             prompt_text="",
             response_text="",
             token_ids=np.zeros(len(versions), np.int32),

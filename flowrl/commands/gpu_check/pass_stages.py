@@ -76,7 +76,8 @@ def packing(bench: Bench) -> None:
     tokens = random_tokens([40, 7, 33, 18])
     masks = all_masks(tokens)
     kinds: list[tuple[Attention, Dtype, float]] = [("sdpa", "float32", FLOAT32_LIMIT)]
-    for attention, module in (("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn_interface")):
+    kernels = {"varlen": "torch", "flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+    for attention, module in kernels.items():
         if bench.on_gpu and find_spec(module) is not None:
             kinds.append((attention, "bfloat16", BFLOAT16_LIMIT))  # type: ignore[arg-type]
         else:
