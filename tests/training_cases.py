@@ -38,6 +38,8 @@ class Case:
     """Of trainer and batch. In a tree the samples of a group share their prompt, or the beginning of it."""
     dense_places: int | None = None
     """The most places for which the rule chooses a dense mask; None: its own."""
+    sequence: int = 1
+    """Ranks that share a part of a batch."""
 
     @property
     def half(self) -> bool:
@@ -77,7 +79,26 @@ CASES = (
     Case("bfloat16_stage_3", settings={"dtype": "bfloat16"}),
     Case("bfloat16_stage_2", stage=2, settings={"dtype": "bfloat16"}),
     Case("bfloat16_stage_1", stage=1, settings={"dtype": "bfloat16"}),
+    Case("sequence_rows", {"kl_coef": 0.3, "entropy_coef": 0.1, "kl_estimator": "k3"}, sequence=2),
+    Case("sequence_of_one", token_budget=24, tied=False, mask_staleness=0, stage=2, sequence=2),
+    Case("sequence_packed", settings={"packing": True}, token_budget=35, sequence=2),
+    Case("sequence_tree", layout="tree", optimizer_steps=2, mask_staleness=1, sequence=2),
+    Case(
+        "sequence_checkpointed",
+        {"aggregation": "sequence"},
+        layout="tree",
+        dense_places=0,
+        settings={"gradient_checkpointing": True},
+        sequence=2,
+    ),
 )
+FOUR = (
+    Case("four_share_rows", {"kl_coef": 0.3, "entropy_coef": 0.1, "kl_estimator": "k3"}, tied=False, sequence=4),
+    Case("four_share_a_tree", layout="tree", mask_staleness=1, token_budget=30, sequence=4),
+    Case("two_and_two", token_budget=24, mask_staleness=0, optimizer_steps=2, tied=False, sequence=2),
+    Case("two_and_two_trees", layout="tree", dense_places=0, token_budget=30, sequence=2),
+)
+"""Of four ranks: more than the model has heads of keys, and two parts that two ranks share each."""
 
 
 def make_model(path: Path, *, tied: bool, num_layers: int = 2, hidden_size: int = 16) -> None:

@@ -1,8 +1,9 @@
 """Trains one batch on one rank: from samples to updated weights and their metrics.
 
 Invariants
-- The loss is a mean over the *global* optimizer step: denominators are summed over ranks and
-  micro-batches before the first backward, so no split changes the gradient.
+- The loss is a mean over the *global* optimizer step: denominators are summed over the parts of a batch and
+  their micro-batches before the first backward, so no split changes the gradient. Ranks that share a part
+  (sequence parallelism) have the same logprobs, losses and sums; these count once.
 - No token older than the bound reaches a gradient; this is asserted before anything is computed.
 - KTO's baseline is also a mean over the whole optimizer step, computed with the weights at its start.
 - π_p are the weights at the batch's first optimizer step. With one step they are the weights being
@@ -156,7 +157,7 @@ class Learner:
 
     def _computed(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Tokens of one pass over the micro-batches of all ranks; collective."""
-        return sum(self.engine.gang.gather(sum(one.rows.num_computed for one in micro_batches)))
+        return sum(self.engine.gang.parts(sum(self.engine.num_computed(one.rows) for one in micro_batches)))
 
     def _placing(self, part: Batch) -> Placing:
         """How the passes over `part` are laid out. Trees have more sequences than rows would have room for."""
@@ -171,7 +172,7 @@ class Learner:
 
     def _merged(self, sums: Sums) -> Sums:
         merged = Sums()
-        for part in self.engine.gang.gather(sums):
+        for part in self.engine.gang.parts(sums):
             merged.merge(part)
         return merged
 
@@ -262,8 +263,8 @@ class Learner:
 
     def _totals(self, steps: Sequence[Sequence[MicroBatch]]) -> list[Totals]:
         mine = [np.sum([micro_batch.counts for micro_batch in micro_batches], axis=0) for micro_batches in steps]
-        by_rank = np.array(self.engine.gang.gather(mine))
-        return [Totals(*counts) for counts in by_rank.sum(axis=0).tolist()]
+        by_part = np.array(self.engine.gang.parts(mine))
+        return [Totals(*counts) for counts in by_part.sum(axis=0).tolist()]
 
     def _mismatched_kl(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Mean of log π/ref over all mismatched completions of the optimizer step; collective."""
@@ -275,7 +276,7 @@ class Learner:
             log_ratio_B = mismatched.rows.spread(logprobs_N).sum(dim=1) - mismatched.ref_B
             total += float(log_ratio_B[mismatched.counted_B].sum())
             number += int(mismatched.counted_B.sum())
-        totals, numbers = zip(*self.engine.gang.gather((total, number)), strict=True)
+        totals, numbers = zip(*self.engine.gang.parts((total, number)), strict=True)
         return float(sum(totals) / max(1, sum(numbers)))
 
     def _micro_batch(

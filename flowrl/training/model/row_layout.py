@@ -22,7 +22,8 @@ from torch import Tensor
 
 from flowrl.messages import Bool, Int32
 from flowrl.training.layouts import Placing
-from flowrl.training.model.attention.tree_attention import TreeAttention
+from flowrl.training.model.attention.head_exchange import Exchange
+from flowrl.training.model.attention.tree_attention import TreeAttention, any_mask
 from flowrl.training.model.logprobs import Taught
 from flowrl.training.model.placement import PackedBounds, Placement, place
 
@@ -46,11 +47,16 @@ class RowLayout:
     """If the input is a forest: which places see which."""
     bounds: PackedBounds | None = None
     """If the input is a packed row: where its sequences end."""
+    exchange: Exchange | None = None
+    """If the input is a slice of the positions (`flowrl.training.model.row_slices`): with whom to compute attention."""
 
     @property
     def model_input(self) -> dict[str, object]:
-        """Arguments of a transformers model. Without `tree` no attention mask: packed rows must not have one."""
+        """Arguments of a transformers model. Only with `tree` or `exchange` an attention mask: packed rows must not
+        have one, which would be taken for padding."""
         tree = {} if self.tree is None else {"attention_mask": self.tree.passed_mask, "tree": self.tree}
+        if self.exchange is not None:
+            tree |= {"attention_mask": any_mask(self.input_ids_RL.device), "exchange": self.exchange}
         ends = {} if self.bounds is None else self.bounds.passed
         return {
             "input_ids": self.input_ids_RL,
