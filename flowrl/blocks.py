@@ -31,7 +31,7 @@ from flowrl.models.size_table import Learning
 from flowrl.nodes import Engine, Evaluation, Generator, Preferences, PromptSource, Sampling, TokenBatch, Trainer
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import TooLong
-from flowrl.role_options import ScoringSize, Size, size_problems, sizes_of
+from flowrl.role_options import ScoringSize, Size, TrainerSize, size_problems, sizes_of
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
@@ -174,7 +174,7 @@ class TrainerOptions(PolicyOptions):
 
     lr: float = 1e-4
     """Peak learning rate of the policy."""
-    trainer: Size = Size()
+    trainer: TrainerSize = TrainerSize()
     """Ranks of the policy's trainer."""
     dtype: Dtype = "float32"
     """Data type of parameters and activations."""
@@ -208,6 +208,7 @@ class TrainerOptions(PolicyOptions):
             schedule=self.schedule,
             zero=self.zero.with_dtype(self.dtype),
             lora=self.lora,
+            sequence_parallel_size=self.trainer.sequence_parallel_size,
             **settings,
         )
 

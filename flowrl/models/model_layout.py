@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowrl.models.find_model import known_directory
+from flowrl.models.known_shapes import known_shape
 from flowrl.models.policy import Policy
 from flowrl.training.layouts import Decision, decide, decide_trainer
 from flowrl.training.model.attention.rule import RULE
+from flowrl.training.sequence_parallel import sequence_problems
 from flowrl.training.settings import Layout, ZeroSettings
 
 
@@ -17,6 +19,12 @@ def trainer_layout(policy: Policy, zero: ZeroSettings) -> Decision:
     """The layout of the passes of a trainer of `policy`."""
     config = known_config(policy)
     return Decision("rows", UNREAD) if config is None else decide_trainer(zero, config)
+
+
+def sliced_problems(policy: Policy, zero: ZeroSettings, size: int) -> list[str]:
+    """Why `size` ranks cannot share the micro-batches of a trainer of `policy`, as complete sentences."""
+    shape = known_shape(policy)
+    return [*sequence_problems(size, zero, known_config(policy) or {}, shape.heads if shape else None)]
 
 
 def scoring_layout(policy: Policy, asked: Layout) -> Decision:

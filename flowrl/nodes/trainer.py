@@ -28,7 +28,7 @@ from flowrl.graph.routes import readers_dtype
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.directory import stored_dtype
-from flowrl.models.model_layout import note, trainer_layout
+from flowrl.models.model_layout import note, sliced_problems, trainer_layout
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.nodes.resident import ResidentNode
 from flowrl.runtime.ledger.ledger_client import Use
@@ -58,6 +58,7 @@ class Trainer(ResidentNode):
     splits a batch into several optimizer steps). `temperature` has to equal the generator's. With a `lora` of
     rank 1 or more the trainer trains an adapter and keeps the policy's own weights; a generator that receives
     adapters needs the same `lora`. `teacher` is the model that the objective `ReverseKL` compares the policy with.
+    Each `sequence_parallel_size` consecutive ranks share their micro-batches, a slice of the positions each.
     Every `publish_every`th version is published, every `probe_every`th publication carries the probe. The
     first `start_after` batches make versions without an update, for an actor that waits until its critic has learnt.
 
@@ -84,6 +85,7 @@ class Trainer(ResidentNode):
         temperature: float = 1.0,
         zero: ZeroSettings | None = None,
         lora: LoRA | None = None,
+        sequence_parallel_size: int = 1,
         teacher: Policy | None = None,
         publish_every: int = 1,
         probe_every: int = 10,
@@ -98,6 +100,7 @@ class Trainer(ResidentNode):
         self.temperature = temperature
         self.zero = zero or ZeroSettings()
         self.lora = lora or LoRA()
+        self.sequence_parallel_size = sequence_parallel_size
         self.teacher = teacher
         self.publish_every = publish_every
         self.probe_every = probe_every
@@ -118,11 +121,13 @@ class Trainer(ResidentNode):
             adapter_rank=self.lora.synced_rank,
             saves=self.policy.name,
             layout=self._layout.layout,
+            ranks_per_part=max(1, self.sequence_parallel_size),
         )
 
     def footprint(self, share: Share) -> Footprint | None:
         scalar = isinstance(self.objective, Objective) and self.objective.head == "scalar"
-        return trainer_footprint(self.policy, share, self.zero, self.lora, scalar=scalar)
+        shared = self.sequence_parallel_size
+        return trainer_footprint(self.policy, share, self.zero, self.lora, scalar=scalar, sliced=shared)
 
     def check(self, facts: Any) -> list[str]:
         if not isinstance(self.objective, Objective):
@@ -130,7 +135,8 @@ class Trainer(ResidentNode):
                 f"objective is {self.objective!r}, which is not an Objective; wrap a function as "
                 "FunctionObjective(function, columns=(...)), or let a class inherit from Objective"
             ]
-        least = {"epochs": 1, "publish_every": 1, "probe_every": 0, "start_after": 0, "judge_every": 0}
+        least = dict.fromkeys(("sequence_parallel_size", "epochs", "publish_every"), 1)
+        least |= dict.fromkeys(("probe_every", "start_after", "judge_every"), 0)
         problems = [
             f"{name} is {getattr(self, name)}; it has to be {low} or more"
             for name, low in least.items()
@@ -148,6 +154,7 @@ class Trainer(ResidentNode):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
         problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
         problems += refused(self.zero.layout, self._layout)
+        problems += sliced_problems(self.policy, self.zero, self.sequence_parallel_size)
         return problems + setting_problems(self.zero.deepspeed) + lora_problems(self.lora, self.zero)
 
     @property
@@ -155,7 +162,9 @@ class Trainer(ResidentNode):
         return trainer_layout(self.policy, self.zero)
 
     def notes(self) -> list[str]:
-        return [note(self._layout)]
+        shared = self.sequence_parallel_size
+        sliced = f"each {shared} ranks share their micro-batches, a slice of the positions each" if shared > 1 else ""
+        return [note(self._layout), *filter(None, [sliced])]
 
     def preflight(self) -> None:
         check_model(self.policy)
@@ -190,7 +199,8 @@ class Trainer(ResidentNode):
         torch.set_num_threads(max(1, len(self.context.cores)))
         torch.manual_seed(self.context.seed)
         device = torch.device("cuda", 0) if self.context.gpus else torch.device("cpu")
-        gang = Gang.meet(self.context.replica, self.context.num_replicas, self.context.gang_address, device)
+        here, shared = self.context, self.sequence_parallel_size
+        gang = Gang.meet(here.replica, here.num_replicas, here.gang_address, device, sequence_parallel_size=shared)
         if self.zero.nvme_path and not is_built():
             progress("compiling DeepSpeed's async_io: takes some minutes, once per machine")
         progress("loading the model")
@@ -318,7 +328,7 @@ class Trainer(ResidentNode):
             BatchStats.of(part.samples, masks, self.version),
             [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)],
         )
-        stats, uses = zip(*self._learner.engine.gang.gather(mine), strict=True)
+        stats, uses = zip(*self._learner.engine.gang.parts(mine), strict=True)
         record = {"step": step, "lr": lr, "num_groups": batch.num_groups}
         if not self.objective.offline:  # offline data have no rewards that a batcher could report
             record |= batch.metrics
