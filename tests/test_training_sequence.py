@@ -6,10 +6,11 @@ Two ranks are among the cases of `tests.test_training_gang`; here are four, obje
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -21,19 +22,20 @@ from flowrl.graph.load import load_file
 from flowrl.nodes import Trainer
 from flowrl.runtime.driver.cluster import LOOPBACK
 from flowrl.training.engine.gang import Gang
-from flowrl.training.engine.train_memory import TrainerModel, exchanged_bytes
+from flowrl.training.engine.train_memory import TrainerModel, exchanged_bytes, layer_bytes
 from flowrl.training.layouts import Placing
 from flowrl.training.model.attention import head_exchange
 from flowrl.training.model.attention.head_exchange import SequenceGroup, make_exchanging
 from flowrl.training.model.model_shape import ModelShape
-from flowrl.training.model.policy_model import PolicyModel, load_policy_model
+from flowrl.training.model.policy_model import DTYPES, PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import RowLayout, lay_out
 from flowrl.training.model.row_slices import compute, num_sliced, slice_rows
 from flowrl.training.model.tree_trial import require_slices
 from flowrl.training.sequence_parallel import sequence_problems
-from flowrl.training.settings import LoRA, ZeroSettings
+from flowrl.training.settings import Dtype, LoRA, ZeroSettings
 from tests.ranks import run_ranks
 from tests.sequence_rank import OBJECTIVES
+from tests.test_memory_formulas import configuration
 from tests.test_training_gang import named, one_thread, plain_steps, worst
 from tests.test_training_varlen import plain
 from tests.training_cases import FOUR, Case, make_model
@@ -41,6 +43,7 @@ from tests.training_cases import FOUR, Case, make_model
 __all__ = ["one_thread"]
 LENGTHS = (9, 4, 7)
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 def laid_out(layout: Placing) -> RowLayout:
@@ -141,20 +144,25 @@ class Threads:
         return found
 
     def _exchanged(self, group: SequenceGroup, tensor_N: Tensor) -> Tensor:
-        return torch.stack([given[group.rank] for given in self._all(group.rank, tensor_N)])
+        found = torch.stack([given[group.rank] for given in self._all(group.rank, tensor_N.detach())])
+        return found.requires_grad_(torch.is_grad_enabled())
 
     def _add_up(self, values_N: Tensor, group: int) -> None:
         values_N.copy_(torch.stack(self._all(group, values_N)).sum(dim=0))
 
-    def __call__(self, model: PolicyModel, rows: RowLayout) -> list[Tensor]:
-        """The logprobs that every rank has in the end."""
-
-        def work(rank: int) -> Tensor:
-            with torch.no_grad():
-                return compute(model, rows, SequenceGroup(rank, rank, self.size))[0]
-
+    def __call__(self, work: Callable[[SequenceGroup], T]) -> list[T]:
+        """What every rank returns."""
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(work, range(self.size)))
+            return list(pool.map(lambda rank: work(SequenceGroup(rank, rank, self.size)), range(self.size)))
+
+    def logprobs(self, model: PolicyModel, rows: RowLayout) -> list[Tensor]:
+        """Those that every rank has in the end."""
+
+        def work(group: SequenceGroup) -> Tensor:
+            with torch.no_grad():
+                return compute(model, rows, group)[0]
+
+        return self(work)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -172,7 +180,7 @@ def test_ranks_with_slices_give_what_one_gives(
     with torch.no_grad():
         expected = model(laid_out(layout))[0]
     make_exchanging(model.network.config._attn_implementation)
-    for found in Threads(size, monkeypatch)(model, laid_out(layout)):
+    for found in Threads(size, monkeypatch).logprobs(model, laid_out(layout)):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert torch.equal(model(laid_out(layout))[0], expected), "without the keyword nothing changes"
@@ -186,7 +194,7 @@ def test_a_layer_that_looks_at_its_neighbours_is_found(tmp_path: Path, monkeypat
     about: dict[str, Any] = {"layout": "padded", "name": "M", "vocab_size": 40, "dtype": "float32", "device": CPU}
 
     def both(rows: RowLayout) -> Tensor:
-        return threads(model, rows)[0]
+        return threads.logprobs(model, rows)[0]
 
     require_slices(lambda rows: model(rows)[0], both, **about)
     embed = model.network.get_input_embeddings()
@@ -247,6 +255,37 @@ def test_models_that_cannot_be_sliced_are_refused(config: dict[str, Any], heads:
     found = list(sequence_problems(4, ZeroSettings(), config, heads))
     assert [words in problem for problem in found] == ([True] if words else [])
     assert not list(sequence_problems(1, ZeroSettings(), config, heads))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_layer_keeps_exactly_what_the_formula_says(size: int, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    threads, (few, many) = Threads(size, monkeypatch), [configuration("Qwen2", num_hidden_layers=n) for n in (1, 3)]
+    make_exchanging("sdpa")
+    rows = lay_out([np.arange(65, dtype=np.int32)] * 4, [np.ones(65, np.bool_)] * 4)
+
+    def kept(config: Any) -> list[int]:
+        model = PolicyModel(AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa"))
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def work(group: SequenceGroup) -> int:
+            found: dict[int, Tensor] = {}
+
+            def keep(tensor: Tensor) -> Tensor:
+                found[tensor.untyped_storage().data_ptr()] = tensor
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                model.hidden(slice_rows(rows, group).rows if size > 1 else rows)
+            return sum(t.untyped_storage().size() for address, t in found.items() if address not in weights)
+
+        return threads(work)
+
+    shape, element = ModelShape.of_config(few.to_dict(), ""), DTYPES[dtype].itemsize
+    expected = 256 // size * (layer_bytes(shape, element) + exchanged_bytes(shape, element, size))
+    assert [(b - a) / 2 for a, b in zip(kept(few), kept(many), strict=True)] == [expected] * size
 
 
 def test_activations_are_divided_by_the_ranks_that_share_them() -> None:
