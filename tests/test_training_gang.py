@@ -150,7 +150,7 @@ def test_gradients_and_weights_equal_the_plain_loop(case: Case, gang_dir: Path) 
     sizes = [max(float(g.abs().max()) for g in gradient.values()) for gradient in gradients]
     assert min(sizes) > 1e-3, "a gradient of nothing would prove nothing"
     for ours, plain, size in zip(found["gradients"], gradients, sizes, strict=True):
-        assert worst(ours, plain) <= 2e-5 * max(1.0, size)
+        assert worst(ours, plain) <= (1e-5 if case.sequence > 1 else 2e-5) * max(1.0, size)
     assert worst(found["weights"], weights) <= 1e-5
 
 
@@ -214,7 +214,7 @@ def test_export_loads_in_transformers(name: str, gang_dir: Path) -> None:
         assert told == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ppo_tis", "stage_2"])
+@pytest.mark.parametrize("name", ["ppo_tis", "stage_2", "sequence_rows"])
 def test_a_resumed_trainer_goes_on_exactly(name: str, gang_dir: Path) -> None:
     """Adam: master weights and both moments have to come back for the next step to be the same."""
     straight, resumed = torch.load(gang_dir / f"{name}-resumed.pt")

@@ -5,6 +5,7 @@ Two ranks are among the cases of `tests.test_training_gang`; here are four, obje
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from flowrl import Cluster, ConfigError, Graph, Machine, check
 from flowrl.graph.load import load_file
 from flowrl.nodes import Trainer
 from flowrl.runtime.driver.cluster import LOOPBACK
+from flowrl.training.batch.masks import trained_mask
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.train_memory import TrainerModel, exchanged_bytes, layer_bytes
 from flowrl.training.layouts import Placing
@@ -29,12 +31,12 @@ from flowrl.training.model.attention.head_exchange import SequenceGroup, make_ex
 from flowrl.training.model.model_shape import ModelShape
 from flowrl.training.model.policy_model import DTYPES, PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import RowLayout, lay_out
-from flowrl.training.model.row_slices import compute, num_sliced, slice_rows
+from flowrl.training.model.row_slices import RowSlice, compute, num_sliced, slice_rows
 from flowrl.training.model.tree_trial import require_slices
 from flowrl.training.sequence_parallel import sequence_problems
 from flowrl.training.settings import Dtype, LoRA, ZeroSettings
 from tests.ranks import run_ranks
-from tests.sequence_rank import OBJECTIVES
+from tests.sequence_rank import OBJECTIVES, batch_of
 from tests.test_memory_formulas import configuration
 from tests.test_training_gang import named, one_thread, plain_steps, worst
 from tests.test_training_varlen import plain
@@ -55,6 +57,10 @@ def laid_out(layout: Placing) -> RowLayout:
 
 def slices(rows: RowLayout, size: int) -> list[RowLayout]:
     return [slice_rows(rows, SequenceGroup(None, rank, size)).rows for rank in range(size)]
+
+
+def both(rows: RowLayout) -> list[RowSlice]:
+    return [slice_rows(rows, SequenceGroup(None, rank, 2)) for rank in range(2)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -91,7 +97,7 @@ def test_a_policy_token_belongs_to_the_slice_that_predicts_it(layout: Placing, s
 
 def test_a_slice_without_a_policy_token_computes_one_that_counts_for_nothing() -> None:
     rows = lay_out([np.arange(6, dtype=np.int32)], [np.arange(6) == 5])
-    first, last = (slice_rows(rows, SequenceGroup(None, rank, 2)) for rank in range(2))
+    first, last = both(rows)
     assert (len(first.mine_M), len(first.rows.places_N), len(last.mine_M)) == (0, 1, 1)
 
 
@@ -193,14 +199,14 @@ def test_a_layer_that_looks_at_its_neighbours_is_found(tmp_path: Path, monkeypat
     threads = Threads(2, monkeypatch)
     about: dict[str, Any] = {"layout": "padded", "name": "M", "vocab_size": 40, "dtype": "float32", "device": CPU}
 
-    def both(rows: RowLayout) -> Tensor:
+    def sliced(rows: RowLayout) -> Tensor:
         return threads.logprobs(model, rows)[0]
 
-    require_slices(lambda rows: model(rows)[0], both, **about)
+    require_slices(lambda rows: model(rows)[0], sliced, **about)
     embed = model.network.get_input_embeddings()
     embed.register_forward_hook(lambda module, given, found: found + found.roll(1, dims=1))
     with pytest.raises(ConfigError, match="positions are divided among ranks: they differ by"):
-        require_slices(lambda rows: model(rows)[0], both, **about)
+        require_slices(lambda rows: model(rows)[0], sliced, **about)
 
 
 # What is refused, and what follows from the size
@@ -302,12 +308,29 @@ def test_activations_are_divided_by_the_ranks_that_share_them() -> None:
 # Real ranks
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_parts_without_a_token_in_the_loss_and_ranks_without_a_policy_token_are_among_the_cases(parts: int) -> None:
+    found = []
+    for part in batch_of(OBJECTIVES["gspo"]).split(parts):
+        for indices in part.micro_batches:
+            samples = [part.samples[i] for i in indices]
+            masked = all(not trained_mask(sample).any() for sample in samples)
+            rows = lay_out([s.token_ids for s in samples], [s.policy_mask for s in samples]) if samples else None
+            least = 1 if rows is None else min(len(one.mine_M) for one in both(rows))
+            found.append((bool(samples) and masked, least == 0, not samples))
+    masked_whole, without_policy, padding = (any(kind) for kind in zip(*found, strict=True))
+    assert masked_whole and without_policy and padding == (parts == 2)
+
+
 @pytest.fixture(scope="module")
 def four_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where four ranks left what they found."""
     directory = tmp_path_factory.mktemp("four")
     make_model(directory / "tied", tied=True)
     make_model(directory / "untied", tied=False)
+    make_model(directory / "scored", tied=False)
+    config = directory / "scored" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": 0, "eos_token_id": 1}))
     run_ranks("tests.sequence_rank", directory, size=4, env=LOOPBACK)
     return directory
 

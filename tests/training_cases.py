@@ -93,10 +93,8 @@ CASES = (
     ),
 )
 FOUR = (
-    Case("four_share_rows", {"kl_coef": 0.3, "entropy_coef": 0.1, "kl_estimator": "k3"}, tied=False, sequence=4),
     Case("four_share_a_tree", layout="tree", mask_staleness=1, token_budget=30, sequence=4),
-    Case("two_and_two", token_budget=24, mask_staleness=0, optimizer_steps=2, tied=False, sequence=2),
-    Case("two_and_two_trees", layout="tree", dense_places=0, token_budget=30, sequence=2),
+    Case("two_and_two", token_budget=24, mask_staleness=0, tied=False, sequence=2),
 )
 """Of four ranks: more than the model has heads of keys, and two parts that two ranks share each."""
 

@@ -42,7 +42,7 @@ class Recording(ZeroEngine):
         self.gradients.append(
             {
                 name: (parameter.grad if self._stage == 0 else safe_get_full_grad(parameter)).clone()
-                for name, parameter in self.model.causal_lm.named_parameters()
+                for name, parameter in self.model.network.named_parameters()
             }
         )
         return super().step()
