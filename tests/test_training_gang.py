@@ -21,7 +21,7 @@ from flowrl.messages import Trainable
 from flowrl.runtime.driver.cluster import LOOPBACK
 from tests.ranks import run_ranks
 from tests.run_process import is_loopback
-from tests.training_cases import BATCHES, CASES, FIRST, LR, TEMPERATURE, Case, make_batch, make_model
+from tests.training_cases import BATCHES, CASES, FIRST, LR, TEMPERATURE, Case, make_batch, make_mixture, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -32,6 +32,7 @@ def gang_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("gang")
     make_model(directory / "tied", tied=True)
     make_model(directory / "untied", tied=False)
+    make_mixture(directory / "experts")
     run_ranks("tests.training_rank", directory, env=LOOPBACK)
     return directory
 
@@ -101,7 +102,9 @@ def plain_steps(case: Case, directory: Path) -> tuple[list[dict[str, Tensor]], d
     """(gradient of every optimizer step, final weights)."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory / ("tied" if case.tied else "untied"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory / case.model, dtype=torch.float32, trust_remote_code=case.experts
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     gradients = []
     for number in range(BATCHES):

@@ -70,7 +70,7 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
     )
     gang = sharing(gang, case.sequence)
     rule.DENSE_PLACES = DENSE_PLACES if case.dense_places is None else case.dense_places
-    engine = Recording(directory / ("tied" if case.tied else "untied"), settings, gang)
+    engine = Recording(directory / case.model, settings, gang, trust_remote_code=case.experts)
     engine.gradients = []
     learner = Learner(
         engine, PolicyObjective(**case.objective), epochs=case.epochs, temperature=TEMPERATURE, max_staleness=2

@@ -26,6 +26,7 @@ from flowrl.training.engine import on_disk, shards
 from flowrl.training.engine.async_io import build_async_io
 from flowrl.training.engine.ema import Ema, whole_master_weight
 from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.mixtures import gather_at_once
 from flowrl.training.engine.optimizers import make_optimizer, rates
 from flowrl.training.engine.requirements import TAG, in_shards, is_sharded, resume_problems
 from flowrl.training.layouts import Decision, Placing, decide_trainer, refused
@@ -118,6 +119,8 @@ class ZeroEngine:
         del sharded
         if gang.sequence is not None:
             make_exchanging(self.model.network.config._attn_implementation)
+        if self._stage == 3:
+            gather_at_once(self.model)
         optimizer = make_optimizer(self.model, settings)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
         self._ema = Ema(self._engine, settings.ema_decay) if settings.ema_decay else None
