@@ -187,10 +187,12 @@ class TrainerOptions(PolicyOptions):
     """Sharding, offload, optimizer, attention and layout of the policy's trainer."""
     schedule: Schedule = Schedule()
     """Warm-up and decay of the learning rate."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts (arXiv 2101.03961) beside the objective's; 0: none."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, token_budget=1)
+        yield from too_low(self, token_budget=1, router_aux_loss_coef=0)
         if not 0 <= self.lr < math.inf:
             yield f"--lr is {self.lr}; it has to be a number from 0 up"
 
@@ -209,6 +211,7 @@ class TrainerOptions(PolicyOptions):
             zero=self.zero.with_dtype(self.dtype),
             lora=self.lora,
             sequence_parallel_size=self.trainer.sequence_parallel_size,
+            router_aux_loss_coef=self.router_aux_loss_coef,
             **settings,
         )
 

@@ -42,10 +42,14 @@ class Case:
     """Ranks that share a part of a batch."""
     experts: bool = False
     """A mixture of experts, each a module of its own."""
+    balance: float = 0.0
+    """Coefficient of the load-balancing loss; above 0 the model is a Mixtral."""
 
     @property
     def model(self) -> str:
         """The directory of its model."""
+        if self.balance:
+            return "balanced"
         return "experts" if self.experts else "tied" if self.tied else "untied"
 
     @property
@@ -87,6 +91,8 @@ CASES = (
     Case("bfloat16_stage_2", stage=2, settings={"dtype": "bfloat16"}),
     Case("bfloat16_stage_1", stage=1, settings={"dtype": "bfloat16"}),
     Case("experts", experts=True, token_budget=24, settings={"gradient_checkpointing": True}),
+    Case("balanced", balance=0.5, token_budget=40),
+    Case("balanced_checkpointed", balance=0.5, mask_staleness=1, stage=2, settings={"gradient_checkpointing": True}),
     Case("sequence_rows", {"kl_coef": 0.3, "entropy_coef": 0.1, "kl_estimator": "k3"}, sequence=2),
     Case("sequence_of_one", token_budget=24, tied=False, mask_staleness=0, stage=2, sequence=2),
     Case("sequence_packed", settings={"packing": True}, token_budget=35, sequence=2),
@@ -182,6 +188,19 @@ def make_mixture(path: Path, *, num_experts: int = 6) -> None:
     torch.manual_seed(4)
     loaded = AutoConfig.from_pretrained(path, trust_remote_code=True)
     AutoModelForCausalLM.from_config(loaded, trust_remote_code=True).save_pretrained(path)
+
+
+def make_balanced(path: Path) -> None:
+    """A random Mixtral with the sizes of `make_model`."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(6)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    config = MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    MixtralForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
 
 
 def make_batch(number: int, case: Case, *, first: int = 0) -> Batch:

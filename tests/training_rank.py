@@ -70,10 +70,17 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
     )
     gang = sharing(gang, case.sequence)
     rule.DENSE_PLACES = DENSE_PLACES if case.dense_places is None else case.dense_places
-    engine = Recording(directory / case.model, settings, gang, trust_remote_code=case.experts)
+    engine = Recording(
+        directory / case.model, settings, gang, trust_remote_code=case.experts, balanced=case.balance > 0
+    )
     engine.gradients = []
     learner = Learner(
-        engine, PolicyObjective(**case.objective), epochs=case.epochs, temperature=TEMPERATURE, max_staleness=2
+        engine,
+        PolicyObjective(**case.objective),
+        epochs=case.epochs,
+        temperature=TEMPERATURE,
+        max_staleness=2,
+        router_aux_loss_coef=case.balance,
     )
     updates = []
     for number in range(BATCHES):

@@ -28,7 +28,7 @@ from flowrl.graph.routes import readers_dtype
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.directory import stored_dtype
-from flowrl.models.model_layout import note, sliced_problems, trainer_layout
+from flowrl.models.model_layout import balance_problems, note, sliced_notes, sliced_problems, trainer_layout
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.nodes.resident import ResidentNode
 from flowrl.runtime.ledger.ledger_client import Use
@@ -59,6 +59,7 @@ class Trainer(ResidentNode):
     rank 1 or more the trainer trains an adapter and keeps the policy's own weights; a generator that receives
     adapters needs the same `lora`. `teacher` is the model that the objective `ReverseKL` compares the policy with.
     Each `sequence_parallel_size` consecutive ranks share their micro-batches, a slice of the positions each.
+    `router_aux_loss_coef` is the weight of the load-balancing loss of a mixture of experts.
     Every `publish_every`th version is published, every `probe_every`th publication carries the probe. The
     first `start_after` batches make versions without an update, for an actor that waits until its critic has learnt.
 
@@ -86,6 +87,7 @@ class Trainer(ResidentNode):
         zero: ZeroSettings | None = None,
         lora: LoRA | None = None,
         sequence_parallel_size: int = 1,
+        router_aux_loss_coef: float = 0.0,
         teacher: Policy | None = None,
         publish_every: int = 1,
         probe_every: int = 10,
@@ -101,6 +103,7 @@ class Trainer(ResidentNode):
         self.zero = zero or ZeroSettings()
         self.lora = lora or LoRA()
         self.sequence_parallel_size = sequence_parallel_size
+        self.router_aux_loss_coef = router_aux_loss_coef
         self.teacher = teacher
         self.publish_every = publish_every
         self.probe_every = probe_every
@@ -125,8 +128,7 @@ class Trainer(ResidentNode):
         )
 
     def footprint(self, share: Share) -> Footprint | None:
-        scalar = isinstance(self.objective, Objective) and self.objective.head == "scalar"
-        shared = self.sequence_parallel_size
+        scalar, shared = getattr(self.objective, "head", "lm") == "scalar", self.sequence_parallel_size
         return trainer_footprint(self.policy, share, self.zero, self.lora, scalar=scalar, sliced=shared)
 
     def check(self, facts: Any) -> list[str]:
@@ -153,8 +155,9 @@ class Trainer(ResidentNode):
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
         problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
-        problems += refused(self.zero.layout, self._layout)
-        problems += sliced_problems(self.policy, self.zero, self.sequence_parallel_size)
+        head, shared, coef = self.objective.head, self.sequence_parallel_size, self.router_aux_loss_coef
+        problems += [*refused(self.zero.layout, self._layout), *sliced_problems(self.policy, self.zero, shared)]
+        problems += balance_problems(self.policy, coef, head, shared)
         return problems + setting_problems(self.zero.deepspeed) + lora_problems(self.lora, self.zero)
 
     @property
@@ -162,15 +165,14 @@ class Trainer(ResidentNode):
         return trainer_layout(self.policy, self.zero)
 
     def notes(self) -> list[str]:
-        shared = self.sequence_parallel_size
-        sliced = f"each {shared} ranks share their micro-batches, a slice of the positions each" if shared > 1 else ""
-        return [note(self._layout), *filter(None, [sliced])]
+        return [note(self._layout), *sliced_notes(self.sequence_parallel_size)]
 
     def preflight(self) -> None:
         check_model(self.policy)
         model_dir = known_directory(self.policy)
         if model_dir is not None:
-            check_trainable(model_dir, self.objective.head, trust_remote_code=self.policy.trust_remote_code)
+            kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
+            check_trainable(model_dir, self.objective.head, **kind)
         check_training(self.zero, self.lora, model_dir=model_dir, trust_remote_code=self.policy.trust_remote_code)
 
     def check_resume(self, saved: Saved) -> list[str]:
@@ -206,8 +208,8 @@ class Trainer(ResidentNode):
         progress("loading the model")
         head = self.objective.head
         start = self._head_start(source) if head == "scalar" else "policy"
-        trusted = self.policy.trust_remote_code
-        engine = ZeroEngine(source, self.zero, gang, head=head, start=start, lora=self.lora, trust_remote_code=trusted)
+        kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
+        engine = ZeroEngine(source, self.zero, gang, head=head, start=start, lora=self.lora, **kind)
         if self.context.resume_dir is not None:
             engine.load(self._state_dir(self.context.resume_dir))
         self._publisher = self._make_publisher(engine)
@@ -219,6 +221,7 @@ class Trainer(ResidentNode):
             temperature=self.temperature,
             max_staleness=None if self.context.own_clock else self.context.max_staleness,
             teacher=self._load_teacher(engine),
+            router_aux_loss_coef=self.router_aux_loss_coef,
         )
 
     def _load_teacher(self, engine: ZeroEngine) -> OutputLayer | None:
@@ -363,8 +366,9 @@ class Trainer(ResidentNode):
         if publisher is None:
             self._published = self.version
             return
+        skipped = self.version - self._published > 1  # versions that may have changed the weights
         async with self.context.on_devices():
-            await self._publish_on_devices(publisher, "full" if changed or self._missed() else "unchanged")
+            await self._publish_on_devices(publisher, "full" if changed or skipped else "unchanged")
         self._published = self.version
 
     async def _publish_on_devices(self, publisher: Publisher, kind: str) -> None:
@@ -373,10 +377,6 @@ class Trainer(ResidentNode):
             if manifest is not None:
                 await self.weights.send(manifest)
             await self.blocking(publisher.transmit)
-
-    def _missed(self) -> bool:
-        """Whether versions were skipped since the last publication; they may have changed the weights."""
-        return self.version - self._published > 1
 
     def _save(self, path: str) -> None:
         engine = self._learner.engine

@@ -32,6 +32,7 @@ from flowrl.training.engine.requirements import TAG, in_shards, is_sharded, resu
 from flowrl.training.layouts import Decision, Placing, decide_trainer, refused
 from flowrl.training.model.adapter import adapter_off, write_adapter
 from flowrl.training.model.attention.head_exchange import make_exchanging
+from flowrl.training.model.balance import found_balance
 from flowrl.training.model.policy_model import (
     PolicyModel,
     choose_attention,
@@ -65,7 +66,8 @@ class ZeroEngine:
     """One rank of a model in training.
 
     With `head="scalar"` it is a critic or a reward model, see `load_scalar_model` for `start`. With a
-    `lora` of rank 1 or more it trains an adapter, and the loaded weights stay unchanged.
+    `lora` of rank 1 or more it trains an adapter, and the loaded weights stay unchanged. `balanced`: passes with
+    gradients also give the load-balancing loss of the model's experts.
     """
 
     model: PolicyModel | ScalarModel
@@ -80,6 +82,7 @@ class ZeroEngine:
         start: Start = "policy",
         lora: LoRA | None = None,
         trust_remote_code: bool = False,
+        balanced: bool = False,
     ) -> None:
         import deepspeed
 
@@ -116,6 +119,8 @@ class ZeroEngine:
             self.model = load_scalar_model(path, start=start, seed=torch.initial_seed(), **options)
         else:
             self.model = load_policy_model(path, **options)
+        if balanced and isinstance(self.model, PolicyModel):
+            self.model.balance = found_balance(self.model.network)
         del sharded
         if gang.sequence is not None:
             make_exchanging(self.model.network.config._attn_implementation)
@@ -159,8 +164,12 @@ class ZeroEngine:
 
     def forward(self, rows: RowLayout, *, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropies_N) of the policy tokens, with an autograd graph except under `torch.no_grad`."""
-        logprobs_N, entropies_N = compute(self._engine, rows, self.gang.sequence, temperature, entropy_gradient)
+        logprobs_N, entropies_N, *_ = self.outputs(rows, temperature, entropy_gradient)
         return logprobs_N, entropies_N
+
+    def outputs(self, rows: RowLayout, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
+        """As `forward`, and of a `balanced` engine with gradients the load-balancing loss of the pass."""
+        return compute(self._engine, rows, self.gang.sequence, temperature, entropy_gradient)
 
     def values(self, rows: RowLayout) -> Tensor:
         """The scalar head's values at the rows' places, [N], with an autograd graph except under `torch.no_grad`."""

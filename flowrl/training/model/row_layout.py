@@ -35,6 +35,8 @@ class RowLayout:
     input_ids_RL: Tensor
     position_ids_RL: Tensor | None
     """None: 0, 1, 2 ... in every row."""
+    real_RL: Tensor
+    """False at padding."""
     places_N: Tensor
     """For each policy token the flat index of the place that predicts it."""
     targets_N: Tensor
@@ -122,8 +124,11 @@ def _layout(
     def tensor(arrays: Sequence[npt.NDArray[np.generic]]) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device)
 
+    real = np.zeros(placed.input_ids_BL.numel(), np.bool_)
+    real[np.concatenate(placed.places)] = True
     return RowLayout(
         input_ids_RL=placed.input_ids_BL,
+        real_RL=torch.from_numpy(real).view(placed.input_ids_BL.shape).to(device),
         position_ids_RL=placed.position_ids_BL,
         places_N=tensor(places),
         targets_N=tensor(targets),

@@ -71,6 +71,7 @@ def slice_rows(rows: RowLayout, group: SequenceGroup) -> RowSlice:
             rows,
             input_ids_RL=pad(rows.input_ids_RL, (0, added))[:, start : start + own],
             position_ids_RL=pad(positions, (0, added))[:, start : start + own],
+            real_RL=pad(rows.real_RL, (0, added))[:, start : start + own],
             places_N=mine_M.new_zeros(1) if none else places_M,
             targets_N=mine_M.new_zeros(1) if none else rows.targets_N[mine_M],
             taught=None if none or rows.taught is None else rows.taught.at(mine_M),
