@@ -59,27 +59,24 @@ class PolicyModel(nn.Module):
         with_hidden: bool = False,
     ) -> tuple[Tensor, ...]:
         """Logprobs and entropies; `with_hidden` also the last hidden states at these places, [N, H]."""
-        balance = self.balance if torch.is_grad_enabled() else None
-        outputs = self._outputs(rows, **({} if balance is None else {"output_router_logits": True}))
-        hidden_NH = _at_places(outputs, rows)
+        hidden_NH, balance = self._hidden(rows, balance=self.balance if torch.is_grad_enabled() else None)
         result: tuple[Tensor, Tensor] = self.causal_lm.get_output_embeddings()(
             hidden_NH, rows.targets_N, temperature, entropy_gradient, rows.taught
         )
         if balance is not None:
-            return (*result, balance(outputs.router_logits, rows.real_RL))
+            return (*result, balance)
         return (*result, hidden_NH) if with_hidden else result
 
     def hidden(self, rows: RowLayout) -> Tensor:
         """[N, H]: the last hidden states at the positions of the policy tokens."""
-        return _at_places(self._outputs(rows), rows)
+        return self._hidden(rows, balance=None)[0]
 
-    def _outputs(self, rows: RowLayout, **options: bool) -> Any:
-        return self.causal_lm.base_model(**rows.model_input, **options)
-
-
-def _at_places(outputs: Any, rows: RowLayout) -> Tensor:
-    hidden_RLH: Tensor = outputs[0]
-    return hidden_RLH.flatten(0, 1).index_select(0, rows.places_N)
+    def _hidden(self, rows: RowLayout, *, balance: Balance | None) -> tuple[Tensor, Tensor | None]:
+        """The hidden states, and the load-balancing loss; all else that the model returns is freed."""
+        asked = {} if balance is None else {"output_router_logits": True}
+        outputs = self.causal_lm.base_model(**rows.model_input, **asked)
+        hidden_NH: Tensor = outputs[0].flatten(0, 1).index_select(0, rows.places_N)
+        return hidden_NH, None if balance is None else balance(outputs.router_logits, rows.real_RL)
 
 
 def choose_attention(attention: Attention | None, device: torch.device, dtype: Dtype) -> Attention:
