@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.two_machines import free_ports
 from flowrl.testing import GraphRun, run_graph
-from tests.test_runtime_half_done import killed
+from tests.test_runtime_half_done import killed, records_of
 
 ROOT = Path(__file__).parent.parent
 PLAYED = ROOT / "tests" / "graphs_episodes" / "agents_played.py"
@@ -21,8 +21,8 @@ STEPS = 4
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
-def play(run_dir: Path, *, steps: int = STEPS, resume: bool = False, **config: Any) -> GraphRun:
-    options: dict[str, Any] = {"steps": steps, "resume": resume, "save_every": 2}
+def play(run_dir: Path, *, steps: int = STEPS, resume: bool = False, save_every: int = 2, **config: Any) -> GraphRun:
+    options: dict[str, Any] = {"steps": steps, "resume": resume, "save_every": save_every}
     return run_graph(PLAYED, run_dir, config, timeout_s=100, **options).raise_for_error()
 
 
@@ -54,11 +54,19 @@ def test_every_reply_of_an_agent_with_branches_is_proven(tmp_path: Path, agent: 
     assert ran.rows("SELECT COUNT(*) FROM uses") == [(STEPS * 6,)]
 
 
+def half_done_of(run_dir: Path, step: int) -> set[str]:
+    """The samples that an agent had begun when the checkpoint was made."""
+    return {sample_id for sample_id, record in records_of(run_dir, step).items() if record.first is not None}
+
+
 def test_half_done_agents_begin_anew_in_a_resumed_run_and_use_up_no_retry(tmp_path: Path) -> None:
     config: dict[str, Any] = {"agent": "takes_its_time", "retries": 0}
-    play(tmp_path / "run", **config)
-    records = killed(tmp_path / "run", after=2)
-    half_done = {sample_id for sample_id, record in records.items() if record.first is not None}
+    play(tmp_path / "run", save_every=1, **config)
+    states = (tmp_path / "run" / "checkpoints").glob("step_*/state.msgpack")
+    steps = [int(state.parent.name.removeprefix("step_")) for state in states]
+    begun = {step: half_done_of(tmp_path / "run", step) for step in steps if step < STEPS}
+    step, half_done = max(begun.items(), key=lambda item: len(item[1]))
+    killed(tmp_path / "run", after=step)
     ran = play(tmp_path / "run", resume=True, **config)
     assert ran.audit().ok, str(ran.audit())
     assert ran.states() == {"trained": STEPS * 6} and half_done

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.episode import EpisodeRecord
+from flowrl.episode import Episode, EpisodeRecord
 from flowrl.messages import Prompt
 from flowrl.runtime.checkpoints.checkpoint import read_state
 from flowrl.testing import GraphRun, VirtualClock, run_graph
@@ -35,8 +35,15 @@ def killed(run_dir: Path, *, after: int) -> dict[str, EpisodeRecord]:
     for later in checkpoints.iterdir():
         if later.name > f"step_{after:06d}":
             shutil.rmtree(later)
-    bodies = [envelope.body for *_, envelope in read_state(checkpoints / f"step_{after:06d}")["messages"]]
-    prompts = [body for body in bodies if isinstance(body, Prompt)]
+    return records_of(run_dir, after)
+
+
+def records_of(run_dir: Path, step: int) -> dict[str, EpisodeRecord]:
+    """The records in the checkpoint of that step, by sample; an episode that was sent is done."""
+    messages = read_state(run_dir / "checkpoints" / f"step_{step:06d}")["messages"]
+    bodies = [envelope.body for *_, envelope in messages]
+    sent = {body.sample_id for body in bodies if isinstance(body, Episode)}
+    prompts = [body for body in bodies if isinstance(body, Prompt) and body.sample_id not in sent]
     return {body.sample_id: body.record for body in prompts if isinstance(body.record, EpisodeRecord)}
 
 

@@ -44,9 +44,11 @@ def test_a_run_whose_ray_dies_says_so_and_can_be_resumed(tmp_path: Path, ray: di
     assert not run.socket_dirs
     assert open_to_others(tmp_path / "run") == []
 
-    again = Run(FAULTS, tmp_path / "run", *OPTIONS, "--steps", "8", "--resume", env=ray)
+    newest = max(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    steps = int(newest.removeprefix("step_")) + 2
+    again = Run(FAULTS, tmp_path / "run", *OPTIONS, "--steps", str(steps), "--resume", env=ray)
     assert again.wait() == 0, again.stderr
-    assert states(tmp_path / "run") == {("trained", None): 8 * 4}
+    assert states(tmp_path / "run") == {("trained", None): steps * 4}
 
 
 OWN = """
