@@ -59,7 +59,7 @@ class ProcessReward(RewardModel):
     def step_tokens(self, sample: Sample) -> tuple[Int32, Bool]:
         """The tokens that the model reads, and where the scores of the steps stand."""
         steps = split_steps(sample.response_text, self.separator)
-        row = self._rows[sample.prompt_id]
+        row = self.row_of(sample)
         return step_tokens(self._scorer.chat.with_tools(row.tools), row.turns, steps, self.separator)
 
     async def _score_steps(self, asked: list[tuple[Int32, Bool]]) -> Sequence[Sequence[float]]:
