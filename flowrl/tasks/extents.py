@@ -1,7 +1,8 @@
 """Where the records of a file stand, and the record that one extent of it holds: files read from their middle.
 
 An extent is the number by which places name a record, the offset of its first byte, and its bytes. `extents_of` says
-how the extents of a file are found: lines, the elements of a JSON array, the rows of a table, or rows that were pickled.
+how the extents of a file are found: lines, the elements of a JSON array, the rows of a table, or rows that were
+pickled.
 """
 
 from __future__ import annotations

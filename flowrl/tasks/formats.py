@@ -28,6 +28,8 @@ PATTERN = re.compile(r"[*?\[]")
 OTHER_BYTE = re.compile("[\udc80-\udcff]")
 """How Python's surrogateescape keeps a byte that is not UTF-8."""
 
+PART_BYTES, ROWS_A_BATCH = 1 << 20, 1024
+"""How much of a Parquet file is read and decoded at a time: a whole row group may be larger than memory."""
 SAVED = ("dataset_dict.json", "state.json")
 """Files by which a directory that save_to_disk has written is known."""
 
@@ -218,12 +220,12 @@ def parquet_batches(path: Path) -> Iterator[Any]:
     except ImportError:
         raise ConfigError(f"{path}: reading Parquet needs the package pyarrow; pip install pyarrow") from None
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=PART_BYTES)
     except (pyarrow.ArrowInvalid, OSError) as problem:
         raise ConfigError(f"{path} is no Parquet file ({problem}); write it again, or name a .jsonl file") from None
     number = 0
     try:
-        for batch in file.iter_batches():
+        for batch in file.iter_batches(batch_size=ROWS_A_BATCH):
             yield batch
             number += batch.num_rows
     except (pyarrow.ArrowException, OSError) as problem:
