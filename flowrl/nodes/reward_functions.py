@@ -55,7 +55,8 @@ class RewardFunctions:
         """Raise ConfigError for a weight of what is no head of the reward."""
         heads = set(verdicts.heads)
         if is_sum(self._parts):  # its heads are the parts, and PART/HEAD of those that have heads
-            heads = {name.removeprefix(f"{part.name}/") for part in self._parts for name in heads} - heads
+            places = [f"{part.name}/" for part in self._parts]
+            heads = {name.removeprefix(place) for place in places for name in heads if name.startswith(place)}
         if strange := [name for name in self._task.head_weights if name not in heads]:
             raise ConfigError(
                 f"--task.reward-weights names {strange[0]}, but the reward has "
