@@ -192,7 +192,7 @@ def test_a_copy_is_made_once_and_anew_for_a_file_that_has_changed(
     said = capsys.readouterr().err
     assert "writing its rows into" in said and "0.0 MB of rows in" in said
     with monkeypatch.context() as patched:
-        patched.setattr(spooled, "_write", None)
+        patched.setattr(spooled, "_parts", None)
         assert plain_file(file) == copy
     for text in (b'{"prompt": "other"}', b'{"prompt": "these"}'):
         file.write_bytes(gzip.compress(text, compresslevel=0))
@@ -207,9 +207,17 @@ def test_a_disk_that_is_too_small_is_said_and_nothing_stays(tmp_path: Path, monk
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
     monkeypatch.setattr(spooled, "CHECKED_BYTES", 1000)
     monkeypatch.setattr(spooled, "PART_BYTES", 1000)
-    with pytest.raises(ConfigError, match=r"rows.jsonl.xz needs more than 0.0 MB .*1.1 GB are free, of which"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl.xz: its rows cannot be kept .* after 0.0 MB .1.1 GB are free"):
         load_rows(Task(f"{file}:rows=disk"))
     assert [path.suffix for path in (cache_dir() / "rows").iterdir()] == [".lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path, ".parquet")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"cannot be kept in .* after 0.0 MB \(Not a directory\); name a directory"):
+        load_rows(Task(f"{file}:rows=disk"))
 
 
 def test_a_row_of_parquet_that_is_not_utf8_is_malformed_and_the_others_are_not(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import itertools
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -145,7 +145,7 @@ class TableRows:
 
 @dataclass
 class PickledRows:
-    """The rows of a Parquet file that `write_pickled` has written anew, so that one is read without the others."""
+    """The rows of a Parquet file that `pickled` has made anew, so that one is read without the others."""
 
     path: Path
 
@@ -167,12 +167,12 @@ class PickledRows:
         return found
 
 
-def write_pickled(batches: Iterable[Any], write: Callable[[bytes], None]) -> None:
-    """Write each row of Arrow `batches`, or what is wrong with it."""
+def pickled(batches: Iterable[Any]) -> Iterator[bytes]:
+    """The rows of Arrow `batches`, or what is wrong with one, as a file has them that `PickledRows` reads."""
     for batch in batches:
         for row in _rows_of(batch):
             content = pickle.dumps(row, protocol=5)
-            write(LENGTH.pack(len(content)) + content)
+            yield LENGTH.pack(len(content)) + content
 
 
 def _rows_of(batch: Any) -> Iterator[Record | str]:

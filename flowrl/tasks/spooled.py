@@ -8,16 +8,15 @@ refused.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from flowrl.cache import cache_dir, cached_directory
 from flowrl.errors import ConfigError
 from flowrl.hub.download import to_stderr
 from flowrl.hub.hub_problems import gigabytes
 from flowrl.tasks.compressed import DAMAGED, SUFFIXES
-from flowrl.tasks.extents import write_pickled
+from flowrl.tasks.extents import pickled
 from flowrl.tasks.formats import PARQUET, format_of, parquet_batches
 
 RESERVE_BYTES = 1 << 30
@@ -37,52 +36,46 @@ def plain_file(path: Path) -> Path:
         return path
     at, now = path.resolve(), path.stat()
     recipe = {"file": str(at), "bytes": now.st_size, "modified_ns": now.st_mtime_ns, "form": 1}
-
-    def make(directory: Path) -> None:
-        to_stderr(f"{path}: writing its rows into {cache_dir() / NAME}, so that each can be read by itself")
-        with (directory / NAME).open("wb") as target:
-            _write(path, Spool(path, directory, target.write).write)
-        to_stderr(f"{path}: {gigabytes((directory / NAME).stat().st_size)} of rows in {cache_dir() / NAME}")
-
-    return cached_directory(NAME, path.name, recipe, make, to_stderr) / NAME
+    spool = Spool(path)
+    try:
+        return cached_directory(NAME, path.name, recipe, spool.make, to_stderr) / NAME
+    except OSError as problem:
+        raise spool.no_room(problem.strerror or str(problem)) from None
 
 
 class Spool:
-    """Writes, and looks at the disk now and then."""
+    """The copy of one file while it is made; the disk is looked at now and then."""
 
-    def __init__(self, path: Path, directory: Path, target: Callable[[Any], int]) -> None:
-        self._path, self._directory, self._target = path, directory, target
+    def __init__(self, path: Path) -> None:
+        self._path, self._home = path, cache_dir() / NAME
         self._written, self._checked = 0, -CHECKED_BYTES
 
-    def write(self, content: Any) -> None:
-        """Write bytes or a buffer. Raises ConfigError if the disk has too little left."""
-        if self._written - self._checked >= CHECKED_BYTES:
-            self._check()
-        try:
-            self._written += self._target(content)
-        except OSError as problem:
-            raise self._full(str(problem)) from None
+    def make(self, directory: Path) -> None:
+        """Write the copy into `directory`. Raises ConfigError, or OSError if the disk does not take it."""
+        to_stderr(f"{self._path}: writing its rows into {self._home}, so that each can be read by itself")
+        with (directory / NAME).open("wb") as target:
+            for part in _parts(self._path):
+                if self._written - self._checked >= CHECKED_BYTES:
+                    self._check(directory)
+                self._written += target.write(part)
+        to_stderr(f"{self._path}: {gigabytes(self._written)} of rows in {self._home}")
 
-    def _check(self) -> None:
-        self._checked = self._written
-        free = shutil.disk_usage(self._directory).free
-        if free < RESERVE_BYTES + CHECKED_BYTES:
-            raise self._full(f"{gigabytes(free)} are free, of which {gigabytes(RESERVE_BYTES)} stay free")
-
-    def _full(self, problem: str) -> ConfigError:
+    def no_room(self, problem: str) -> ConfigError:
+        """The error of a disk that does not take the copy."""
         return ConfigError(
-            f"{self._path} needs more than {gigabytes(self._written)} in {cache_dir()} for rows on disk, and "
-            f"there is no room ({problem}); name a directory on a larger disk in FLOWRL_CACHE, or write "
-            f"{self._path.name}:rows=memory"
+            f"{self._path}: its rows cannot be kept in {self._home} after {gigabytes(self._written)} ({problem}); name "
+            f"a directory on a larger disk in FLOWRL_CACHE, or write {self._path.name}:rows=memory"
         )
 
+    def _check(self, directory: Path) -> None:
+        self._checked = self._written
+        free = shutil.disk_usage(directory).free
+        if free < RESERVE_BYTES + CHECKED_BYTES:
+            raise self.no_room(f"{gigabytes(free)} are free, of which {gigabytes(RESERVE_BYTES)} stay free")
 
-def _write(path: Path, write: Callable[[Any], None]) -> None:
-    if format_of(path) == PARQUET:
-        write_pickled(parquet_batches(path), write)
-        return
-    for part in _decompressed(path):
-        write(part)
+
+def _parts(path: Path) -> Iterator[bytes]:
+    return pickled(parquet_batches(path)) if format_of(path) == PARQUET else _decompressed(path)
 
 
 def _decompressed(path: Path) -> Iterator[bytes]:
