@@ -46,7 +46,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "2 generators": ("--generator.replicas", "2", "--generator.cpus", "0.5"),
     "HTTP reward": ("--task.reward", URL),
     "--time-share": ("--time-share", "generator", "trainer"),
-    "--curriculum": ("--curriculum.chosen", "0.5", "--curriculum.replayed", "0.2"),
+    "--curriculum.chosen": ("--curriculum.chosen", "0.5", "--curriculum.replayed", "0.2"),
     "--reference.refresh-every": ("--reference.refresh-every", "1"),
     "--lmbda": ("--lmbda", "0.5", "--beta", "0.5"),
 }
