@@ -146,10 +146,12 @@ def check_reward_model(
 
     `label` chooses from its labels, and `option` is what the user calls it.
     """
+    from flowrl.training.model.scalar_head import require_scalar_head
     from flowrl.training.model.trainable import check_scores
 
-    labels_of(path, label, option=option)
+    require_scalar_head(path)
     check_scores(path, trust_remote_code=trust_remote_code)
+    labels_of(path, label, option=option)
 
 
 def labels_of(path: str | Path, label: str, *, option: str = OPTION) -> Mapping[str, float]:

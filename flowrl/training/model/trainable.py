@@ -34,8 +34,8 @@ def check_scalar(path: str | Path, *, trust_remote_code: bool = False) -> None:
     """Raise ConfigError unless the model in `path` can have a scalar head: as a critic, or as a reward model."""
     from flowrl.training.model.scalar_head import require_one_label
 
-    require_one_label(path)
     check_scores(path, trust_remote_code=trust_remote_code)
+    require_one_label(path)
 
 
 @functools.lru_cache(maxsize=16)
