@@ -95,6 +95,9 @@ class RewardModelSize(ScoringSize, _Model):
     In a sum with functions where --task.reward says so: verifier + 0.5*reward_model."""
     normalise: bool | None = None
     """Normalise its scores by the mean and standard deviation that it has stored; None: in ppo alone."""
+    label: str = ""
+    """Of a model with several labels, the one that is the score, by name or number; or a weighted sum of them, as
+    helpfulness=0.8,verbosity=-0.2. Each is logged."""
 
 
 @dataclass(frozen=True)

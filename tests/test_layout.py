@@ -17,10 +17,11 @@ CHECKED = (
 )
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
-BASE = {"errors", "message_base", "messages", "episode", "orphans", "packing", "hub", "forest", "tree_packing"}
+BASE = {"cache", "errors", "message_base", "messages", "episode", "orphans", "packing", "hub", "forest", "tree_packing"}
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
+    "cache": set(),
     "errors": set(),
     "hub": {"errors"},
     "orphans": set(),

@@ -49,7 +49,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(final.name)
         final.mkdir()
 
-    monkeypatch.setattr("flowrl.models.cache._make", make)
+    monkeypatch.setattr("flowrl.cache._make", make)
     return names
 
 
