@@ -31,7 +31,7 @@ from flowrl.models.size_table import Learning
 from flowrl.nodes import Engine, Evaluation, Generator, Preferences, PromptSource, Sampling, TokenBatch, Trainer
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import TooLong
-from flowrl.role_options import ScoringSize, Size, size_problems, sizes_of
+from flowrl.role_options import ScoringSize, Size, TrainerSize, size_problems, sizes_of
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
@@ -174,7 +174,7 @@ class TrainerOptions(PolicyOptions):
 
     lr: float = 1e-4
     """Peak learning rate of the policy."""
-    trainer: Size = Size()
+    trainer: TrainerSize = TrainerSize()
     """Ranks of the policy's trainer."""
     dtype: Dtype = "float32"
     """Data type of parameters and activations."""
@@ -187,10 +187,12 @@ class TrainerOptions(PolicyOptions):
     """Sharding, offload, optimizer, attention and layout of the policy's trainer."""
     schedule: Schedule = Schedule()
     """Warm-up and decay of the learning rate."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts (arXiv 2101.03961) beside the objective's; 0: none."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, token_budget=1)
+        yield from too_low(self, token_budget=1, router_aux_loss_coef=0)
         if not 0 <= self.lr < math.inf:
             yield f"--lr is {self.lr}; it has to be a number from 0 up"
 
@@ -208,6 +210,8 @@ class TrainerOptions(PolicyOptions):
             schedule=self.schedule,
             zero=self.zero.with_dtype(self.dtype),
             lora=self.lora,
+            sequence_parallel_size=self.trainer.sequence_parallel_size,
+            router_aux_loss_coef=self.router_aux_loss_coef,
             **settings,
         )
 

@@ -87,6 +87,17 @@ def make_forest(sequences: Sequence[Tokens]) -> Forest:
     return Forest(np.concatenate(tokens).astype(np.int32), positions, ends[:size], tuple(places))
 
 
+def extended(forest: Forest, added: int) -> Forest:
+    """`forest` with `added` sequences of one token behind it, which are not among its `places`."""
+    size = len(forest)
+    return Forest(
+        np.concatenate((forest.token_ids, np.zeros(added, np.int32))),
+        np.concatenate((forest.positions, np.zeros(added, np.int64))),
+        np.concatenate((forest.ends, np.arange(size, size + added) + 1)),
+        forest.places,
+    )
+
+
 class Prefixes:
     """The prefixes of the sequences added so far, to count places without making a forest."""
 

@@ -26,19 +26,36 @@ class Size:
 
 
 @dataclass(frozen=True)
+class TrainerSize(Size):
+    """The size of the policy's trainer."""
+
+    sequence_parallel_size: int = 1
+    """Consecutive ranks that share each micro-batch: every one has a slice of its positions, and of the heads in
+    attention (Ulysses). Divides the number of ranks and the model's attention heads."""
+
+
+@dataclass(frozen=True)
 class CriticTrainerSize:
     """The size of the critic's trainer."""
 
     replicas: int | None = None
     """ZeRO ranks; None: as many as the policy's trainer."""
+    sequence_parallel_size: int | None = None
+    """Consecutive ranks that share each micro-batch; None: as many as in the policy's trainer."""
     gpus: float | None = None
     """GPUs of each; None: one if any role of the graph has GPUs, else 0."""
     cpus: float | None = None
     """Cores of each; None: by role."""
 
-    def sized(self, like: Size) -> Size:
+    def sized(self, like: TrainerSize) -> TrainerSize:
         """The size for a policy's trainer of size `like`."""
-        return Size(like.replicas if self.replicas is None else self.replicas, self.gpus, self.cpus)
+        shared = self.sequence_parallel_size
+        return TrainerSize(
+            like.replicas if self.replicas is None else self.replicas,
+            self.gpus,
+            self.cpus,
+            like.sequence_parallel_size if shared is None else shared,
+        )
 
 
 @dataclass(frozen=True)
@@ -145,6 +162,9 @@ def size_problems(options: object) -> Iterator[str]:
             value = getattr(size, field_name)
             if value is not None and not value >= 0:
                 yield f"{name}.{field_name} is {value}; it has to be 0 or more"
+        shared = getattr(size, "sequence_parallel_size", None)
+        if shared is not None and shared < 1:
+            yield f"{name}.sequence-parallel-size is {shared}; it has to be 1 or more"
         if isinstance(size, ReferenceSize):
             yield from _refresh_problems(name, size)
         budget = getattr(size, "token_budget", None)

@@ -22,7 +22,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.prompt_options import RewardOptions
-from flowrl.role_options import CriticSize, CriticTrainerSize, ReferenceSize, Size
+from flowrl.role_options import CriticSize, CriticTrainerSize, ReferenceSize, Size, TrainerSize
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.value_objective import ValueObjective
 from flowrl.training.schedule import Schedule
@@ -34,7 +34,7 @@ class PPO(AdvantageOptions, RewardOptions):
     has_reference = True
 
     group_size: int = 4
-    trainer: Size = Size()
+    trainer: TrainerSize = TrainerSize()
     """Ranks of the actor."""
     groups_per_step: int = 32
     optimizer_steps: int = 2
@@ -82,6 +82,7 @@ def graph(cfg: PPO) -> Graph:
     estimate = Estimate("gae", gamma=cfg.gamma, lam=cfg.lam, kl_coef=cfg.kl_coef, kl_estimator=cfg.kl_estimator)
     filtering = cfg.filtering(cfg.groups_per_step)
     adaptive_kl = None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target)
+    critic_size = cfg.critic_trainer.sized(cfg.trainer)
 
     g = Graph("ppo")
     prompts = g.add("prompts", cfg.prompts(curriculum=cfg.curriculum))
@@ -112,8 +113,9 @@ def graph(cfg: PPO) -> Graph:
             epochs=cfg.epochs,
             schedule=cfg.critic_schedule,
             zero=cfg.critic_zero.with_dtype(cfg.dtype),
+            sequence_parallel_size=critic_size.sequence_parallel_size,
         ),
-        **cfg.share(cfg.critic_trainer.sized(cfg.trainer)),
+        **cfg.share(critic_size),
     )
 
     g.connect(prompts.prompts, generator.prompts)

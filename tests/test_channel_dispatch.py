@@ -190,6 +190,19 @@ def test_gang_gives_each_lane_its_part_under_an_id_of_its_own() -> None:
     run(body, "local")
 
 
+def test_ranks_that_share_a_part_each_get_it_under_an_id_of_their_own() -> None:
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge, ports = OutEdge([a.sender(lane(2, i)) for i in range(4)], GANG, lanes_per_part=2), inboxes(b, 4)
+        await edge.send(thing(7))
+        deliveries = [await port.take() for port in ports]
+        assert [d.envelope.body.index for d in deliveries] == [70, 70, 71, 71]  # type: ignore[attr-defined]
+        assert [d.envelope.id for d in deliveries] == edge.ids(thing(7)) and len(set(edge.ids(thing(7)))) == 4
+        await edge.send_to(edge.lanes[2].spec.consumer, thing(8))
+        assert (await ports[2].take()).envelope.body.index == 81, "a replay too"  # type: ignore[attr-defined]
+
+    run(body, "local")
+
+
 def test_what_a_gang_has_not_finished_is_kept_whole() -> None:
     """So that the same samples make the same optimizer steps, whatever the number of ranks that it is split for."""
 

@@ -73,6 +73,13 @@ WRONG_VALUES = {
     "--generator.cpus 0": "'generator' has cpus=0 and no gpus, but a Generator needs a process of its own",
     "--generator.replicas 0": "--generator.replicas is 0; it has to be 1 or more",
     "--trainer.replicas 0": "--trainer.replicas is 0; it has to be 1 or more",
+    "--trainer.sequence-parallel-size 0": "--trainer.sequence-parallel-size is 0; it has to be 1 or more",
+    "--trainer.sequence-parallel-size 2": "trainer has 1 rank, which cannot be divided into groups of 2 that share "
+    "their micro-batches; give it 2 replicas, or another sequence_parallel_size",
+    "--trainer.replicas 3 --trainer.sequence-parallel-size 3": "sequence_parallel_size is 3, but the model has 4 "
+    "attention heads, of which each rank takes an equal number; choose one of 1, 2, 4",
+    "--trainer.replicas 2 --trainer.sequence-parallel-size 2 --zero.attention eager": "sequence_parallel_size is 2, "
+    "but attention 'eager' needs a mask over all positions",
     "--reference.token-budget 0": "--reference.token-budget is 0; it has to be 1 or more",
     "--gpus 1": "there is no option --gpus; it is --generator.gpus now",
     "--num-trainers 2": "there is no option --num-trainers; it is --trainer.replicas now",

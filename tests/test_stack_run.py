@@ -107,6 +107,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_an_interrupt_finishes_what
     before = lines(run_dir)
     args = ["run", "graphs/grpo.py", "--run-dir", str(run_dir), *SETTINGS, "--steps", "100000", "--resume"]
     args += ["--save-every", "1", "--keep", "2"]  # the third one is written when what it was resumed from is gone
+    args += ["--trainer.sequence-parallel-size", "2"]  # both ranks train on every batch from now on
     command = [sys.executable, "-m", "flowrl.cli", *args, "--plain"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None

@@ -17,11 +17,22 @@ import torch
 from torch import Tensor
 
 from flowrl.forest import num_unique
-from flowrl.messages import Trainable
+from flowrl.messages import Batch, Trainable
 from flowrl.runtime.driver.cluster import LOOPBACK
 from tests.ranks import run_ranks
 from tests.run_process import is_loopback
-from tests.training_cases import BATCHES, CASES, FIRST, LR, TEMPERATURE, Case, make_batch, make_model
+from tests.training_cases import (
+    BATCHES,
+    CASES,
+    FIRST,
+    LR,
+    TEMPERATURE,
+    Case,
+    make_balanced,
+    make_batch,
+    make_mixture,
+    make_model,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -32,6 +43,8 @@ def gang_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("gang")
     make_model(directory / "tied", tied=True)
     make_model(directory / "untied", tied=False)
+    make_mixture(directory / "experts")
+    make_balanced(directory / "balanced")
     run_ranks("tests.training_rank", directory, env=LOOPBACK)
     return directory
 
@@ -97,11 +110,27 @@ def plain_loss(model: torch.nn.Module, samples: list[Trainable], old: dict[str, 
     return loss
 
 
+def plain_balance(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """transformers' own load-balancing loss of each micro-batch of two ranks, a mean by their tokens."""
+    terms = []
+    for part in batch.split(2):
+        for indices in part.micro_batches:
+            ids = [torch.tensor(part.samples[i].token_ids[:-1].astype(np.int64)) for i in indices]
+            if ids:
+                rows = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+                real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
+                found = model(input_ids=rows, attention_mask=real, output_router_logits=True).aux_loss
+                terms.append(found * sum(map(len, ids)))
+    return torch.stack(terms).sum() / sum(sample.token_ids.size - 1 for sample in batch.samples)
+
+
 def plain_steps(case: Case, directory: Path) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """(gradient of every optimizer step, final weights)."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory / ("tied" if case.tied else "untied"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory / case.model, dtype=torch.float32, trust_remote_code=case.experts
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     gradients = []
     for number in range(BATCHES):
@@ -114,7 +143,10 @@ def plain_steps(case: Case, directory: Path) -> tuple[list[dict[str, Tensor]], d
         for _ in range(case.epochs):
             for indices in np.array_split(np.arange(len(samples)), case.optimizer_steps):
                 optimizer.zero_grad()
-                plain_loss(model, [samples[i] for i in indices], old, case, version).backward()
+                loss = plain_loss(model, [samples[i] for i in indices], old, case, version)
+                if case.balance:
+                    loss = loss + case.balance * plain_balance(model, make_batch(number, case, first=FIRST))
+                loss.backward()
                 gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
                 if case.clip:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
@@ -150,7 +182,7 @@ def test_gradients_and_weights_equal_the_plain_loop(case: Case, gang_dir: Path) 
     sizes = [max(float(g.abs().max()) for g in gradient.values()) for gradient in gradients]
     assert min(sizes) > 1e-3, "a gradient of nothing would prove nothing"
     for ours, plain, size in zip(found["gradients"], gradients, sizes, strict=True):
-        assert worst(ours, plain) <= 2e-5 * max(1.0, size)
+        assert worst(ours, plain) <= (1e-5 if case.sequence > 1 else 2e-5) * max(1.0, size)
     assert worst(found["weights"], weights) <= 1e-5
 
 
@@ -173,6 +205,18 @@ def test_a_tree_computes_fewer_tokens_than_its_samples_have(name: str, gang_dir:
         samples = make_batch(version, case).samples
         unique = num_unique([sample.token_ids[:-1] for sample in samples])
         assert unique <= update["computed"] < sum(sample.token_ids.size - 1 for sample in samples)
+
+
+def test_the_load_balancing_loss_is_told_without_its_coefficient(gang_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    case = next(c for c in CASES if c.name == "balanced")
+    model = AutoModelForCausalLM.from_pretrained(gang_dir / "balanced", dtype=torch.float32)
+    first, *_ = json.loads((gang_dir / "balanced.json").read_text())["updates"]
+    with torch.no_grad():
+        expected = float(plain_balance(model, make_batch(0, case, first=FIRST)))
+    assert first["stats"]["router_aux_loss"] == pytest.approx(expected, rel=1e-4) and expected > 1
+    assert "router_aux_loss" not in json.loads((gang_dir / "ppo_tis.json").read_text())["updates"][0]["stats"]
 
 
 def test_the_clipped_gradient_norm_is_told_before_clipping(gang_dir: Path) -> None:
@@ -214,7 +258,7 @@ def test_export_loads_in_transformers(name: str, gang_dir: Path) -> None:
         assert told == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ppo_tis", "stage_2"])
+@pytest.mark.parametrize("name", ["ppo_tis", "stage_2", "sequence_rows"])
 def test_a_resumed_trainer_goes_on_exactly(name: str, gang_dir: Path) -> None:
     """Adam: master weights and both moments have to come back for the next step to be the same."""
     straight, resumed = torch.load(gang_dir / f"{name}-resumed.pt")

@@ -59,12 +59,18 @@ class OneProcess:
     def __init__(self, model: Any, layout: Placing) -> None:
         self.model, self.layout, self.gang = model, layout, self
 
-    def gather(self, value: Any) -> list[Any]:
+    def num_computed(self, rows: Any) -> int:
+        return int(rows.num_computed)
+
+    def parts(self, value: Any) -> list[Any]:
         return [value]
 
     def set_lr(self, lr: float) -> None: ...
 
-    def forward(self, rows: Any, *, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: Any, *, temperature: float) -> tuple[Tensor, Tensor]:
+        return self.outputs(rows, temperature, False)
+
+    def outputs(self, rows: Any, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = self.model(rows, temperature, entropy_gradient)
         return found
 

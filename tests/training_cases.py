@@ -38,6 +38,19 @@ class Case:
     """Of trainer and batch. In a tree the samples of a group share their prompt, or the beginning of it."""
     dense_places: int | None = None
     """The most places for which the rule chooses a dense mask; None: its own."""
+    sequence: int = 1
+    """Ranks that share a part of a batch."""
+    experts: bool = False
+    """A mixture of experts, each a module of its own."""
+    balance: float = 0.0
+    """Coefficient of the load-balancing loss; above 0 the model is a Mixtral."""
+
+    @property
+    def model(self) -> str:
+        """The directory of its model."""
+        if self.balance:
+            return "balanced"
+        return "experts" if self.experts else "tied" if self.tied else "untied"
 
     @property
     def half(self) -> bool:
@@ -77,7 +90,27 @@ CASES = (
     Case("bfloat16_stage_3", settings={"dtype": "bfloat16"}),
     Case("bfloat16_stage_2", stage=2, settings={"dtype": "bfloat16"}),
     Case("bfloat16_stage_1", stage=1, settings={"dtype": "bfloat16"}),
+    Case("experts", experts=True, token_budget=24, settings={"gradient_checkpointing": True}),
+    Case("balanced", balance=0.5, token_budget=40),
+    Case("balanced_checkpointed", balance=0.5, mask_staleness=1, stage=2, settings={"gradient_checkpointing": True}),
+    Case("sequence_rows", {"kl_coef": 0.3, "entropy_coef": 0.1, "kl_estimator": "k3"}, sequence=2),
+    Case("sequence_of_one", token_budget=24, tied=False, mask_staleness=0, stage=2, sequence=2),
+    Case("sequence_packed", settings={"packing": True}, token_budget=35, sequence=2),
+    Case("sequence_tree", layout="tree", optimizer_steps=2, mask_staleness=1, sequence=2),
+    Case(
+        "sequence_checkpointed",
+        {"aggregation": "sequence"},
+        layout="tree",
+        dense_places=0,
+        settings={"gradient_checkpointing": True},
+        sequence=2,
+    ),
 )
+FOUR = (
+    Case("four_share_a_tree", layout="tree", mask_staleness=1, token_budget=30, sequence=4),
+    Case("two_and_two", token_budget=24, mask_staleness=0, tied=False, sequence=2),
+)
+"""Of four ranks: more than the model has heads of keys, and two parts that two ranks share each."""
 
 
 def make_model(path: Path, *, tied: bool, num_layers: int = 2, hidden_size: int = 16) -> None:
@@ -98,6 +131,75 @@ def make_model(path: Path, *, tied: bool, num_layers: int = 2, hidden_size: int 
     }
     model = Qwen2ForCausalLM(Qwen2Config(**sizes)) if tied else LlamaForCausalLM(LlamaConfig(**sizes))
     model.save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+
+
+MIXTURE = """
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+
+class MixtureConfig(LlamaConfig):
+    model_type = "mixture"
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(LlamaMLP(config) for _ in range(config.num_experts))
+
+    def forward(self, hidden):
+        flat = hidden.flatten(0, 1)
+        weight, chosen = self.gate(flat).softmax(dim=-1).max(dim=-1)
+        found = torch.zeros_like(flat)
+        for number in chosen.unique().tolist():
+            mine = (chosen == number).nonzero().flatten()
+            found = found.index_add(0, mine, self.experts[number](flat[mine]) * weight[mine, None])
+        return found.view_as(hidden)
+
+
+class MixtureForCausalLM(LlamaForCausalLM):
+    config_class = MixtureConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = Block(config)
+        self.post_init()
+"""
+
+
+def make_mixture(path: Path, *, num_experts: int = 6) -> None:
+    """As `make_model`, with code of its own: layers that choose one expert of a list for each token."""
+    import json
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make_model(path, tied=False)
+    (path / "mixture.py").write_text(MIXTURE)
+    config = json.loads((path / "config.json").read_text())
+    classes = {"AutoConfig": "mixture.MixtureConfig", "AutoModelForCausalLM": "mixture.MixtureForCausalLM"}
+    config |= {"model_type": "mixture", "architectures": ["MixtureForCausalLM"], "auto_map": classes}
+    (path / "config.json").write_text(json.dumps(config | {"num_experts": num_experts}))
+    torch.manual_seed(4)
+    loaded = AutoConfig.from_pretrained(path, trust_remote_code=True)
+    AutoModelForCausalLM.from_config(loaded, trust_remote_code=True).save_pretrained(path)
+
+
+def make_balanced(path: Path) -> None:
+    """A random Mixtral with the sizes of `make_model`."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(6)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    config = MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    MixtralForCausalLM(config).save_pretrained(path)
     (path / "tokenizer_config.json").write_text("{}")
 
 

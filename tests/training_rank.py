@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flowrl.messages import Batch
 from flowrl.training.batch.masks import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.model.attention import rule
+from flowrl.training.model.attention.head_exchange import sequence_group
 from flowrl.training.settings import ZeroSettings
 from tests.ranks import as_rank
 from tests.run_process import listening
@@ -39,10 +42,20 @@ class Recording(ZeroEngine):
         self.gradients.append(
             {
                 name: (parameter.grad if self._stage == 0 else safe_get_full_grad(parameter)).clone()
-                for name, parameter in self.model.causal_lm.named_parameters()
+                for name, parameter in self.model.network.named_parameters()
             }
         )
         return super().step()
+
+
+def sharing(gang: Gang, size: int) -> Gang:
+    """The same gang, with `size` ranks to each part of a batch."""
+    return replace(gang, sequence=sequence_group(gang.rank, gang.size, size))
+
+
+def part_of(gang: Gang, batch: Batch) -> Batch:
+    """What this rank trains of it."""
+    return batch.split(gang.size // gang.sequence_size)[gang.rank // gang.sequence_size]
 
 
 def train(case: Case, gang: Gang, directory: Path) -> None:
@@ -55,15 +68,23 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
         layout=case.layout,
         **case.settings,
     )
+    gang = sharing(gang, case.sequence)
     rule.DENSE_PLACES = DENSE_PLACES if case.dense_places is None else case.dense_places
-    engine = Recording(directory / ("tied" if case.tied else "untied"), settings, gang)
+    engine = Recording(
+        directory / case.model, settings, gang, trust_remote_code=case.experts, balanced=case.balance > 0
+    )
     engine.gradients = []
     learner = Learner(
-        engine, PolicyObjective(**case.objective), epochs=case.epochs, temperature=TEMPERATURE, max_staleness=2
+        engine,
+        PolicyObjective(**case.objective),
+        epochs=case.epochs,
+        temperature=TEMPERATURE,
+        max_staleness=2,
+        router_aux_loss_coef=case.balance,
     )
     updates = []
     for number in range(BATCHES):
-        part, version = make_batch(number, case, first=FIRST).split(gang.size)[gang.rank], FIRST + number
+        part, version = part_of(gang, make_batch(number, case, first=FIRST)), FIRST + number
         assert part.layout == case.layout
         updates.append(learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR))
     weights = {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}
@@ -81,7 +102,7 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
 
 def _checkpoint(case: Case, engine: Recording, learner: Learner, gang: Gang, directory: Path) -> None:
     """Save, train on, load the saved state again, train on: the same weights both times."""
-    if case.name not in ("ppo_tis", "stage_2"):
+    if case.name not in ("ppo_tis", "stage_2", "sequence_rows"):
         return
     settings = ZeroSettings(stage=case.stage, attention="sdpa", deepspeed=EVERYTHING_SHARDED)
     outcomes = []
@@ -95,7 +116,7 @@ def _checkpoint(case: Case, engine: Recording, learner: Learner, gang: Gang, dir
             if version == 1 and not resumed:
                 fresh.export(directory / f"{case.name}-saved")
                 fresh.save(directory / f"{case.name}-state")
-            part = make_batch(version, case).split(gang.size)[gang.rank]
+            part = part_of(gang, make_batch(version, case))
             masks = loss_masks(part.samples, part.mask_staleness, version)
             learner.update(part, masks, version, 1e-2)
         outcomes.append({n: t.clone() for ns, ts in fresh.buckets(9999) for n, t in zip(ns, ts, strict=True)})

@@ -23,8 +23,11 @@ __all__ = ["Delivery", "EndOfStream", "Inbox", "OutEdge"]
 class OutEdge:
     """The lanes of one edge that start at one producing node replica."""
 
-    def __init__(self, lanes: Sequence[SendLane], rule: DispatchRule) -> None:
+    def __init__(self, lanes: Sequence[SendLane], rule: DispatchRule, *, lanes_per_part: int = 1) -> None:
+        """Of a rule that splits, `lanes_per_part` consecutive lanes carry the same part."""
         assert lanes, "an edge has at least one lane"
+        assert len(lanes) % lanes_per_part == 0, f"{len(lanes)} lanes in groups of {lanes_per_part}"
+        self._lanes_per_part = lanes_per_part
         self.name = lanes[0].spec.edge
         self.lanes = tuple(lanes)
         self.rule = rule
@@ -132,15 +135,17 @@ class OutEdge:
         return part
 
     def _split(self, body: Any) -> Sequence[Any]:
+        """The part of each lane."""
         split = getattr(body, "split", None)
         if split is None:
             raise TypeError(
                 f"edge {self.name!r} has dispatch='gang' and carries a {type(body).__name__}, which has no `split(n)`; "
                 "give the message one, or use another dispatch"
             )
-        parts: Sequence[Any] = split(len(self.lanes))
-        assert len(parts) == len(self.lanes), f"{type(body).__name__}.split({len(self.lanes)}) gave {len(parts)} parts"
-        return parts
+        count = len(self.lanes) // self._lanes_per_part
+        parts: Sequence[Any] = split(count)
+        assert len(parts) == count, f"{type(body).__name__}.split({count}) gave {len(parts)} parts"
+        return [part for part in parts for _ in range(self._lanes_per_part)]
 
     def _finished(self, ids: Sequence[bytes]) -> None:
         """Ranks have finished these parts: forget each message of which no part is left."""

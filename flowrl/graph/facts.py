@@ -36,6 +36,8 @@ class Facts:
     """Trainers: the name of their model's directory in a checkpoint."""
     layout: str | None = None
     """Batchers: how they pack micro-batches. Trainers: what they can compute. rows: one row for each sequence."""
+    ranks_per_part: int = 1
+    """Gangs: consecutive ranks that take the same part of each message; it has to divide their number."""
     drops: bool = False
     """May drop, filter or fail samples: `flowrl check` shows on which branches this ends them."""
     trains: bool = False

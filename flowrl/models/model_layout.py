@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flowrl.models.find_model import known_directory
+from flowrl.models.known_shapes import known_shape
 from flowrl.models.policy import Policy
 from flowrl.training.layouts import Decision, decide, decide_trainer
 from flowrl.training.model.attention.rule import RULE
-from flowrl.training.settings import Layout, ZeroSettings
+from flowrl.training.sequence_parallel import sequence_problems
+from flowrl.training.settings import Head, Layout, ZeroSettings
 
 
 def trainer_layout(policy: Policy, zero: ZeroSettings) -> Decision:
     """The layout of the passes of a trainer of `policy`."""
     config = known_config(policy)
     return Decision("rows", UNREAD) if config is None else decide_trainer(zero, config)
+
+
+def sliced_problems(policy: Policy, zero: ZeroSettings, size: int) -> list[str]:
+    """Why `size` ranks cannot share the micro-batches of a trainer of `policy`, as complete sentences."""
+    shape = known_shape(policy)
+    return [*sequence_problems(size, zero, known_config(policy) or {}, shape.heads if shape else None)]
+
+
+def sliced_notes(size: int) -> list[str]:
+    """A line of `flowrl check` about ranks that share their micro-batches."""
+    return [f"each {size} ranks share their micro-batches, a slice of the positions each"] if size > 1 else []
+
+
+def balance_problems(policy: Policy, coef: float, head: Head, size: int) -> Iterator[str]:
+    """Why a trainer of `policy`, with groups of `size` ranks, cannot balance experts, as complete sentences."""
+    shape, found = known_shape(policy), f"router_aux_loss_coef is {coef}"
+    if not 0 <= coef < math.inf:
+        yield f"{found}; it has to be a number from 0 up"
+    elif coef and shape is not None and not shape.experts:
+        yield f"{found}, but the model is no mixture of experts; set it to 0"
+    elif coef and head == "scalar":
+        yield f"{found}, but a model with a scalar head has no load-balancing loss; set it to 0"
+    elif coef and size > 1:
+        yield f"{found}, but ranks that share a micro-batch route a part of it each; set sequence_parallel_size to 1"
 
 
 def scoring_layout(policy: Policy, asked: Layout) -> Decision:

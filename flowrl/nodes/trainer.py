@@ -28,7 +28,7 @@ from flowrl.graph.routes import readers_dtype
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.directory import stored_dtype
-from flowrl.models.model_layout import note, trainer_layout
+from flowrl.models.model_layout import balance_problems, note, sliced_notes, sliced_problems, trainer_layout
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.nodes.resident import ResidentNode
 from flowrl.runtime.ledger.ledger_client import Use
@@ -58,6 +58,8 @@ class Trainer(ResidentNode):
     splits a batch into several optimizer steps). `temperature` has to equal the generator's. With a `lora` of
     rank 1 or more the trainer trains an adapter and keeps the policy's own weights; a generator that receives
     adapters needs the same `lora`. `teacher` is the model that the objective `ReverseKL` compares the policy with.
+    Each `sequence_parallel_size` consecutive ranks share their micro-batches, a slice of the positions each.
+    `router_aux_loss_coef` is the weight of the load-balancing loss of a mixture of experts.
     Every `publish_every`th version is published, every `probe_every`th publication carries the probe. The
     first `start_after` batches make versions without an update, for an actor that waits until its critic has learnt.
 
@@ -84,6 +86,8 @@ class Trainer(ResidentNode):
         temperature: float = 1.0,
         zero: ZeroSettings | None = None,
         lora: LoRA | None = None,
+        sequence_parallel_size: int = 1,
+        router_aux_loss_coef: float = 0.0,
         teacher: Policy | None = None,
         publish_every: int = 1,
         probe_every: int = 10,
@@ -98,6 +102,8 @@ class Trainer(ResidentNode):
         self.temperature = temperature
         self.zero = zero or ZeroSettings()
         self.lora = lora or LoRA()
+        self.sequence_parallel_size = sequence_parallel_size
+        self.router_aux_loss_coef = router_aux_loss_coef
         self.teacher = teacher
         self.publish_every = publish_every
         self.probe_every = probe_every
@@ -118,11 +124,12 @@ class Trainer(ResidentNode):
             adapter_rank=self.lora.synced_rank,
             saves=self.policy.name,
             layout=self._layout.layout,
+            ranks_per_part=max(1, self.sequence_parallel_size),
         )
 
     def footprint(self, share: Share) -> Footprint | None:
-        scalar = isinstance(self.objective, Objective) and self.objective.head == "scalar"
-        return trainer_footprint(self.policy, share, self.zero, self.lora, scalar=scalar)
+        scalar, shared = getattr(self.objective, "head", "lm") == "scalar", self.sequence_parallel_size
+        return trainer_footprint(self.policy, share, self.zero, self.lora, scalar=scalar, sliced=shared)
 
     def check(self, facts: Any) -> list[str]:
         if not isinstance(self.objective, Objective):
@@ -130,7 +137,8 @@ class Trainer(ResidentNode):
                 f"objective is {self.objective!r}, which is not an Objective; wrap a function as "
                 "FunctionObjective(function, columns=(...)), or let a class inherit from Objective"
             ]
-        least = {"epochs": 1, "publish_every": 1, "probe_every": 0, "start_after": 0, "judge_every": 0}
+        least = dict.fromkeys(("sequence_parallel_size", "epochs", "publish_every"), 1)
+        least |= dict.fromkeys(("probe_every", "start_after", "judge_every"), 0)
         problems = [
             f"{name} is {getattr(self, name)}; it has to be {low} or more"
             for name, low in least.items()
@@ -147,7 +155,9 @@ class Trainer(ResidentNode):
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
         problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
-        problems += refused(self.zero.layout, self._layout)
+        head, shared, coef = self.objective.head, self.sequence_parallel_size, self.router_aux_loss_coef
+        problems += [*refused(self.zero.layout, self._layout), *sliced_problems(self.policy, self.zero, shared)]
+        problems += balance_problems(self.policy, coef, head, shared)
         return problems + setting_problems(self.zero.deepspeed) + lora_problems(self.lora, self.zero)
 
     @property
@@ -155,13 +165,14 @@ class Trainer(ResidentNode):
         return trainer_layout(self.policy, self.zero)
 
     def notes(self) -> list[str]:
-        return [note(self._layout)]
+        return [note(self._layout), *sliced_notes(self.sequence_parallel_size)]
 
     def preflight(self) -> None:
         check_model(self.policy)
         model_dir = known_directory(self.policy)
         if model_dir is not None:
-            check_trainable(model_dir, self.objective.head, trust_remote_code=self.policy.trust_remote_code)
+            kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
+            check_trainable(model_dir, self.objective.head, **kind)
         check_training(self.zero, self.lora, model_dir=model_dir, trust_remote_code=self.policy.trust_remote_code)
 
     def check_resume(self, saved: Saved) -> list[str]:
@@ -190,14 +201,15 @@ class Trainer(ResidentNode):
         torch.set_num_threads(max(1, len(self.context.cores)))
         torch.manual_seed(self.context.seed)
         device = torch.device("cuda", 0) if self.context.gpus else torch.device("cpu")
-        gang = Gang.meet(self.context.replica, self.context.num_replicas, self.context.gang_address, device)
+        here, shared = self.context, self.sequence_parallel_size
+        gang = Gang.meet(here.replica, here.num_replicas, here.gang_address, device, sequence_parallel_size=shared)
         if self.zero.nvme_path and not is_built():
             progress("compiling DeepSpeed's async_io: takes some minutes, once per machine")
         progress("loading the model")
         head = self.objective.head
         start = self._head_start(source) if head == "scalar" else "policy"
-        trusted = self.policy.trust_remote_code
-        engine = ZeroEngine(source, self.zero, gang, head=head, start=start, lora=self.lora, trust_remote_code=trusted)
+        kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
+        engine = ZeroEngine(source, self.zero, gang, head=head, start=start, lora=self.lora, **kind)
         if self.context.resume_dir is not None:
             engine.load(self._state_dir(self.context.resume_dir))
         self._publisher = self._make_publisher(engine)
@@ -209,6 +221,7 @@ class Trainer(ResidentNode):
             temperature=self.temperature,
             max_staleness=None if self.context.own_clock else self.context.max_staleness,
             teacher=self._load_teacher(engine),
+            router_aux_loss_coef=self.router_aux_loss_coef,
         )
 
     def _load_teacher(self, engine: ZeroEngine) -> OutputLayer | None:
@@ -318,7 +331,7 @@ class Trainer(ResidentNode):
             BatchStats.of(part.samples, masks, self.version),
             [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)],
         )
-        stats, uses = zip(*self._learner.engine.gang.gather(mine), strict=True)
+        stats, uses = zip(*self._learner.engine.gang.parts(mine), strict=True)
         record = {"step": step, "lr": lr, "num_groups": batch.num_groups}
         if not self.objective.offline:  # offline data have no rewards that a batcher could report
             record |= batch.metrics
@@ -353,8 +366,9 @@ class Trainer(ResidentNode):
         if publisher is None:
             self._published = self.version
             return
+        skipped = self.version - self._published > 1  # versions that may have changed the weights
         async with self.context.on_devices():
-            await self._publish_on_devices(publisher, "full" if changed or self._missed() else "unchanged")
+            await self._publish_on_devices(publisher, "full" if changed or skipped else "unchanged")
         self._published = self.version
 
     async def _publish_on_devices(self, publisher: Publisher, kind: str) -> None:
@@ -363,10 +377,6 @@ class Trainer(ResidentNode):
             if manifest is not None:
                 await self.weights.send(manifest)
             await self.blocking(publisher.transmit)
-
-    def _missed(self) -> bool:
-        """Whether versions were skipped since the last publication; they may have changed the weights."""
-        return self.version - self._published > 1
 
     def _save(self, path: str) -> None:
         engine = self._learner.engine

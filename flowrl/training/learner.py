@@ -1,8 +1,9 @@
 """Trains one batch on one rank: from samples to updated weights and their metrics.
 
 Invariants
-- The loss is a mean over the *global* optimizer step: denominators are summed over ranks and
-  micro-batches before the first backward, so no split changes the gradient.
+- The loss is a mean over the *global* optimizer step: denominators are summed over the parts of a batch and
+  their micro-batches before the first backward, so no split changes the gradient. Ranks that share a part
+  (sequence parallelism) have the same logprobs, losses and sums; these count once.
 - No token older than the bound reaches a gradient; this is asserted before anything is computed.
 - KTO's baseline is also a mean over the whole optimizer step, computed with the weights at its start.
 - π_p are the weights at the batch's first optimizer step. With one step they are the weights being
@@ -33,6 +34,9 @@ from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.layouts import Placing
 from flowrl.training.loss.objective import LossInputs, Objective, Totals
 from flowrl.training.model.output_layer import OutputLayer
+
+BALANCE = "router_aux_loss"
+"""The load-balancing loss of a mixture of experts in a metrics line, without its coefficient."""
 
 
 @dataclass
@@ -105,13 +109,16 @@ class Learner:
         temperature: float = 1.0,
         max_staleness: int | None = None,
         teacher: OutputLayer | None = None,
+        router_aux_loss_coef: float = 0.0,
     ) -> None:
+        """`router_aux_loss_coef` is the weight of the load-balancing loss, which a `balanced` engine gives."""
         self.engine = engine
         self.objective = objective
         self._epochs = epochs
         self._temperature = temperature
         self._max_staleness = max_staleness
         self._teacher = teacher
+        self._balance_coef = router_aux_loss_coef
 
     def update(self, part: Batch, masks: Sequence[Bool], version: int, lr: float) -> Update:
         """Train on this rank's part of a batch. `masks` say which tokens of each sample enter the loss.
@@ -139,7 +146,7 @@ class Learner:
         """Process a batch without an update: nothing is computed, but the bound is asserted."""
         part, masks, _ = in_rows(part, masks)
         self._assert_bounds(part, masks, version)
-        return _metrics(Sums(), ("loss", *self.objective.stats), [], 0, 0)
+        return _metrics(Sums(), self._names, [], 0, 0)
 
     def judge(self, part: Batch) -> dict[str, float | None]:
         """Return the loss and the objective's stats on this rank's part of a held-out batch; collective."""
@@ -156,7 +163,7 @@ class Learner:
 
     def _computed(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Tokens of one pass over the micro-batches of all ranks; collective."""
-        return sum(self.engine.gang.gather(sum(one.rows.num_computed for one in micro_batches)))
+        return sum(self.engine.gang.parts(sum(self.engine.num_computed(one.rows) for one in micro_batches)))
 
     def _placing(self, part: Batch) -> Placing:
         """How the passes over `part` are laid out. Trees have more sequences than rows would have room for."""
@@ -171,7 +178,7 @@ class Learner:
 
     def _merged(self, sums: Sums) -> Sums:
         merged = Sums()
-        for part in self.engine.gang.gather(sums):
+        for part in self.engine.gang.parts(sums):
             merged.merge(part)
         return merged
 
@@ -190,8 +197,7 @@ class Learner:
                 else:
                     norms.append(result)
         merged = self._merged(sums)
-        names = ("loss", *self.objective.stats)
-        return _metrics(merged, names, norms, skipped, self._epochs * sum(total.num_tokens for total in totals))
+        return _metrics(merged, self._names, norms, skipped, self._epochs * sum(total.num_tokens for total in totals))
 
     def _optimize(
         self,
@@ -208,12 +214,22 @@ class Learner:
         for position, micro_batch in enumerate(micro_batches):
             inputs = self._loss_inputs(micro_batch, total, old.get(id(micro_batch)), mismatched_kl)
             loss, stats = self.objective.loss(inputs)
-            self.engine.backward(loss, last=position == len(micro_batches) - 1)
             sums.add(self._reported(loss.detach(), stats), share)
+            if inputs.balance is not None:
+                # A mean over the micro-batches of all ranks, by the tokens that each routes.
+                balance = inputs.balance * (micro_batch.num_places / total.num_places)
+                sums.add({BALANCE: balance.detach()}, share)
+                loss = loss + self._balance_coef * balance
+            self.engine.backward(loss, last=position == len(micro_batches) - 1)
             if first_epoch and self.objective.head == "lm" and not self.objective.offline:
                 _add_gaps(sums, micro_batch, inputs.old_logprobs_BT)
         step = self.engine.step()
         return step.grad_norm if step.applied else None
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Of what is told of a batch in `Update.stats`."""
+        return ("loss", *self.objective.stats, *((BALANCE,) if self._balance_coef else ()))
 
     def _reported(self, loss: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Loss and stats of a micro-batch. Raises FlowrlError for a stat that metrics lines would leave out."""
@@ -228,12 +244,13 @@ class Learner:
         self, micro_batch: MicroBatch, total: Totals, old_BT: Tensor | None, mismatched_kl: float
     ) -> LossInputs:
         """Run one pass of the model over a micro-batch."""
+        balance: list[Tensor] = []
         logprobs_BT = entropies_BT = values_BT = micro_batch.behavior_BT.new_zeros(micro_batch.rows.shape[0], 0)
         if self.objective.head == "scalar":
             values_BT = micro_batch.rows.spread(self.engine.values(micro_batch.rows))
         else:
-            logprobs_N, entropies_N = self.engine.forward(
-                micro_batch.rows, temperature=self._temperature, entropy_gradient=self.objective.needs_entropy_gradient
+            logprobs_N, entropies_N, *balance = self.engine.outputs(
+                micro_batch.rows, self._temperature, self.objective.needs_entropy_gradient
             )
             logprobs_BT, entropies_BT = micro_batch.rows.spread(logprobs_N), micro_batch.rows.spread(entropies_N)
         return LossInputs(
@@ -248,6 +265,7 @@ class Learner:
             micro_batch.pairs_P2,
             mismatched_kl,
             micro_batch.sample_tokens_B,
+            *balance,
         )
 
     def _proximal(self, micro_batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
@@ -261,9 +279,9 @@ class Learner:
             }
 
     def _totals(self, steps: Sequence[Sequence[MicroBatch]]) -> list[Totals]:
-        mine = [np.sum([micro_batch.counts for micro_batch in micro_batches], axis=0) for micro_batches in steps]
-        by_rank = np.array(self.engine.gang.gather(mine))
-        return [Totals(*counts) for counts in by_rank.sum(axis=0).tolist()]
+        mine = [np.sum([(*one.counts, one.num_places) for one in micro_batches], axis=0) for micro_batches in steps]
+        by_part = np.array(self.engine.gang.parts(mine))
+        return [Totals(*counts) for counts in by_part.sum(axis=0).tolist()]
 
     def _mismatched_kl(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Mean of log π/ref over all mismatched completions of the optimizer step; collective."""
@@ -275,7 +293,7 @@ class Learner:
             log_ratio_B = mismatched.rows.spread(logprobs_N).sum(dim=1) - mismatched.ref_B
             total += float(log_ratio_B[mismatched.counted_B].sum())
             number += int(mismatched.counted_B.sum())
-        totals, numbers = zip(*self.engine.gang.gather((total, number)), strict=True)
+        totals, numbers = zip(*self.engine.gang.parts((total, number)), strict=True)
         return float(sum(totals) / max(1, sum(numbers)))
 
     def _micro_batch(

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowrl.commands.gpu_check.bench import Bench
 from flowrl.commands.gpu_check.small_model import all_masks, make_small_model, random_tokens
+from flowrl.training.model.attention.head_exchange import sequence_group
 from flowrl.training.model.row_layout import lay_out
 from flowrl.training.settings import LoRA, ZeroSettings
 
@@ -38,6 +39,8 @@ class GradientCase:
 
     zero: dict[str, Any]
     limit: float = 1e-4
+    shared: bool = False
+    """All ranks have all sequences, a slice of their positions each; for two ranks and more."""
 
 
 CASES = {
@@ -47,6 +50,8 @@ CASES = {
     "stage 3, optimizer offloaded": GradientCase({"stage": 3, "offload": "optimizer"}),
     "stage 3, all offloaded": GradientCase({"stage": 3, "offload": "all"}),
     "stage 3, checkpointed": GradientCase({"stage": 3, "gradient_checkpointing": True}),
+    "stage 3, positions shared": GradientCase({"stage": 3}, shared=True),
+    "stage 3, positions shared, trees": GradientCase({"stage": 3, "layout": "tree"}, shared=True),
     "stage 3, bfloat16": GradientCase({"stage": 3, "dtype": "bfloat16"}, 0.05),
 }
 
@@ -56,7 +61,8 @@ def gradients(bench: Bench) -> None:
     model = make_small_model(bench.directory / "model")
     torch.save(plain_gradients(model), bench.directory / "plain.pt")
     bench.figure("ranks", str(bench.num_ranks))
-    bench.ranks(f"{__name__}:gradient_rank", *CASES)
+    names = [name for name, case in CASES.items() if bench.num_ranks > 1 or not case.shared]
+    bench.ranks(f"{__name__}:gradient_rank", *names)
     found: dict[str, float] = torch.load(bench.directory / "differences.pt")
     for name, difference in found.items():
         bench.figure(name, f"{difference:.1e}")
@@ -81,19 +87,22 @@ def gradient_rank(gang: Gang, directory: Path, names: Sequence[str]) -> None:
     wanted: dict[str, Tensor] = torch.load(directory / "plain.pt")
     found = {}
     for name in names:
-        engine = make_engine(directory / "model", gang, **CASES[name].zero)
-        found[name] = relative_difference(_gradient(engine, gang), wanted)
+        group = sequence_group(gang.rank, gang.size, gang.size if CASES[name].shared else 1)
+        engine = make_engine(directory / "model", replace(gang, sequence=group), **CASES[name].zero)
+        found[name] = relative_difference(_gradient(engine), wanted)
         del engine
         free_memory()
     if gang.rank == 0:
         torch.save(found, directory / "differences.pt")
 
 
-def _gradient(engine: ZeroEngine, gang: Gang) -> dict[str, Tensor]:
+def _gradient(engine: ZeroEngine) -> dict[str, Tensor]:
     from deepspeed.utils import safe_get_full_grad
 
-    mine = SEQUENCES[gang.rank :: gang.size]
-    logprobs_N, _ = engine.forward(lay_out(mine, all_masks(mine), device=engine.device), temperature=1.0)
+    gang, shared = engine.gang, engine.gang.sequence_size
+    mine = SEQUENCES[gang.rank // shared :: gang.size // shared]
+    rows = lay_out(mine, all_masks(mine), layout=engine.layout, device=engine.device)
+    logprobs_N, _ = engine.forward(rows, temperature=1.0)
     engine.backward(-logprobs_N.sum() / NUM_TOKENS, last=True)
     named = engine.model.network.named_parameters()
     return {name: safe_get_full_grad(parameter).float().cpu().clone() for name, parameter in named}
@@ -105,8 +114,8 @@ def make_engine(path: Path, gang: Gang, *, stage: int, **settings: Any) -> ZeroE
 
     torch.manual_seed(0)
     sharded = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    zero = ZeroSettings(stage=stage, attention="sdpa", layout="rows", deepspeed=sharded, **settings)
-    return ZeroEngine(path, zero, gang)
+    given = {"attention": "sdpa", "layout": "rows", **settings}
+    return ZeroEngine(path, ZeroSettings(stage=stage, deepspeed=sharded, **given), gang)
 
 
 def residence(bench: Bench) -> None:

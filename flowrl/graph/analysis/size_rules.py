@@ -115,10 +115,21 @@ def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
     sequences = (numbers.groups_per_batch or 0) * members
     for placed in graph.placed.values():
         fed = any(edge.into.node is placed.node and edge.rule.splits for edge in graph.edges)
-        if placed.node.gang and fed and 0 < sequences < placed.replicas:
+        if not placed.node.gang:
+            continue
+        shared = placed.node.facts().ranks_per_part
+        parts, rest = divmod(placed.replicas, shared)
+        if rest:
+            yield (
+                f"{placed.name} has {placed.replicas} {'rank' if placed.replicas == 1 else 'ranks'}, which cannot be "
+                f"divided into groups of {shared} that share their micro-batches; give it "
+                f"{shared * (parts + 1)} replicas, or another sequence_parallel_size."
+            )
+        elif fed and 0 < sequences < parts:
+            each = "" if shared == 1 else f" in groups of {shared}"
             yield (
                 f"a batch has {sequences} sequences ({numbers.groups_per_batch} groups × {members}), "
-                f"but {placed.name} has {placed.replicas} ranks; use more groups a batch or fewer ranks."
+                f"but {placed.name} has {placed.replicas} ranks{each}; use more groups a batch or fewer ranks."
             )
 
 

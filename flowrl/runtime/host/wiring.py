@@ -39,7 +39,7 @@ def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None
             port.live = replica.inbound[port.name] = _inbound(replica, plan, endpoint, label, arrivals, sink=sink)
             replica.trainers |= frozenset(_ends(plan, ways[label]))
         elif isinstance(port, Out):
-            port.live = replica.outbound[port.name] = _outbound(replica, plan, endpoint, ways[label])
+            port.live = replica.outbound[port.name] = _outbound(replica, graph, plan, endpoint, ways[label])
         elif isinstance(port, Call):
             port.live = _call(replica, plan, endpoint, label)
         elif isinstance(port, Serve):
@@ -79,15 +79,17 @@ def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, arriv
     return port
 
 
-def _outbound(replica: Replica, plan: Plan, endpoint: Endpoint, way: PortPlan) -> Outbound:
+def _outbound(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint, way: PortPlan) -> Outbound:
     label = way.name
     lanes: dict[str, list[LanePlan]] = defaultdict(list)
     for lane in plan.lanes:
         if lane.producer == replica.place.replica_id and lane.edge.startswith(f"{label} -> "):
             lanes[lane.edge].append(lane)
     rules = {edge.name: RULES[edge.dispatch] for edge in plan.edges}
+    shared = {edge.name: graph.nodes[edge.into.partition(".")[0]].facts().ranks_per_part for edge in plan.edges}
     edges = [
-        OutEdge([endpoint.sender(_spec(lane)) for lane in members], rules[edge]) for edge, members in lanes.items()
+        OutEdge([endpoint.sender(_spec(lane)) for lane in members], rules[edge], lanes_per_part=shared[edge])
+        for edge, members in lanes.items()
     ]
     for out in edges:
         out.on_taken(replica.open_items.arrived)

@@ -49,6 +49,8 @@ class MicroBatch:
     num_tokens: int
     num_sequences: int
     num_desirable: int
+    num_places: int
+    """Tokens that a pass computes, padding excluded; 0 if there is nothing else."""
     mismatched: MismatchedRows | None = None
 
     @property
@@ -71,6 +73,7 @@ def make_micro_batch(
 
     `shares` say which samples are single rows of a sample with several; () means none.
     """
+    empty = not samples
     samples, masks = samples or [PADDING], masks or [np.zeros(2, np.bool_)]
     token_ids = [s.token_ids for s in samples]
     if objective.at_end:
@@ -97,6 +100,7 @@ def make_micro_batch(
         num_tokens=int(sum(mask.sum() for mask in trained)),
         num_sequences=sum(whole.counts for whole in wholes),
         num_desirable=int(sum(s.label > 0 and mask.any() for s, mask in zip(samples, trained, strict=True))),
+        num_places=0 if empty else int(rows.real_RL.sum()),
         mismatched=_mismatched(samples, layout, device) if objective.needs_mismatched else None,
     )
 

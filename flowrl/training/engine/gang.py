@@ -17,6 +17,8 @@ import torch
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
+from flowrl.training.model.attention.head_exchange import SequenceGroup, sequence_group
+
 T = TypeVar("T")
 
 
@@ -27,11 +29,14 @@ class Gang:
     rank: int
     size: int
     device: torch.device
+    sequence: SequenceGroup | None = None
+    """The ranks that have the same micro-batches, a slice of the positions each; None: each has its own."""
 
     @classmethod
-    def meet(cls, rank: int, size: int, address: str, device: torch.device) -> Gang:
+    def meet(cls, rank: int, size: int, address: str, device: torch.device, *, sequence_parallel_size: int = 1) -> Gang:
         """Join the gang at "host:port", where rank 0 listens. A single rank needs no address.
 
+        Each `sequence_parallel_size` consecutive ranks share their micro-batches; it has to divide `size`.
         Also prepares DeepSpeed, which reads its rank from the environment.
         """
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_SIZE": str(size)}
@@ -45,7 +50,7 @@ class Gang:
         else:
             torch.distributed.init_process_group(backend, store=_store(rank, size, address), rank=rank, world_size=size)
         _ready_deepspeed()
-        return cls(rank, size, device)
+        return cls(rank, size, device, sequence_group(rank, size, sequence_parallel_size))
 
     def gather(self, item: T) -> list[T]:
         """Return the plain objects of all ranks, in rank order, on every rank."""
@@ -54,6 +59,15 @@ class Gang:
         items: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(items, item)
         return items
+
+    def parts(self, item: T) -> list[T]:
+        """Return the plain object of each part of a batch, on every rank: ranks that share one count once."""
+        return self.gather(item)[:: self.sequence_size]
+
+    @property
+    def sequence_size(self) -> int:
+        """Ranks that share a part of a batch."""
+        return 1 if self.sequence is None else self.sequence.size
 
     def leave(self) -> None:
         """Leave the gang in order: rank 0 keeps the store to which the others report that they leave."""

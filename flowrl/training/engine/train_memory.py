@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 from flowrl.training.model.model_shape import BYTES, ModelShape, logits_bytes
 from flowrl.training.settings import LoRA, ZeroSettings
@@ -36,6 +37,8 @@ class TrainerModel:
     """A scalar head in place of the output layer."""
     device_bytes: int = 0
     """Memory of the rank's GPU; 0: it has none, or that is unknown."""
+    sliced: int = 1
+    """Ranks that share a micro-batch, an equal number of positions each."""
 
     @property
     def element(self) -> int:
@@ -111,8 +114,11 @@ class TrainerModel:
         return BUCKET_BYTES if self.stage >= 2 else 0
 
     def activations(self, tokens: int) -> int:
-        """What a forward keeps for its backward, and the most that computing adds to it."""
-        per_layer = tokens * layer_bytes(self.shape, self.element)
+        """What a forward over a micro-batch keeps for its backward, and the most that computing adds to it."""
+        tokens = -(-tokens // self.sliced)
+        per_layer = tokens * (
+            layer_bytes(self.shape, self.element) + exchanged_bytes(self.shape, self.element, self.sliced)
+        )
         working = tokens * self.element * (2 * self._wide + self.shape.hidden) + self._matrix_gradient
         head = 0 if self.scalar else head_bytes(self.shape, self.element, tokens, self.device_bytes)
         if self.zero.gradient_checkpointing:
@@ -136,6 +142,15 @@ def layer_bytes(shape: ModelShape, element: int) -> int:
     attention = element * (2 * shape.query + 2 * shape.key) + 4 * shape.heads
     feed_forward = 4 * element * shape.feed_forward * shape.active_experts
     return norms + attention + feed_forward
+
+
+def exchanged_bytes(shape: ModelShape, element: int, ranks: int) -> int:
+    """What attention keeps of one token besides if `ranks` share its positions: the result on its way back, and the
+    keys and values that are repeated for ranks that have fewer of their heads."""
+    if ranks == 1:
+        return 0
+    repeated = lcm(shape.kv_heads, ranks) // shape.kv_heads - 1
+    return element * (shape.query + 2 * shape.key * repeated)
 
 
 def head_bytes(shape: ModelShape, element: int, tokens: int, device_bytes: int = 0) -> int:

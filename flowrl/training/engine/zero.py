@@ -26,10 +26,13 @@ from flowrl.training.engine import on_disk, shards
 from flowrl.training.engine.async_io import build_async_io
 from flowrl.training.engine.ema import Ema, whole_master_weight
 from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.mixtures import gather_at_once
 from flowrl.training.engine.optimizers import make_optimizer, rates
 from flowrl.training.engine.requirements import TAG, in_shards, is_sharded, resume_problems
 from flowrl.training.layouts import Decision, Placing, decide_trainer, refused
 from flowrl.training.model.adapter import adapter_off, write_adapter
+from flowrl.training.model.attention.head_exchange import make_exchanging
+from flowrl.training.model.balance import found_balance
 from flowrl.training.model.policy_model import (
     PolicyModel,
     choose_attention,
@@ -40,9 +43,11 @@ from flowrl.training.model.policy_model import (
     write_model,
 )
 from flowrl.training.model.row_layout import RowLayout, lay_out
+from flowrl.training.model.row_slices import compute, num_sliced
 from flowrl.training.model.tensors import Entry, adapter_weights, bucketed, whole_weights
-from flowrl.training.model.tree_trial import require_trees
+from flowrl.training.model.tree_trial import require_slices, require_trees
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model, write_scalar_model
+from flowrl.training.sequence_parallel import sequence_problems
 from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
 
 BUCKET_ELEMENTS = 50_000_000
@@ -61,7 +66,8 @@ class ZeroEngine:
     """One rank of a model in training.
 
     With `head="scalar"` it is a critic or a reward model, see `load_scalar_model` for `start`. With a
-    `lora` of rank 1 or more it trains an adapter, and the loaded weights stay unchanged.
+    `lora` of rank 1 or more it trains an adapter, and the loaded weights stay unchanged. `balanced`: passes with
+    gradients also give the load-balancing loss of the model's experts.
     """
 
     model: PolicyModel | ScalarModel
@@ -76,6 +82,7 @@ class ZeroEngine:
         start: Start = "policy",
         lora: LoRA | None = None,
         trust_remote_code: bool = False,
+        balanced: bool = False,
     ) -> None:
         import deepspeed
 
@@ -84,9 +91,13 @@ class ZeroEngine:
         self.lora = lora or LoRA()
         self.source = Path(path)
         self._beside = companions(path) if gang.rank == 0 else {}
-        trees = decide_trainer(settings, read_config(path, trust_remote_code=trust_remote_code).to_dict())
-        if problems := refused(settings.layout, trees):
-            raise ConfigError(problems[0])
+        architecture = read_config(path, trust_remote_code=trust_remote_code).to_dict()
+        trees = decide_trainer(settings, architecture)
+        for problem in (
+            *refused(settings.layout, trees),
+            *sequence_problems(gang.sequence_size, settings, architecture),
+        ):
+            raise ConfigError(problem)
         attention = "sdpa" if trees.trees else choose_attention(settings.attention, gang.device, settings.dtype)
         self.layout: Placing = engine_layout(trees, attention, packing=settings.packing)
         config = deepspeed_config(settings, gang.size)
@@ -108,17 +119,34 @@ class ZeroEngine:
             self.model = load_scalar_model(path, start=start, seed=torch.initial_seed(), **options)
         else:
             self.model = load_policy_model(path, **options)
+        if balanced and isinstance(self.model, PolicyModel):
+            self.model.balance = found_balance(self.model.network)
         del sharded
+        if gang.sequence is not None:
+            make_exchanging(self.model.network.config._attn_implementation)
+        if self._stage == 3:
+            gather_at_once(self.model)
         optimizer = make_optimizer(self.model, settings)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
         self._ema = Ema(self._engine, settings.ema_decay) if settings.ema_decay else None
+        about: dict[str, Any] = {
+            "name": type(self.model.network).__name__,
+            "vocab_size": self.vocab_size,
+            "dtype": settings.dtype,
+            "device": gang.device,
+        }
+        if gang.sequence is not None:
+            require_slices(self._own_scores, self._scores, layout=self.layout, **about)
         if trees.trees:
-            name, vocabulary = type(self.model.network).__name__, self.vocab_size
-            require_trees(self._scores, name=name, vocab_size=vocabulary, dtype=settings.dtype, device=gang.device)
+            require_trees(self._scores, **about)
 
     def _scores(self, rows: RowLayout) -> Tensor:
         """Values of a scalar head, logprobs at temperature 1 of a language model."""
-        return self.values(rows) if isinstance(self.model, ScalarModel) else self.forward(rows, temperature=1.0)[0]
+        return compute(self._engine, rows, self.gang.sequence)[0]
+
+    def _own_scores(self, rows: RowLayout) -> Tensor:
+        """The same, computed by each rank alone."""
+        return compute(self._engine, rows, None)[0]
 
     @property
     def rank(self) -> int:
@@ -136,13 +164,21 @@ class ZeroEngine:
 
     def forward(self, rows: RowLayout, *, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropies_N) of the policy tokens, with an autograd graph except under `torch.no_grad`."""
-        result: tuple[Tensor, Tensor] = self._engine(rows, temperature, entropy_gradient)
-        return result
+        logprobs_N, entropies_N, *_ = self.outputs(rows, temperature, entropy_gradient)
+        return logprobs_N, entropies_N
+
+    def outputs(self, rows: RowLayout, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
+        """As `forward`, and of a `balanced` engine with gradients the load-balancing loss of the pass."""
+        return compute(self._engine, rows, self.gang.sequence, temperature, entropy_gradient)
 
     def values(self, rows: RowLayout) -> Tensor:
         """The scalar head's values at the rows' places, [N], with an autograd graph except under `torch.no_grad`."""
-        values_N: Tensor = self._engine(rows)
+        (values_N,) = compute(self._engine, rows, self.gang.sequence)
         return values_N
+
+    def num_computed(self, rows: RowLayout) -> int:
+        """Tokens that a pass over `rows` computes, on all ranks that share it, padding included."""
+        return rows.num_computed if self.gang.sequence is None else num_sliced(rows, self.gang.sequence.size)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of a loss with global denominators; `last`: the last one of its optimizer step."""

@@ -36,6 +36,8 @@ class Totals:
     """Pairs of which both sequences have one."""
     num_desirable: int = 0
     """Sequences labelled 1 that have one."""
+    num_places: int = 0
+    """Tokens that the model computes in one pass over them, padding excluded, a shared prefix once."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class LossInputs:
     sample_tokens_B: Tensor | None = None
     """Number of tokens in the loss of each row's sample, over all rows of that sample: the denominator of the mean of
     one sequence. None: every row is a sample of its own."""
+    balance: Tensor | None = None
+    """The load-balancing loss of this pass, if the trainer adds it to the objective's loss."""
 
 
 LossFunction = Callable[[LossInputs], "Tensor | tuple[Tensor, Mapping[str, Tensor]]"]

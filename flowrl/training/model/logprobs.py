@@ -10,7 +10,7 @@ are not scaled go by `cached_logprobs`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,10 @@ class Taught:
     scaling: LogitScaling = UNSCALED
     beta: float = 1.0
     """Of the divergence that student and teacher are compared by (`flowrl.training.model.divergence`)."""
+
+    def at(self, places_M: Tensor) -> Taught:
+        """The distributions at some of the places."""
+        return replace(self, hidden_NK=self.hidden_NK[places_M])
 
     def logprobs(self, places: slice, temperature: float) -> Tensor:
         """Logprobs [C, V] at some places, without an autograd graph."""

@@ -42,6 +42,12 @@ class PackedBounds:
         ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         return cls(torch.from_numpy(ends).to(device), int(lengths.max()))
 
+    def padded(self, added: int) -> PackedBounds:
+        """With one more sequence of `added` places at the end."""
+        if not added:
+            return self
+        return PackedBounds(torch.cat((self.ends_S, self.ends_S[-1:] + added)), max(self.longest, added))
+
     @property
     def passed(self) -> dict[str, object]:
         """Keywords of transformers' models, which pass them on to variable-length attention."""

@@ -16,6 +16,7 @@ from flowrl.training.layouts import Decision, decide
 from flowrl.training.model.adapter import add_adapter, quantization
 from flowrl.training.model.attention import varlen
 from flowrl.training.model.attention.tree_attention import register
+from flowrl.training.model.balance import Balance
 from flowrl.training.model.logit_scaling import found_scaling
 from flowrl.training.model.logprobs import LogprobHead
 from flowrl.training.model.row_layout import RowLayout
@@ -41,6 +42,8 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.layout: Layout = "rows"
         """How a node that scores with the model packs its passes."""
+        self.balance: Balance | None = None
+        """If given, a forward with gradients returns the load-balancing loss of its tokens as well."""
 
     @property
     def network(self) -> Any:
@@ -56,16 +59,24 @@ class PolicyModel(nn.Module):
         with_hidden: bool = False,
     ) -> tuple[Tensor, ...]:
         """Logprobs and entropies; `with_hidden` also the last hidden states at these places, [N, H]."""
-        hidden_NH = self.hidden(rows)
+        hidden_NH, balance = self._hidden(rows, balance=self.balance if torch.is_grad_enabled() else None)
         result: tuple[Tensor, Tensor] = self.causal_lm.get_output_embeddings()(
             hidden_NH, rows.targets_N, temperature, entropy_gradient, rows.taught
         )
+        if balance is not None:
+            return (*result, balance)
         return (*result, hidden_NH) if with_hidden else result
 
     def hidden(self, rows: RowLayout) -> Tensor:
         """[N, H]: the last hidden states at the positions of the policy tokens."""
-        hidden_RLH: Tensor = self.causal_lm.base_model(**rows.model_input)[0]
-        return hidden_RLH.flatten(0, 1).index_select(0, rows.places_N)
+        return self._hidden(rows, balance=None)[0]
+
+    def _hidden(self, rows: RowLayout, *, balance: Balance | None) -> tuple[Tensor, Tensor | None]:
+        """The hidden states, and the load-balancing loss; all else that the model returns is freed."""
+        asked = {} if balance is None else {"output_router_logits": True}
+        outputs = self.causal_lm.base_model(**rows.model_input, **asked)
+        hidden_NH: Tensor = outputs[0].flatten(0, 1).index_select(0, rows.places_N)
+        return hidden_NH, None if balance is None else balance(outputs.router_logits, rows.real_RL)
 
 
 def choose_attention(attention: Attention | None, device: torch.device, dtype: Dtype) -> Attention:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from flowrl.messages import Bool, Int32
 from flowrl.training.layouts import Placing
-from flowrl.training.model.attention.tree_attention import TreeAttention
+from flowrl.training.model.attention.head_exchange import Exchange
+from flowrl.training.model.attention.tree_attention import TreeAttention, any_mask
 from flowrl.training.model.logprobs import Taught
 from flowrl.training.model.placement import PackedBounds, Placement, place
 
@@ -34,6 +35,8 @@ class RowLayout:
     input_ids_RL: Tensor
     position_ids_RL: Tensor | None
     """None: 0, 1, 2 ... in every row."""
+    real_RL: Tensor
+    """False at padding."""
     places_N: Tensor
     """For each policy token the flat index of the place that predicts it."""
     targets_N: Tensor
@@ -46,11 +49,16 @@ class RowLayout:
     """If the input is a forest: which places see which."""
     bounds: PackedBounds | None = None
     """If the input is a packed row: where its sequences end."""
+    exchange: Exchange | None = None
+    """If the input is a slice of the positions (`flowrl.training.model.row_slices`): with whom to compute attention."""
 
     @property
     def model_input(self) -> dict[str, object]:
-        """Arguments of a transformers model. Without `tree` no attention mask: packed rows must not have one."""
+        """Arguments of a transformers model. Only with `tree` or `exchange` an attention mask: packed rows must not
+        have one, which would be taken for padding."""
         tree = {} if self.tree is None else {"attention_mask": self.tree.passed_mask, "tree": self.tree}
+        if self.exchange is not None:
+            tree |= {"attention_mask": any_mask(self.input_ids_RL.device), "exchange": self.exchange}
         ends = {} if self.bounds is None else self.bounds.passed
         return {
             "input_ids": self.input_ids_RL,
@@ -116,8 +124,11 @@ def _layout(
     def tensor(arrays: Sequence[npt.NDArray[np.generic]]) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device)
 
+    real = np.zeros(placed.input_ids_BL.numel(), np.bool_)
+    real[np.concatenate(placed.places)] = True
     return RowLayout(
         input_ids_RL=placed.input_ids_BL,
+        real_RL=torch.from_numpy(real).view(placed.input_ids_BL.shape).to(device),
         position_ids_RL=placed.position_ids_BL,
         places_N=tensor(places),
         targets_N=tensor(targets),

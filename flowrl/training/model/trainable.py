@@ -14,9 +14,14 @@ from flowrl.errors import ConfigError
 from flowrl.training.settings import Head
 
 
-def check_trainable(path: str | Path, head: Head, *, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError with family and reason if the model in `path` cannot be trained with that head."""
+def check_trainable(path: str | Path, head: Head, *, trust_remote_code: bool = False, balanced: bool = False) -> None:
+    """Raise ConfigError with family and reason if the model in `path` cannot be trained with that head.
+
+    `balanced`: its experts need a load-balancing loss.
+    """
     (check_scalar if head == "scalar" else check_policy)(path, trust_remote_code=trust_remote_code)
+    if balanced:
+        check_balanced(path, trust_remote_code=trust_remote_code)
 
 
 @functools.lru_cache(maxsize=16)
@@ -27,6 +32,16 @@ def check_policy(path: str | Path, *, trust_remote_code: bool = False) -> None:
     from flowrl.training.model.logit_scaling import found_scaling
 
     found_scaling(_built(path, AutoModelForCausalLM.from_config, trust_remote_code))
+
+
+@functools.lru_cache(maxsize=16)
+def check_balanced(path: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError unless the model in `path` has a load-balancing loss."""
+    from transformers import AutoModelForCausalLM
+
+    from flowrl.training.model.balance import found_balance
+
+    found_balance(_built(path, AutoModelForCausalLM.from_config, trust_remote_code))
 
 
 @functools.lru_cache(maxsize=16)

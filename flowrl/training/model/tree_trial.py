@@ -1,4 +1,4 @@
-"""Try a tree on a loaded model, because its architecture may have what its config.json does not say."""
+"""Try a tree, or slices of rows, on a loaded model: its architecture may have what its config.json does not say."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError
+from flowrl.training.layouts import Placing
 from flowrl.training.model.row_layout import RowLayout, lay_out
 from flowrl.training.settings import Dtype
 
@@ -21,16 +22,47 @@ def require_trees(
     score: Callable[[RowLayout], Tensor], *, name: str, vocab_size: int, dtype: Dtype, device: torch.device
 ) -> None:
     """Raise ConfigError if `score` gives other results for a tree of three sequences than for rows; collective."""
-    draw = np.random.default_rng(0)
-    start = draw.integers(0, vocab_size, 6)
-    sequences = [np.concatenate([start, draw.integers(0, vocab_size, n)]).astype(np.int32) for n in LENGTHS]
-    masks = [np.ones(len(tokens), np.bool_) for tokens in sequences]
     with torch.no_grad():
-        tree, rows = (score(lay_out(sequences, masks, layout=way, device=device)) for way in ("tree", "padded"))
-    difference = float((tree - rows).abs().mean() / rows.abs().mean().clamp(min=1e-6))
+        tree, rows = (score(_rows(way, vocab_size, device)) for way in ("tree", "padded"))
+    difference = _difference(tree, rows)
     if not difference <= TOLERANCE[dtype]:
         raise ConfigError(
             f"{name} gives other results if prefixes that sequences share are computed once: they differ by "
             f"{difference:.2g} of their size; its attention sees more than mask and positions say, so set layout to "
             "rows (--zero.layout rows)"
         )
+
+
+def require_slices(
+    whole: Callable[[RowLayout], Tensor],
+    sliced: Callable[[RowLayout], Tensor],
+    *,
+    layout: Placing,
+    name: str,
+    vocab_size: int,
+    dtype: Dtype,
+    device: torch.device,
+) -> None:
+    """Raise ConfigError if ranks with a slice of the positions each give other results than each alone; collective."""
+    with torch.no_grad():
+        rows = _rows(layout, vocab_size, device)
+        difference = _difference(sliced(rows), whole(rows))
+    if not difference <= TOLERANCE[dtype]:
+        raise ConfigError(
+            f"{name} gives other results if its positions are divided among ranks: they differ by {difference:.2g} of "
+            "their size; some layer other than attention looks at neighbouring positions, so set "
+            "sequence_parallel_size to 1 (--trainer.sequence-parallel-size 1)"
+        )
+
+
+def _rows(layout: Placing, vocab_size: int, device: torch.device) -> RowLayout:
+    """Three sequences with a common start."""
+    draw = np.random.default_rng(0)
+    start = draw.integers(0, vocab_size, 6)
+    sequences = [np.concatenate([start, draw.integers(0, vocab_size, n)]).astype(np.int32) for n in LENGTHS]
+    return lay_out(sequences, [np.ones(len(tokens), np.bool_) for tokens in sequences], layout=layout, device=device)
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Mean difference as a share of the mean size."""
+    return float((one - other).abs().mean() / other.abs().mean().clamp(min=1e-6))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.forest import Forest
+from flowrl.forest import Forest, extended
 from flowrl.training.model.attention.cascade import Cascade, cascade_attention
 from flowrl.training.model.attention.flex import block_mask, flex
 from flowrl.training.model.attention.rule import Kernel, choose_kernel
@@ -32,6 +32,7 @@ class TreeAttention:
         self.forest = forest
         self.device = device
         self.kernel: Kernel = kernel or choose_kernel(forest, device.type)
+        self._padded: dict[int, TreeAttention] = {}
 
     @cached_property
     def ends_L(self) -> Tensor:
@@ -46,10 +47,8 @@ class TreeAttention:
 
     @property
     def passed_mask(self) -> Tensor:
-        """What a model gets as `attention_mask`: transformers makes no mask of its own if given one of four axes."""
-        return (
-            self.mask_11LL if self.kernel == "dense" else torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-        )
+        """What a model gets as `attention_mask`."""
+        return self.mask_11LL if self.kernel == "dense" else any_mask(self.device)
 
     @cached_property
     def cascade(self) -> Cascade:
@@ -58,6 +57,12 @@ class TreeAttention:
     @cached_property
     def block_mask(self) -> Any:
         return block_mask(self.ends_L)
+
+    def padded(self, added: int) -> TreeAttention:
+        """With `added` places at the end that see nothing but themselves, and that no other place sees."""
+        if added and added not in self._padded:
+            self._padded[added] = TreeAttention(extended(self.forest, added), self.device, self.kernel)
+        return self._padded[added] if added else self
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention [1, L, heads, D] of queries [1, heads, L, D] over keys and values with as many heads or fewer."""
@@ -69,6 +74,11 @@ class TreeAttention:
 
         found, _ = sdpa_attention_forward(module, q, k, v, self.mask_11LL, scaling=scale)
         return found  # type: ignore[no-any-return]
+
+
+def any_mask(device: torch.device) -> Tensor:
+    """A mask that attention does not read: transformers makes no mask of its own if given one of four axes."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def tree_attention_forward(
@@ -94,10 +104,12 @@ def tree_attention_forward(
 
 
 def register() -> str:
-    """Make the implementation known to transformers, under the name that it returns."""
+    """Make the implementation known to transformers, under the name that it returns; once, as it may be wrapped."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(TREE, tree_attention_forward)
+    if TREE not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(TREE, tree_attention_forward)
     AttentionMaskInterface.register(TREE, sdpa_mask)
     return TREE

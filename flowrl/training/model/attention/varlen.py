@@ -83,10 +83,12 @@ def varlen_attention_forward(
 
 
 def register() -> str:
-    """Make the implementation known to transformers, under the name that it returns."""
+    """Make the implementation known to transformers, under the name that it returns; once, as it may be wrapped."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(VARLEN, varlen_attention_forward)
+    if VARLEN not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(VARLEN, varlen_attention_forward)
     AttentionMaskInterface.register(VARLEN, flash_attention_mask)  # makes none: every row is full
     return VARLEN

@@ -1,0 +1,185 @@
+"""Attention of a model whose ranks have a slice of the positions each (Ulysses, arXiv 2309.14509).
+
+Everything but attention works position by position. For attention, the ranks of a group exchange what they have: each
+gives its positions of all heads and receives all positions of its heads, so every kernel sees whole sequences; after
+it, the way back. A forward pass with the keyword `exchange` does that around the implementation that the model was
+loaded with, whichever it is; without the keyword nothing changes. Gradient checkpointing repeats a layer with the same
+keywords, and the exchanges with it, in the same order on all ranks.
+
+Axes: R rows, L positions and l of one rank, h heads, D channels, N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Implementation = Callable[..., tuple[Tensor, Any]]
+WITH_BOUNDS = ("flash", "varlen")
+"""In the names of implementations that separate the sequences of a packed row by their ends, without a mask."""
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks that share each micro-batch; this one is `rank` of `size` among them."""
+
+    process_group: Any
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The keyword of a pass over slices."""
+
+    group: SequenceGroup
+    ends_S: Tensor | None = None
+    """If all positions are one packed row: the place behind each sequence, after a 0."""
+
+    @cached_property
+    def mask_11LL(self) -> Tensor | None:
+        """True where the row's place sees the column's, for kernels that take no ends; None: every place before it."""
+        if self.ends_S is None:
+            return None
+        lengths_S = self.ends_S.diff()
+        sequence_L = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
+        return (sequence_L[:, None] == sequence_L[None]).tril()[None, None]
+
+
+class Exchanging:
+    """An implementation of attention in transformers' interface that knows the keyword `exchange`."""
+
+    def __init__(self, inner: Implementation, name: str) -> None:
+        self.inner = inner
+        self.has_bounds = any(word in name for word in WITH_BOUNDS)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        exchange: Exchange | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        if exchange is None:
+            return self.inner(module, query, key, value, attention_mask, **kwargs)
+        kwargs.pop("position_ids", None)  # of this rank's slice; kernels would take a restart for a new sequence
+        mask = None if self.has_bounds else exchange.mask_11LL
+        q, k, v = to_heads(exchange.group, query, key, value)
+        with _groups(module, q.shape[1] // k.shape[1]):
+            found, _ = self.inner(module, q, k, v, mask, **kwargs)
+        attended = to_positions(exchange.group, found)
+        rows, heads, positions, _ = query.shape
+        assert attended.shape[:3] == (rows, positions, heads), (attended.shape, query.shape)
+        return attended, None
+
+
+def make_exchanging(name: str) -> None:
+    """Let transformers' implementation `name` know the keyword. Its name stays, because kernels are chosen by it."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = ALL_ATTENTION_FUNCTIONS[name]
+    if not isinstance(known, Exchanging):
+        AttentionInterface.register(name, Exchanging(known, name))
+
+
+def to_heads(group: SequenceGroup, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Queries, keys and values [R, h, l, D] of this rank's positions as [R, h/N, L, D] of its heads, in one exchange.
+
+    Heads of keys are repeated where their number is no multiple of N: each rank then has those of its queries.
+    """
+    repeats = lcm(key.shape[1], group.size) // key.shape[1]
+    tensors = [query, *(one.repeat_interleave(repeats, dim=1) if repeats > 1 else one for one in (key, value))]
+    parts = [_by_rank(one, group.size) for one in tensors]
+    received_NRlX = _exchanged(group, torch.cat(parts, dim=-1))
+    whole_RLX = received_NRlX.transpose(0, 1).flatten(1, 2)
+    widths = [part.shape[-1] for part in parts]
+    return [
+        one.view(*one.shape[:2], -1, tensor.shape[-1]).transpose(1, 2).contiguous()
+        for one, tensor in zip(torch.split(whole_RLX, widths, dim=-1), tensors, strict=True)
+    ]
+
+
+def to_positions(group: SequenceGroup, attended: Tensor) -> Tensor:
+    """[R, L, h/N, D] of this rank's heads as [R, l, h, D] of its positions."""
+    rows, length = attended.shape[:2]
+    sent_NRlhD = attended.reshape(rows, group.size, length // group.size, *attended.shape[2:]).transpose(0, 1)
+    received_NRlhD = _exchanged(group, sent_NRlhD)
+    return received_NRlhD.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _by_rank(tensor: Tensor, size: int) -> Tensor:
+    """[R, h, l, D] as [N, R, l, h/N·D]: for each rank its heads."""
+    rows, heads, length, channels = tensor.shape
+    by_rank = tensor.reshape(rows, size, heads // size, length, channels)
+    return by_rank.permute(1, 0, 3, 2, 4).flatten(3)
+
+
+def _exchanged(group: SequenceGroup, tensor_N: Tensor) -> Tensor:
+    """The nth part goes to rank n, and that from rank n takes its place. DeepSpeed's operator, over NCCL and gloo."""
+    from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
+
+    register_all_to_all_group(group.process_group)
+    received: Tensor = _dim_zero_all_to_all(group.process_group, tensor_N)
+    return received
+
+
+@contextmanager
+def _groups(module: nn.Module, queries_a_key: int) -> Iterator[None]:
+    """Within this context the module says that so many heads of queries share one of keys."""
+    before = getattr(module, "num_key_value_groups", None)
+    if before is None or before == queries_a_key:
+        yield
+        return
+    module.num_key_value_groups = queries_a_key  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.num_key_value_groups = before
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_M: Tensor, mine_M: Tensor, number: int, group: SequenceGroup) -> Tensor:
+        ctx.save_for_backward(mine_M)
+        values_N = values_M.new_zeros(number).index_copy_(0, mine_M, values_M)
+        torch.distributed.all_reduce(values_N, group=group.process_group)
+        return values_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> Any:
+        (mine_M,) = ctx.saved_tensors
+        return grad_N.index_select(0, mine_M), None, None, None
+
+
+def whole(values_M: Tensor, mine_M: Tensor, number: int, group: SequenceGroup) -> Tensor:
+    """The values of all ranks, [number], on each of them; `mine_M` says which of them are `values_M`.
+
+    Every rank computes the same loss of them, and its gradient goes into its own values only: the gradients of the
+    ranks add up to that of one loss.
+    """
+    found: Tensor = _Whole.apply(values_M, mine_M, number, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def sequence_group(rank: int, size: int, group_size: int) -> SequenceGroup | None:
+    """Rank's group of `group_size` consecutive ranks of `size`; None for groups of one. Collective."""
+    if group_size == 1:
+        return None
+    mine: Any = None
+    for start in range(0, size, group_size):
+        members: Sequence[int] = range(start, start + group_size)
+        made = torch.distributed.new_group([*members])
+        mine = made if rank in members else mine
+    return SequenceGroup(mine, rank % group_size, group_size)

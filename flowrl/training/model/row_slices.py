@@ -1,0 +1,85 @@
+"""One rank's slice of a micro-batch: the same number of positions of every row for each rank of a group.
+
+Labels are found before rows are cut: each policy token belongs to the rank that has the place that predicts it, with
+its target, also if the token itself stands in the next slice. Rows are padded at their end, where nothing looks.
+
+Axes: R rows, L positions, l of one rank, N policy tokens of the micro-batch, M of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flowrl.training.model.attention.head_exchange import Exchange, SequenceGroup, whole
+from flowrl.training.model.row_layout import RowLayout
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """What one rank computes of a micro-batch that all ranks of its group have."""
+
+    rows: RowLayout
+    mine_M: Tensor
+    """Numbers of the policy tokens that `rows` has, among all. A rank without any computes one that nobody reads."""
+    number: int
+    group: SequenceGroup
+
+    def whole(self, values: Tensor) -> Tensor:
+        """A value for every policy token of the micro-batch, from those that this rank has computed; collective."""
+        return whole(values[: len(self.mine_M)], self.mine_M, self.number, self.group)
+
+
+def num_sliced(rows: RowLayout, size: int) -> int:
+    """Tokens that `size` ranks compute together, padding included."""
+    height, length = rows.input_ids_RL.shape
+    return height * size * -(-length // size)
+
+
+def compute(
+    model: Callable[..., Tensor | tuple[Tensor, ...]], rows: RowLayout, group: SequenceGroup | None, *settings: Any
+) -> tuple[Tensor, ...]:
+    """What `model` gives for `rows`, [N] each; the ranks of a group compute a slice each. Collective."""
+    part = None if group is None else slice_rows(rows, group)
+    found = model(rows if part is None else part.rows, *settings)
+    each = (found,) if isinstance(found, Tensor) else found
+    return each if part is None else tuple(part.whole(values) for values in each)
+
+
+def slice_rows(rows: RowLayout, group: SequenceGroup) -> RowSlice:
+    """This rank's slice of `rows`."""
+    length = rows.input_ids_RL.shape[1]
+    own = -(-length // group.size)
+    added = own * group.size - length
+    start = group.rank * own
+    positions = rows.position_ids_RL
+    if positions is None:
+        positions = torch.arange(length, device=rows.places_N.device)[None]
+    row_N, column_N = rows.places_N // length, rows.places_N % length
+    mine_M = torch.nonzero(column_N // own == group.rank).flatten()
+    places_M = (row_N * own + column_N - start)[mine_M]
+    # ZeRO reduces a gradient of the output layer from every rank, so one without a policy token computes its place 0.
+    none = len(mine_M) == 0
+    bounds = None if rows.bounds is None else rows.bounds.padded(added)
+    return RowSlice(
+        replace(
+            rows,
+            input_ids_RL=pad(rows.input_ids_RL, (0, added))[:, start : start + own],
+            position_ids_RL=pad(positions, (0, added))[:, start : start + own],
+            real_RL=pad(rows.real_RL, (0, added))[:, start : start + own],
+            places_N=mine_M.new_zeros(1) if none else places_M,
+            targets_N=mine_M.new_zeros(1) if none else rows.targets_N[mine_M],
+            taught=None if none or rows.taught is None else rows.taught.at(mine_M),
+            tree=None if rows.tree is None else rows.tree.padded(added),
+            bounds=bounds,
+            exchange=Exchange(group, None if bounds is None else bounds.ends_S),
+        ),
+        mine_M,
+        len(rows.places_N),
+        group,
+    )

@@ -1,0 +1,102 @@
+"""One of four ZeRO ranks of the sequence-parallel test, started by `tests.ranks`.
+
+Trains the cases of four ranks as `tests.training_rank` does, and writes the gradients of one step of other objectives:
+each rank with micro-batches of its own, and two or four with the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowrl.messages import Batch, Trainable
+from flowrl.training.batch.masks import loss_masks
+from flowrl.training.engine.gang import Gang
+from flowrl.training.learner import Learner
+from flowrl.training.loss.distillation_objective import ReverseKL
+from flowrl.training.loss.objective import Objective
+from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.loss.preference_objectives import DPO
+from flowrl.training.loss.reward_objective import BradleyTerry
+from flowrl.training.loss.sft_objective import SFT
+from flowrl.training.loss.value_objective import ValueObjective
+from flowrl.training.model.output_layer import OutputLayer
+from flowrl.training.settings import ZeroSettings
+from tests.ranks import as_rank
+from tests.training_cases import FOUR, VOCABULARY, Case, make_batch
+from tests.training_rank import EVERYTHING_SHARDED, Recording, part_of, sharing, train
+
+TEACHER = 6
+"""Hidden size of the teacher."""
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """An objective, and whether its samples are pairs."""
+
+    objective: Objective
+    pairs: bool = False
+    layout: Any = "rows"
+
+
+OBJECTIVES = {
+    "gspo": Learnt(PolicyObjective("gspo", aggregation="sequence", correction=None)),
+    "sft": Learnt(SFT(), layout="tree"),
+    "dpo": Learnt(DPO(), pairs=True),
+    "teacher": Learnt(ReverseKL(aggregation="sequence")),
+    "values": Learnt(ValueObjective()),
+    "scores": Learnt(BradleyTerry(), pairs=True, layout="tree"),
+}
+
+
+def batch_of(learnt: Learnt) -> Batch:
+    """The first two samples have no token in the loss. Without pairs, most micro-batches are a single sequence."""
+    batch = make_batch(1, Case("", layout=learnt.layout, token_budget=50 if learnt.pairs else 24))
+    return replace(batch, samples=tuple(_prepared(s, n, learnt) for n, s in enumerate(batch.samples)))
+
+
+def _prepared(sample: Trainable, number: int, learnt: Learnt) -> Trainable:
+    draw, size = np.random.default_rng(number), sample.token_ids.size
+    column = np.where(sample.policy_mask, draw.normal(size=size), 0).astype(np.float32)
+    hidden = draw.normal(size=(int(sample.policy_mask.sum()), TEACHER)).astype(np.float32)
+    marks = {"pair": str(number // 2), "label": 1 - 2 * (number % 2)} if learnt.pairs else {}
+    masked = sample.policy_mask & (number >= 2)
+    return replace(sample, values=column, returns=column[::-1].copy(), teacher_hidden=hidden, loss_mask=masked, **marks)
+
+
+def gradients(learnt: Learnt, engine: Recording, gang: Gang) -> list[dict[str, Any]]:
+    """Of the same step without sharing, and by groups of two and four; with the metrics that it reports."""
+    taught = OutputLayer(torch.randn(VOCABULARY, TEACHER, generator=torch.Generator().manual_seed(0)), None)
+    found = []
+    for size in (1, 2, 4):
+        engine.gang, engine.gradients = sharing(gang, size), []
+        teacher = taught if isinstance(learnt.objective, ReverseKL) else None
+        part = part_of(engine.gang, batch_of(learnt))
+        update = Learner(engine, learnt.objective, teacher=teacher).update(
+            part, loss_masks(part.samples, -1, 1), 1, 0.0
+        )
+        found.append({"gradients": engine.gradients[0], "stats": dict(update.stats), "passes": update.token_passes})
+    return found
+
+
+def work(gang: Gang, directory: Path, _: Sequence[str]) -> None:
+    for case in FOUR:
+        train(case, gang, directory)
+    zero = ZeroSettings(optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=EVERYTHING_SHARDED)
+    for head, model in (("lm", "untied"), ("scalar", "scored")):
+        torch.manual_seed(5)
+        engine = Recording(directory / model, zero, sharing(gang, 4), head=head)
+        for name, learnt in OBJECTIVES.items():
+            if learnt.objective.head == head:
+                found = gradients(learnt, engine, gang)
+                if gang.rank == 0:
+                    torch.save(found, directory / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    as_rank(work)
