@@ -36,7 +36,7 @@ from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import Dtype, Layout, LoRA, ZeroSettings
+from flowrl.training.settings import Accumulate, Dtype, Layout, LoRA, ZeroSettings
 
 
 def too_low(options: object, **least: float) -> Iterator[str]:
@@ -187,6 +187,9 @@ class TrainerOptions(PolicyOptions):
     """Sharding, offload, optimizer, attention and layout of the policy's trainer."""
     schedule: Schedule = Schedule()
     """Warm-up and decay of the learning rate."""
+    accumulate: Accumulate = "auto"
+    """Begin backward passes on the groups of a batch while the others are on their way; auto: where only rounding
+    differs, and they do not come together. `flowrl check` says whether, and why not."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -208,6 +211,7 @@ class TrainerOptions(PolicyOptions):
             schedule=self.schedule,
             zero=self.zero.with_dtype(self.dtype),
             lora=self.lora,
+            accumulate=self.accumulate,
             **settings,
         )
 

@@ -18,7 +18,7 @@ from flowrl.messages import Batch, Mismatched, Trainable
 from flowrl.training.batch.masks import loss_masks
 from flowrl.training.engine.zero import ZeroStep
 from flowrl.training.layouts import Placing
-from flowrl.training.learner import Learner, Update
+from flowrl.training.learner import Learner
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.objective import Objective
@@ -31,6 +31,7 @@ from flowrl.training.model.output_layer import OutputLayer
 from flowrl.training.model.policy_model import load_policy_model
 from flowrl.training.model.value_model import load_scalar_model
 from flowrl.training.settings import Head, LoRA
+from flowrl.training.update import Update
 from tests.training_cases import VOCABULARY, Case, make_batch, make_model
 
 TEACHER_SIZE = 6

@@ -20,6 +20,7 @@ from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.model.attention import rule
 from flowrl.training.settings import ZeroSettings
+from tests.pieces import train_in_pieces
 from tests.ranks import as_rank
 from tests.run_process import listening
 from tests.training_cases import BATCHES, CASES, FIRST, LR, TEMPERATURE, Case, make_batch
@@ -33,16 +34,16 @@ class Recording(ZeroEngine):
 
     gradients: list[dict[str, torch.Tensor]]
 
-    def step(self) -> Any:
+    def step(self, *, divide_by: float = 1.0) -> Any:
         from deepspeed.utils import safe_get_full_grad
 
         self.gradients.append(
             {
-                name: (parameter.grad if self._stage == 0 else safe_get_full_grad(parameter)).clone()
+                name: (parameter.grad if self._stage == 0 else safe_get_full_grad(parameter)) / divide_by
                 for name, parameter in self.model.causal_lm.named_parameters()
             }
         )
-        return super().step()
+        return super().step(divide_by=divide_by)
 
 
 def train(case: Case, gang: Gang, directory: Path) -> None:
@@ -63,7 +64,11 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
     )
     updates = []
     for number in range(BATCHES):
-        part, version = make_batch(number, case, first=FIRST).split(gang.size)[gang.rank], FIRST + number
+        batch, version = make_batch(number, case, first=FIRST), FIRST + number
+        if case.pieces:
+            updates.append(train_in_pieces(learner, batch, case.pieces[number], version, LR))
+            continue
+        part = batch.split(gang.size)[gang.rank]
         assert part.layout == case.layout
         updates.append(learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR))
     weights = {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}
