@@ -239,12 +239,12 @@ class Trainer(ResidentNode):
         await self._publish(changed=True)
         await self._take_held_out()
         async for batch in self.batches:
-            self.batches.hold(batch)
-            self._pieces.append(batch)
             await self._assert_bound(batch)
             with self.context.busy("train"):
                 trained = await self.blocking(self._train, batch)
+            self._pieces.append(batch)
             if trained is None:
+                self.batches.hold(batch)
                 continue
             record, uses, changed = trained
             self.version += 1
