@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from flowrl.messages import Batch, Group
-from flowrl.nodes import TokenBatch
+from flowrl.nodes import TokenBatch, begun_batch
+from flowrl.nodes.begun_batch import Pace
 from flowrl.testing import NodeRig, lost
 from tests.test_nodes_batch import batches, group
+
+
+@pytest.fixture(autouse=True)
+def at_any_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups come as fast as they can; a real run's batch would be whole sooner than a piece is due."""
+    monkeypatch.setattr(begun_batch, "PACE_S", 0.0)
 
 
 def names(found: Sequence[Batch]) -> list[tuple[list[str], int, bool]]:
@@ -139,6 +147,56 @@ def test_a_piece_has_an_eighth_of_the_batch_at_least() -> None:
             return [await trainer.takes()]
 
     assert names(asyncio.run(life())) == [(["g0", "g1", "g2"], 0, False)]
+
+
+def test_a_batch_that_forms_quickly_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(begun_batch, "PACE_S", 1e9)
+    node = TokenBatch(2)
+
+    async def life() -> list[Batch]:
+        async with NodeRig(node, window=1, in_pieces=True) as rig:
+            trainer = Trainer(rig, node)
+            await feed(rig, node, groups(0, 2))
+            return [await trainer.takes()]
+
+    assert names(asyncio.run(life())) == [(["g0", "g1"], 0, True)]
+
+
+def test_a_piece_is_due_some_time_after_the_last_one_or_after_the_batchs_first_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(begun_batch, "PACE_S", 0.5)
+    pace = Pace()
+    assert not pace.is_due(7.0), "no group has come"
+    pace.begin(10.0)
+    pace.begin(10.4)
+    assert [pace.is_due(now) for now in (10.4, 10.5)] == [False, True]
+    pace.sent(10.6, last=False)
+    assert [pace.is_due(now) for now in (11.0, 11.2)] == [False, True]
+    pace.sent(11.2, last=True)
+    pace.begin(20.0)
+    assert [pace.is_due(now) for now in (20.1, 20.5)] == [False, True]
+
+
+def test_groups_that_will_be_in_the_batch_do_not_wait_for_older_ones() -> None:
+    node, made = TokenBatch(3), groups(0, 4)
+
+    async def life() -> list[Batch]:
+        async with NodeRig(node, window=1, in_pieces=True) as rig:
+            trainer = Trainer(rig, node)
+            await feed(rig, node, [made[3]], 3)  # may be in the next batch: three are older
+            await feed(rig, node, [made[2]], 2)
+            found = [await trainer.takes()]
+            rig.feed(node.groups, lost(-1, group="g0"), ticket=0)
+            await feed(rig, node, [], 0)
+            found.append(await trainer.takes())
+            await feed(rig, node, [made[1]], 1)
+            found.append(await trainer.takes())
+            await trainer.finishes()
+            return found
+
+    found = asyncio.run(life())
+    assert names(found) == [(["g2"], 0, False), (["g3"], 1, False), (["g1"], 2, True)]
 
 
 def test_the_end_of_the_stream_completes_a_batch_with_what_is_there_or_nothing() -> None:

@@ -302,14 +302,16 @@ def test_a_ticket_offered_twice_is_refused() -> None:
 
 def test_a_batch_may_be_taken_in_pieces() -> None:
     window = Window[str](3)
-    window.offer(1, "b")
-    assert (window.take(1), window.begun, window.missing) == (None, 0, 3)
-    window.offer(0, "a")
-    assert (window.take(3), window.take(1), window.begun, window.missing) == (None, ["a", "b"], 2, 1)
-    window.offer(2, "c")
     window.offer(3, "d")
+    assert (window.take(1), window.begun, window.missing) == (None, 0, 3), "three are older: it may be in the next"
+    window.offer(1, "b")
+    assert (window.take(3), window.take(1), window.begun, window.missing) == (None, ["b"], 1, 2)
+    window.offer(0, None)
+    assert (window.take(1), window.begun, window.missing) == (["d"], 2, 1), "one is dropped, so it is in this one"
+    window.offer(4, "e")
+    window.offer(2, "c")
     assert (window.take(1), window.begun) == (["c"], 0), "no piece reaches into the next batch"
-    assert window.take(2) is None
+    assert (window.take(2), window.take(1)) == (None, ["e"])
 
 
 def test_a_batch_that_has_begun_is_completed_at_the_end_even_with_nothing() -> None:

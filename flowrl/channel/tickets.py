@@ -290,10 +290,11 @@ class Window(Generic[T]):
     def take(self, least: int | None = None) -> list[T] | None:
         """All that the batch misses, in order of tickets; None if too few groups may be taken now.
 
-        With `least` a piece of the batch is enough if it has that many. Taken in pieces, a batch has the groups that
-        it has when taken at once: whatever may be taken now would be among the first of it later.
+        With `least` a piece of the batch is enough if it has that many. It may have groups for which the window waits,
+        if they will be in this batch whatever becomes of the older ones: fewer than it misses are older. So in pieces a
+        batch has the groups that it has when taken at once.
         """
-        chosen = self._choose()
+        chosen = self._choose(early=least is not None)
         if len(chosen) < min(self.missing, least or self.missing):
             return None
         return self._remove(chosen)
@@ -321,15 +322,20 @@ class Window(Generic[T]):
         self._settled = {int(ticket) for ticket in state["settled"]}
         self._begun = int(state.get("begun", 0))
 
-    def _choose(self) -> list[int]:
+    def _choose(self, *, early: bool) -> list[int]:
         chosen: list[int] = []
         base = self._base
         for ticket in sorted(self._finished):
             base = self._oldest_open(base, chosen)
-            if len(chosen) == self.missing or (self.look_ahead and ticket >= base + self.look_ahead):
+            waits = self.look_ahead and ticket >= base + self.look_ahead
+            if len(chosen) == self.missing or (waits and not (early and self._num_older(ticket) < self.missing)):
                 break
             chosen.append(ticket)
         return chosen
+
+    def _num_older(self, ticket: int) -> int:
+        """Tickets before this one that are neither taken nor dropped."""
+        return ticket - self._base - sum(settled < ticket for settled in self._settled)
 
     def _oldest_open(self, base: int, chosen: list[int]) -> int:
         taken = set(chosen)

@@ -4,7 +4,7 @@ It waits for the next finished group and ends with the stream; the remaining gro
 
 Where its trainers accumulate gradients (`context.in_pieces`), it sends the groups that may be in the next batch already
 now, if the trainers wait for something to do: the first piece when they have finished the batch before, every further
-one when they have taken the one before. If they never wait, batches are sent whole.
+one when they have taken the one before. If they never wait, or batches form quickly (`Pace`), batches are sent whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out
 from flowrl.messages import Batch, Bool, Group, Trainable, Values, packed
-from flowrl.nodes.begun_batch import BegunBatch, least_of_a_piece
+from flowrl.nodes.begun_batch import BegunBatch, Pace, least_of_a_piece
 from flowrl.nodes.by_source import source_metrics
 from flowrl.nodes.judged import judged_metrics
 from flowrl.nodes.running import AdaptiveKL, RunningEstimate
@@ -89,6 +89,7 @@ class TokenBatch(Node):
         self._mask_staleness = -1
         self._num_sent = 0
         self._begun = BegunBatch()
+        self._pace = Pace()
         self._before_send: Mapping[str, Any] | None = None
         """While a batch waits in its send: the state that a checkpoint keeps, because the batch's groups come again."""
 
@@ -153,6 +154,7 @@ class TokenBatch(Node):
             if full_since_s is not None:
                 self.context.metric("oldest_wait_s", time.monotonic() - full_since_s)
             window.offer(ticket, group)
+            self._pace.begin(time.monotonic())
             self._before_send = self._now()
             while (groups := window.take(self._least())) is not None:
                 await self._send(groups, last=not window.begun)
@@ -164,7 +166,7 @@ class TokenBatch(Node):
 
     def _least(self) -> int | None:
         """The groups that are enough to be sent now: those of a piece if the trainers wait; None: all of the batch."""
-        if not self.context.in_pieces:
+        if not self.context.in_pieces or not self._pace.is_due(time.monotonic()):
             return None
         ahead = self.batches.num_untaken if self._begun.num_pieces else self.batches.num_unfinished
         return None if ahead else least_of_a_piece(self.num_groups)
@@ -174,6 +176,7 @@ class TokenBatch(Node):
         begun = BegunBatch() if last else self._begun.with_piece(groups)
         await self.batches.send(batch, made_from=groups or None)
         self._begun = begun
+        self._pace.sent(time.monotonic(), last=last)
         self._num_sent += last
         self._before_send = self._now()
 

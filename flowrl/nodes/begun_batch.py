@@ -13,6 +13,9 @@ from flowrl.tasks.rows import OF_TASK
 PIECES = 8
 """A batch comes in at most so many pieces, or one more: each costs the trainer a micro-batch that may be small, and
 with ZeRO-3 a pass of all parameters over the network."""
+PACE_S = 0.5
+"""Seconds of one piece at most. A piece costs the trainer some hundredths of a second, whatever is in it; a batch that
+forms in less time comes whole."""
 _NO_ARRAYS: dict[str, Any] = {"behavior_logprobs": no_logprobs(), "versions": no_ids()}
 _NO_COLUMNS: dict[str, Any] = {"advantages": no_logprobs()} | dict.fromkeys(
     ("ref_logprobs", "teacher_logprobs", "teacher_hidden", "values", "loss_mask", "returns", "mismatched")
@@ -37,6 +40,27 @@ class BegunBatch:
     def of(cls, state: Mapping[str, Any]) -> BegunBatch:
         """From what `state` returned."""
         return cls(tuple(state["groups"]), int(state["num_pieces"]))
+
+
+class Pace:
+    """How often a batcher sends pieces; times are in seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        """When the last piece of this batch was sent, or when its first group came; None before."""
+
+    def begin(self, now_s: float) -> None:
+        """A group has come."""
+        if self._since_s is None:
+            self._since_s = now_s
+
+    def sent(self, now_s: float, *, last: bool) -> None:
+        """A piece was sent."""
+        self._since_s = None if last else now_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the next piece may be sent."""
+        return self._since_s is not None and now_s - self._since_s >= PACE_S
 
 
 def least_of_a_piece(num_groups: int) -> int:
