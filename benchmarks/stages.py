@@ -78,10 +78,11 @@ class SleepingGenerator(Node):
     samples: Out[Sample]
     weights: In[Weights]
 
-    def __init__(self, seconds: float, concurrency: int, uneven: float) -> None:
+    uneven = 0.0
+
+    def __init__(self, seconds: float, concurrency: int) -> None:
         self.seconds = seconds
         self.concurrency = concurrency
-        self.uneven = uneven
         self.version = -1
         self.ready = asyncio.Event()
 
@@ -104,13 +105,16 @@ class SleepingGenerator(Node):
     async def generate(self, prompt: Prompt) -> None:
         version = self.version
         with self.context.busy("generate"):
-            groups = self.concurrency // prompt.group_size
-            later = groups - 1 - int(prompt.group_id.removeprefix("group")) % groups
-            await asyncio.sleep(self.seconds * (1 - self.uneven * later / groups))
+            await asyncio.sleep(self.seconds * (1 - self.uneven * self.earlier(prompt)))
         sample = sampled(prompt, version, f"{self.name}/{self.context.replica}")
         self.context.metric("tokens_generated", RESPONSE_TOKENS)
         self.context.ledger.generated(sample)
         await self.samples.send(sample)
+
+    def earlier(self, prompt: Prompt) -> float:
+        """The part of a batch's groups that come after this prompt's."""
+        groups = self.concurrency // prompt.group_size
+        return 1 - (1 + int(prompt.group_id.removeprefix("group")) % groups) / groups if self.uneven else 0.0
 
 
 class Collect(Node):
@@ -142,13 +146,15 @@ class SleepingTrainer(Node):
     batches: In[Batch]
     weights: Out[Weights]
 
-    def __init__(self, seconds: float, groups: int, accumulate: Accumulate) -> None:
+    groups = 0
+    """Of a batch, for the time of a piece; 0: batches come whole."""
+    accumulate: Accumulate = "off"
+
+    def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.groups = groups
-        self.accumulate: Accumulate = accumulate
 
     def facts(self) -> Facts:
-        return Facts(accumulate=self.accumulate, whole_batches="")
+        return Facts(accumulate=self.accumulate, whole_batches="" if self.groups else None)
 
     async def run(self) -> None:
         version = self.context.start_version
@@ -156,7 +162,7 @@ class SleepingTrainer(Node):
         pieces: list[Batch] = []
         async for batch in self.batches:
             with self.context.busy("train"):
-                await asyncio.sleep(self.seconds * batch.num_groups / self.groups)
+                await asyncio.sleep(self.seconds * (batch.num_groups / self.groups if self.groups else 1))
             pieces.append(batch)
             if not batch.last:
                 self.batches.hold(batch)
@@ -214,10 +220,12 @@ def record(version: int, samples: Sequence[Sample]) -> dict[str, float | None]:
 def graph(cfg: Stages) -> Graph:
     g = Graph("stages")
     source = g.add("prompts", Numbers(cfg.group_size))
-    generator = g.add("generator", SleepingGenerator(cfg.generate_s, cfg.groups_per_step * cfg.group_size, cfg.uneven))
+    generator = g.add("generator", SleepingGenerator(cfg.generate_s, cfg.groups_per_step * cfg.group_size))
+    generator.uneven = cfg.uneven
     collect = g.add("collect", Collect(cfg.group_size))
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
-    trainer = g.add("trainer", SleepingTrainer(cfg.train_s, cfg.groups_per_step, cfg.accumulate))
+    trainer = g.add("trainer", SleepingTrainer(cfg.train_s))
+    trainer.groups, trainer.accumulate = cfg.groups_per_step, cfg.accumulate
     if cfg.time_share:
         g.time_share(*(g.nodes[name] for name in cfg.time_share))
     g.connect(source.prompts, generator.prompts)

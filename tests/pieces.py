@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from flowrl.messages import Batch
 from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch.update import Update
 from flowrl.training.learner import Learner
-from flowrl.training.update import Update
 
 
 def pieces_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:

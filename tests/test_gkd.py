@@ -25,6 +25,7 @@ from flowrl.training.advantage.estimate import trainable
 from flowrl.training.batch.batch_stats import BatchStats
 from flowrl.training.batch.masks import loss_masks
 from flowrl.training.batch.micro_batch import make_micro_batch
+from flowrl.training.batch.update import Sums
 from flowrl.training.loss.distillation_objective import GeneralizedJSD, ReverseKL
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -33,7 +34,6 @@ from flowrl.training.model.output_layer import load_output_layer
 from flowrl.training.model.policy_model import load_policy_model
 from flowrl.training.model.row_layout import lay_out
 from flowrl.training.scoring.passes import judgements_of
-from flowrl.training.update import Sums
 from tests.tiny_policy import make_policy
 
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)

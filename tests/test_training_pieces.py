@@ -19,6 +19,7 @@ from torch import Tensor
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch
 from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch.update import Update
 from flowrl.training.engine.zero import ZeroStep
 from flowrl.training.learner import Learner
 from flowrl.training.loss.distillation_objective import ReverseKL
@@ -28,7 +29,6 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import DPO, KTO
 from flowrl.training.loss.sft_objective import SFT
 from flowrl.training.model.output_layer import OutputLayer
-from flowrl.training.update import Update
 from tests.pieces import train_in_pieces
 from tests.test_tree_objectives import OBJECTIVES, TEACHER_SIZE, OneProcess, assert_close, furnished, loaded, model_dir
 from tests.training_cases import VOCABULARY, Case, make_batch

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowrl.messages import Batch, Mismatched, Trainable
 from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch.update import Update
 from flowrl.training.engine.zero import ZeroStep
 from flowrl.training.layouts import Placing
 from flowrl.training.learner import Learner
@@ -31,7 +32,6 @@ from flowrl.training.model.output_layer import OutputLayer
 from flowrl.training.model.policy_model import load_policy_model
 from flowrl.training.model.value_model import load_scalar_model
 from flowrl.training.settings import Head, LoRA
-from flowrl.training.update import Update
 from tests.training_cases import VOCABULARY, Case, make_batch, make_model
 
 TEACHER_SIZE = 6

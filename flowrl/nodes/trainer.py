@@ -47,8 +47,8 @@ from flowrl.training.schedule import Schedule
 from flowrl.training.settings import Accumulate, LoRA, Start, ZeroSettings, attention_problems
 
 if TYPE_CHECKING:
+    from flowrl.training.batch.update import Update
     from flowrl.training.learner import Learner
-    from flowrl.training.update import Update
     from flowrl.weights.publish import Publisher
 
 

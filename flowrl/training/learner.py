@@ -31,12 +31,11 @@ from flowrl.training.batch.masks import loss_masks
 from flowrl.training.batch.micro_batch import MicroBatch, make_micro_batch
 from flowrl.training.batch.referenced import with_reference
 from flowrl.training.batch.sequence_rows import RowShare, in_rows
+from flowrl.training.batch.update import Accumulated, Sums, Update
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.layouts import Placing
-from flowrl.training.loss.objective import LossInputs, Objective, Totals
+from flowrl.training.loss.objective import LossInputs, MeanOver, Objective, Totals
 from flowrl.training.model.output_layer import OutputLayer
-from flowrl.training.settings import MeanOver
-from flowrl.training.update import Accumulated, Sums, Update
 
 
 class Learner:

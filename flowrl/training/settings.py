@@ -20,8 +20,6 @@ Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "
 Layout = Literal["auto", "rows", "tree"]
 Accumulate = Literal["auto", "on", "off"]
 """Whether a trainer begins with the groups of a batch that are there: auto where it changes nothing but rounding."""
-MeanOver = Literal["tokens", "sequences", "pairs"]
-"""What a loss is a mean over: the one number of an optimizer step that divides all of it."""
 Sync = Literal["adapter", "merged"]
 Quantize = Literal["none", "nf4", "int8"]
 MOST_RANK = 512

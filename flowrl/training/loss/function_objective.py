@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, get_args
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossFunction, LossInputs, Objective
-from flowrl.training.settings import MeanOver
+from flowrl.training.loss.objective import Column, LossFunction, LossInputs, MeanOver, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,15 +14,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flowrl.messages import Float32, Trainable
-from flowrl.training.settings import Head, MeanOver
+from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Column = Mapping[str, "Float32 | None"]
+MeanOver = Literal["tokens", "sequences", "pairs"]
+"""What a loss is a mean over: the one number of an optimizer step that divides all of it."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Objective, Totals
-from flowrl.training.settings import MeanOver
+from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective, Totals
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ import numpy as np
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Objective, Totals
-from flowrl.training.settings import Head, MeanOver
+from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective, Totals
+from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
     from torch import Tensor

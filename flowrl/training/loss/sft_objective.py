@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flowrl.errors import ConfigError
-from flowrl.training.loss.objective import LossInputs, Objective
-from flowrl.training.settings import MeanOver
+from flowrl.training.loss.objective import LossInputs, MeanOver, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Objective
-from flowrl.training.settings import Head, MeanOver
+from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective
+from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
     from torch import Tensor

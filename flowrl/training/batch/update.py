@@ -11,8 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from flowrl.training.batch.micro_batch import MicroBatch
-from flowrl.training.loss.objective import Totals
-from flowrl.training.settings import MeanOver
+from flowrl.training.loss.objective import MeanOver, Totals
 
 
 @dataclass
