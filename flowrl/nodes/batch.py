@@ -42,6 +42,8 @@ class TokenBatch(Node):
     mini-batches the batch is split into. `whiten` normalises advantages over all trained tokens of the batch, as
     the estimators `reinforce` and `reinforce_baseline` require: "off", "full", or "mean" (mean only).
 
+    Where the trainers behind it accumulate gradients, it sends a batch in pieces, as groups finish, see `Batch.piece`.
+
     `normalise_rewards` subtracts from each reward the mean of all rewards so far and divides by their standard
     deviation; `adaptive_kl` controls the weight of the KL in the reward. Both are updated once per batch, so both
     need the advantage node's `estimate`, with which the batcher recomputes the advantages.

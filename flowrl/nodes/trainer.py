@@ -19,7 +19,7 @@ import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
@@ -61,6 +61,9 @@ class Trainer(ResidentNode):
     adapters needs the same `lora`. `teacher` is the model that the objective `ReverseKL` compares the policy with.
     Every `publish_every`th version is published, every `probe_every`th publication carries the probe. The
     first `start_after` batches make versions without an update, for an actor that waits until its critic has learnt.
+
+    With `accumulate` "auto" or "on" it begins with the groups of a batch that are finished, if its batcher can send
+    them: "on" is refused where batches have to be whole.
 
     Batches from `held_out` are never trained on. The metrics contain the objective's stats on them: as
     `held_out/NAME` for the last and for every `judge_every`th version, and as `held_out_before/NAME` in the
@@ -155,6 +158,8 @@ class Trainer(ResidentNode):
             problems.append(f"gpus is {self.gpus:g}, but a rank trains on one GPU; use more ranks (replicas=)")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
+        if self.accumulate not in get_args(Accumulate):
+            problems.append(f"accumulate is {self.accumulate!r}; choose one of {', '.join(get_args(Accumulate))}")
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
         problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
