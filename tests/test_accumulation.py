@@ -57,7 +57,8 @@ def test_graphs_that_sample_accumulate_by_default(name: str) -> None:
         ("sft", (), "its batches are made of data, which are there before it asks for them"),
         ("dpo", (), "its batches are made of data, which are there before it asks for them"),
         ("process_reward_model", (), "its batches are made of data, which are there before it asks for them"),
-        ("rloo", (), "a batch is split into 4 optimizer steps"),
+        ("rloo", (), "it uses its devices in turns with reference"),
+        ("iterative_dpo", (), "a batch is split into 4 optimizer steps"),
         ("distill", (), "it uses its devices in turns with teacher"),
     ],
 )
