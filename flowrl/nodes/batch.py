@@ -9,6 +9,7 @@ one when they have taken the one before. If they never wait, or batches form qui
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -156,7 +157,7 @@ class TokenBatch(Node):
             if full_since_s is not None:
                 self.context.metric("oldest_wait_s", time.monotonic() - full_since_s)
             window.offer(ticket, group)
-            self._pace.begin(time.monotonic())
+            self._pace.begin(_now_s())
             self._before_send = self._now()
             while (groups := window.take(self._least())) is not None:
                 await self._send(groups, last=not window.begun)
@@ -168,7 +169,7 @@ class TokenBatch(Node):
 
     def _least(self) -> int | None:
         """The groups that are enough to be sent now: those of a piece if the trainers wait; None: all of the batch."""
-        if not self.context.in_pieces or not self._pace.is_due(time.monotonic()):
+        if not self.context.in_pieces or not self._pace.is_due(_now_s()):
             return None
         ahead = self.batches.num_untaken if self._begun.num_pieces else self.batches.num_unfinished
         return None if ahead else least_of_a_piece(self.num_groups)
@@ -178,7 +179,7 @@ class TokenBatch(Node):
         begun = BegunBatch() if last else self._begun.with_piece(groups)
         await self.batches.send(batch, made_from=groups or None)
         self._begun = begun
-        self._pace.sent(time.monotonic(), last=last)
+        self._pace.sent(_now_s(), last=last)
         self._num_sent += last
         self._before_send = self._now()
 
@@ -267,6 +268,10 @@ class TokenBatch(Node):
         if self.context.window == 0 and self.context.max_staleness is not None:
             self._mask_staleness = self.context.max_staleness
         return self._window
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def without_overlong(sample: Trainable) -> Trainable:
