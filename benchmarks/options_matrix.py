@@ -2,18 +2,20 @@
 
     python -m benchmarks.options_matrix                    # what has no result yet, then the table
     python -m benchmarks.options_matrix --only ppo rloo    # of these graphs
+    python -m benchmarks.options_matrix --most 3           # three of them
     python -m benchmarks.options_matrix --again failed     # these results anew: failed, refused or all
     python -m benchmarks.options_matrix --table --docs     # runs nothing, writes the table into docs/options-matrix.md
 
 A cell is one `flowrl run` of `tiny` on the real stack. It is ok if the run ends well and its audit is ok; refused, if
 one sentence says so before anything starts; else it failed. Results are kept as JSON lines, one when a cell is done, so
-the same command goes on where it was stopped. The status is 1 if a cell failed.
+the same command goes on where it was stopped; what the page has counts as done. The status is 1 if a cell failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from benchmarks.counting_reward import CountingReward
 from benchmarks.ladder_cases import ROOT, audited, end
@@ -44,9 +46,17 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "2 generators": ("--generator.replicas", "2", "--generator.cpus", "0.5"),
     "HTTP reward": ("--task.reward", URL),
     "--time-share": ("--time-share", "generator", "trainer"),
+    "--curriculum.chosen": ("--curriculum.chosen", "0.5", "--curriculum.replayed", "0.2"),
+    "--reference.refresh-every": ("--reference.refresh-every", "1"),
+    "--lmbda": ("--lmbda", "0.5", "--beta", "0.5"),
 }
 """The matrix's column -> what is added to the command."""
-OWN_NAMES = {("ppo", "--time-share"): ("--time-share", "generator", "actor", "critic_trainer")}
+REFRESHED = OPTIONS["--reference.refresh-every"]
+OWN_NAMES = {
+    ("ppo", "--time-share"): ("--time-share", "generator", "actor", "critic_trainer"),
+    ("grpo", "--reference.refresh-every"): (*REFRESHED, "--objective.kl-coef", "0.01"),
+    ("iterative_dpo", "--reference.refresh-every"): (*REFRESHED, "--reference.weights", "initial"),
+}
 SMALL = ("--steps", "2", "--group-size", "4", "--evaluate", "0")
 GROUPS = {"agent_tools": "4", "agent_game": "8", "agent_openai": "4", "self_play": "4"}
 """Groups of a step where their look-ahead needs more than two."""
@@ -79,6 +89,24 @@ def cells_of(path: Path) -> dict[tuple[str, str], Cell]:
             continue
         found[cell.graph, cell.option] = cell
     return found
+
+
+def cells_of_page(text: str) -> dict[tuple[str, str], Cell]:
+    """The results that a page has, without their commands and times."""
+    lines = text.partition(BEGIN)[2].partition(END)[0].splitlines()
+    sentences = dict(re.findall(r"^(\d+)\. (.*)$", "\n".join(lines), re.MULTILINE))
+    header, *rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    found: dict[tuple[str, str], Cell] = {}
+    for graph, *cells in rows[1:]:
+        for option, (outcome, _, number) in zip(header[1:], (cell.partition(" ") for cell in cells), strict=True):
+            if outcome in get_args(Outcome):
+                found[graph, option] = Cell(graph, option, "", outcome, sentences.get(number, ""), 0.0)  # type: ignore[arg-type]
+    return found
+
+
+def all_cells(results: Path) -> dict[tuple[str, str], Cell]:
+    """The results of the file, and those of the page where the file has none."""
+    return {**cells_of_page(PAGE.read_text()), **cells_of(results)}
 
 
 def command_of(graph: str, option: str) -> list[str]:
@@ -171,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.table:
         options.home.mkdir(parents=True, exist_ok=True)
         _run_all(options, results)
-    found = cells_of(results)
+    found = all_cells(results)
     text = table(found)
     print(text)
     if options.docs:
@@ -186,13 +214,14 @@ def _run_all(options: argparse.Namespace, results: Path) -> None:
     home = options.home.resolve()
     with CountingReward() as server, results.open("a") as kept:
         values = {"reward_model": str(reward_model(home)), "url": server.url}
-        done = cells_of(results)
+        done = all_cells(results)
         wanted = [
             place
             for place in across(options.only or GRAPHS)
             if place not in done or options.again in ("all", done[place].outcome)
         ]
-        for graph, option in sorted(wanted, key=lambda place: not refused_by_check(place[0], place[1], values)):
+        wanted.sort(key=lambda place: not refused_by_check(place[0], place[1], values))
+        for graph, option in wanted[: options.most]:
             cell = run_cell(graph, option, values, home, server)
             kept.write(json.dumps(asdict(cell)) + "\n")
             kept.flush()
@@ -219,6 +248,7 @@ def refused_by_check(graph: str, option: str, values: Mapping[str, str]) -> bool
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], choices=GRAPHS, metavar="GRAPH")
+    parser.add_argument("--most", type=int, help="run so many cells")
     parser.add_argument("--again", choices=["failed", "refused", "ok", "all"], help="run cells with this result anew")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/options-matrix.md")

@@ -1,7 +1,8 @@
 """A graph whose stages take a known time: what is left of the overlap is the engine's doing.
 
 Generating one batch takes `generate_s` however many prompts are in it (a full vLLM batch does too),
-training on it `train_s`. No model is involved; admission, tickets, versions and ledger are the real ones.
+training on it `train_s`. No model is involved; admission, tickets, versions and ledger are the real ones. The
+trainer takes a batch in pieces, if the batcher sends it so: a part of the time for a part of the groups.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from flowrl import Batch, Graph, Group, In, Node, Out, Prompt, Sample, Trainable
 from flowrl.graph.facts import Facts
 from flowrl.nodes.batch import TokenBatch
 from flowrl.runtime.ledger.ledger_client import Use
+from flowrl.training.settings import Accumulate
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 8, 8
 
@@ -27,6 +29,10 @@ class Stages:
     """Seconds that a batch of rollouts takes."""
     train_s: float = 0.5
     """Seconds that a batch's update takes."""
+    uneven: float = 0.0
+    """Part of `generate_s` by which the first group of a batch is done earlier than the last."""
+    accumulate: Accumulate = "auto"
+    """Whether training begins with the groups that are done."""
     groups_per_step: int = 4
     group_size: int = 2
     staleness: int = 1
@@ -72,6 +78,8 @@ class SleepingGenerator(Node):
     samples: Out[Sample]
     weights: In[Weights]
 
+    uneven = 0.0
+
     def __init__(self, seconds: float, concurrency: int) -> None:
         self.seconds = seconds
         self.concurrency = concurrency
@@ -97,11 +105,16 @@ class SleepingGenerator(Node):
     async def generate(self, prompt: Prompt) -> None:
         version = self.version
         with self.context.busy("generate"):
-            await asyncio.sleep(self.seconds)
+            await asyncio.sleep(self.seconds * (1 - self.uneven * self.earlier(prompt)))
         sample = sampled(prompt, version, f"{self.name}/{self.context.replica}")
         self.context.metric("tokens_generated", RESPONSE_TOKENS)
         self.context.ledger.generated(sample)
         await self.samples.send(sample)
+
+    def earlier(self, prompt: Prompt) -> float:
+        """The part of a batch's groups that come after this prompt's."""
+        groups = self.concurrency // prompt.group_size
+        return 1 - (1 + int(prompt.group_id.removeprefix("group")) % groups) / groups if self.uneven else 0.0
 
 
 class Collect(Node):
@@ -133,19 +146,34 @@ class SleepingTrainer(Node):
     batches: In[Batch]
     weights: Out[Weights]
 
+    groups = 0
+    """Of a batch, for the time of a piece; 0: batches come whole."""
+    accumulate: Accumulate = "off"
+
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+
+    def facts(self) -> Facts:
+        return Facts(accumulate=self.accumulate, whole_batches="" if self.groups else None)
 
     async def run(self) -> None:
         version = self.context.start_version
         await self.publish(version)
+        pieces: list[Batch] = []
         async for batch in self.batches:
             with self.context.busy("train"):
-                await asyncio.sleep(self.seconds)
+                await asyncio.sleep(self.seconds * (batch.num_groups / self.groups if self.groups else 1))
+            pieces.append(batch)
+            if not batch.last:
+                self.batches.hold(batch)
+                continue
             version += 1
-            self.context.ledger.step(record(version, batch.samples), list(map(Use.of, batch.samples)), policy=self.name)
+            samples = [sample for piece in pieces for sample in piece.samples]
+            self.context.ledger.step(record(version, samples), list(map(Use.of, samples)), policy=self.name)
             await self.publish(version)
-            self.batches.finish(batch)
+            for piece in pieces:
+                self.batches.finish(piece)
+            pieces = []
             await self.context.step_done(version)
 
     async def publish(self, version: int) -> None:
@@ -193,9 +221,11 @@ def graph(cfg: Stages) -> Graph:
     g = Graph("stages")
     source = g.add("prompts", Numbers(cfg.group_size))
     generator = g.add("generator", SleepingGenerator(cfg.generate_s, cfg.groups_per_step * cfg.group_size))
+    generator.uneven = cfg.uneven
     collect = g.add("collect", Collect(cfg.group_size))
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
     trainer = g.add("trainer", SleepingTrainer(cfg.train_s))
+    trainer.groups, trainer.accumulate = cfg.groups_per_step, cfg.accumulate
     if cfg.time_share:
         g.time_share(*(g.nodes[name] for name in cfg.time_share))
     g.connect(source.prompts, generator.prompts)

@@ -3,8 +3,8 @@
     python -m benchmarks.sync_vs_async benchmarks/stages.py --repeat 5
     python -m benchmarks.sync_vs_async graphs/grpo.py --staleness 1 4 --evaluate 0 --groups-per-step 128
 
-Cases: `sync` (staleness 0, generator and trainer on cores of their own), `sync, time share` (the same two on
-all cores, one after the other; for graphs with a field `time_share`), and `async S` for every S above 0. Each
+Cases: `sync` (staleness 0, generator and trainer on cores of their own, batches whole), `sync, time share` (the same
+two on all cores, one after the other; for graphs with a field `time_share`), and `async S` for every S above 0. Each
 case is one `flowrl run` a repetition, the cases of a repetition one after another. Options that are not
 listed below go to the graph.
 """
@@ -113,7 +113,8 @@ def make_cases(file: GraphFile, staleness: Sequence[int], args: Sequence[str]) -
         raise ConfigError(
             f"{file.path} has no field staleness; the comparison needs a graph that passes one to g.admit"
         )
-    cases = [Case(SYNC, 0, ("--staleness", "0", *args))]
+    apart = ("--accumulate", "off") if "accumulate" in names and "--accumulate" not in args else ()
+    cases = [Case(SYNC, 0, ("--staleness", "0", *apart, *args))]
     if "time_share" in names:
         cases.append(
             Case("sync, time share", 0, ("--staleness", "0", *IN_TURNS, *_all_cores(file, names, args), *args))

@@ -35,8 +35,8 @@ from benchmarks.page import put
 from benchmarks.process_memory import CommandFailed
 from benchmarks.trainer_systems import Setting, StepJob, System, TrainerRun, run, trl_python, write_prompts
 from benchmarks.trainer_tables import BEGIN, END, TrainerResult, alone_table, table
+from flowrl.cache import cache_dir
 from flowrl.errors import FlowrlError
-from flowrl.models.cache import cache_dir
 from flowrl.training.settings import Dtype
 
 HEADLINE = StepJob(8, 8, 24)

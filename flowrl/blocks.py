@@ -31,20 +31,12 @@ from flowrl.models.size_table import Learning
 from flowrl.nodes import Engine, Evaluation, Generator, Preferences, PromptSource, Sampling, TokenBatch, Trainer
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import TooLong
-from flowrl.role_options import ScoringSize, Size, TrainerSize, size_problems, sizes_of
+from flowrl.role_options import ScoringSize, Size, TrainerSize, size_problems, sizes_of, too_low
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import Dtype, Layout, LoRA, ZeroSettings
-
-
-def too_low(options: object, **least: float) -> Iterator[str]:
-    """A sentence for each option whose value is below the one given in `least`. None is never too low."""
-    for name, low in least.items():
-        value = getattr(options, name)
-        if value is not None and not value >= low:
-            yield f"--{name.replace('_', '-')} is {value}; it has to be {low} or more"
+from flowrl.training.settings import Accumulate, Dtype, Layout, LoRA, ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -189,6 +181,9 @@ class TrainerOptions(PolicyOptions):
     """Warm-up and decay of the learning rate."""
     router_aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss of a mixture of experts (arXiv 2101.03961) beside the objective's; 0: none."""
+    accumulate: Accumulate = "auto"
+    """Begin backward passes on the groups of a batch while the others are on their way; auto: where only rounding
+    differs, and they do not come together. `flowrl check` says whether, and why not."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -212,6 +207,7 @@ class TrainerOptions(PolicyOptions):
             lora=self.lora,
             sequence_parallel_size=self.trainer.sequence_parallel_size,
             router_aux_loss_coef=self.router_aux_loss_coef,
+            accumulate=self.accumulate,
             **settings,
         )
 

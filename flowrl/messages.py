@@ -267,6 +267,16 @@ class Batch(Message):
     step_ends: tuple[int, ...] = ()
     """Set by `split`: number of micro-batches after which each optimizer step ends."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    piece: int = 0
+    """A batch may come in pieces, as its groups finish: the number of this one, from 0. All counts are the piece's."""
+    last: bool = True
+    """Whether the batch is complete with it: its optimizer step follows. `metrics` are then those of the whole batch,
+    and empty before. A batch that comes whole is one piece, which is the last."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the batch came whole."""
+        return self.last and not self.piece
 
     def split(self, n: int) -> tuple[Batch, ...]:
         """The parts for `n` ranks: balanced by tokens, equal micro-batch counts (gang dispatch).

@@ -12,6 +12,14 @@ from typing import Any, Literal
 from flowrl.training.settings import Dtype
 
 
+def too_low(options: object, **least: float) -> Iterator[str]:
+    """A sentence for each option whose value is below the one given in `least`. None is never too low."""
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and not value >= low:
+            yield f"--{name.replace('_', '-')} is {value}; it has to be {low} or more"
+
+
 @dataclass(frozen=True)
 class Size:
     """How large a role is."""
@@ -112,6 +120,9 @@ class RewardModelSize(ScoringSize, _Model):
     In a sum with functions where --task.reward says so: verifier + 0.5*reward_model."""
     normalise: bool | None = None
     """Normalise its scores by the mean and standard deviation that it has stored; None: in ppo alone."""
+    label: str = ""
+    """Of a model with several labels, the one that is the score, by name or number; or a weighted sum of them, as
+    helpfulness=0.8,verbosity=-0.2. Each is logged."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class ScorerOptions(PolicyOptions):
         --reward-model.normalise says otherwise.
         """
         size = self.reward_model
+        settings["label"] = size.label
         if self.step_separator:
             settings |= {"separator": self.step_separator, "of_steps": self.of_steps}
             return ProcessReward(size.model, self.model, task, **settings)

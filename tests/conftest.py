@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from benchmarks.two_machines import HEAD, free_ports
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 SPREAD = {"test_ladder_stack.py"}
@@ -100,6 +101,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        warm.remove()
+
+
 @pytest.fixture(scope="session")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment in which a run joins the Ray of all tests, as a cluster; it has to be there at the end."""
@@ -115,7 +121,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         "--disable-usage-stats",
     ]
     head = subprocess.Popen(
-        [Path(sys.executable).with_name("ray"), "start", "--head", "--block", *options],
+        [warm.python(), Path(sys.executable).with_name("ray"), "start", "--head", "--block", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.training_cases import Case
+from tests.training_cases import PIECES, Case
 
 BATCHES = 3
 DECAY = 0.6
@@ -23,6 +23,8 @@ class Option:
     lora: dict[str, Any] = field(default_factory=dict)
     objective: dict[str, Any] = field(default_factory=dict)
     lr: float = 0.05
+    pieces: tuple[tuple[int, ...], ...] = ()
+    """Of each batch, the samples in the pieces before its last; (): it comes whole."""
 
     @property
     def case(self) -> Case:
@@ -46,6 +48,7 @@ OPTIONS = (
     Option("lora_offloaded", {**SGD, "offload": "all"}, LORA),
     Option("lora_checkpointing", {**SGD, "gradient_checkpointing": True}, LORA),
     Option("lora_reference", SGD, LORA, {"kl_coef": 0.3}),
+    Option("lora_reference_in_pieces", SGD, LORA, {"kl_coef": 0.3}, pieces=PIECES),
     Option("ema", {**ADAM, "ema_decay": DECAY}, lr=0.01),
     Option("ema_stage_2", {**ADAM, "ema_decay": DECAY, "stage": 2}, lr=0.01),
     Option("ema_stage_0", {**ADAM, "ema_decay": DECAY, "stage": 0}, lr=0.01),

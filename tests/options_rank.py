@@ -20,6 +20,7 @@ from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import LoRA, ZeroSettings
 from tests.options_cases import BATCHES, OPTIONS, Option, offloaded
+from tests.pieces import train_in_pieces
 from tests.ranks import as_rank
 from tests.training_cases import TEMPERATURE, make_batch
 from tests.training_rank import EVERYTHING_SHARDED
@@ -43,10 +44,12 @@ def update(engine: ZeroEngine, option: Option, version: int) -> None:
     batch = make_batch(version, option.case)
     if option.lora:
         batch = replace(batch, samples=tuple(replace(s, ref_logprobs=None) for s in batch.samples))
-    part = batch.split(engine.gang.size)[engine.rank]
-    masks = loss_masks(part.samples, part.mask_staleness, version)
     learner = Learner(engine, PolicyObjective(**option.objective), temperature=TEMPERATURE, max_staleness=2)
-    learner.update(part, masks, version, option.lr)
+    if option.pieces:
+        train_in_pieces(learner, batch, option.pieces[version], version, option.lr)
+        return
+    part = batch.split(engine.gang.size)[engine.rank]
+    learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, option.lr)
 
 
 def train(option: Option, gang: Gang, directory: Path) -> None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from tests import warm
+
 if TYPE_CHECKING:
     from flowrl.training.engine.gang import Gang
 
@@ -80,7 +82,7 @@ def _start(module: str, arguments: Sequence[str], size: int, env: Mapping[str, s
     ranks = []
     for number in range(size):
         output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - `run_ranks` closes it
-        command = [sys.executable, "-m", module, str(number), *arguments]
+        command = [warm.python(), "-m", module, str(number), *arguments]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
         ranks.append(Rank(number, process, output))
     return ranks

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from flowrl.runtime.audit.audit import audit
+from tests import warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(500)]
 ROOT = Path(__file__).parent.parent
@@ -27,7 +27,7 @@ OPTIONS = ("--groups-per-step", str(GROUPS), "--group-size", str(MEMBERS), "--lo
 def ran(tmp_path_factory: pytest.TempPathFactory, ray: dict[str, str]) -> tuple[Path, str]:
     """A finished run: its directory and what it printed."""
     run_dir = tmp_path_factory.mktemp("agents") / "run"
-    command = [sys.executable, "-m", "flowrl.cli", "run", "graphs/agent_openai.py"]
+    command = [warm.python(), "-m", "flowrl.cli", "run", "graphs/agent_openai.py"]
     options = ["--run-dir", str(run_dir), "--plain", *OPTIONS, "--steps", str(STEPS)]
     env = {**os.environ, **ray}
     done = subprocess.run(

@@ -9,7 +9,6 @@ import json
 import os
 import sqlite3
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from flowrl.runtime.audit.audit import audit
+from tests import warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(500)]
 ROOT = Path(__file__).parent.parent
@@ -26,7 +26,7 @@ OPTIONS = ("--groups-per-step", str(GROUPS), "--group-size", str(MEMBERS), "--lo
 
 def agent_tools(run_dir: Path, ray: dict[str, str], *args: str) -> str:
     """What the run printed."""
-    command = [sys.executable, "-m", "flowrl.cli", "run", "graphs/agent_tools.py", "--run-dir", str(run_dir), "--plain"]
+    command = [warm.python(), "-m", "flowrl.cli", "run", "graphs/agent_tools.py", "--run-dir", str(run_dir), "--plain"]
     env = {**os.environ, **ray}
     done = subprocess.run(
         [*command, *OPTIONS, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False

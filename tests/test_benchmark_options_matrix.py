@@ -16,6 +16,7 @@ from benchmarks.options_matrix import GRAPHS, OPTIONS, Cell, across, cells_of, c
 from flowrl.graph.load import load_file
 from flowrl.graph.shipped import shipped_names
 
+ROOT_PAGE = options_matrix.PAGE
 VALUES = {"reward_model": "a/reward/model", "url": "http://127.0.0.1:1/score"}
 
 
@@ -25,7 +26,7 @@ def cell(graph: str, option: str, outcome: Any = "ok", said: str = "") -> Cell:
 
 def test_every_online_graph_is_in_it() -> None:
     online = {name for name in shipped_names() if hasattr(load_file(name).config_type, "staleness")}
-    assert set(GRAPHS) == online and len(OPTIONS) == 8
+    assert set(GRAPHS) == online and len(OPTIONS) == 11
 
 
 def test_the_first_cells_have_every_graph_and_every_option() -> None:
@@ -101,8 +102,28 @@ def test_the_table_numbers_each_sentence_once() -> None:
     sentence = "flowrl: there is no option --x; flowrl run distill --help lists the options"
     cells = [cell("grpo", "--reward-model"), *(cell(name, "HTTP reward", "refused", sentence) for name in GRAPHS[1:3])]
     text = table({(one.graph, one.option): one for one in cells})
-    assert text.splitlines()[2] == "| grpo | ok | – | – | – | – | – | – | – |"
+    assert text.splitlines()[2] == f"| grpo | ok |{' – |' * 10}"
     assert text.count("refused 1") == 2 and text.endswith("1. there is no option --x")
+
+
+def test_what_the_page_has_is_done(tmp_path: Path, monkeypatch: Any) -> None:
+    given = [
+        cell("grpo", "--reward-model"),
+        cell("grpo", "HTTP reward", "failed", "it ended"),
+        cell("rloo", "--objective.dual-clip", "refused", "there is no option --x; leave it out"),
+        cell("rloo", "2 generators", "refused", "it ended"),
+    ]
+    found = {(one.graph, one.option): one for one in given}
+    monkeypatch.setattr(options_matrix, "PAGE", tmp_path / "page.md")
+    (tmp_path / "page.md").write_text(f"before | it\n{options_matrix.BEGIN}\n{options_matrix.END}\n1. after")
+    options_matrix.write_page(table(found))
+    read = options_matrix.all_cells(tmp_path / "none.jsonl")
+    assert {place: (one.outcome, one.said) for place, one in read.items()} == {
+        place: (one.outcome, one.said) for place, one in found.items()
+    }
+    (tmp_path / "results.jsonl").write_text(json.dumps(asdict(cell("grpo", "HTTP reward"))))
+    assert options_matrix.all_cells(tmp_path / "results.jsonl")["grpo", "HTTP reward"].outcome == "ok"
+    assert len(options_matrix.cells_of_page(ROOT_PAGE.read_text())) > 80
 
 
 def test_the_server_counts_its_requests() -> None:

@@ -13,11 +13,13 @@ import pytest
 
 from flowrl.environments.tools import PythonTool, code_answers
 from flowrl.environments.tools.code_answers import Tried, code, tried
+from flowrl.environments.tools.sandbox.sandbox_process import SandboxProcess, SandboxRefused
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, PromptSource, Reward
 from flowrl.tasks import Task, load_rows, reward_parts
 from flowrl.tasks.code_tests import CodeTests, given_tests, program_of
+from flowrl.tasks.judge import load_judge
 from flowrl.tasks.rewards import open_reward
 
 pytestmark = pytest.mark.timeout(60)
@@ -185,3 +187,23 @@ def test_it_can_be_asked_where_an_event_loop_runs() -> None:
         return code([""], [RIGHT], answer=[ASSERTS])
 
     assert asyncio.run(ask())["rewards"] == [1.0]
+
+
+def test_where_programs_cannot_be_shut_in_the_refusal_names_the_judge_that_runs_them_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+
+    async def start(process: Any) -> None:
+        seen.append(process._settings.kind)
+        raise SandboxRefused("user namespaces are off")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SandboxProcess, "start", start)
+        with pytest.raises(ConfigError, match=r"\(user namespaces are off\); allow .*--task.reward (\S+)$") as refused:
+            code([""], [RIGHT], answer=[ASSERTS])
+    assert seen == ["namespaces"]
+    other = load_judge(str(refused.value).split()[-1])
+    shut_in = load_judge("flowrl.environments.tools.code_answers:code")
+    assert (other.wanted, other.required) == (shut_in.wanted, shut_in.required) and "answer" in other.required
+    assert other([""], [RIGHT], [{"answer": ASSERTS}]).rewards == (1.0,)

@@ -9,139 +9,40 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
-import select
-import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import openai
 import pytest
 
 from flowrl.episode import Reply, Turn
-from flowrl.errors import FlowrlError
-from flowrl.messages import Prompt, Sample
+from flowrl.messages import Sample
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Limits
 from flowrl.nodes.engine import Engine
-from flowrl.nodes.generator import Generator
 from flowrl.nodes.sampling import Sampling
-from flowrl.nodes.vllm_sampler import VllmSampler
 from flowrl.testing import NodeRecord, NodeRig
-from flowrl.weights.probe import probe_sequences
-from flowrl.weights.publish import Publisher
 from tests.generator_rig import make_prompt
+from tests.live_generator import (
+    MOST,
+    TOLERANCE,
+    Live,
+    assert_equal_to_a_fresh_engine,
+    difference,
+    update_under_traffic,
+)
 from tests.outside_workers import OutsideSession, Worker, a_worker
 from tests.test_nodes_agent_program import prompt as agent_prompt
 from tests.ticks import ticks
-from tests.tiny_policy import ModelSource, make_policy, perturb, score
+from tests.tiny_policy import score
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(300)]
 
-R = TypeVar("R")
-CORE = (max(os.sched_getaffinity(0)),)
-MOST = 48
 NARROW = Engine(concurrency=32, max_model_len=256, extra=("max_num_batched_tokens=64", "enable_prefix_caching=false"))
-"""Policy tokens of a sample: enough for updates and checkpoints to come in between."""
-TOLERANCE = 1e-4
-"""float32 logprobs of two implementations; a stale tied head is off by 0.05 and more."""
-
-
-class Live:
-    """A running generator, its trainer's model, and the loop they live on."""
-
-    def __init__(self, path: Path, *, tied: bool, **options: Any) -> None:
-        """`options` are further ones of the generator."""
-        self.path = path
-        self.options = options
-        self.model = make_policy(path, tied=tied)
-        self.publisher = self.make_publisher()
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
-        self.version = -1
-        self.do(self._start())
-
-    def make_publisher(self) -> Publisher:
-        return Publisher(ModelSource(self.model), "policy", run_id="stack", probe_every=1)
-
-    def change_weights(self) -> None:
-        perturb(self.model, 0.02, self.version)
-
-    def do(self, work: Coroutine[Any, Any, R]) -> R:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=150)
-
-    async def _start(self) -> None:
-        sampling = Sampling(max_tokens=MOST)
-        engine = self.options.pop("engine", Engine(concurrency=32, max_model_len=256))
-        self.generator = Generator(Policy(str(self.path)), sampling=sampling, engine=engine, **self.options)
-        rig = NodeRig(self.generator, name="generator", cores=CORE, timeout_s=120)
-        self.rig = await rig.__aenter__()
-        self.record = self.rig.record
-
-    def close(self) -> None:
-        try:
-            self.do(self._stop())
-        finally:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join()
-            self.publisher.close()
-
-    async def _stop(self) -> None:
-        try:
-            await self.rig.finished()
-        finally:
-            await self.rig.__aexit__(None, None, None)
-
-    def train(self) -> int:
-        """Change every weight, publish, and have the generator told; returns the version."""
-        self.version += 1
-        if self.version:
-            self.change_weights()
-        manifest = self.publisher.publish(self.version)
-        self.loop.call_soon_threadsafe(self.rig.feed, "weights", manifest)
-        return self.version
-
-    async def held(self, version: int) -> None:
-        """Returns when the generator has taken over `version` and checked the probe."""
-
-        def checked(record: NodeRecord) -> bool:
-            held = [held for _, _, held in record.events("holds")]
-            return bool(held) and held[-1] >= version and len(self.mismatches) == len(held)
-
-        await self.rig.until(checked, f"version {version}")
-
-    @property
-    def mismatches(self) -> list[float]:
-        return self.record.gauges.get("logprob_mismatch", [])
-
-    @property
-    def sent(self) -> list[Sample]:
-        return self.record.sent(self.generator.rollouts)
-
-    async def arrived(self, count: int) -> list[Sample]:
-        """Everything that was sent, when that is `count` samples."""
-        await self.rig.until(lambda _: len(self.sent) >= count, f"sample {count}")
-        return self.sent
-
-    def samples(self, prompts: list[Prompt]) -> list[Sample]:
-        async def all_of_them() -> list[Sample]:
-            wanted = {prompt.sample_id for prompt in prompts}
-            before = len(self.sent)
-            self.rig.feed("prompts", *prompts)
-            arrived = (await self.arrived(before + len(prompts)))[before:]
-            return sorted((s for s in arrived if s.sample_id in wanted), key=lambda s: s.sample_id)
-
-        return self.do(all_of_them())
-
-    def scored(self) -> list[list[float]]:
-        return self.do(self.generator._sampler.score(probe_sequences(99)))
 
 
 class Waited(NamedTuple):
@@ -171,43 +72,6 @@ def started_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Liv
 def live(started_live: tuple[Live, Waited]) -> Live:
     """The engine of all tests; it has weights, at whatever version the tests before have left it."""
     return started_live[0]
-
-
-def difference(left: Any, right: Any) -> float:
-    return max(float(np.abs(np.subtract(a, b)).max()) for a, b in zip(left, right, strict=True))
-
-
-def assert_equal_to_a_fresh_engine(live: Live, export: Path) -> None:
-    """Logprobs of fixed sequences: the updated engine's, a fresh engine's on the exported weights, transformers'."""
-    make_policy(export, tied=live.model.config.tie_word_embeddings)
-    live.model.save_pretrained(export)
-    expected = asyncio.run(scored_afresh(export))
-    found = live.scored()
-    assert difference(found, expected) <= TOLERANCE
-    assert difference(found, score(live.model, probe_sequences(99))) <= TOLERANCE
-
-
-async def scored_afresh(path: Path) -> list[list[float]]:
-    fresh = await asyncio.to_thread(VllmSampler.start, str(path), cores=CORE, engine=Engine(max_model_len=256))
-    try:
-        return await fresh.score(probe_sequences(99))
-    finally:
-        await asyncio.to_thread(fresh.close)
-
-
-def update_under_traffic(live: Live) -> list[Sample]:
-    """Four updates while 192 prompts are being answered, 32 at a time."""
-
-    async def traffic() -> list[Sample]:
-        before = len(live.sent)
-        for number in range(192):
-            live.rig.feed("prompts", make_prompt(number))
-        for update in range(4):
-            await live.arrived(before + 32 * (update + 1))
-            await live.held(live.train())
-        return (await live.arrived(before + 192))[before:]
-
-    return live.do(traffic())
 
 
 def test_nothing_is_sampled_before_the_first_version(started_live: tuple[Live, Waited]) -> None:
@@ -498,83 +362,3 @@ def test_outside_workers_are_answered_by_vllm_and_those_that_fail_are_followed_b
         ids = [token for reply in used for token in reply.token_ids.tolist()]
         assert episode.token_ids[episode.policy_mask].tolist() == ids and episode.turns == len(used) == 2
         assert set(episode.versions[episode.policy_mask].tolist()) == {live.version} and episode.reward == 0.5
-
-
-HOST = """
-import sys
-from multiprocessing.process import BaseProcess
-from flowrl.nodes.engine import Engine
-from flowrl.nodes.vllm_sampler import VllmSampler
-start = BaseProcess.start
-def told(process):
-    start(process)
-    print("started", process.pid, flush=True)
-if __name__ == "__main__":
-    BaseProcess.start = told
-    VllmSampler.start(sys.argv[1], engine=Engine(max_model_len=64), cores=({core},))
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_the_death_of_vllms_process_ends_a_call_that_it_would_have_answered(tmp_path: Path) -> None:
-    """vLLM itself would leave the caller waiting. Stopped first, so that the call is under way when it is killed."""
-    live = Live(tmp_path, tied=True)
-    try:
-        live.do(live.held(live.train()))
-        sampler = live.generator._sampler
-        (pid,) = sampler._processes._pids
-
-        async def pause() -> None:
-            os.kill(pid, signal.SIGSTOP)
-            task = asyncio.ensure_future(sampler.pause())
-            await asyncio.wait((task,), timeout=0.5)
-            assert not task.done()
-            os.kill(pid, signal.SIGKILL)
-            await asyncio.wait_for(task, 5.0)
-
-        with pytest.raises(FlowrlError, match="vLLM's engine process died"):
-            live.do(pause())
-    finally:
-        with pytest.raises(FlowrlError, match="vLLM's engine process died"):  # without a request, too
-            live.close()
-
-
-def test_vllms_process_ends_with_a_generator_that_is_killed_while_it_loads_or_later(tmp_path: Path) -> None:
-    make_policy(tmp_path, tied=True)
-    script = tmp_path / "host.py"
-    script.write_text(HOST.format(core=CORE[0]))
-    with started(script, tmp_path) as loading, started(script, tmp_path) as loaded:
-        child = engine_process(loading)
-        loading.send_signal(signal.SIGKILL)
-        assert ended(child, timeout_s=40.0)
-        child = engine_process(loaded)
-        assert loaded.stdout is not None and "ready\n" in loaded.stdout
-        loaded.send_signal(signal.SIGKILL)
-        assert ended(child, timeout_s=40.0)
-
-
-def started(script: Path, model: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(script), str(model)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
-    )
-
-
-def engine_process(host: subprocess.Popen[str]) -> int:
-    """A pidfd of the process that vLLM spawns, as soon as it is there."""
-    assert host.stdout is not None
-    for line in host.stdout:
-        if line.startswith("started "):
-            return os.pidfd_open(int(line.split()[1]))
-    raise AssertionError(f"the generator ended before vLLM's process began: {host.stderr and host.stderr.read()}")
-
-
-def ended(pidfd: int, *, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))

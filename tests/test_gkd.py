@@ -25,7 +25,7 @@ from flowrl.training.advantage.estimate import trainable
 from flowrl.training.batch.batch_stats import BatchStats
 from flowrl.training.batch.masks import loss_masks
 from flowrl.training.batch.micro_batch import make_micro_batch
-from flowrl.training.learner import Sums, _add_gaps
+from flowrl.training.batch.update import Sums
 from flowrl.training.loss.distillation_objective import GeneralizedJSD, ReverseKL
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -213,7 +213,7 @@ def test_answers_of_the_data_have_no_age() -> None:
     cpu = torch.device("cpu")
     piece = make_micro_batch(both, masks, PolicyObjective(), version=7, layout="padded", device=cpu)
     sums = Sums()
-    _add_gaps(sums, piece, torch.zeros_like(piece.behavior_BT))
+    sums.add_gaps(piece, torch.zeros_like(piece.behavior_BT))
     assert dict(sums.tokens_by_age) == {2: 4}, "answers of the data have no behavior logprobs to differ from"
 
 

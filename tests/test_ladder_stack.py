@@ -13,7 +13,6 @@ import os
 import re
 import sqlite3
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 
 from flowrl.runtime.audit.audit import audit
+from tests import warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parent.parent
@@ -53,7 +53,7 @@ NO_TRAINER = {"pairs", "generate", "score", "evaluate"}
 
 def run(graph: str, options: tuple[str, ...], run_dir: Path, ray: dict[str, str], *, steps: int | None = STEPS) -> str:
     """What the run printed."""
-    command = [sys.executable, "-m", "flowrl.cli", "run", f"graphs/{graph}.py", *options]
+    command = [warm.python(), "-m", "flowrl.cli", "run", f"graphs/{graph}.py", *options]
     command += ["--run-dir", str(run_dir), "--plain", *(() if steps is None else ("--steps", str(steps)))]
     env = {**os.environ, **ray}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=360, check=False)

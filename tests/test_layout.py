@@ -17,10 +17,11 @@ CHECKED = (
 )
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
-BASE = {"errors", "message_base", "messages", "episode", "orphans", "packing", "hub", "forest", "tree_packing"}
+BASE = {"cache", "errors", "message_base", "messages", "episode", "orphans", "packing", "hub", "forest", "tree_packing"}
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
+    "cache": set(),
     "errors": set(),
     "hub": {"errors"},
     "orphans": set(),
@@ -43,9 +44,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "role_options": {"training"},
     "blocks": BASE | LIBRARIES | {"graph", "nodes", "role_options"},
     "scorer_options": {"blocks", "nodes", "role_options", "tasks"},
-    "prompt_options": {"blocks", "models", "nodes", "scorer_options"},
+    "prompt_options": {"blocks", "models", "nodes", "scorer_options", "role_options"},
     "loss_options": {"blocks", "errors", "nodes", "role_options", "training"},
-    "episode_options": {"agents", "blocks", "graph", "nodes", "training"},
+    "episode_options": {"agents", "blocks", "graph", "nodes", "training", "role_options"},
     "recipes": LIBRARIES
     | {
         "__init__",

@@ -18,7 +18,7 @@ from flowrl.training.settings import LoRA, Sync, ZeroSettings
 from flowrl.weights.probe import probe_sequences
 from flowrl.weights.publish import Publisher
 from tests.generator_rig import make_prompt
-from tests.test_generator_stack import TOLERANCE, Live, difference
+from tests.live_generator import TOLERANCE, Live, difference
 from tests.tiny_policy import score
 from tests.training_cases import CASES, make_batch
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.cache import cached_model
 from flowrl.errors import ConfigError
 from flowrl.models import Chat, Policy, check_model, known_context, load_tokenizer, resolve
-from flowrl.models.cache import cached_model
 from flowrl.models.characters import SPECIAL, character_tokenizer
 from flowrl.models.directory import context_length
 from flowrl.models.warm_start import Recipe

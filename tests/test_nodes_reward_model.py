@@ -214,7 +214,7 @@ def test_a_cancelled_pass_leaves_the_others_waiting(policy: Path, reward_model: 
 def test_a_score_that_is_no_number_fails_its_sample(
     policy: Path, reward_model: Path, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Scorer, "score_ids", lambda self, ids: [float("nan")] * len(ids))
+    monkeypatch.setattr(Scorer, "label_scores", lambda self, ids: [(float("nan"),)] * len(ids))
     record = score(RewardModel(str(reward_model), Policy(str(policy)), task), [sample(0)])
     assert record.sent("scored") == []
     assert record.reasons() == [("failed", "reward_not_finite")]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import plain, plain_offline, rollouts
-from tests.oracle.cases import BATCHES, CASES, OracleCase
+from tests.oracle.cases import BATCHES, CASES, IN_PIECES, PIECE_CASES, OracleCase
 from tests.oracle.offline import OFFLINE_CASES, OfflineCase
 from tests.ranks import run_ranks
 from tests.training_cases import VOCABULARY, make_model
@@ -33,6 +33,8 @@ def oracle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     rollouts.record(directory / "model", directory / "rollouts")
     chosen = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
     names = [case.name for case in chosen if isinstance(case, OracleCase | OfflineCase)]
+    pieces = [item.callspec.params.get("cut") for item in request.session.items if hasattr(item, "callspec")]
+    names += [f"{case.name}{IN_PIECES}" for case in pieces if isinstance(case, OracleCase | OfflineCase)]
     (directory / "cases.json").write_text(json.dumps(names))
     run_ranks("tests.oracle.rank", directory, timeout_s=580)
     return directory
@@ -82,3 +84,20 @@ def test_preferences_and_values_equal_the_plain_loop(case: OfflineCase, oracle: 
     found = torch.load(oracle / f"{case.name}.pt")
     expected = plain_offline.run(case, oracle / "model", oracle / "scalar_start_0.pt")
     assert_same(found, expected, BATCHES * case.epochs * case.optimizer_steps)
+
+
+@pytest.mark.parametrize("cut", PIECE_CASES, ids=[case.name for case in PIECE_CASES])
+def test_a_batch_in_pieces_equals_the_plain_loop(cut: OracleCase, oracle: Path) -> None:
+    found = torch.load(oracle / f"{cut.name}{IN_PIECES}.pt")
+    expected = plain.run(cut, rollouts.load(oracle / "rollouts"), oracle / "model")
+    assert_same(found, expected, BATCHES)
+    assert found["clip_fractions"] == pytest.approx(expected.clip_fractions, abs=1e-6)
+
+
+OFFLINE_IN_PIECES = [case for case in OFFLINE_CASES if case.family != "kto"]
+
+
+@pytest.mark.parametrize("cut", OFFLINE_IN_PIECES, ids=[case.name for case in OFFLINE_IN_PIECES])
+def test_preferences_and_values_in_pieces_equal_the_plain_loop(cut: OfflineCase, oracle: Path) -> None:
+    found = torch.load(oracle / f"{cut.name}{IN_PIECES}.pt")
+    assert_same(found, plain_offline.run(cut.in_pieces, oracle / "model", oracle / "scalar_start_0.pt"), BATCHES)

@@ -12,6 +12,7 @@ import torch
 from flowrl.errors import ConfigError
 from flowrl.models.scorer import check_reward_model, load_scorer
 from flowrl.training.model.scalar_head import renamed_head, scalar_head
+from flowrl.training.model.trainable import check_scalar
 
 TURNS = [{"role": "user", "content": "1+1="}]
 
@@ -79,6 +80,16 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     saved(tmp_path, prefix="lm_head", architectures=["Qwen2ForCausalLM"])
     with pytest.raises(ConfigError, match=r"is not a reward model: its config\.json names Qwen2ForCausalLM"):
         check_reward_model(tmp_path)
+
+
+def test_a_family_with_another_head_is_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForSequenceClassification(BertConfig(vocab_size=32, num_labels=3, **sizes)).save_pretrained(tmp_path)
+    for check in (check_reward_model, check_scalar):
+        with pytest.raises(ConfigError, match="BertForSequenceClassification has no linear layer `score`"):
+            check(tmp_path)
 
 
 def test_a_family_without_a_scalar_class_is_refused(tmp_path: Path) -> None:

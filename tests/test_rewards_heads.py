@@ -78,6 +78,12 @@ def test_samples_keep_the_heads(rules: str) -> None:
 def test_weights_of_nothing_are_refused(rules: str) -> None:
     with pytest.raises(ConfigError, match="names tidy, but the reward has the heads correct, length; "):
         Reward(Task("arithmetic:max_value=3", reward=f"{rules}:lists", reward_weights="tidy=1")).preflight()
+    Reward(
+        Task("arithmetic:max_value=3", reward=f"verifier as length + {rules}:lists", reward_weights="length=0")
+    ).preflight()
+    with pytest.raises(ConfigError, match="names verifier, but the reward has the heads correct, length; "):
+        reward = f"verifier + 2*{rules}:lists"
+        Reward(Task("arithmetic:max_value=3", reward=reward, reward_weights="verifier=1")).preflight()
     with pytest.raises(ConfigError, match="names tidy, but the reward has one value and no heads"):
         Reward(Task("arithmetic:max_value=3", reward_weights="tidy=1")).preflight()
     for text in ("length", "length=x", "=1", "a=1,b=nan"):

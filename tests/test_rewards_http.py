@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from flowrl.nodes.serve import AskModel
+from flowrl.errors import ConfigError
+from flowrl.models.scorer import ONE_LABEL
+from flowrl.nodes import Reward
+from flowrl.nodes.serve import AskModel, ServeOptions, _client
+from flowrl.tasks import Task, reward_parts
 from flowrl.tasks.http import HttpReward
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import open_reward, parse_reward
@@ -245,7 +249,7 @@ class Half:
 
 
 @asynccontextmanager
-async def serving(half: Half) -> Any:
+async def serving(half: Any) -> Any:
     runner = web.AppRunner(RewardServer("half", half).app())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -297,6 +301,76 @@ def test_a_request_that_is_none_is_told_what_it_lacks(body: str, says: str) -> N
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("heads", ["x", ["level"], {"other": 1}, {"level": "1"}, {"level": float("inf")}])
+def test_heads_that_are_no_weights_of_its_logs_are_malformed(heads: Any) -> None:
+    async def scenario() -> list[float | str]:
+        server = Server(json.dumps({"rewards": [1.0], "logs": {"level": [2.0]}, "heads": heads}))
+        async with served(server):
+            reward = HttpReward([server.url], timeout_s=5.0, retries=0)
+            try:
+                return outcomes(await ask(reward, "a"))
+            finally:
+                await reward.close()
+
+    assert asyncio.run(scenario()) == ["reward_malformed"]
+
+
+HEADS = """
+async def judge(prompts, responses):
+    return {"correct": [1.0 for _ in responses], "length": [float(len(r)) for r in responses]}
+"""
+
+
+def test_weights_are_told_to_the_server_or_by_the_one_who_asks(tmp_path: Path) -> None:
+    """The server's are those of heads that the client does not name; of a sum a head is PART/HEAD."""
+    (tmp_path / "heads.py").write_text(HEADS)
+    place = f"{tmp_path}/heads.py:judge"
+
+    async def answers(what: str, weights: str, asked: str) -> Verdicts | str:
+        async with serving(_client(what, ServeOptions(weights=weights))) as address:
+            parts = reward_parts(Task(reward=f"{address}/score", reward_weights=asked))
+            reward = open_reward(parts, timeout_s=5.0, retries=0)
+            try:
+                return await reward.ask(["p"], ["aaaa"], [{}])
+            except BadReward as bad:
+                return str(bad)
+            finally:
+                await reward.close()
+
+    def rewards(what: str, weights: str = "", asked: str = "") -> float:
+        found = asyncio.run(answers(what, weights, asked))
+        assert isinstance(found, Verdicts), found
+        assert found.rewards == found.scores
+        return found.rewards[0]
+
+    assert rewards(place) == 5.0
+    assert rewards(place, "length=0.25") == 2.0
+    assert rewards(place, "length=0.25", "correct=3") == 4.0
+    assert rewards(place, "", "length=0.5,correct=2") == 4.0
+    summed = f"2*{place} as judge"
+    assert rewards(summed) == 10.0
+    assert rewards(summed, "judge/length=0.5", "judge/correct=0") == 2.0
+    found = asyncio.run(answers(place, "tidy=1", ""))
+    assert isinstance(found, str) and "--weights names tidy, but" in found and "the values correct, length" in found
+    with pytest.raises(ConfigError, match="--weights has 'length'; write NAME=WEIGHT"):
+        ServeOptions(weights="length")
+    with pytest.raises(ConfigError, match="--label is for a reward model"):
+        _client(place, ServeOptions(label="length"))
+
+
+def test_the_trial_of_a_run_knows_the_heads_of_a_server(tmp_path: Path) -> None:
+    (tmp_path / "heads.py").write_text(HEADS)
+
+    async def trial(weights: str) -> None:
+        async with serving(_client(f"{tmp_path}/heads.py:judge", ServeOptions())) as address:
+            task = Task("arithmetic:max_value=3", reward=f"{address}/score", reward_weights=weights)
+            await asyncio.to_thread(Reward(task).preflight)
+
+    asyncio.run(trial("length=0"))
+    with pytest.raises(ConfigError, match="names tidy, but the reward has the heads correct, length"):
+        asyncio.run(trial("tidy=1"))
+
+
 FUNCTION = """
 import time
 def half(prompts, responses, answer=None):
@@ -335,9 +409,14 @@ def test_a_reward_model_is_told_the_conversation_where_it_is_known() -> None:
         def __init__(self) -> None:
             self.asked: list[Any] = []
 
-        def score(self, asked: list[Any]) -> list[float]:
+        labels = ONE_LABEL
+
+        def score_labels(self, asked: list[Any]) -> list[tuple[float]]:
             self.asked += asked
-            return [float(len(response)) for _, response in asked]
+            return [(float(len(response)),) for _, response in asked]
+
+        def summed(self, scores: tuple[float]) -> float:
+            return scores[0]
 
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q"}]
     model = Lengths()

@@ -92,7 +92,8 @@ def test_parts_are_weighted_summed_and_logged(rules: str) -> None:
 
 def test_a_single_reward_is_left_as_it_is_and_a_weight_makes_it_a_sum(rules: str) -> None:
     assert ask(f"{rules}:form", ["a"]) == Verdicts((2.0,), (1.0,), {"dots": (0.5,)})
-    assert ask(f"3*{rules}:form", ["a"]) == Verdicts((6.0,), (3.0,), {"form": (2.0,), "form/dots": (0.5,)})
+    weighed = Verdicts((6.0,), (3.0,), {"form": (2.0,), "form/dots": (0.5,)}, {"form": 3.0})
+    assert ask(f"3*{rules}:form", ["a"]) == weighed
 
 
 def test_a_part_without_verdict_is_the_whole_sums(rules: str) -> None:

@@ -125,8 +125,9 @@ def test_large_files_of_json_lines_stay_on_disk(tmp_path: Path, monkeypatch: pyt
 
 def test_what_cannot_stay_on_disk_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,chosen,rejected\n" + "q,a,b\n")
-    with pytest.raises(ConfigError, match=r"rows=disk is for files of JSON lines, and .*a.csv is none"):
-        load_rows(Task(f"{tmp_path}/a.csv:rows=disk"))
+    (tmp_path / "a.txt").write_text("a text")
+    with pytest.raises(ConfigError, match=r"rows=disk is for files of rows \(.jsonl, .json, .*, and .*a.txt is none"):
+        load_rows(Task(f"{tmp_path}/a.txt:rows=disk"))
     with pytest.raises(ConfigError, match="preferences are held in memory; leave rows=disk out"):
         load_preferences(Task(f"{tmp_path}/a.csv:rows=disk"), "pairs")
     with pytest.raises(ConfigError, match="option rows of a task is 'disc'; it needs auto, or memory, or disk"):

@@ -300,6 +300,70 @@ def test_a_ticket_offered_twice_is_refused() -> None:
             window.offer(ticket, "again")
 
 
+def test_a_batch_may_be_taken_in_pieces() -> None:
+    window = Window[str](3)
+    window.offer(3, "d")
+    assert (window.take(1), window.begun, window.missing) == (None, 0, 3), "three are older: it may be in the next"
+    window.offer(1, "b")
+    assert (window.take(3), window.take(1), window.begun, window.missing) == (None, ["b"], 1, 2)
+    window.offer(0, None)
+    assert (window.take(1), window.begun, window.missing) == (["d"], 2, 1), "one is dropped, so it is in this one"
+    window.offer(4, "e")
+    window.offer(2, "c")
+    assert (window.take(1), window.begun) == (["c"], 0), "no piece reaches into the next batch"
+    assert (window.take(2), window.take(1)) == (None, ["e"])
+
+
+def test_a_batch_that_has_begun_is_completed_at_the_end_even_with_nothing() -> None:
+    window = Window[int](3)
+    for ticket in range(5):
+        window.offer(ticket, ticket)
+        window.take(2)
+    assert (window.begun, list(window.flush()), window.begun) == (2, [[]], 0)
+    window.offer(5, 5)
+    window.offer(6, 6)
+    window.take(2)
+    window.offer(7, 7)
+    window.offer(8, 8)
+    assert list(window.flush()) == [[7], [8]]
+
+
+def test_the_state_of_a_window_has_what_is_taken_of_a_batch() -> None:
+    window = Window[int](3, look_ahead=0)
+    window.offer(0, 0)
+    window.take(1)
+    restored = Window[int](3, look_ahead=0)
+    restored.load_state(window.state())
+    restored.offer(1, 1)
+    restored.offer(2, 2)
+    assert (restored.missing, restored.take()) == (2, [1, 2])
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_taken_in_pieces_batches_have_the_groups_that_they_have_when_taken_at_once(seed: int) -> None:
+    rng = random.Random(seed)
+    per_batch, look_ahead, number = rng.randint(1, 5), rng.randint(0, 9), rng.randint(5, 40)
+    order = list(range(number))
+    if look_ahead:
+        order.sort(key=lambda ticket: ticket + rng.uniform(0, 2 * look_ahead))
+    dropped = {ticket for ticket in order if rng.random() < 0.2}
+    made: list[list[set[int]]] = []
+    for pieces in (False, True):
+        window, batches, begun = Window[int](per_batch, look_ahead), list[set[int]](), set[int]()
+        for ticket in order:
+            window.offer(ticket, None if ticket in dropped else ticket)
+            while (piece := window.take(rng.randint(1, per_batch) if pieces else None)) is not None:
+                begun |= set(piece)
+                if not window.begun:
+                    batches.append(begun)
+                    begun = set()
+        for piece in window.flush():
+            batches.append(begun | set(piece))
+            begun = set()
+        made.append(batches)
+    assert made[0] == made[1]
+
+
 def test_the_state_of_a_window_is_what_has_left_it() -> None:
     window = Window[int](1, look_ahead=3)
     for ticket in (0, 2):
@@ -332,6 +396,8 @@ class Setting:
     deaths: bool
     train_s: float
     load_s: float
+    pieces: bool
+    """Whether a batch is taken piece by piece, each as soon as there is one."""
 
     @property
     def bound(self) -> int:
@@ -355,6 +421,7 @@ class Setting:
             deaths=rng.random() < 0.3,
             train_s=rng.choice([0.01, 0.3, 1.0, 3.0]),
             load_s=rng.choice([0.0, 0.1, 2.0]),
+            pieces=rng.random() < 0.5,
         )
 
 
@@ -377,6 +444,7 @@ class Run:
         self.life = dict.fromkeys(self.names, 0)
         self.waiting: list[int] = []
         self.queue: list[list[tuple[int, int]]] = []
+        self.begun: list[tuple[int, int]] = []
         self.version = self.published = 0
         self.training = False
         self.staleness: list[int] = []
@@ -404,8 +472,11 @@ class Run:
         for name in self.rng.sample(self.names, len(self.names)):
             while self.waiting and self.life[name] >= 0 and len(self.working[name]) < self.setting.slots:
                 self.generate(name, self.waiting.pop(0))
-        while (batch := self.window.take()) is not None:
-            self.queue.append(batch)
+        while (piece := self.window.take(1 if self.setting.pieces else None)) is not None:
+            self.begun += piece
+            if not self.window.begun:
+                self.queue.append(self.begun)
+                self.begun = []
         if self.queue and not self.training:
             self.training = True
             self.after(self.setting.train_s, self.trained)

@@ -220,12 +220,20 @@ def test_the_load_balancing_loss_is_told_without_its_coefficient(gang_dir: Path)
 
 
 def test_the_clipped_gradient_norm_is_told_before_clipping(gang_dir: Path) -> None:
-    for case in (c for c in CASES if c.clip):
+    for case in (c for c in CASES if c.clip and not c.half):
         told = json.loads((gang_dir / f"{case.name}.json").read_text())["updates"]
         gradients, _ = plain_steps(case, gang_dir)
         norms = [float(torch.stack([g.norm() for g in gradient.values()]).norm()) for gradient in gradients]
         assert [u["grad_norm"] for u in told] == pytest.approx(norms, rel=1e-4)
         assert min(norms) > case.clip
+
+
+@pytest.mark.parametrize(("pieces", "whole"), [("pieces", "clipped_gradient"), ("pieces_stage_0", "stage_0")])
+def test_a_batch_in_pieces_has_the_figures_of_the_whole_one(pieces: str, whole: str, gang_dir: Path) -> None:
+    told = [json.loads((gang_dir / f"{name}.json").read_text())["updates"] for name in (pieces, whole)]
+    for ours, theirs in zip(*told, strict=True):
+        assert ours["stats"] == pytest.approx(theirs["stats"], rel=1e-4, abs=1e-6)
+        assert (ours["grad_norm"], ours["gap"]) == pytest.approx((theirs["grad_norm"], theirs["gap"]), rel=1e-4)
 
 
 def test_behavior_gap_is_that_of_the_proximal_policy(gang_dir: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:
 def test_a_head_with_a_bias_is_refused() -> None:
     classifier = torch.nn.Module()
     classifier.score = torch.nn.Linear(4, 1)
-    with pytest.raises(ConfigError, match="one output and without bias"):
+    with pytest.raises(ConfigError, match="no linear layer `score` without bias"):
         ScalarModel(classifier)
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from flowrl.messages import Batch, Mismatched, Trainable
 from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch.update import Update
 from flowrl.training.engine.zero import ZeroStep
 from flowrl.training.layouts import Placing
-from flowrl.training.learner import Learner, Update
+from flowrl.training.learner import Learner
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.objective import Objective

@@ -52,11 +52,16 @@ class Case:
             return "balanced"
         return "experts" if self.experts else "tied" if self.tied else "untied"
 
+    pieces: tuple[tuple[int, ...], ...] = ()
+    """Of each batch, the samples in the pieces before its last; (): it comes whole."""
+
     @property
     def half(self) -> bool:
         return self.settings.get("dtype") == "bfloat16"
 
 
+PIECES = ((3, 2), (5,), (3, 4))
+"""Whole groups, one of them more than a rank can share, and a last piece without samples."""
 CASES = (
     Case("ppo_tis"),
     Case("one_micro_batch", token_budget=0),
@@ -105,6 +110,16 @@ CASES = (
         settings={"gradient_checkpointing": True},
         sequence=2,
     ),
+    Case("pieces", clip=0.05, pieces=PIECES),
+    Case("pieces_stale", {"aggregation": "sequence"}, mask_staleness=1, token_budget=35, pieces=PIECES),
+    Case("pieces_tree", {"kl_coef": 0.3, "entropy_coef": 0.1}, layout="tree", pieces=PIECES),
+    Case("pieces_sequence", layout="tree", mask_staleness=1, sequence=2, pieces=PIECES),
+    Case("pieces_stage_2", stage=2, clip=0.05, pieces=PIECES),
+    Case("pieces_stage_1", stage=1, pieces=PIECES),
+    Case("pieces_stage_0", stage=0, clip=0.05, pieces=PIECES),
+    Case("pieces_offloaded", settings={"offload": "all"}, clip=0.05, pieces=PIECES),
+    Case("pieces_bfloat16_stage_3", settings={"dtype": "bfloat16"}, pieces=PIECES),
+    Case("pieces_bfloat16_stage_1", stage=1, settings={"dtype": "bfloat16"}, clip=0.05, pieces=PIECES),
 )
 FOUR = (
     Case("four_share_a_tree", layout="tree", mask_staleness=1, token_budget=30, sequence=4),

@@ -23,6 +23,7 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.model.attention import rule
 from flowrl.training.model.attention.head_exchange import sequence_group
 from flowrl.training.settings import ZeroSettings
+from tests.pieces import train_in_pieces
 from tests.ranks import as_rank
 from tests.run_process import listening
 from tests.training_cases import BATCHES, CASES, FIRST, LR, TEMPERATURE, Case, make_batch
@@ -36,16 +37,16 @@ class Recording(ZeroEngine):
 
     gradients: list[dict[str, torch.Tensor]]
 
-    def step(self) -> Any:
+    def step(self, *, divide_by: float = 1.0) -> Any:
         from deepspeed.utils import safe_get_full_grad
 
         self.gradients.append(
             {
-                name: (parameter.grad if self._stage == 0 else safe_get_full_grad(parameter)).clone()
+                name: (parameter.grad if self._stage == 0 else safe_get_full_grad(parameter)) / divide_by
                 for name, parameter in self.model.network.named_parameters()
             }
         )
-        return super().step()
+        return super().step(divide_by=divide_by)
 
 
 def sharing(gang: Gang, size: int) -> Gang:
@@ -84,7 +85,11 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
     )
     updates = []
     for number in range(BATCHES):
-        part, version = part_of(gang, make_batch(number, case, first=FIRST)), FIRST + number
+        batch, version = make_batch(number, case, first=FIRST), FIRST + number
+        if case.pieces:
+            updates.append(train_in_pieces(learner, batch, case.pieces[number], version, LR))
+            continue
+        part = part_of(gang, batch)
         assert part.layout == case.layout
         updates.append(learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR))
     weights = {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}

@@ -187,6 +187,16 @@ class OutEdge:
             found[key] = {rank: part if part in self._part_of else b"" for rank, part in own.items()}
         return found
 
+    @property
+    def num_untaken(self) -> int:
+        """Messages sent and not taken yet, on the lane with most of them; none on a latest edge."""
+        return 0 if self.rule.overwrites else max(lane.machine.depth for lane in self.lanes)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Messages sent and not finished yet, on the lane with most of them; none on a latest edge."""
+        return 0 if self.rule.overwrites else max(len(lane.unacked()) for lane in self.lanes)
+
     def cancel(self, ids: Sequence[bytes]) -> None:
         """Ask the consumers to drop these messages; for a broadcast or a gang, `ids` name the copies or parts."""
         for lane in self.lanes:

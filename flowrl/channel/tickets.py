@@ -239,7 +239,7 @@ class Tickets:
 
 
 class Window(Generic[T]):
-    """Forms batches of `groups_per_batch` items out of finished groups.
+    """Forms batches of `groups_per_batch` items out of finished groups, at once or in pieces.
 
     `look_ahead` is W: an item may be taken only if its ticket is less than W after the oldest ticket that is not yet
     settled; 1 is strict order of admission. 0 means no window: items are taken in order of arrival
@@ -256,6 +256,8 @@ class Window(Generic[T]):
         """Tickets after `_base` that are taken or dropped."""
         self._finished: dict[int, T] = {}
         self._arrivals = 0
+        self._begun = 0
+        """Items taken of a batch that is not complete."""
 
     def __len__(self) -> int:
         """Number of finished items that wait for their batch."""
@@ -275,39 +277,65 @@ class Window(Generic[T]):
         else:
             self._finished[ticket] = item
 
-    def take(self) -> list[T] | None:
-        """The next batch, in order of tickets; None if too few groups may be taken now."""
-        chosen = self._choose()
-        if len(chosen) < self.groups_per_batch:
+    @property
+    def begun(self) -> int:
+        """Number of items taken of a batch that is not complete."""
+        return self._begun
+
+    @property
+    def missing(self) -> int:
+        """Number of items that complete the batch."""
+        return self.groups_per_batch - self._begun
+
+    def take(self, least: int | None = None) -> list[T] | None:
+        """All that the batch misses, in order of tickets; None if too few groups may be taken now.
+
+        With `least` a piece of the batch is enough if it has that many. It may have groups for which the window waits,
+        if they will be in this batch whatever becomes of the older ones: fewer than it misses are older. So in pieces a
+        batch has the groups that it has when taken at once.
+        """
+        chosen = self._choose(early=least is not None)
+        if len(chosen) < min(self.missing, least or self.missing):
             return None
         return self._remove(chosen)
 
     def flush(self) -> Iterator[list[T]]:
         """At the end of the stream: batches of all remaining items, in order; the last may be smaller.
 
-        A batch is removed only when it is requested, so `state` still covers the batches not yet requested.
+        The first completes a batch that has begun, with no items if none are left. A batch is removed only when it is
+        requested, so `state` still covers the batches not yet requested.
         """
-        while self._finished:
-            yield self._remove(sorted(self._finished)[: self.groups_per_batch])
+        while self._finished or self._begun:
+            items = self._remove(sorted(self._finished)[: self.missing])
+            if not self._finished:
+                self._begun = 0
+            yield items
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, without the finished items: the engine delivers those again."""
-        return {"base": self._base, "settled": sorted(self._settled)}
+        begun = {"begun": self._begun} if self._begun else {}
+        return {"base": self._base, "settled": sorted(self._settled), **begun}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         self._base = int(state["base"])
         self._settled = {int(ticket) for ticket in state["settled"]}
+        self._begun = int(state.get("begun", 0))
 
-    def _choose(self) -> list[int]:
+    def _choose(self, *, early: bool) -> list[int]:
         chosen: list[int] = []
         base = self._base
         for ticket in sorted(self._finished):
             base = self._oldest_open(base, chosen)
-            if len(chosen) == self.groups_per_batch or (self.look_ahead and ticket >= base + self.look_ahead):
+            waits = self.look_ahead and ticket >= base + self.look_ahead
+            if len(chosen) == self.missing or (waits and not (early and self._num_older(ticket) < self.missing)):
                 break
             chosen.append(ticket)
         return chosen
+
+    def _num_older(self, ticket: int) -> int:
+        """Tickets before this one that are neither taken nor dropped."""
+        return ticket - self._base - sum(settled < ticket for settled in self._settled)
 
     def _oldest_open(self, base: int, chosen: list[int]) -> int:
         taken = set(chosen)
@@ -319,6 +347,7 @@ class Window(Generic[T]):
         items = [self._finished.pop(ticket) for ticket in tickets]
         if self.look_ahead:
             self._settle(tickets)
+        self._begun = (self._begun + len(items)) % self.groups_per_batch
         return items
 
     def _settle(self, tickets: Iterable[int]) -> None:

@@ -46,7 +46,7 @@ usage: flowrl COMMAND
         find out what this machine or a cluster can do: packages, GPUs, /dev/shm, compilers, Ray, tcp between machines
   gpu-check [--out DIR] [--only STAGE ...] [--again] [--device cpu]
         try out on this machine's GPUs what a CPU cannot show, stage by stage; goes on where it stopped
-  serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS]
+  serve-reward MODEL|FILE.py:FUNCTION [--port N] [--host ADDRESS] [--label NAME] [--weights NAME=WEIGHT,...]
         answer rewards over HTTP, for graphs that name the address as their reward
   version
 

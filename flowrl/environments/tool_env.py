@@ -12,9 +12,10 @@ options are the task's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
@@ -116,11 +117,11 @@ def _tool_task(name: EnvironmentName) -> ToolTask:
     task = named_task(name, name.place, own=DEFAULTS)
     questions = load_questions(name, task)
     judge = load_judge(task.own_verifier)
-    _check_verifier(name, (*questions.rows.train, *questions.rows.held_out), judge)
+    _check_verifier(name, chain(questions.rows.train, questions.rows.held_out), judge)
     judges = {key: load_judge(asked.task.own_verifier) for key, asked in questions.sets.items()}
     for key, asked in questions.sets.items():
         check_answers(asked.task, asked.by_id.values())
-        _check_verifier(name, tuple(asked.by_id.values()), judges[key])
+        _check_verifier(name, asked.by_id.values(), judges[key])
     tools = named_tools(options["tools"])
     return ToolTask(questions, judge, judges, tools, options["calls"], float(options["reply_s"]))
 
@@ -135,11 +136,12 @@ def _check_options(name: EnvironmentName, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"environment {name.text!r}: reply_s is {reply_s!r}; it has to be a number above 0")
 
 
-def _check_verifier(name: EnvironmentName, rows: Sequence[Row], judge: Judge) -> None:
+def _check_verifier(name: EnvironmentName, rows: Iterable[Row], judge: Judge) -> None:
     """Every row has what the verifier compares with, and the verifier works in this process."""
-    for row in rows:
+    rows = iter(rows)
+    first = next(rows)
+    for row in chain([first], rows):
         judge.check_columns(row.columns, row.place)
-    first = rows[0]
     try:
         judge([first.prompt], [str(first.answer)], [first.columns])  # imports once what every episode would import
     except BadReward as problem:

@@ -38,6 +38,10 @@ class Facts:
     """Batchers: how they pack micro-batches. Trainers: what they can compute. rows: one row for each sequence."""
     ranks_per_part: int = 1
     """Gangs: consecutive ranks that take the same part of each message; it has to divide their number."""
+    accumulate: str = ""
+    """Trainers: whether they begin with the groups of a batch that are there: auto, on or off."""
+    whole_batches: str | None = None
+    """Batchers and trainers: why a batch has to be whole, "" if it may come in pieces; None: it comes whole."""
     drops: bool = False
     """May drop, filter or fail samples: `flowrl check` shows on which branches this ends them."""
     trains: bool = False

@@ -70,6 +70,8 @@ class Context(Protocol):
     """Number of finished groups, in admission order, from which a batcher may choose; 0: any, None: no admission."""
     own_clock: bool
     """Whether this trainer's versions are not those of the tokens, because it gets other batches than the main one."""
+    in_pieces: bool
+    """Whether this batcher sends the groups of a batch as they finish, because its trainers accumulate gradients."""
     gang_address: str
     """"host:port" at which the ranks of this gang meet, "" if the node is not a gang."""
     weight_routes: tuple[WeightRoute, ...]

@@ -72,6 +72,10 @@ class LiveOut(Protocol):
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None: ...
     async def admit(self, items: Sequence[Message]) -> bool: ...
     def was_sent(self) -> bool: ...
+    @property
+    def num_untaken(self) -> int: ...
+    @property
+    def num_unfinished(self) -> int: ...
     def close(self) -> None: ...
 
 
@@ -225,6 +229,16 @@ class Out(Port, Generic[T_co]):
         else calls this first and returns if it is True, which saves the work.
         """
         return self.live.was_sent()
+
+    @property
+    def num_untaken(self) -> int:
+        """Messages sent here that a consumer has not taken in yet; of several consumers the one with most counts."""
+        return self.live.num_untaken
+
+    @property
+    def num_unfinished(self) -> int:
+        """Messages sent here that a consumer has not finished yet; of several consumers the one with most counts."""
+        return self.live.num_unfinished
 
     def close(self) -> None:
         """End this stream before `run` returns, if the node continues with other work. May be called repeatedly."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from flowrl.cache import Progress, cache_dir
 from flowrl.errors import ConfigError
 from flowrl.hub.download import to_stderr
-from flowrl.models.cache import Progress, cache_dir
 from flowrl.models.chat import Chat, load_tokenizer
 from flowrl.models.directory import check_code, check_directory, context_length
 from flowrl.models.find_model import found_directory, known_directory

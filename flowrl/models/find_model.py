@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from flowrl.cache import Progress
 from flowrl.errors import ConfigError
 from flowrl.hub.download import fetched
 from flowrl.hub.hub_cache import cached
-from flowrl.models.cache import Progress
 from flowrl.models.directory import check_directory
 from flowrl.models.policy import BUILT_IN, Policy
 

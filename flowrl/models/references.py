@@ -3,7 +3,7 @@
 Invariants
 - A cache belongs to one model's files, one precision and one set of sequences, by hash: after a change
   the logprobs are computed again, under another name.
-- A cache under its final name is complete (`flowrl.models.cache`).
+- A cache under its final name is complete (`flowrl.cache`).
 - When `reference_cache` returns, the model that it loaded has been freed.
 
 The file is memory-mapped for reading: data that nobody requests stay on disk.
@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from flowrl.cache import Progress, cached_directory
 from flowrl.messages import Bool, Float32, Int32
-from flowrl.models.cache import Progress, cached_directory
 from flowrl.training.model.row_layout import policy_places
 from flowrl.training.scoring.local_model import ScoringModel
 from flowrl.training.scoring.passes import logprobs_of

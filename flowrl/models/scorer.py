@@ -2,6 +2,8 @@
 
 The score is read at the last real token, which is the end token, exactly once and compared by id. It is appended
 if the template ends a conversation without it; a response's own trailing end tokens count as the same one.
+
+Of a model with several labels the score is one of them, or their weighted sum (`flowrl.models.labels`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy as np
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
 from flowrl.models.chat import Chat, Messages, load_tokenizer
+from flowrl.models.labels import OPTION, label_weights, weighted
 from flowrl.training.settings import Attention, Dtype, Layout
 
 if TYPE_CHECKING:
@@ -24,15 +27,24 @@ if TYPE_CHECKING:
 Conversation = Messages | tuple[Messages, str]
 """All turns with the assistant's as the last one, or the turns of a prompt and the response to it."""
 TOKENS_A_PASS = 16384
+ONE_LABEL: Mapping[str, float] = {"LABEL_0": 1.0}
 
 
 class Scorer:
     """Scores with one reward model, in the calling thread; see `load_scorer`."""
 
     def __init__(
-        self, model: ScoringModel, tokenizer: Any, *, system_prompt: str = "", token_budget: int = TOKENS_A_PASS
+        self,
+        model: ScoringModel,
+        tokenizer: Any,
+        *,
+        labels: Mapping[str, float] = ONE_LABEL,
+        system_prompt: str = "",
+        token_budget: int = TOKENS_A_PASS,
     ) -> None:
         self.model = model
+        self.labels = labels
+        """Label of the model's head, in order -> its weight in the score."""
         self.token_budget = token_budget
         """Most tokens of one pass, padding included; a longer sequence has a pass of its own."""
         self.chat = Chat(tokenizer, system_prompt)
@@ -41,7 +53,11 @@ class Scorer:
 
     def score(self, conversations: Sequence[Conversation]) -> list[float]:
         """The score of each conversation, not normalised."""
-        return self.score_ids([self.ids(*_parts(conversation)) for conversation in conversations])
+        return [self.summed(scores) for scores in self.score_labels(conversations)]
+
+    def score_labels(self, conversations: Sequence[Conversation]) -> list[tuple[float, ...]]:
+        """The score of each label, in the order of `labels`, for each conversation."""
+        return self.label_scores([self.ids(*_parts(conversation)) for conversation in conversations])
 
     def ids(self, turns: Messages, response: str, *, tools: Messages = ()) -> Int32:
         """The token ids to score, rendered with this model's own template up to the end token."""
@@ -60,10 +76,22 @@ class Scorer:
 
     def score_ids(self, token_ids: Sequence[Int32]) -> list[float]:
         """The score of each sequence, at its last token."""
+        return [self.summed(scores) for scores in self.label_scores(token_ids)]
+
+    def label_scores(self, token_ids: Sequence[Int32]) -> list[tuple[float, ...]]:
+        """The score of each label, in the order of `labels`, for each sequence."""
         from flowrl.training.scoring.local_model import scored
         from flowrl.training.scoring.passes import scores_of_pass
 
         return scored(self.model, scores_of_pass, token_ids, token_budget=self.token_budget)
+
+    def summed(self, scores: Sequence[float]) -> float:
+        """The score of a sequence whose labels have these scores."""
+        return weighted(scores, tuple(self.labels.values()))
+
+    def by_name(self, scores: Sequence[float]) -> dict[str, float]:
+        """Label -> score, of a sequence whose labels have these scores; {} if the model has one label."""
+        return dict(zip(self.labels, scores, strict=True)) if len(self.labels) > 1 else {}
 
     def normalised(self, scores: Sequence[float]) -> list[float]:
         """`scores` minus the model's mean, divided by its standard deviation."""
@@ -80,14 +108,19 @@ def load_scorer(
     trust_remote_code: bool = False,
     token_budget: int = TOKENS_A_PASS,
     layout: Layout = "auto",
+    label: str = "",
 ) -> Scorer:
-    """The reward model in the directory `path`. Raises ConfigError if there is none."""
+    """The reward model in the directory `path`; `label` is which of its labels are the score, see `label_weights`.
+
+    Raises ConfigError if there is none.
+    """
     from flowrl.training.scoring.local_model import LocalModel
 
     load = scorer_load(path, dtype, attention=attention, trust_remote_code=trust_remote_code, layout=layout)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     model = LocalModel(load.model().to(device))
-    return Scorer(model, tokenizer, system_prompt=system_prompt, token_budget=token_budget)
+    labels = labels_of(path, label)
+    return Scorer(model, tokenizer, labels=labels, system_prompt=system_prompt, token_budget=token_budget)
 
 
 def scorer_load(
@@ -106,13 +139,27 @@ def scorer_load(
     return ModelLoad(str(path), "scalar", "reward_model", dtype, attention, trust_remote_code, layout)
 
 
-def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError unless the directory `path` holds a reward model that can be loaded. Loads no weights."""
+def check_reward_model(
+    path: str | Path, *, trust_remote_code: bool = False, label: str = "", option: str = OPTION
+) -> None:
+    """Raise ConfigError unless the directory `path` holds a reward model that can be loaded. Loads no weights.
+
+    `label` chooses from its labels, and `option` is what the user calls it.
+    """
     from flowrl.training.model.scalar_head import require_scalar_head
-    from flowrl.training.model.trainable import check_scalar
+    from flowrl.training.model.trainable import check_scores
 
     require_scalar_head(path)
-    check_scalar(path, trust_remote_code=trust_remote_code)
+    check_scores(path, trust_remote_code=trust_remote_code)
+    labels_of(path, label, option=option)
+
+
+def labels_of(path: str | Path, label: str, *, option: str = OPTION) -> Mapping[str, float]:
+    """Label of the reward model in `path` -> its weight in the score. Raises ConfigError, see `label_weights`."""
+    from flowrl.training.model.scalar_head import head_labels
+
+    labels = head_labels(path)
+    return dict(zip(labels, label_weights(label, labels, model=str(path), option=option), strict=True))
 
 
 def stored_statistics(config: Mapping[str, Any]) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from flowrl.models.cache import Progress, cached_model
+from flowrl.cache import Progress, cached_model
 from flowrl.models.policy import CHARACTER_CONTEXT
 from flowrl.models.tool_traces import ToolUse
 from flowrl.models.warm_start import Recipe, Thorough, warm_start

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flowrl.cache import Progress
 from flowrl.errors import ConfigError
-from flowrl.models.cache import Progress
 from flowrl.models.characters import character_tokenizer
 from flowrl.models.lessons import IGNORED, Answers, Lesson, Lessons
 from flowrl.tasks import Demonstrator, Row, Rows, demonstrator, load_rows, right_answer

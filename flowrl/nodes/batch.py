@@ -1,10 +1,15 @@
 """The batcher forms batches of whole groups, in admission order or within the window.
 
 It waits for the next finished group and ends with the stream; the remaining groups then form smaller batches.
+
+Where its trainers accumulate gradients (`context.in_pieces`), it sends the groups that may be in the next batch already
+now, if the trainers wait for something to do: the first piece when they have finished the batch before, every further
+one when they have taken the one before. If they never wait, or batches form quickly (`Pace`), batches are sent whole.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +24,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out
 from flowrl.messages import Batch, Bool, Group, Trainable, Values, packed
+from flowrl.nodes.begun_batch import BegunBatch, Pace, least_of_a_piece
 from flowrl.nodes.by_source import source_metrics
 from flowrl.nodes.judged import judged_metrics
 from flowrl.nodes.running import AdaptiveKL, RunningEstimate
@@ -36,6 +42,8 @@ class TokenBatch(Node):
     trainer computes trees, tokens of a prefix that sequences share count once. `optimizer_steps` is the number of
     mini-batches the batch is split into. `whiten` normalises advantages over all trained tokens of the batch, as
     the estimators `reinforce` and `reinforce_baseline` require: "off", "full", or "mean" (mean only).
+
+    Where the trainers behind it accumulate gradients, it sends a batch in pieces, as groups finish, see `Batch.piece`.
 
     `normalise_rewards` subtracts from each reward the mean of all rewards so far and divides by their standard
     deviation; `adaptive_kl` controls the weight of the KL in the reward. Both are updated once per batch, so both
@@ -83,6 +91,8 @@ class TokenBatch(Node):
         self._saved: Mapping[str, Any] | None = None
         self._mask_staleness = -1
         self._num_sent = 0
+        self._begun = BegunBatch()
+        self._pace = Pace()
         self._before_send: Mapping[str, Any] | None = None
         """While a batch waits in its send: the state that a checkpoint keeps, because the batch's groups come again."""
 
@@ -95,9 +105,22 @@ class TokenBatch(Node):
             groups_per_batch=self.num_groups,
             token_budget=self.token_budget,
             layout=self.layout,
+            whole_batches=self._why_whole(),
             keeps_lineage=False,
             optional=() if self._wants_values else ("values",),
         )
+
+    def _why_whole(self) -> str:
+        """What needs all groups of a batch before the first can be trained, "" if nothing does."""
+        reasons = {
+            "the critic is asked for the values of a whole batch": self._wants_values,
+            "advantages are whitened over the whole batch": self.whiten != "off",
+            "rewards are normalised with those of the whole batch": self.normalise_rewards,
+            "the weight of the KL in the reward changes with each whole batch": self.adaptive_kl is not None,
+            f"a batch is split into {self.optimizer_steps} optimizer steps": self.optimizer_steps > 1,
+            "a batch is one group": self.num_groups == 1,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def check(self, facts: Any) -> list[str]:
         ranges = (
@@ -134,18 +157,30 @@ class TokenBatch(Node):
             if full_since_s is not None:
                 self.context.metric("oldest_wait_s", time.monotonic() - full_since_s)
             window.offer(ticket, group)
+            self._pace.begin(_now_s())
             self._before_send = self._now()
-            while (groups := window.take()) is not None:
-                await self._send(groups)
+            while (groups := window.take(self._least())) is not None:
+                await self._send(groups, last=not window.begun)
             self._before_send = None
-            full_since_s = time.monotonic() if len(window) >= self.num_groups else None  # an older group is missing
+            full_since_s = time.monotonic() if len(window) >= window.missing else None  # an older group is missing
         self._before_send = self._now()
         for groups in window.flush():
-            await self._send(groups)
+            await self._send(groups, last=not window.begun)
 
-    async def _send(self, groups: Sequence[Group]) -> None:
-        await self.batches.send(self.batch(await self._valued(groups)), made_from=groups)
-        self._num_sent += 1
+    def _least(self) -> int | None:
+        """The groups that are enough to be sent now: those of a piece if the trainers wait; None: all of the batch."""
+        if not self.context.in_pieces or not self._pace.is_due(_now_s()):
+            return None
+        ahead = self.batches.num_untaken if self._begun.num_pieces else self.batches.num_unfinished
+        return None if ahead else least_of_a_piece(self.num_groups)
+
+    async def _send(self, groups: Sequence[Group], *, last: bool) -> None:
+        batch = self._piece(await self._valued(groups), last=last)
+        begun = BegunBatch() if last else self._begun.with_piece(groups)
+        await self.batches.send(batch, made_from=groups or None)
+        self._begun = begun
+        self._pace.sent(_now_s(), last=last)
+        self._num_sent += last
         self._before_send = self._now()
 
     async def _valued(self, groups: Sequence[Group]) -> Sequence[Group]:
@@ -154,32 +189,52 @@ class TokenBatch(Node):
             return groups
         return with_values(groups, await self.values(question(groups, token_budget=self.token_budget)))
 
+    def _piece(self, groups: Sequence[Group], *, last: bool) -> Batch:
+        """The batch of `groups`, or a piece of it; the last has the figures of all pieces."""
+        if last and not self._begun.num_pieces:
+            return self.batch(groups)
+        samples = self._in_loss(groups)
+        metrics: dict[str, float] = {}
+        if last:
+            whole = (*self._begun.groups, *groups)
+            metrics = self._figures(whole) | judged_metrics(whole) | source_metrics(whole, self.sources)
+        return self._of(samples, len(groups), piece=self._begun.num_pieces, last=last, metrics=metrics)
+
     def batch(self, groups: Sequence[Group]) -> Batch:
         """Make the batch of `groups`, in their order."""
         metrics = judged_metrics(groups) | source_metrics(groups, self.sources)
         if self._running is not None:
             groups = self._running.batch(groups)
             metrics |= self._running.metrics
-        samples = tuple(sample for group in groups for sample in group.samples)
-        require_advantages(samples)
-        if self.mask_truncated:
-            metrics |= {"overlong_share": sum(sample.truncated for sample in samples) / len(samples)}
-            samples = tuple(map(without_overlong, samples))
-        metrics |= branch_metrics(samples)
-        metrics |= value_metrics(samples)
+        samples = self._in_loss(groups)
         if self.whiten != "off":
             samples = whitened(samples, self._trained(samples), mean_only=self.whiten == "mean")
+        return self._of(samples, len(groups), metrics=self._figures(groups) | metrics)
+
+    def _in_loss(self, groups: Sequence[Group]) -> tuple[Trainable, ...]:
+        """The samples of the groups, those that were cut off without their tokens if the option says so."""
+        samples = tuple(sample for group in groups for sample in group.samples)
+        require_advantages(samples)
+        return tuple(map(without_overlong, samples)) if self.mask_truncated else samples
+
+    def _figures(self, groups: Sequence[Group]) -> dict[str, float]:
+        """The figures of a whole batch."""
+        samples = tuple(sample for group in groups for sample in group.samples)
+        overlong = {"overlong_share": float(np.mean([s.truncated for s in samples]))} if self.mask_truncated else {}
+        return batch_metrics(groups) | overlong | branch_metrics(samples) | value_metrics(samples)
+
+    def _of(self, samples: tuple[Trainable, ...], num_groups: int, **fields: Any) -> Batch:
         return Batch(
             samples=samples,
             micro_batches=(),
             num_sequences=len(samples),
             num_tokens=sum(int(trained_mask(sample).sum()) for sample in samples),
-            num_groups=len(groups),
+            num_groups=num_groups,
             mask_staleness=self._mask_staleness,
             token_budget=self.token_budget,
             layout=self.layout,
-            optimizer_steps=min(self.optimizer_steps, len(packed(samples))),
-            metrics=batch_metrics(groups) | metrics,
+            optimizer_steps=min(self.optimizer_steps, max(1, len(packed(samples)))),
+            **fields,
         )
 
     def _trained(self, samples: Sequence[Trainable]) -> list[Bool]:
@@ -195,7 +250,8 @@ class TokenBatch(Node):
     def _now(self) -> Mapping[str, Any]:
         assert self._window is not None
         running = {} if self._running is None else {"running": self._running.state()}
-        return {**self._window.state(), "version": self.context.start_version + self._num_sent, **running}
+        begun = {"batch": self._begun.state()} if self._begun.num_pieces else {}
+        return {**self._window.state(), "version": self.context.start_version + self._num_sent, **running, **begun}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._saved = state or None
@@ -208,9 +264,14 @@ class TokenBatch(Node):
         if self._saved is not None:
             self._window.load_state(self._saved)
             self._num_sent = int(self._saved["version"]) - self.context.start_version
+            self._begun = BegunBatch.of(self._saved["batch"]) if "batch" in self._saved else BegunBatch()
         if self.context.window == 0 and self.context.max_staleness is not None:
             self._mask_staleness = self.context.max_staleness
         return self._window
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def without_overlong(sample: Trainable) -> Trainable:

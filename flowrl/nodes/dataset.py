@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from flowrl.cache import Progress
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Bool, Group, Int32, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_masks, check_model, check_tools, tokenizer_of
-from flowrl.models.cache import Progress
 from flowrl.nodes.given_sample import given_sample
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import PromptSource, TooLong

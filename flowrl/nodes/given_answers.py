@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.tasks import Row, Task, load_rows
+from flowrl.tasks.indexed_rows import by_id, joined
 
 
 class GivenAnswers(Node):
@@ -50,14 +52,14 @@ class GivenAnswers(Node):
                 "task to the column that holds it"
             )
 
-    def _all_rows(self) -> tuple[Row, ...]:
+    def _all_rows(self) -> Sequence[Row]:
         found = load_rows(self.task, whole=True)
-        return (*found.train, *found.held_out)
+        return joined(found.train, found.held_out)
 
     async def setup(self) -> None:
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
         self._chat = Chat(tokenizer, self.task.system_prompt)
-        self._rows = {row.prompt_id: row for row in await self.blocking(self._all_rows)}
+        self._rows = by_id(await self.blocking(self._all_rows))
 
     async def run(self) -> None:
         async for prompt in self.prompts:

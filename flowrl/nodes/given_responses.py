@@ -14,6 +14,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, tokenizer_of
 from flowrl.tasks import Task, load_demonstrations
+from flowrl.tasks.indexed_rows import by_id, joined
 
 
 class GivenResponses(Node):
@@ -33,7 +34,7 @@ class GivenResponses(Node):
 
     def preflight(self) -> None:
         found = load_demonstrations(self.task, whole=True)
-        rows = (*found.train, *found.held_out)
+        rows = joined(found.train, found.held_out)
         if lacking := [row for row in rows if not isinstance(row.columns.get(self.column), str)]:
             columns = ", ".join(lacking[0].columns) or "the prompt alone"
             raise ConfigError(
@@ -45,7 +46,7 @@ class GivenResponses(Node):
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
         self._chat = Chat(tokenizer, self.task.system_prompt)
         found = await self.blocking(load_demonstrations, self.task, whole=True)
-        self._rows = {row.prompt_id: row for row in (*found.train, *found.held_out)}
+        self._rows = by_id(joined(found.train, found.held_out))
 
     async def run(self) -> None:
         async for prompt in self.prompts:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flowrl.cache import Progress
 from flowrl.messages import Batch, Bool, Int32, Trainable
-from flowrl.models.cache import Progress
 
 
 class HeldOutSource(Protocol):

@@ -16,6 +16,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In
 from flowrl.messages import Group, Trainable
 from flowrl.tasks import Task, load_rows
+from flowrl.tasks.indexed_rows import by_id, joined
 
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin")
 
@@ -49,7 +50,7 @@ class PairWriter(Node):
 
     async def setup(self) -> None:
         rows = await self.blocking(load_rows, self.task)
-        self._turns = {row.prompt_id: row.turns for row in (*rows.train, *rows.held_out)}
+        self._rows = by_id(joined(rows.train, rows.held_out))
         self._file = await self.blocking(self._open)
 
     def _open(self) -> IO[str]:
@@ -74,7 +75,7 @@ class PairWriter(Node):
     def line(self, chosen: Trainable, rejected: Trainable) -> dict[str, Any]:
         """The line of the file for this pair."""
         assert (chosen.label, rejected.label) == (1, -1)
-        turns = self._turns[chosen.prompt_id]
+        turns = self._rows[chosen.prompt_id].turns
         kept = {name: value for name, value in chosen.columns.items() if name not in PAIR_COLUMNS}
         return {
             "prompt": turns[0]["content"] if len(turns) == 1 else [dict(turn) for turn in turns],

@@ -9,13 +9,13 @@ from typing import Literal
 
 import numpy as np
 
+from flowrl.cache import Progress
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Group, Int32, Prompt, Trainable
 from flowrl.models import Policy, check_model, silent, tokenizer_of
-from flowrl.models.cache import Progress
 from flowrl.models.plain_tokens import pieces, text_tokens
 from flowrl.nodes.given_sample import given_sample
 from flowrl.nodes.row_source import Part

@@ -12,13 +12,13 @@ from typing import Literal
 
 import numpy as np
 
+from flowrl.cache import Progress
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Mismatched, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
-from flowrl.models.cache import Progress
 from flowrl.models.chat import Reply
 from flowrl.nodes.source import PromptSource, TooLong
 from flowrl.nodes.too_long import refuse_long

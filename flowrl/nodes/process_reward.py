@@ -24,6 +24,8 @@ MOST_LOGGED = 32
 class ProcessReward(RewardModel):
     """Scores steps by the model that the graph process_reward_model trains; a score is σ of the model's output.
 
+    Of a model with several labels the output is what `label` makes of them; good=1,bad=-1 gives the softmax of two.
+
     `separator` ends a step, and `of_steps` says what a response's reward is of the scores of its steps. `reward_parts`
     has the scores as `step_0`, `step_1` and so on, and their number as `steps`.
     """
@@ -57,7 +59,7 @@ class ProcessReward(RewardModel):
     def step_tokens(self, sample: Sample) -> tuple[Int32, Bool]:
         """The tokens that the model reads, and where the scores of the steps stand."""
         steps = split_steps(sample.response_text, self.separator)
-        row = self._rows[sample.prompt_id]
+        row = self.row_of(sample)
         return step_tokens(self._scorer.chat.with_tools(row.tools), row.turns, steps, self.separator)
 
     async def _score_steps(self, asked: list[tuple[Int32, Bool]]) -> Sequence[Sequence[float]]:
@@ -67,7 +69,7 @@ class ProcessReward(RewardModel):
     def _pass_of(self, asked: list[tuple[Int32, Bool]]) -> list[list[float]]:
         from flowrl.training.scoring.passes import values_of_pass
 
-        values = self.scores(values_of_pass, asked)
+        values = self.scores(values_of_pass, asked, tuple(self._scorer.labels.values()))
         return [(1 / (1 + np.exp(-found[mask]))).tolist() for found, (_, mask) in zip(values, asked, strict=True)]
 
 

@@ -23,6 +23,7 @@ from flowrl.graph.ports import In
 from flowrl.messages import Sample, Scored
 from flowrl.nodes.source import PromptSource
 from flowrl.tasks import Row, Task, load_demonstrations, load_rows
+from flowrl.tasks.indexed_rows import by_id, joined
 
 TELL_EVERY_S = 5.0
 OWN = ("prompt", "response", "prompt_id", "member", "reward", "parts", "response_tokens", "truncated")
@@ -127,7 +128,7 @@ class ResponseWriter(Node):
     async def setup(self) -> None:
         read = load_demonstrations if self.given else load_rows
         rows = await self.blocking(read, self.task, whole=True)
-        self._turns = {row.prompt_id: row.turns for row in (*rows.train, *rows.held_out)}
+        self._rows = by_id(joined(rows.train, rows.held_out))
         self._file = await self.blocking(self._open)
 
     def _open(self) -> IO[bytes]:
@@ -166,7 +167,7 @@ class ResponseWriter(Node):
 
     def line(self, sample: Sample) -> dict[str, Any]:
         """The line of one response."""
-        turns = self._turns[sample.prompt_id]
+        turns = self._rows[sample.prompt_id].turns
         found: dict[str, Any] = {
             "prompt": turns[0]["content"] if len(turns) == 1 else [dict(turn) for turn in turns],
             "response": sample.response_text,

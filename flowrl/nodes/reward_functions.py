@@ -14,7 +14,7 @@ from flowrl.tasks import Row, Task, asked_columns, load_rows
 from flowrl.tasks.indexed_rows import by_id, joined
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.reward_client import RewardClient
-from flowrl.tasks.rewards import Part, adapted_text, check_reward, needs_rows, open_reward, uses_http
+from flowrl.tasks.rewards import Part, adapted_text, check_reward, is_sum, needs_rows, open_reward, uses_http
 
 FIX_FUNCTION = "fix the function, its signature and its result"
 
@@ -53,7 +53,10 @@ class RewardFunctions:
 
     def _check_weights(self, verdicts: Verdicts) -> None:
         """Raise ConfigError for a weight of what is no head of the reward."""
-        heads = {name.rpartition("/")[2] for name in verdicts.heads}
+        heads = set(verdicts.heads)
+        if is_sum(self._parts):  # its heads are the parts, and PART/HEAD of those that have heads
+            places = [f"{part.name}/" for part in self._parts]
+            heads = {name.removeprefix(place) for place in places for name in heads if name.startswith(place)}
         if strange := [name for name in self._task.head_weights if name not in heads]:
             raise ConfigError(
                 f"--task.reward-weights names {strange[0]}, but the reward has "

@@ -27,7 +27,8 @@ from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.scoring_model import ScoringNode, gpu_problems
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.shared_pass import SharedPass
-from flowrl.tasks import Task, load_demonstrations, load_rows
+from flowrl.tasks import Row, Task, load_demonstrations, load_rows
+from flowrl.tasks.indexed_rows import by_id, joined
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import MODEL, beside_model, parse_reward
 from flowrl.training.layouts import Decision, refused
@@ -46,7 +47,8 @@ class RewardModel(ScoringNode):
     With `normalise` the reward is the score minus the model's mean, divided by its standard deviation, both
     from its config.json; the raw reward is the unchanged score. At most `batch` samples wait for a pass, which takes
     at most `token_budget` tokens, padding included, or a single longer sample. `layout`: whether prefixes that samples
-    share are computed once, see `ZeroSettings`.
+    share are computed once, see `ZeroSettings`. `label`: which of several labels are the score, see
+    `flowrl.models.labels.label_weights`; each is logged as `reward_model/LABEL`.
     """
 
     cpus = 1
@@ -66,8 +68,10 @@ class RewardModel(ScoringNode):
         dtype: Dtype = "float32",
         token_budget: int = 8192,
         layout: Layout = "auto",
+        label: str = "",
     ) -> None:
         self.model = model
+        self.label = label
         self.policy = policy
         self.task = task
         self.normalise = normalise
@@ -111,7 +115,8 @@ class RewardModel(ScoringNode):
                 f"{self.model} is no reward model; train one with graphs/reward_model.py and name it here"
             )
         check_model(self.reward_policy)
-        check_reward_model(resolve(self.reward_policy), trust_remote_code=self.reward_policy.trust_remote_code)
+        trusted = self.reward_policy.trust_remote_code
+        check_reward_model(resolve(self.reward_policy), trust_remote_code=trusted, label=self.label)
         return None if self._functions is None else self._functions.preflight()
 
     @property
@@ -131,7 +136,7 @@ class RewardModel(ScoringNode):
 
     def _load(self) -> None:
         from flowrl.models.chat import load_tokenizer
-        from flowrl.models.scorer import Scorer, scorer_load
+        from flowrl.models.scorer import Scorer, labels_of, scorer_load
 
         path, trusted = (
             resolve(self.reward_policy, progress=self.context.progress),
@@ -139,11 +144,18 @@ class RewardModel(ScoringNode):
         )
         model = self.open_model(scorer_load(path, self.dtype, trust_remote_code=trusted, layout=self.layout))
         tokenizer = load_tokenizer(path, trust_remote_code=trusted)
-        self._scorer = Scorer(model, tokenizer, system_prompt=self.task.system_prompt, token_budget=self.token_budget)
-        found = (load_rows(self.task, whole=True), load_demonstrations(self.task, whole=True))
-        self._rows = {row.prompt_id: row for rows in found for row in (*rows.train, *rows.held_out)}
+        self._scorer = Scorer(
+            model,
+            tokenizer,
+            labels=labels_of(path, self.label),
+            system_prompt=self.task.system_prompt,
+            token_budget=self.token_budget,
+        )
+        found = (load_demonstrations(self.task, whole=True), load_rows(self.task, whole=True))
+        demonstrations, rows = (joined(one.train, one.held_out) for one in found)
+        self._rows = by_id(demonstrations), by_id(rows)
         theirs = tokenizer_of(self.policy, progress=self.context.progress)
-        some = [list(row.turns) for row in list(self._rows.values())[:TRIED_ROWS] if not uses_tools(row.turns, ())]
+        some = [list(row.turns) for row in rows[:TRIED_ROWS] if not uses_tools(row.turns, ())]
         self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)
         if not self._same_tokens:
             self.context.progress("its tokenizer or template differs from the policy's: responses are rendered again")
@@ -156,11 +168,12 @@ class RewardModel(ScoringNode):
         await self.rollouts.each(self._score, concurrency=self.batch)
 
     async def _score(self, sample: Sample) -> None:
-        score = await self._pass.ask(self.token_ids(sample))
-        if not math.isfinite(score):
+        labels = await self._pass.ask(self.token_ids(sample))
+        if not all(map(math.isfinite, labels)):
             self.context.metric("reward_not_finite", 1)
             raise SampleFailed("reward_not_finite")
-        scored = self.scored_sample(sample, score, await self._verdicts(sample))
+        more = {f"{MODEL}/{name}": score for name, score in self._scorer.by_name(labels).items()}
+        scored = self.scored_sample(sample, self._scorer.summed(labels), await self._verdicts(sample), more)
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
 
@@ -174,16 +187,21 @@ class RewardModel(ScoringNode):
             self.context.metric(bad.reason, 1)
             raise SampleFailed(bad.reason) from bad
 
-    async def _score_all(self, token_ids: list[Int32]) -> Sequence[float]:
+    async def _score_all(self, token_ids: list[Int32]) -> Sequence[tuple[float, ...]]:
         with self.context.busy("score"):
-            return await self.blocking(self._scorer.score_ids, token_ids)
+            return await self.blocking(self._scorer.label_scores, token_ids)
 
     def token_ids(self, sample: Sample) -> Int32:
         """The token ids of `sample` that the reward model reads."""
         if self._same_tokens:
             return self._scorer.ended(sample.token_ids)
-        row = self._rows[sample.prompt_id]
+        row = self.row_of(sample)
         return self._scorer.ids(row.turns, sample.response_text, tools=row.tools)
+
+    def row_of(self, sample: Sample) -> Row:
+        """The row of the sample's prompt."""
+        demonstrations, rows = self._rows
+        return demonstrations.get(sample.prompt_id) or rows[sample.prompt_id]
 
     def scored_sample(
         self, sample: Sample, score: float, beside: Verdicts | None = None, more: Mapping[str, float] | None = None

@@ -16,7 +16,8 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node, Saved
 from flowrl.graph.ports import Out, Serve
 from flowrl.messages import Prompt
-from flowrl.nodes.curriculum import ChosenRow, Curriculum, GroupOutcome, Noted, PassRates
+from flowrl.nodes.curriculum import Curriculum, GroupOutcome, Noted
+from flowrl.nodes.pass_rates import ChosenRow, PassRates
 from flowrl.tasks.indexed_rows import joined, prompt_ids
 
 Part = Literal["train", "held_out", "all"]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, check_model, resolve
-from flowrl.tasks.judge import Columns, Verdicts
+from flowrl.tasks.judge import BadReward, Columns, Verdicts
 from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import check_reward, open_reward, parse_reward
 from flowrl.tasks.server import RewardServer
+from flowrl.tasks.weighted_sums import parse_weights
 
 if TYPE_CHECKING:
     from flowrl.models.scorer import Scorer
@@ -37,6 +38,11 @@ class ServeOptions:
     """A function that takes longer for a request is killed."""
     workers: int = 1
     """Processes of a synchronous function."""
+    weights: str = ""
+    """Weights of the values of a function that returns several, as correct=1,format=0.2; those not named weigh 1."""
+    label: str = ""
+    """Of a model with several labels, the one that is the score, by name or number; or a weighted sum of them, as
+    helpfulness=0.8,verbosity=-0.2. All are answered."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -45,6 +51,12 @@ class ServeOptions:
             raise ConfigError(f"--timeout-s is {self.timeout_s}; it has to be above 0")
         if self.workers < 1:
             raise ConfigError(f"--workers is {self.workers}; it needs at least 1")
+        _ = self.head_weights
+
+    @property
+    def head_weights(self) -> Mapping[str, float]:
+        """The weights of a function's values by name. Raises ConfigError if one is no number."""
+        return parse_weights("--weights", self.weights)
 
 
 class AskModel:
@@ -60,10 +72,35 @@ class AskModel:
             for prompt, response, row in zip(prompts, responses, columns, strict=True)
         ]
         async with self._exclusive:
-            scores = tuple(await asyncio.to_thread(self._scorer.score, asked))
-        return Verdicts(scores, scores)
+            found = await asyncio.to_thread(self._scorer.score_labels, asked)
+        scores = tuple(map(self._scorer.summed, found))
+        if len(self._scorer.labels) == 1:
+            return Verdicts(scores, scores)
+        logs = {name: tuple(of[n] for of in found) for n, name in enumerate(self._scorer.labels)}
+        return Verdicts(scores, scores, logs, self._scorer.labels)
 
     async def close(self) -> None: ...
+
+
+class Weighed:
+    """Weighs the values of a function's answers; a weight of what the function does not return is an error."""
+
+    def __init__(self, what: str, client: RewardClient, weights: Mapping[str, float]) -> None:
+        self._what = what
+        self._client = client
+        self._weights = weights
+        self._known: set[str] = set()
+
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+        verdicts = await self._client.ask(prompts, responses, columns)
+        self._known |= verdicts.heads.keys()
+        if strange := [name for name in self._weights if name not in self._known]:
+            values = f"the values {', '.join(sorted(self._known))}" if self._known else "one value without a name"
+            raise BadReward("reward_weights", f"--weights names {strange[0]}, but {self._what} returns {values}")
+        return verdicts.weighted(self._weights)
+
+    async def close(self) -> None:
+        await self._client.close()
 
 
 def serve(what: str, options: ServeOptions) -> None:
@@ -79,16 +116,22 @@ def _client(what: str, options: ServeOptions) -> RewardClient:
 
         check_model(model)
         path = resolve(model)
-        check_reward_model(path, trust_remote_code=model.trust_remote_code)
-        return AskModel(load_scorer(path, options.device, options.dtype, trust_remote_code=options.trust_remote_code))
+        if options.weights:
+            raise ConfigError("--weights is for the values of a function; the labels of a model are weighed by --label")
+        trusted, label = model.trust_remote_code, options.label
+        check_reward_model(path, trust_remote_code=trusted, label=label, option="--label")
+        return AskModel(load_scorer(path, options.device, options.dtype, trust_remote_code=trusted, label=label))
     if ":" not in what:
         raise ConfigError(
             f"{what!r} is neither a directory of a reward model, nor a name on the Hub, nor a function; name one "
             "that graphs/reward_model.py has saved, OWNER/NAME, or FILE.py:FUNCTION"
         )
+    if options.label:
+        raise ConfigError("--label is for a reward model; the values of a function are weighed by --weights")
     parts = parse_reward(what)
     check_reward(parts, ())
-    return open_reward(parts, timeout_s=options.timeout_s, concurrency=options.workers)
+    client = open_reward(parts, timeout_s=options.timeout_s, concurrency=options.workers)
+    return Weighed(what, client, options.head_weights) if options.weights else client
 
 
 async def _serve(server: RewardServer, options: ServeOptions) -> None:

@@ -5,7 +5,8 @@ Invariants
   that is not finite): its version is published as `unchanged`, so tickets return.
 - The weights of `start_version` are published before the first batch, so generators hold exactly the
   trainer's weights before they sample.
-- A batch is finished (acked) when its update is done and in the ledger, and before a checkpoint.
+- A batch is finished (acked) when its update is done and in the ledger, and before a checkpoint. Its pieces, if it
+  comes in some, are finished together then.
 
 All heavy work runs in the node's one blocking thread, in the same order on every rank; the event loop
 stays free. The trainer waits for a batch (end of stream ends the run), for the other ranks inside
@@ -16,23 +17,24 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.node import Saved
 from flowrl.graph.ports import In, Out
-from flowrl.graph.routes import readers_dtype
-from flowrl.messages import Batch, Weights
+from flowrl.messages import Batch, Bool, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
-from flowrl.models.directory import stored_dtype
 from flowrl.models.model_layout import balance_problems, note, sliced_notes, sliced_problems, trainer_layout
+from flowrl.nodes.batch_record import BatchRecord
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.nodes.resident import ResidentNode
+from flowrl.nodes.trainer_parts import load_teacher, make_publisher
+from flowrl.nodes.whole_batches import why_whole
 from flowrl.runtime.ledger.ledger_client import Use
-from flowrl.training.batch.batch_stats import BatchStats
 from flowrl.training.batch.masks import loss_masks
 from flowrl.training.engine.deepspeed_names import setting_problems
 from flowrl.training.engine.requirements import TAG, check_training, lora_problems, resume_problems
@@ -42,12 +44,11 @@ from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.model.trainable import check_trainable
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import LoRA, Start, ZeroSettings, attention_problems
+from flowrl.training.settings import Accumulate, LoRA, Start, ZeroSettings, attention_problems
 
 if TYPE_CHECKING:
-    from flowrl.training.engine.zero import ZeroEngine
+    from flowrl.training.batch.update import Update
     from flowrl.training.learner import Learner
-    from flowrl.training.model.output_layer import OutputLayer
     from flowrl.weights.publish import Publisher
 
 
@@ -59,9 +60,12 @@ class Trainer(ResidentNode):
     rank 1 or more the trainer trains an adapter and keeps the policy's own weights; a generator that receives
     adapters needs the same `lora`. `teacher` is the model that the objective `ReverseKL` compares the policy with.
     Each `sequence_parallel_size` consecutive ranks share their micro-batches, a slice of the positions each.
-    `router_aux_loss_coef` is the weight of the load-balancing loss of a mixture of experts.
-    Every `publish_every`th version is published, every `probe_every`th publication carries the probe. The
-    first `start_after` batches make versions without an update, for an actor that waits until its critic has learnt.
+    `router_aux_loss_coef` is the weight of the load-balancing loss of a mixture of experts. Every `publish_every`th
+    version is published, every `probe_every`th publication carries the probe. The first `start_after` batches make
+    versions without an update, for an actor that waits until its critic has learnt.
+
+    With `accumulate` "auto" or "on" it begins with the groups of a batch that are finished, if its batcher can send
+    them: "on" is refused where batches have to be whole.
 
     Batches from `held_out` are never trained on. The metrics contain the objective's stats on them: as
     `held_out/NAME` for the last and for every `judge_every`th version, and as `held_out_before/NAME` in the
@@ -93,6 +97,7 @@ class Trainer(ResidentNode):
         probe_every: int = 10,
         start_after: int = 0,
         judge_every: int = 0,
+        accumulate: Accumulate = "auto",
     ) -> None:
         self.policy = policy
         self.objective: Objective = PolicyObjective() if objective is None else objective
@@ -109,9 +114,16 @@ class Trainer(ResidentNode):
         self.probe_every = probe_every
         self.start_after = start_after
         self.judge_every = judge_every
+        self.accumulate: Accumulate = accumulate
         self._held_out: list[Batch] = []
         self.version = 0
         self._published = -1
+        self._record = BatchRecord()
+        self._before: dict[str, Any] = {}
+        """Figures of the held-out batch for the first line."""
+        self._pieces: list[Batch] = []
+        """Pieces whose gradient is accumulated. They stay unfinished until their batch's step, so a snapshot between
+        two of them has them all, and a resumed run begins the batch again."""
         self._learner: Learner
         self._publisher: Publisher | None = None
 
@@ -125,6 +137,8 @@ class Trainer(ResidentNode):
             saves=self.policy.name,
             layout=self._layout.layout,
             ranks_per_part=max(1, self.sequence_parallel_size),
+            accumulate=self.accumulate,
+            whole_batches=why_whole(self.objective, self.zero, epochs=self.epochs, balance=self.router_aux_loss_coef),
         )
 
     def footprint(self, share: Share) -> Footprint | None:
@@ -152,6 +166,8 @@ class Trainer(ResidentNode):
             problems.append(f"gpus is {self.gpus:g}, but a rank trains on one GPU; use more ranks (replicas=)")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
+        if self.accumulate not in get_args(Accumulate):
+            problems.append(f"accumulate is {self.accumulate!r}; choose one of {', '.join(get_args(Accumulate))}")
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
         problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
@@ -212,7 +228,8 @@ class Trainer(ResidentNode):
         engine = ZeroEngine(source, self.zero, gang, head=head, start=start, lora=self.lora, **kind)
         if self.context.resume_dir is not None:
             engine.load(self._state_dir(self.context.resume_dir))
-        self._publisher = self._make_publisher(engine)
+        if self.weights.connected:
+            self._publisher = make_publisher(self.context, self.policy, self.name, self.lora, engine, self.probe_every)
         progress("ready")
         return Learner(
             engine,
@@ -220,23 +237,8 @@ class Trainer(ResidentNode):
             epochs=self.epochs,
             temperature=self.temperature,
             max_staleness=None if self.context.own_clock else self.context.max_staleness,
-            teacher=self._load_teacher(engine),
+            teacher=load_teacher(self.teacher, self.objective, engine, self.context.progress),
             router_aux_loss_coef=self.router_aux_loss_coef,
-        )
-
-    def _load_teacher(self, engine: ZeroEngine) -> OutputLayer | None:
-        if self.teacher is None:
-            return None
-        from flowrl.training.model.output_layer import load_output_layer
-
-        path = resolve(self.teacher, progress=self.context.progress)
-        return load_output_layer(
-            path,
-            vocab_size=engine.vocab_size,
-            dtype=self.zero.dtype,
-            device=engine.device,
-            trust_remote_code=self.teacher.trust_remote_code,
-            beta=self.objective.beta if isinstance(self.objective, ReverseKL) else 1.0,
         )
 
     def _source(self) -> str:
@@ -251,46 +253,36 @@ class Trainer(ResidentNode):
 
         return "reward_model" if has_scalar_head(source) else "policy"
 
-    def _make_publisher(self, engine: Any) -> Publisher | None:
-        if not self.weights.connected:
-            return None
-        from flowrl.training.model.adapter import AdapterSource, vllm_adapter_config
-        from flowrl.weights.narrowing import Narrowing, kept_in_float32
-        from flowrl.weights.publish import Publisher
-
-        readers = (route.dtype for route in self.context.weight_routes)
-        dtype = readers_dtype(readers, auto=stored_dtype(resolve(self.policy)))
-        adapter = vllm_adapter_config(self.lora, engine.model.network) if self.lora.synced_rank else None
-        return Publisher(
-            AdapterSource(engine) if adapter else engine,
-            self.name,
-            run_id=self.context.run_id,
-            routes=self.context.weight_routes,
-            narrowing=Narrowing(dtype, kept_in_float32(engine.model.network)),
-            adapter=adapter,
-            probe_every=self.probe_every,
-        )
-
     async def run(self) -> None:
         await self._publish(changed=True)
         await self._take_held_out()
         async for batch in self.batches:
             await self._assert_bound(batch)
             with self.context.busy("train"):
-                record, uses, changed = await self.blocking(self._train, batch)
+                trained = await self.blocking(self._train, batch)
+            self._pieces.append(batch)
+            if trained is None:
+                self.batches.hold(batch)
+                continue
+            record, uses, changed = trained
             self.version += 1
             if self.context.replica == 0:
                 self.context.ledger.step(record, uses, policy=self.name)
             if self.version % self.publish_every == 0:
                 await self._publish(changed=changed)
-            self.batches.finish(batch)  # before `step_done`, where a checkpoint may be taken
+            self._finish_pieces()  # before `step_done`, where a checkpoint may be taken
             await self.context.step_done(self.version)
         if self._published != self.version:  # `publish_every` skipped the last version
             await self._publish(changed=True)
 
+    def _finish_pieces(self) -> None:
+        for piece in self._pieces:
+            self.batches.finish(piece)
+        self._pieces = []
+
     async def _assert_bound(self, batch: Batch) -> None:
         """If the tokens' versions are not this trainer's, the ledger checks the age of the groups."""
-        if self.context.own_clock:
+        if self.context.own_clock and batch.samples:
             groups = dict.fromkeys(sample.group_id for sample in batch.samples)
             await self.context.ledger.assert_bound(self.name, self.version, tuple(groups))
 
@@ -316,28 +308,36 @@ class Trainer(ResidentNode):
 
     # Methods that run in the blocking thread; collective
 
-    def _train(self, batch: Batch) -> tuple[dict[str, Any], list[Use], bool]:
-        """Train one batch; return its metrics line, the uses of all ranks, and whether the weights changed."""
+    def _train(self, batch: Batch) -> tuple[dict[str, Any], list[Use], bool] | None:
+        """Train a batch, or a piece of one. At the batch's end return its metrics line, the uses of all ranks, and
+        whether the weights changed; None before."""
         part = batch if batch.step_ends else self._alone(batch)
         masks = loss_masks(part.samples, part.mask_staleness, self.version)
         step = self.version + 1
         lr = self.lr * self.schedule.factor(step, self.context.steps)
-        before = self._judged("held_out_before") if self.version == 0 else {}
-        if self.version < self.start_after:
-            update = self._learner.rest(part, masks, self.version)
-        else:
-            update = self._learner.update(part, masks, self.version, lr)
-        mine = (
-            BatchStats.of(part.samples, masks, self.version),
-            [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)],
-        )
-        stats, uses = zip(*self._learner.engine.gang.parts(mine), strict=True)
-        record = {"step": step, "lr": lr, "num_groups": batch.num_groups}
+        if self.version == 0 and not batch.piece:
+            self._before = self._judged("held_out_before")
+        update = self._update(part, masks, lr)
+        self._record.add(part, masks, self.version)
+        if update is None or not batch.last:
+            return None
+        (stats, uses), num_groups = self._record.gathered(self._learner.engine.gang), self._record.num_groups
+        self._record = BatchRecord()
+        record = {"step": step, "lr": lr, "num_groups": num_groups}
         if not self.objective.offline:  # offline data have no rewards that a batcher could report
             record |= batch.metrics
-        record |= BatchStats.total(stats).metrics(offline=self.objective.offline) | update.metrics
-        record |= before | (self._judged("held_out") if self._is_judged(step) else {})
-        return record, [use for part_uses in uses for use in part_uses], update.changed
+        record |= stats.metrics(offline=self.objective.offline) | update.metrics
+        record |= self._before | (self._judged("held_out") if self._is_judged(step) else {})
+        self._before = {}
+        return record, uses, update.changed
+
+    def _update(self, part: Batch, masks: Sequence[Bool], lr: float) -> Update | None:
+        """Train this rank's part; None if the batch is not complete with it."""
+        if self.version < self.start_after:
+            return self._learner.rest(part, masks, self.version)
+        if part.whole:
+            return self._learner.update(part, masks, self.version, lr)
+        return self._learner.add(part, masks, self.version, lr)
 
     def _is_judged(self, step: int) -> bool:
         """Whether the held-out batch is evaluated with the weights that this step made."""

@@ -63,8 +63,8 @@ class Keys:
     malformed: str = "stop"
     """Rows that cannot be used: stop before training, or skip and count them."""
     rows: str = "auto"
-    """Where rows are: memory; disk, from which each is read when it is needed (.jsonl alone); auto, which is disk for
-    .jsonl files of more than 256 MiB."""
+    """Where rows are: memory; disk, from which each is read when it is needed; auto, which is disk for files of more
+    than 256 MiB."""
 
     def __post_init__(self) -> None:
         choices = (("check", tuple(CHECKS)), ("malformed", ("stop", "skip")), ("rows", ("auto", "memory", "disk")))

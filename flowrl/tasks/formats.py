@@ -21,13 +21,15 @@ from flowrl.tasks.malformed import Malformed, Reading
 
 Record = Mapping[str, Any]
 LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
-PLAIN = ".txt"
+PLAIN, PARQUET = ".txt", ".parquet"
 TEXTS = (*LINES, ".json", *TABLES, PLAIN)
 FORMATS = ".jsonl, .json, .csv, .tsv, .parquet, .txt"
 PATTERN = re.compile(r"[*?\[]")
 OTHER_BYTE = re.compile("[\udc80-\udcff]")
 """How Python's surrogateescape keeps a byte that is not UTF-8."""
 
+PART_BYTES, ROWS_A_BATCH = 1 << 20, 1024
+"""How much of a Parquet file is read and decoded at a time: a whole row group may be larger than memory."""
 SAVED = ("dataset_dict.json", "state.json")
 """Files by which a directory that save_to_disk has written is known."""
 
@@ -35,7 +37,7 @@ SAVED = ("dataset_dict.json", "state.json")
 def format_of(path: Path) -> str:
     """The suffix that says how a file is read, without that of its compression; "" if none is known."""
     name = path.with_suffix("") if path.suffix in SUFFIXES else path
-    known = TEXTS if name is not path else (*TEXTS, ".parquet")
+    known = TEXTS if name is not path else (*TEXTS, PARQUET)
     return name.suffix if name.suffix in known else ""
 
 
@@ -70,7 +72,7 @@ def files_at(path: Path, split: str) -> list[Path] | None:
 def file_records(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
     """(place, record) of everything in one file, whose name says its format."""
     kind = format_of(path)
-    if kind == ".parquet":
+    if kind == PARQUET:
         yield from _parquet(path, reading)
         return
     try:
@@ -150,17 +152,18 @@ def _table(path: Path, text: IO[str], delimiter: str, reading: Reading) -> Itera
     lines = csv.reader(text, delimiter=delimiter, strict=True)
     try:
         header = next(lines, [])
-        _check_header(path, header)
+        check_header(path, header)
         for values in lines:
             place = f"{path}:{lines.line_num}"
-            record = reading.attempt(lambda place=place, values=values: _cells(place, header, values))  # type: ignore[misc]
+            record = reading.attempt(lambda place=place, values=values: cells(place, header, values))  # type: ignore[misc]
             if values and record is not None:
                 yield place, record
     except csv.Error as problem:
         raise ConfigError(f"{path}:{lines.line_num}: invalid CSV ({problem}); quote values as CSV does") from None
 
 
-def _check_header(path: Path, header: list[str]) -> None:
+def check_header(path: Path, header: list[str]) -> None:
+    """Raise ConfigError unless the first line of a table names every column once."""
     _require_utf8(f"{path}:1", "".join(header))
     twice = sorted({name for name in header if header.count(name) > 1})
     if not header or twice or "" in header:
@@ -168,7 +171,8 @@ def _check_header(path: Path, header: list[str]) -> None:
         raise ConfigError(f"{path}: its first line {found}; it has to name the columns, each once")
 
 
-def _cells(place: str, header: list[str], values: list[str]) -> Record:
+def cells(place: str, header: list[str], values: list[str]) -> Record:
+    """The record of a table's row. Raises Malformed."""
     _require_utf8(place, "".join(values))
     if values and len(values) != len(header):
         raise Malformed(
@@ -202,19 +206,27 @@ def _require_utf8_by_line(path: Path, content: str) -> None:
 
 
 def _parquet(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
+    number = 0
+    for batch in parquet_batches(path):
+        yield from _of_batch(path, batch, number, reading)
+        number += batch.num_rows
+
+
+def parquet_batches(path: Path) -> Iterator[Any]:
+    """The rows of a Parquet file, as Arrow batches. Raises ConfigError if it cannot be read."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"{path}: reading Parquet needs the package pyarrow; pip install pyarrow") from None
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=PART_BYTES)
     except (pyarrow.ArrowInvalid, OSError) as problem:
         raise ConfigError(f"{path} is no Parquet file ({problem}); write it again, or name a .jsonl file") from None
     number = 0
     try:
-        for batch in file.iter_batches():
-            yield from _of_batch(path, batch, number, reading)
+        for batch in file.iter_batches(batch_size=ROWS_A_BATCH):
+            yield batch
             number += batch.num_rows
     except (pyarrow.ArrowException, OSError) as problem:
         raise ConfigError(f"{path} cannot be read after its row {number}: {problem}; write it again") from None
@@ -228,12 +240,13 @@ def _of_batch(path: Path, batch: Any, before: int, reading: Reading) -> Iterator
         found = None
     for number in range(batch.num_rows):
         place = f"{path}, row {before + number + 1}"
-        record = found[number] if found else reading.attempt(lambda p=place, n=number: _arrow_row(p, batch, n))  # type: ignore[misc]
+        record = found[number] if found else reading.attempt(lambda p=place, n=number: arrow_row(p, batch, n))  # type: ignore[misc]
         if record is not None:
             yield place, record
 
 
-def _arrow_row(place: str, batch: Any, number: int) -> Record:
+def arrow_row(place: str, batch: Any, number: int) -> Record:
+    """One row of an Arrow batch. Raises Malformed for text that is not UTF-8."""
     record: dict[str, Any] = {}
     for name in batch.schema.names:
         try:

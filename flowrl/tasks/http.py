@@ -3,7 +3,8 @@
 Request: POST, JSON {"prompts": [...], "responses": [...], "columns": {name: [...]}}; `columns` holds the
 rows' other columns and, under `messages`, the conversation before the response if it is known.
 Answer: the same as from a reward function, a list of numbers or {"rewards": [...], "scores": [...],
-"logs": {name: [...]}}. `flowrl serve-reward` is such a server.
+"logs": {name: [...]}}. `heads`, if it is there, maps names of `logs` to weights, and their weighted sum is the reward:
+then --task.reward-weights can weigh them otherwise. `flowrl serve-reward` is such a server.
 
 A server of OpenRLHF's kind gets `query` (prompts with responses) and `labels` as well, and may answer `extra_logs`.
 
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from flowrl.tasks.conventions import label_of, openrlhf_answer
 from flowrl.tasks.judge import BadReward, Columns, Verdicts, as_verdicts, joined
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 RETRIES = 4
 BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
+LONGEST_ERROR = 400
 BATCH = 32
 """Maximum number of samples in one request."""
 REQUESTS_PER_URL = 2
@@ -197,7 +201,7 @@ def _verdicts(url: str, status: int, text: str, num: int) -> Verdicts:
     if status in TRANSIENT:
         raise Transient(BadReward(f"reward_http_{status}", f"{url} answered {status}: {_short(text)}"))
     if status == 422:  # from flowrl's own server: its function gave no verdict
-        raise BadReward("reward_raised", f"{url} has no verdict: {_short(text)}")
+        raise BadReward("reward_raised", f"{url} has no verdict: {_error(text)}")
     if status != 200:
         raise BadReward(f"reward_http_{status}", f"{url} answered {status}: {_short(text)}")
     try:
@@ -206,7 +210,30 @@ def _verdicts(url: str, status: int, text: str, num: int) -> Verdicts:
         raise Transient(BadReward("reward_malformed", f"{url} answered with invalid JSON: {_short(text)}")) from None
     if isinstance(answer, dict) and "extra_logs" in answer:
         answer = openrlhf_answer(answer, num)
-    return as_verdicts(url, answer, num)
+    return _with_heads(url, as_verdicts(url, answer, num), answer)
+
+
+def _with_heads(url: str, verdicts: Verdicts, answer: Any) -> Verdicts:
+    """`verdicts` with the heads that a server's answer names. Raises BadReward for a head that is not in its logs."""
+    heads = answer.get("heads") if isinstance(answer, Mapping) and "rewards" in answer else None
+    if not heads:
+        return verdicts
+    known = isinstance(heads, Mapping) and all(name in verdicts.logs for name in heads)
+    if not known or not all(isinstance(weight, int | float) and math.isfinite(weight) for weight in heads.values()):
+        raise BadReward(
+            "reward_malformed",
+            f"{url} answered heads = {_short(str(heads))}; it needs a weight under names of its logs",
+        )
+    return replace(verdicts, heads={name: float(weight) for name, weight in heads.items()})
+
+
+def _error(text: str) -> str:
+    """What flowrl's own server says is wrong, else the beginning of the answer."""
+    try:
+        said = json.loads(text)["error"]
+    except (ValueError, TypeError, KeyError):
+        return _short(text)
+    return str(said)[:LONGEST_ERROR]
 
 
 def _short(text: str) -> str:

@@ -1,13 +1,14 @@
 """Rows that stay in their files: where each one begins is held in memory, and the row is read when it is asked for.
 
-For files of JSON lines. A pass over them finds, for every row that is taken, its place and its prompt's digest: 48
-bytes a row. Which rows are taken, in which order and in which part is as for rows in memory (`Rows.split` and
-`Rows.every`).
-The files have to stay as they are while they are used; a line that has changed is an error.
+A pass over the files finds, for every row that is taken, its place and its prompt's digest: 48 bytes a row. Which rows
+are taken, in which order and in which part is as for rows in memory (`Rows.split` and `Rows.every`). How a row is found
+in a file is in `extents`; what cannot be read from its middle is copied first (`spooled`).
+The files have to stay as they are while they are used; a row that has changed is an error.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
 import os
@@ -20,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.formats import LINES, parsed_line
+from flowrl.tasks.extents import extents_of, sliceable
 from flowrl.tasks.malformed import Reading
 from flowrl.tasks.rows import HELD_OUT_ONE_IN, Demonstration, Row, Rows
+from flowrl.tasks.spooled import plain_file
 
 Ints = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
@@ -30,55 +32,57 @@ Make = Callable[[str, Mapping[str, Any]], Row | None]
 """(place, record) -> the row, None if it is left out. Raises Malformed."""
 R = TypeVar("R")
 AUTO_BYTES = 256 << 20
-"""Files of JSON lines of more bytes than this in sum stay on disk unless the task says otherwise."""
+"""Files of more bytes than this in sum stay on disk unless the task says otherwise."""
 
 
 class RowFiles:
-    """Files of JSON lines, of which single lines are read. Reads from several threads do not disturb each other."""
+    """Files of which single rows are read. Reads from several threads do not disturb each other.
+
+    Raises ConfigError for a file that cannot be cut into rows.
+    """
 
     def __init__(self, paths: Sequence[Path], make: Make) -> None:
-        self._paths, self._make = tuple(paths), make
+        self._make = make
+        self._plain = tuple(map(plain_file, paths))
+        self._extents = tuple(map(extents_of, paths, self._plain))
         self._open: dict[int, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
 
     def __del__(self) -> None:
-        for handle in self._open.values():
+        for handle in getattr(self, "_open", {}).values():
             os.close(handle)
 
-    def lines(self, reading: Reading) -> Iterator[tuple[int, int, int, int, Row]]:
-        """(file, line, offset, bytes, row) of every row, in order. Raises ConfigError, Malformed by `reading`."""
-        for number, path in enumerate(self._paths):
-            offset = 0
-            with path.open("rb") as file:
-                for line, content in enumerate(file, start=1):
-                    place = f"{path}:{line}"
-                    row = reading.at(place, functools.partial(self._row, place, content)) if content.strip() else None
-                    if row is not None:
-                        yield number, line, offset, len(content), row
-                    offset += len(content)
+    def rows(self, reading: Reading) -> Iterator[tuple[int, int, int, int, Row]]:
+        """(file, number, offset, bytes, row) of every row, in order. Raises ConfigError, Malformed by `reading`."""
+        for file, (extents, plain) in enumerate(zip(self._extents, self._plain, strict=True)):
+            with plain.open("rb") as opened:
+                for number, offset, content in extents.all(opened):
+                    make = functools.partial(self._row, file, number, offset, content)
+                    if (row := reading.at(extents.place(number), make)) is not None:
+                        yield file, number, offset, len(content), row
 
-    def row(self, file: int, line: int, offset: int, length: int) -> Row:
-        """The row of one line. Raises ConfigError if the file has changed."""
-        place = f"{self._paths[file]}:{line}"
+    def row(self, file: int, number: int, offset: int, length: int) -> Row:
+        """One row. Raises ConfigError if the file has changed."""
         if file not in self._open:
-            self._open[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+            self._open[file] = os.open(self._plain[file], os.O_RDONLY | os.O_CLOEXEC)
         try:
-            row = self._row(place, os.pread(self._open[file], length, offset))
-        except ConfigError:
+            row = self._row(file, number, offset, os.pread(self._open[file], length, offset))
+        except (ConfigError, ValueError, csv.Error):  # what stands there is no row any more
             row = None
         if row is None:
+            place = self._extents[file].place(number)
             raise ConfigError(f"{place}: the file has changed while it was used; start again")
         return row
 
-    def _row(self, place: str, content: bytes) -> Row | None:
-        text = content.decode("utf-8-sig" if place.endswith(":1") else "utf-8", errors="surrogateescape")
-        return self._make(place, parsed_line(place, text))
+    def _row(self, file: int, number: int, offset: int, content: bytes) -> Row | None:
+        extents = self._extents[file]
+        return self._make(extents.place(number), extents.record(number, offset, content))
 
 
 class IndexedRows(Sequence[Row]):
-    """Some of the rows of `files`: a row of `places` each, of file, line, offset and bytes."""
+    """Some of the rows of `files`: a row of `places` each, of file, number, offset and bytes."""
 
     def __init__(self, files: RowFiles, places: Ints, ids: Digests, occurrences: Ints) -> None:
         self._files, self._places, self.ids, self._occurrences = files, places, ids, occurrences
@@ -150,7 +154,7 @@ class _ById(Mapping[str, Row]):
 def index_of(files: RowFiles, reading: Reading, *, every: bool) -> Rows:
     """Both parts of the rows of `files`; with `every` also rows that repeat a prompt, as `Rows.every` has them."""
     found: list[Any] = [array(kind) for kind in "qqqqQd"]
-    for *place, row in files.lines(reading):
+    for *place, row in files.rows(reading):
         for values, value in zip(found, (*place, int(row.asked_id, 16), row.score), strict=True):
             values.append(value)
     places = np.stack([np.asarray(values, np.int64) for values in found[:4]], axis=1)
@@ -203,11 +207,11 @@ def lowest(rows: Sequence[Row], most: int | None) -> Sequence[Row]:
 
 def indexable(paths: Sequence[Path] | None, wanted: str) -> bool:
     """Whether the rows of these files stay on disk; `wanted` is the task's option `rows`. Raises ConfigError."""
-    other = next((path for path in paths or () if path.suffix not in LINES), None)
+    other = next((path for path in paths or () if not sliceable(path)), None)
     if wanted == "disk" and (paths is None or other):
         raise ConfigError(
-            f"rows=disk is for files of JSON lines, and {other or 'a directory of save_to_disk'} is none; write it as "
-            ".jsonl without compression, or leave rows out"
+            f"rows=disk is for files of rows (.jsonl, .json, .csv, .tsv, .parquet), and "
+            f"{other or 'a directory of save_to_disk'} is none; write it as .jsonl or .parquet, or leave rows out"
         )
     if wanted != "auto" or paths is None or other:
         return wanted == "disk"

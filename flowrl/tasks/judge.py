@@ -42,14 +42,18 @@ class Verdicts:
     rewards: tuple[float, ...]
     scores: tuple[float, ...]
     logs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    heads: tuple[str, ...] = ()
-    """The names of those of `logs` whose weighted sum is the reward; () if the function has summed by itself."""
+    heads: Mapping[str, float] = field(default_factory=dict)
+    """Those of `logs` whose weighted sum is the reward, and their weights; {} if the function has summed by itself."""
 
     def weighted(self, weights: Mapping[str, float]) -> Verdicts:
-        """With the sum of the heads as reward, each with its weight, or 1; as it is without heads."""
-        if not self.heads:
+        """With the sum of the heads as reward, those named in `weights` with another weight than they have."""
+        if self.heads.keys().isdisjoint(weights):
             return self
-        parts = [[weights.get(name, 1.0) * value for value in self.logs[name]] for name in self.heads]
+        return replace(self, heads={name: weights.get(name, weight) for name, weight in self.heads.items()}).summed()
+
+    def summed(self) -> Verdicts:
+        """With the weighted sum of the heads as reward."""
+        parts = [[weight * value for value in self.logs[name]] for name, weight in self.heads.items()]
         summed = tuple(map(sum, zip(*parts, strict=True)))
         return replace(self, rewards=summed, scores=summed)
 
@@ -156,7 +160,7 @@ def _of_heads(place: str, answer: Mapping[Any, Any], num: int) -> Verdicts:
     heads = {str(name): _numbers(place, str(name), values, num) for name, values in answer.items() if name != "logs"}
     logs = answer.get("logs") or {}
     logged = {str(k): _numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items() if str(k) not in heads}
-    return Verdicts((), (), {**logged, **heads}, tuple(heads)).weighted({})
+    return Verdicts((), (), {**logged, **heads}, dict.fromkeys(heads, 1.0)).summed()
 
 
 def load_judge(place: str) -> Judge:
@@ -238,10 +242,10 @@ def _listed(answer: Any) -> Any:
 
 def joined(parts: Sequence[Verdicts]) -> Verdicts:
     """Merge verdicts of one sample each into one; a part that a sample lacks counts as 0."""
-    heads = tuple(dict.fromkeys(name for part in parts for name in part.heads))
+    heads = {name: weight for part in parts for name, weight in part.heads.items()}
     if heads:  # a sample that was given one number has it under a head of its own, so that the heads add up
         parts = [part if part.heads else _as_head(part) for part in parts]
-        heads = tuple(dict.fromkeys(name for part in parts for name in part.heads))
+        heads = {name: weight for part in parts for name, weight in part.heads.items()}
     names = dict.fromkeys(name for part in parts for name in part.logs)
     return Verdicts(
         tuple(part.rewards[0] for part in parts),
@@ -252,7 +256,7 @@ def joined(parts: Sequence[Verdicts]) -> Verdicts:
 
 
 def _as_head(verdict: Verdicts) -> Verdicts:
-    return replace(verdict, logs={**verdict.logs, "reward": verdict.rewards}, heads=("reward",))
+    return replace(verdict, logs={**verdict.logs, "reward": verdict.rewards}, heads={"reward": 1.0})
 
 
 def _raised(place: str, problem: Exception) -> BadReward:

@@ -142,9 +142,14 @@ def open_reward(
     """
     processes = usual_processes(parts) if concurrency is None else concurrency
     opened = [Weighted(_open(part, timeout_s, processes, retries), dict(part.heads)) for part in parts]
-    if len(parts) == 1 and parts[0].weight == 1.0:
+    if not is_sum(parts):
         return opened[0]
     return WeightedSum(parts, opened)
+
+
+def is_sum(parts: Sequence[Part]) -> bool:
+    """Whether the reward is a sum, in which each part is logged by name."""
+    return len(parts) != 1 or parts[0].weight != 1.0
 
 
 def beside_model(parts: Sequence[Part]) -> tuple[float, tuple[Part, ...]]:
@@ -183,16 +188,17 @@ class WeightedSum:
                 raise answer
         verdicts = [answer for answer in answers if isinstance(answer, Verdicts)]
         logs: dict[str, tuple[float, ...]] = {}
-        heads: list[str] = []
+        heads: dict[str, float] = {}
         for part, verdict in zip(self._parts, verdicts, strict=True):
             logs[part.name] = verdict.rewards
             logs |= {f"{part.name}/{name}": values for name, values in verdict.logs.items()}
-            heads += [f"{part.name}/{name}" for name in verdict.heads]
+            inner = {f"{part.name}/{name}": part.weight * weight for name, weight in verdict.heads.items()}
+            heads |= inner or {part.name: part.weight}
         return Verdicts(
             self._sum([verdict.rewards for verdict in verdicts]),
             self._sum([verdict.scores for verdict in verdicts]),
             logs,
-            tuple(heads),
+            heads,
         )
 
     async def close(self) -> None:

@@ -1,7 +1,8 @@
 """The server for `flowrl.tasks.http`: a reward function or model, called over HTTP.
 
 POST /score  {"prompts": [...], "responses": [...], "columns": {name: [...]}}
-             200 {"rewards": [...], "scores": [...], "logs": {...}}
+             200 {"rewards": [...], "scores": [...], "logs": {name: [...]}, "heads": {name: weight}}
+             heads: those of logs whose weighted sum is the reward; {} if it is no such sum
              400 for an invalid request, 422 if the function behind it has no verdict
 GET /health  {"serving": name, "answered": number of samples}
 """
@@ -54,7 +55,8 @@ class RewardServer:
         except BadReward as bad:
             return web.json_response({"error": str(bad), "reason": bad.reason}, status=422)
         self._answered += len(prompts)
-        return web.json_response({"rewards": verdicts.rewards, "scores": verdicts.scores, "logs": dict(verdicts.logs)})
+        logs, heads = dict(verdicts.logs), dict(verdicts.heads)
+        return web.json_response({"rewards": verdicts.rewards, "scores": verdicts.scores, "logs": logs, "heads": heads})
 
     async def _health(self, request: web.Request) -> web.Response:
         from aiohttp import web

@@ -65,7 +65,7 @@ class RewardWorker:
         if "error" in answer:
             raise BadReward(answer["reason"], answer["error"])
         logs = {name: tuple(values) for name, values in answer["logs"].items()}
-        return Verdicts(tuple(answer["rewards"]), tuple(answer["scores"]), logs, tuple(answer["heads"]))
+        return Verdicts(tuple(answer["rewards"]), tuple(answer["scores"]), logs, answer["heads"])
 
     async def close(self) -> None:
         """Kill the child."""

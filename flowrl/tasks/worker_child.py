@@ -28,7 +28,7 @@ def serve(place: str) -> None:
             child.write(outbox, {"error": str(bad), "reason": bad.reason})
         else:
             told = {"rewards": verdicts.rewards, "scores": verdicts.scores, "logs": dict(verdicts.logs)}
-            child.write(outbox, {**told, "heads": verdicts.heads})
+            child.write(outbox, {**told, "heads": dict(verdicts.heads)})
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class Surroundings(TypedDict, total=False):
     steps: int | None
     start_version: int
     window: int | None
+    in_pieces: bool
     max_staleness: int | None
     run_dir: str
     """By default a folder that is removed with the rig."""
@@ -164,5 +165,6 @@ class RigGraph:
             run_id=run_id,
             max_staleness=around.get("max_staleness"),
             window=around.get("window"),
+            in_pieces=around.get("in_pieces", False),
             weight_routes=routes_of(self.plan, name),
         )

@@ -2,12 +2,14 @@
 
 Invariants
 - The loss is a mean over the *global* optimizer step: denominators are summed over the parts of a batch and
-  their micro-batches before the first backward, so no split changes the gradient. Ranks that share a part
-  (sequence parallelism) have the same logprobs, losses and sums; these count once.
+  their micro-batches before the first backward of a whole batch, so no split changes the gradient. Ranks that share
+  a part (sequence parallelism) have the same logprobs, losses and sums; these count once.
 - No token older than the bound reaches a gradient; this is asserted before anything is computed.
 - KTO's baseline is also a mean over the whole optimizer step, computed with the weights at its start.
 - π_p are the weights at the batch's first optimizer step. With one step they are the weights being
   trained, so no extra pass is needed.
+- A batch in pieces is one optimizer step: the gradient is a sum, divided once by the number that all pieces of all
+  ranks have when the last is there, before norm, clipping and optimizer. Only rounding differs from a whole batch.
 - All ranks run the same number of forward and backward passes: an empty micro-batch runs on padding.
 
 `update` is collective and blocking; it ends when the slowest rank has done its part.
@@ -15,10 +17,10 @@ Invariants
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import torch
@@ -30,71 +32,14 @@ from flowrl.training.batch.masks import loss_masks
 from flowrl.training.batch.micro_batch import MicroBatch, make_micro_batch
 from flowrl.training.batch.referenced import with_reference
 from flowrl.training.batch.sequence_rows import RowShare, in_rows
+from flowrl.training.batch.update import Accumulated, Sums, Update
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.layouts import Placing
-from flowrl.training.loss.objective import LossInputs, Objective, Totals
+from flowrl.training.loss.objective import LossInputs, MeanOver, Objective, Totals
 from flowrl.training.model.output_layer import OutputLayer
 
 BALANCE = "router_aux_loss"
 """The load-balancing loss of a mixture of experts in a metrics line, without its coefficient."""
-
-
-@dataclass
-class Sums:
-    """Values that are summed over micro-batches and ranks."""
-
-    values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    gap_by_age: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    tokens_by_age: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-
-    def add(self, stats: Mapping[str, Tensor], share: float = 1.0) -> None:
-        for name, value in stats.items():
-            self.values[name] += float(value) * share
-
-    def merge(self, other: Sums) -> None:
-        for name, value in other.values.items():
-            self.values[name] += value
-        for age, gap in other.gap_by_age.items():
-            self.gap_by_age[age] += gap
-            self.tokens_by_age[age] += other.tokens_by_age[age]
-
-
-@dataclass(frozen=True)
-class Update:
-    """The result of training on one batch, over all ranks."""
-
-    changed: bool
-    """False: no optimizer step was applied; the weights are those from before."""
-    optimizer_steps: int
-    """Number of steps that were applied."""
-    skipped_steps: int
-    """Number of steps whose gradient was not finite."""
-    token_passes: int
-    """Tokens that entered a loss, counted once in each epoch."""
-    tokens_computed: int
-    """Tokens that one pass over the batch computes, prompts and padding included, shared prefixes once."""
-    grad_norm: float | None
-    """Mean over the applied steps, before clipping."""
-    stats: Mapping[str, float | None]
-    """loss and the objective's stats, means over the batch's optimizer steps; None without a value."""
-    behavior_gap: float | None
-    """Mean |log π_p − log π_b| over trained tokens."""
-    behavior_gap_by_staleness: Mapping[int, float]
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """The values under their names in a metrics line."""
-        return {
-            **self.stats,
-            "optimizer_steps": self.optimizer_steps,
-            "skipped_steps": self.skipped_steps,
-            "unchanged": not self.changed,
-            "token_passes": self.token_passes,
-            "tokens_computed": self.tokens_computed,
-            "grad_norm": self.grad_norm,
-            "behavior_gap": self.behavior_gap,
-            "behavior_gap_by_staleness": {str(age): gap for age, gap in self.behavior_gap_by_staleness.items()},
-        }
 
 
 class Learner:
@@ -119,21 +64,15 @@ class Learner:
         self._max_staleness = max_staleness
         self._teacher = teacher
         self._balance_coef = router_aux_loss_coef
+        self._so_far = Accumulated()
 
     def update(self, part: Batch, masks: Sequence[Bool], version: int, lr: float) -> Update:
         """Train on this rank's part of a batch. `masks` say which tokens of each sample enter the loss.
 
         `version` is the one being updated. Raises FlowrlError if a token is older than the bound.
         """
-        part, masks, shares = in_rows(part, masks)
-        self._assert_bounds(part, masks, version)
         self.engine.set_lr(lr)
-        if self.objective.needs_reference and self.engine.lora.rank:
-            mismatched = self.objective.needs_mismatched
-            part = with_reference(
-                self.engine, part, self._placing(part), mismatched=mismatched, temperature=self._temperature
-            )
-        micro_batches = [self._micro_batch(part, masks, shares, indices, version) for indices in part.micro_batches]
+        micro_batches = self._laid_out(part, masks, version)
         starts = (0, *part.step_ends[:-1])
         steps = [micro_batches[start:end] for start, end in zip(starts, part.step_ends, strict=True)]
         totals = self._totals(steps)
@@ -142,11 +81,82 @@ class Learner:
         update = self._run(steps, totals, old)
         return replace(update, tokens_computed=self._computed(micro_batches))
 
+    def add(self, piece: Batch, masks: Sequence[Bool], version: int, lr: float) -> Update | None:
+        """Take the gradient of this rank's part of a piece, and with the batch's last piece make its one step.
+
+        Returns None before that. Arguments are those of `update`, and the version is the same for all pieces. Raises
+        FlowrlError if a token is older than the bound, or if this learner needs batches whole.
+        """
+        over = self._divisor()
+        so_far = self._so_far
+        micro_batches = self._laid_out(piece, masks, version)
+        so_far.computed += sum(self.engine.num_computed(one.rows) for one in micro_batches)
+        (total,) = self._totals([micro_batches])
+        so_far.totals += total
+        stepping = piece.last and self.objective.enough(so_far.totals)
+        if stepping or self.objective.enough(total):
+            for position, micro_batch in enumerate(micro_batches):
+                inputs = self._loss_inputs(micro_batch, Totals.sums(over), None, 0.0)
+                loss, stats = self.objective.loss(inputs)
+                self.engine.backward(loss, last=stepping and position == len(micro_batches) - 1)
+                so_far.add(over, self._reported(loss.detach(), stats), self._others(inputs, over))
+                self._add_gaps(so_far.sums, micro_batch, inputs)
+        if not piece.last:
+            return None
+        self._so_far = Accumulated()
+        return self._stepped(so_far, over, lr, stepping=stepping)
+
+    def _stepped(self, so_far: Accumulated, over: MeanOver, lr: float, *, stepping: bool) -> Update:
+        """Make the step of all pieces, unless there is nothing to train; what came of it, over all ranks."""
+        norms, skipped = list[float](), 0
+        if stepping:
+            self.engine.set_lr(lr)
+            step = self.engine.step(divide_by=so_far.totals.number(over))
+            norms, skipped = ([step.grad_norm], 0) if step.applied else ([], 1)
+        merged = self._merged(so_far.means())
+        update = Update.of(merged, self._names, norms, skipped, so_far.totals.num_tokens)
+        return replace(update, tokens_computed=sum(self.engine.gang.parts(so_far.computed)))
+
+    def _divisor(self) -> MeanOver:
+        """What the gradient of the pieces is divided by. Raises FlowrlError if that is not all there is to do."""
+        over = self.objective.mean_over
+        if over is None or self._epochs > 1 or self.objective.needs_mismatched or self._balance_coef:
+            raise FlowrlError(
+                f"a batch came in pieces, but {type(self.objective).__name__} with {self._epochs} epochs needs it "
+                "whole; this is an error in the node that sends the batches"
+            )
+        return over
+
+    def _others(self, inputs: LossInputs, over: MeanOver) -> dict[MeanOver, dict[str, Tensor]]:
+        """The parts of the stats that are means over something else than the loss, as sums."""
+        found: dict[MeanOver, dict[str, Tensor]] = {}
+        with torch.no_grad():
+            for other in (other for other in get_args(MeanOver) if other != over):
+                loss, stats = self.objective.loss(replace(inputs, totals=Totals.sums(other)))
+                if math.isfinite(value := float(loss)) and value:
+                    raise FlowrlError(
+                        f"{type(self.objective).__name__} says that its loss is a mean over {over}, but a part of it "
+                        f"is divided by the number of {other}; set mean_over to None, so that batches come whole"
+                    )
+                found[other] = dict(stats)
+        return found
+
     def rest(self, part: Batch, masks: Sequence[Bool], version: int) -> Update:
         """Process a batch without an update: nothing is computed, but the bound is asserted."""
         part, masks, _ = in_rows(part, masks)
         self._assert_bounds(part, masks, version)
-        return _metrics(Sums(), self._names, [], 0, 0)
+        return Update.of(Sums(), self._names, [], 0, 0)
+
+    def _laid_out(self, part: Batch, masks: Sequence[Bool], version: int) -> list[MicroBatch]:
+        """The micro-batches of this rank's part; collective where logprobs of the reference are computed here."""
+        part, masks, shares = in_rows(part, masks)
+        self._assert_bounds(part, masks, version)
+        if self.objective.needs_reference and self.engine.lora.rank:
+            mismatched = self.objective.needs_mismatched
+            part = with_reference(
+                self.engine, part, self._placing(part), mismatched=mismatched, temperature=self._temperature
+            )
+        return [self._micro_batch(part, masks, shares, indices, version) for indices in part.micro_batches]
 
     def judge(self, part: Batch) -> dict[str, float | None]:
         """Return the loss and the objective's stats on this rank's part of a held-out batch; collective."""
@@ -197,7 +207,7 @@ class Learner:
                 else:
                     norms.append(result)
         merged = self._merged(sums)
-        return _metrics(merged, self._names, norms, skipped, self._epochs * sum(total.num_tokens for total in totals))
+        return Update.of(merged, self._names, norms, skipped, self._epochs * sum(total.num_tokens for total in totals))
 
     def _optimize(
         self,
@@ -221,8 +231,8 @@ class Learner:
                 sums.add({BALANCE: balance.detach()}, share)
                 loss = loss + self._balance_coef * balance
             self.engine.backward(loss, last=position == len(micro_batches) - 1)
-            if first_epoch and self.objective.head == "lm" and not self.objective.offline:
-                _add_gaps(sums, micro_batch, inputs.old_logprobs_BT)
+            if first_epoch:
+                self._add_gaps(sums, micro_batch, inputs)
         step = self.engine.step()
         return step.grad_norm if step.applied else None
 
@@ -230,6 +240,10 @@ class Learner:
     def _names(self) -> tuple[str, ...]:
         """Of what is told of a batch in `Update.stats`."""
         return ("loss", *self.objective.stats, *((BALANCE,) if self._balance_coef else ()))
+
+    def _add_gaps(self, sums: Sums, micro_batch: MicroBatch, inputs: LossInputs) -> None:
+        if self.objective.head == "lm" and not self.objective.offline:
+            sums.add_gaps(micro_batch, inputs.old_logprobs_BT)
 
     def _reported(self, loss: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Loss and stats of a micro-batch. Raises FlowrlError for a stat that metrics lines would leave out."""
@@ -336,31 +350,3 @@ class Learner:
                 f"allows {self._max_staleness}. The sample was not trained on; this is an error in flowrl, please "
                 "report it"
             )
-
-
-def _add_gaps(sums: Sums, micro_batch: MicroBatch, proximal_BT: Tensor) -> None:
-    """Add |log π_p − log π_b| of the trained tokens that the policy has sampled, by their age."""
-    trained = micro_batch.mask_BT
-    gaps = (proximal_BT - micro_batch.behavior_BT).abs()[trained].double().cpu().numpy()
-    ages = micro_batch.ages_BT[trained].cpu().numpy()
-    gaps, ages = gaps[ages >= 0], ages[ages >= 0]
-    for age in np.unique(ages):
-        sums.gap_by_age[int(age)] += float(gaps[ages == age].sum())
-        sums.tokens_by_age[int(age)] += int((ages == age).sum())
-
-
-def _metrics(sums: Sums, names: Sequence[str], norms: Sequence[float], skipped: int, token_passes: int) -> Update:
-    tokens = sum(sums.tokens_by_age.values())
-    return Update(
-        changed=bool(norms),
-        optimizer_steps=len(norms),
-        skipped_steps=skipped,
-        token_passes=token_passes,
-        tokens_computed=0,
-        grad_norm=sum(norms) / len(norms) if norms else None,
-        stats={name: sums.values.get(name) for name in names},
-        behavior_gap=sum(sums.gap_by_age.values()) / tokens if tokens else None,
-        behavior_gap_by_staleness={
-            age: sums.gap_by_age[age] / number for age, number in sorted(sums.tokens_by_age.items())
-        },
-    )

@@ -18,6 +18,8 @@ Start = Literal["policy", "reward_model"]
 Optimizer = Literal["adamw", "muon", "sgd"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "varlen"]
 Layout = Literal["auto", "rows", "tree"]
+Accumulate = Literal["auto", "on", "off"]
+"""Whether a trainer begins with the groups of a batch that are there: auto where it changes nothing but rounding."""
 Sync = Literal["adapter", "merged"]
 Quantize = Literal["none", "nf4", "int8"]
 MOST_RANK = 512

@@ -21,6 +21,9 @@ FIRST = MAX_STALENESS
 LENGTH = 12
 """The constant L of `aggregation="constant"`."""
 LAM = 0.9
+IN_PIECES = "-in-pieces"
+PIECES = ((2, 4), (1, 1, 5), (4, 6))
+"""Samples in the pieces of each batch but its last one; groups are whole, and cut, as by no batcher."""
 
 ESTIMATORS = ("reinforce", "reinforce_baseline", "dr_grpo", "rloo", "group_norm", "gae")
 AGGREGATIONS = ("token", "sequence", "constant")
@@ -117,3 +120,19 @@ class OracleCase:
 
 
 CASES = tuple(OracleCase(number, *choice) for number, choice in enumerate(product(ESTIMATORS, RATIOS, AGGREGATIONS)))
+PIECE_CASES = tuple(
+    case
+    for case in CASES
+    if case.name
+    in (
+        "group_norm-ppo-token",
+        "group_norm-dual_clip-sequence",
+        "group_norm-behavior-constant",
+        "group_norm-decoupled-sequence",
+        "rloo-gspo-sequence",
+        "rloo-cispo-token",
+        "rloo-cispo-constant",
+        "dr_grpo-reinforce-constant",
+    )
+)
+"""Of those whose batches a batcher may send in pieces: all ratios, all aggregations, with masks, KL and entropy."""

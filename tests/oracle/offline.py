@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ from flowrl.messages import Batch, Mismatched, Trainable
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.preference_objectives import DPO, KTO
 from flowrl.training.loss.value_objective import ValueObjective
-from tests.oracle.cases import FIRST
+from tests.oracle.cases import FIRST, IN_PIECES
 from tests.training_cases import VOCABULARY
 
 NUM_PAIRS = 5
+PIECES = ((2, 4), (6,), (4, 6))
+"""Samples in the pieces of each batch but its last one, pairs whole. The last batch's last one is empty."""
 STALE = 1
 """Largest age of a token that enters the loss, where a case masks."""
 
@@ -30,6 +32,11 @@ class OfflineCase:
     optimizer_steps: int = 2
     epochs: int = 1
     mask_staleness: int = -1
+
+    @property
+    def in_pieces(self) -> OfflineCase:
+        """The same with batches in pieces, of which there is one optimizer step."""
+        return replace(self, name=f"{self.name}{IN_PIECES}", optimizer_steps=1, epochs=1)
 
     @property
     def head(self) -> Any:

@@ -23,20 +23,24 @@ from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import ZeroSettings
+from tests.oracle import offline
 from tests.oracle.cases import (
     BATCHES,
     CASES,
     FIRST,
     GROUP_SIZE,
     GROUPS,
+    IN_PIECES,
     LAM,
     LR,
     MAX_STALENESS,
+    PIECES,
     TEMPERATURE,
     OracleCase,
 )
 from tests.oracle.offline import OFFLINE_CASES, OfflineCase, make_batch
 from tests.oracle.rollouts import Recorded, load
+from tests.pieces import train_in_pieces
 from tests.ranks import as_rank
 
 MATRICES_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
@@ -52,12 +56,12 @@ class Recording(ZeroEngine):
         self.gradients: list[dict[str, torch.Tensor]] = []
         self._first = [shard.detach().clone() for shard in self._shards()]
 
-    def step(self) -> Any:
+    def step(self, *, divide_by: float = 1.0) -> Any:
         from deepspeed.utils import safe_get_full_grad
 
         named = self.model.network.named_parameters()
-        self.gradients.append({name: safe_get_full_grad(parameter).clone() for name, parameter in named})
-        return super().step()
+        self.gradients.append({name: safe_get_full_grad(parameter) / divide_by for name, parameter in named})
+        return super().step(divide_by=divide_by)
 
     def start_over(self) -> None:
         """The weights of the beginning; plain SGD has no other state."""
@@ -104,7 +108,7 @@ def _arrivals(groups: list[Group], *, ordered: bool) -> list[tuple[int, Group]]:
     return numbered if ordered else numbered[1::2] + numbered[::2]
 
 
-def train(case: OracleCase, engine: Recording, recorded: Recorded, directory: Path) -> None:
+def train(case: OracleCase, engine: Recording, recorded: Recorded, path: Path, *, in_pieces: bool = False) -> None:
     engine.start_over()
     learner = Learner(
         engine,
@@ -115,10 +119,13 @@ def train(case: OracleCase, engine: Recording, recorded: Recorded, directory: Pa
     )
     clip_fractions = []
     for version, batch in enumerate(batches_of(case, recorded), FIRST):
-        part = split(batch, engine.gang)
-        masks = loss_masks(part.samples, part.mask_staleness, version)
-        clip_fractions.append(learner.update(part, masks, version, LR).stats["clip_fraction"])
-    leave(engine, directory / f"{case.name}.pt", clip_fractions)
+        if in_pieces:
+            update = train_in_pieces(learner, batch, PIECES[version - FIRST], version, LR)
+        else:
+            part = split(batch, engine.gang)
+            update = learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR)
+        clip_fractions.append(update.stats["clip_fraction"])
+    leave(engine, path, clip_fractions)
 
 
 def split(batch: Batch, gang: Gang) -> Batch:
@@ -128,13 +135,17 @@ def split(batch: Batch, gang: Gang) -> Batch:
     return part
 
 
-def train_offline(case: OfflineCase, engine: Recording, directory: Path) -> None:
+def train_offline(case: OfflineCase, engine: Recording, path: Path, *, in_pieces: bool = False) -> None:
     engine.start_over()
     learner = Learner(engine, case.made(), epochs=case.epochs, temperature=TEMPERATURE)
     for number in range(BATCHES):
-        part, version = make_batch(case, number).split(engine.gang.size)[engine.rank], FIRST + number
+        batch, version = make_batch(case, number), FIRST + number
+        if in_pieces:
+            train_in_pieces(learner, batch, offline.PIECES[number], version, LR)
+            continue
+        part = batch.split(engine.gang.size)[engine.rank]
         learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR)
-    leave(engine, directory / f"{case.name}.pt", [])
+    leave(engine, path, [])
 
 
 def weights_of(engine: Recording) -> dict[str, torch.Tensor]:
@@ -154,14 +165,19 @@ def run_all(gang: Gang, directory: Path, _: Sequence[str]) -> None:
     engine = Recording(directory / "model", settings, gang, head="lm")
     for case in CASES:
         if case.name in chosen:
-            train(case, engine, recorded, directory)
+            train(case, engine, recorded, directory / f"{case.name}.pt")
+        if f"{case.name}{IN_PIECES}" in chosen:
+            train(case, engine, recorded, directory / f"{case.name}{IN_PIECES}.pt", in_pieces=True)
     for head in ("lm", "scalar"):
-        cases = [case for case in OFFLINE_CASES if case.head == head and case.name in chosen]
+        cases = [case for case in OFFLINE_CASES if case.head == head and {case.name, case.in_pieces.name} & chosen]
         if head == "scalar" and cases:
             engine = Recording(directory / "model", settings, gang, head="scalar")
             torch.save(weights_of(engine), directory / f"scalar_start_{gang.rank}.pt")
-        for offline in cases:
-            train_offline(offline, engine, directory)
+        for case in cases:
+            if case.name in chosen:
+                train_offline(case, engine, directory / f"{case.name}.pt")
+            if case.in_pieces.name in chosen:
+                train_offline(case.in_pieces, engine, directory / f"{case.in_pieces.name}.pt", in_pieces=True)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ class Record:
     {id: [tokens trained, too old, masked, oldest version trained]}."""
     seen: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Node, or replica of a node that gets everything -> how often each group or sample has come to it."""
-    meetings: dict[tuple[str, int], Meeting] = field(default_factory=dict)
-    """By trainer and version."""
+    meetings: dict[tuple[str, int, int], Meeting] = field(default_factory=dict)
+    """By trainer, version and piece of its batch."""
     on_version: Callable[[str, int], None] = lambda trainer, version: None
 
     def save(self, directory: Path) -> None:

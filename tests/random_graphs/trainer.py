@@ -1,4 +1,7 @@
-"""The trainer of random graphs, which trains nothing, and flowrl's own batcher before it."""
+"""The trainer of random graphs, which trains nothing, and flowrl's own batcher before it.
+
+In half of the graphs trainers accumulate: their batches come in pieces, as often as one can be sent.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,17 @@ from flowrl import Batch, In, Out, Trainable, Weights
 from flowrl.graph.facts import Facts
 from flowrl.messages import Bool
 from flowrl.nodes.batch import TokenBatch
+from flowrl.nodes.begun_batch import Pace
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch.masks import loss_masks
+from tests.random_graphs.dice import lot
 from tests.random_graphs.nodes import Played
 from tests.random_graphs.record import Meeting
 from tests.random_graphs.shape import Part, Shape
 
 
 class FakeTrainer(Played):
-    """Takes its time for a batch and makes a version; the ranks meet at the end of each."""
+    """Takes its time for a batch and makes a version; the ranks meet at the end of each piece of it."""
 
     gang = True
 
@@ -26,33 +31,43 @@ class FakeTrainer(Played):
     version = -1
 
     def facts(self) -> Facts:
-        return Facts(publish_every=self.part.publish_every)
+        accumulate = "auto" if lot(self.shape.seed, "accumulate") < 0.5 else "off"
+        return Facts(publish_every=self.part.publish_every, accumulate=accumulate, whole_batches="")
 
     async def run(self) -> None:
         self.version = max(self.version, 0)
         await self.publish()
+        pieces: list[Batch] = []
+        parts: list[tuple[Trainable, Bool]] = []
         async for batch in self.batches:
             await self.take_time(f"{self.version}")
-            await self.train(batch)
+            pieces.append(batch)
+            parts += await self.meet(batch)
+            if not batch.last:
+                self.batches.hold(batch)
+                continue
+            if self.context.replica == 0:
+                self.book(parts, sum(piece.num_groups for piece in pieces))
             self.version += 1
             if self.version % self.part.publish_every == 0:
                 await self.publish()
-            self.batches.finish(batch)
+            for piece in pieces:
+                self.batches.finish(piece)
+            pieces, parts = [], []
             await self.context.step_done(self.version)
         if self.version % self.part.publish_every:
             await self.publish()
 
-    async def train(self, batch: Batch) -> None:
-        """Every rank brings its part, and the first books the whole."""
-        meeting = self.record.meetings.setdefault((self.name, self.version), Meeting())
+    async def meet(self, batch: Batch) -> list[tuple[Trainable, Bool]]:
+        """Every rank brings its part; the whole."""
+        meeting = self.record.meetings.setdefault((self.name, self.version, batch.piece), Meeting())
         masks = loss_masks(batch.samples, batch.mask_staleness, self.version)
         meeting.parts += zip(batch.samples, masks, strict=True)
         meeting.ranks += 1
         if meeting.ranks == self.context.num_replicas:
             meeting.complete.set()
         await meeting.complete.wait()
-        if self.context.replica == 0:
-            self.book(meeting.parts, batch.num_groups)
+        return list(meeting.parts)
 
     def book(self, parts: Sequence[tuple[Trainable, Bool]], num_groups: int) -> None:
         uses = [Use.of(sample, mask) for sample, mask in parts]
@@ -84,8 +99,16 @@ class FakeTrainer(Played):
         self.version = int(state["version"])
 
 
+class AtOnce(Pace):
+    """A piece may be sent at any time."""
+
+    def is_due(self, now_s: float) -> bool:
+        return True
+
+
 class Batcher(TokenBatch):
     """flowrl's own."""
 
     def __init__(self, part: Part, shape: Shape) -> None:
         super().__init__(shape.groups_per_step, token_budget=4096)
+        self._pace = AtOnce()

@@ -19,8 +19,9 @@ from flowrl.role_options import sizes_of
 
 PROBE = 0.0625
 """Cores that no option asks for: they tell which node an option is about."""
-UNMEASURED: Overrides = {"evaluate": 0, "evaluate_task": (), "evaluate_every": 0, "held_out": 0}
-"""Evaluations of shipped graphs, which are left out of measured runs: they are no part of a step."""
+UNMEASURED: Overrides = {"evaluate": 0, "evaluate_task": (), "evaluate_every": 0, "held_out": 0, "accumulate": "off"}
+"""What measured runs of shipped graphs leave out: evaluations, which are no part of a step, and training while a batch
+forms, whose gain the formula does not know."""
 
 
 class TooLarge(ConfigError):
@@ -60,7 +61,7 @@ class TunedGraph:
 
     @cached_property
     def measured_cfg(self) -> Any:
-        """The options of measured runs: those of the user, without evaluations."""
+        """The options of measured runs: those of the user, without evaluations, and with whole batches."""
         cfg = self.cfg
         for name, value in UNMEASURED.items():
             if hasattr(cfg, name):

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from flowrl.environments.tools.sandbox.sandbox_process import (
@@ -48,7 +49,8 @@ class Tried:
     timed_out: bool = False
 
 
-def code(
+def judged_in(
+    kind: SandboxKind,
     prompts: Sequence[str],
     responses: Sequence[str],
     *,
@@ -61,23 +63,7 @@ def code(
 
     `test_imports` (a list of lines, or text) and `test_setup_code` are executed before the program.
     """
-    return _scores("namespaces", responses, answer, entry_point, test_imports, test_setup_code)
-
-
-def code_without_namespaces(
-    prompts: Sequence[str],
-    responses: Sequence[str],
-    *,
-    answer: Sequence[Any],
-    entry_point: Sequence[str | None] | None = None,
-    test_imports: Sequence[Any] | None = None,
-    test_setup_code: Sequence[str | None] | None = None,
-) -> dict[str, Any]:
-    """`code` where user namespaces are not allowed: programs may then read files and use the network."""
-    return _scores("limits", responses, answer, entry_point, test_imports, test_setup_code)
-
-
-def _scores(kind: SandboxKind, responses: Sequence[str], answer: Sequence[Any], *columns: Any) -> dict[str, Any]:
+    columns = (entry_point, test_imports, test_setup_code)
     entries, imports, setups = (column or [None] * len(responses) for column in columns)
     before = [_before(lines, text) for lines, text in zip(imports, setups, strict=True)]
     tests = [given_tests(right, entry) for right, entry in zip(answer, entries, strict=True)]
@@ -90,6 +76,13 @@ def _scores(kind: SandboxKind, responses: Sequence[str], answer: Sequence[Any], 
             "timed_out": [float(one.timed_out) for one in tried],
         },
     }
+
+
+code = partial(judged_in, "namespaces")
+"""The verifier of check=code."""
+code_without_namespaces = partial(judged_in, "limits")
+"""The same where user namespaces are not allowed: programs may then read files and use the network."""
+WITHOUT_NAMESPACES = f"{__name__}:code_without_namespaces"
 
 
 def _before(imports: Any, setup: str | None) -> str:
@@ -166,7 +159,7 @@ async def _interpreter(kind: SandboxKind) -> AsyncIterator[SandboxProcess]:
         raise ConfigError(
             f"check=code cannot shut programs in here ({problem}); allow user namespaces on this machine, or accept "
             "programs that can read files and use the network, with "
-            f"--task.reward {code_without_namespaces.__module__}:{code_without_namespaces.__name__}"
+            f"--task.reward {WITHOUT_NAMESPACES}"
         ) from None
     finally:
         if process is not None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl.errors import GraphError
-from flowrl.graph.analysis import edge_rules, flow_rules, residents, size_rules
+from flowrl.graph.analysis import accumulation, edge_rules, flow_rules, residents, size_rules
 from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.graph.analysis.residents import DeviceUse, MachineUse, Resident
 from flowrl.graph.graph import Graph
@@ -62,6 +62,7 @@ def check(graph: Graph, cluster: Cluster | None = None) -> Report:
         *size_rules.memory_warnings(graph, plan, cluster),
     )
     notes = tuple(f"{name}: {note}" for name, node in graph.nodes.items() for note in node.notes())
+    notes += tuple(accumulation.piece_notes(graph))
     found = residents.residents(graph, plan, cluster)
     warnings += tuple(residents.memory_warnings(residents.machines(found, cluster)))
     return Report(
@@ -93,6 +94,7 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
         yield from flow_rules.feedback_problems(graph)
         yield from size_rules.ticket_problems(graph, numbers)
         yield from size_rules.trainer_problems(graph, plan)
+        yield from accumulation.piece_problems(graph)
         yield from flow_rules.lineage_problems(graph)
         yield from flow_rules.branch_problems(graph)
     yield from size_rules.batch_problems(graph, numbers)

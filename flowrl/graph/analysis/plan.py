@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flowrl.graph.analysis.accumulation import in_pieces
 from flowrl.graph.analysis.branches import Branches, PortPlan
 from flowrl.graph.analysis.numbers import Numbers, capacity, derive, in_flight, message_bytes
 from flowrl.graph.analysis.place import HostPlan, place
@@ -107,6 +108,8 @@ class Plan:
     """The nodes that train, the main one first."""
     own_clock: tuple[str, ...] = ()
     """Trainers whose versions differ from the main one's, because they get other batches."""
+    in_pieces: tuple[str, ...] = ()
+    """Batchers that send the groups of a batch as they finish, because its trainers accumulate gradients."""
     ports: tuple[PortPlan, ...] = ()
     """For each port: the trainers that its samples can reach, and the copies that arrive."""
     homeless: tuple[str, ...] = ()
@@ -139,6 +142,7 @@ class Plan:
             "nodes": list(self.nodes),
             "trainers": list(self.trainers),
             "own_clock": list(self.own_clock),
+            "in_pieces": list(self.in_pieces),
             **{
                 key: [asdict(item) for item in getattr(self, key)]
                 for key in ("edges", "hosts", "lanes", "calls", "weights", "ports")
@@ -167,6 +171,7 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
         admission=_admission(graph),
         trainers=branches.trainers,
         own_clock=branches.own_clock,
+        in_pieces=in_pieces(graph),
         ports=branches.plans(),
         homeless=homeless,
     )

@@ -293,6 +293,7 @@ class PreparedRun:
             max_staleness=self.plan.numbers.max_staleness,
             window=self.plan.numbers.window,
             own_clock=node in self.plan.own_clock,
+            in_pieces=node in self.plan.in_pieces,
             lease=host.lease,
             weight_routes=routes_of(self.plan, node),
         )

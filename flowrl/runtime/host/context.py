@@ -45,6 +45,7 @@ class ReplicaPlace:
     max_staleness: int | None = None
     window: int | None = None
     own_clock: bool = False
+    in_pieces: bool = False
     lease: str = ""
     """The lock that a host with shared devices must hold while it works."""
     weight_routes: tuple[WeightRoute, ...] = ()
@@ -73,7 +74,7 @@ class NodeContext:
         self.cores, self.gpus, self.in_turns = place.cores, place.gpus, bool(place.lease)
         self.resume_dir, self.start_version = place.resume_dir, place.start_version
         self.max_staleness, self.window = place.max_staleness, place.window
-        self.own_clock = place.own_clock
+        self.own_clock, self.in_pieces = place.own_clock, place.in_pieces
         self.weight_routes = place.weight_routes
         self.keep_episodes = place.keep_episodes
         self.gang_address = ""

@@ -139,6 +139,20 @@ class Outbound:
         self._count(parents)
         return True
 
+    @property
+    def num_untaken(self) -> int:
+        """Messages that wait for credit, or were sent and not taken, at the consumer that has most of these."""
+        return self._num_waiting + max((edge.num_untaken for edge in self.edges), default=0)
+
+    @property
+    def num_unfinished(self) -> int:
+        """As `num_untaken`, with those taken and not finished."""
+        return self._num_waiting + max((edge.num_unfinished for edge in self.edges), default=0)
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._waiting) + len(self._restoring)
+
     async def send_tombstone(self, marker: Tombstone, items: Sequence[Item]) -> None:
         """Send a tombstone in place of the message that would have been made from `items`."""
         if self.carries_tombstones:

@@ -1,8 +1,8 @@
 """flowrl's interface to DeepSpeed ZeRO: one engine per rank; the caller controls gradient accumulation.
 
 Invariants
-- Gradients are sums. The caller divides its loss by global denominators; DeepSpeed averages over
-  ranks, so `backward` multiplies by their number. The boundary is set explicitly for every
+- Gradients are sums. The caller divides its loss by global denominators, or the whole gradient in `step`; DeepSpeed
+  averages over ranks, so `backward` multiplies by their number. The boundary is set explicitly for every
   micro-batch, because their number varies by step.
 - Every method except the properties and `set_lr` is collective: ZeRO gathers and reduces inside.
 - Master weights, accumulated gradients and their reduction are fp32 for every dtype of the model.
@@ -24,6 +24,7 @@ from torch import Tensor
 from flowrl.errors import ConfigError
 from flowrl.training.engine import on_disk, shards
 from flowrl.training.engine.async_io import build_async_io
+from flowrl.training.engine.division import divided
 from flowrl.training.engine.ema import Ema, whole_master_weight
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.mixtures import gather_at_once
@@ -191,9 +192,10 @@ class ZeroEngine:
         with adapter_off(self.model):
             yield
 
-    def step(self) -> ZeroStep:
-        """Clip the gradient and update the weights, after a backward with `last`."""
-        step = self._step()
+    def step(self, *, divide_by: float = 1.0) -> ZeroStep:
+        """Divide the gradient, clip it and update the weights, after a backward with `last`."""
+        with divided(self._engine, divide_by):
+            step = self._step()
         if self._ema is not None and step.applied:
             self._ema.update()
         return step

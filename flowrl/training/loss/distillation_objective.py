@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Objective
+from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,10 @@ class ReverseKL(Objective):
     figure: ClassVar[str] = "reverse_kl"
     beta: ClassVar[float] = 1.0
     """Of the divergence that this is a case of, see `GeneralizedJSD`."""
+
+    @property
+    def mean_over(self) -> MeanOver:
+        return "tokens" if self.aggregation == "token" else "sequences"
 
     @property
     def stats(self) -> tuple[str, ...]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossFunction, LossInputs, Objective
+from flowrl.training.loss.objective import Column, LossFunction, LossInputs, MeanOver, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +30,9 @@ class FunctionObjective(Objective):
     """`function` as an objective, for a language model.
 
     `columns` names the arrays of the samples that it reads, `stats` the stats that it returns. `offline` says that
-    the samples are data, not rollouts; `entropy_gradient` that gradients flow through `entropies_BT`. `flowrl check`
-    runs the function once on made-up data, see `function_trial`; this loads torch.
+    the samples are data, not rollouts; `entropy_gradient` that gradients flow through `entropies_BT`; `mean_over` that
+    all of the loss is a sum divided by this number of `inputs.totals`, see `Objective.mean_over`. `flowrl check` runs
+    the function once on made-up data, see `function_trial`; this loads torch.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class FunctionObjective(Objective):
         stats: Sequence[str] = (),
         offline: bool = False,
         entropy_gradient: bool = False,
+        mean_over: MeanOver | None = None,
     ) -> None:
         self._function = function
         self._columns = (columns,) if isinstance(columns, str) else tuple(columns)
         self._stats = (stats,) if isinstance(stats, str) else tuple(stats)
         self._offline = offline
         self._entropy_gradient = entropy_gradient
+        self._mean_over = mean_over
 
     @property
     def name(self) -> str:
@@ -65,6 +68,10 @@ class FunctionObjective(Objective):
     @property
     def needs_entropy_gradient(self) -> bool:
         return self._entropy_gradient
+
+    @property
+    def mean_over(self) -> MeanOver | None:
+        return self._mean_over
 
     @property
     def stats(self) -> tuple[str, ...]:
@@ -94,6 +101,8 @@ class FunctionObjective(Objective):
 
     def _declared_wrongly(self) -> str | None:
         """A mistake that shows without calling the function."""
+        if self._mean_over not in (None, *get_args(MeanOver)):
+            return f"has mean_over={self._mean_over!r}; it takes {', '.join(get_args(MeanOver))}, or None"
         if not callable(self._function):
             return "is not a function; pass one that takes the LossInputs of a micro-batch"
         if unknown := [name for name in self._columns if name not in COLUMNS]:

@@ -10,10 +10,11 @@ Axes: B samples, T policy tokens of the longest one, P pairs.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import astuple, dataclass, fields
+from typing import TYPE_CHECKING, Literal
 
 from flowrl.messages import Float32, Trainable
 from flowrl.training.settings import Head
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Column = Mapping[str, "Float32 | None"]
+MeanOver = Literal["tokens", "sequences", "pairs"]
+"""What a loss is a mean over: the one number of an optimizer step that divides all of it."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,22 @@ class Totals:
     """Sequences labelled 1 that have one."""
     num_places: int = 0
     """Tokens that the model computes in one pass over them, padding excluded, a shared prefix once."""
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @classmethod
+    def sums(cls, over: MeanOver) -> Totals:
+        """Denominators with which a loss and its stats are the sums that have to be divided by the number of `over`.
+
+        Parts with another denominator are 0.
+        """
+        ones = {name: 1.0 if name == f"num_{over}" else math.inf for name in (field.name for field in fields(cls))}
+        return cls(**ones)  # type: ignore[arg-type]
+
+    def number(self, over: MeanOver) -> int:
+        """The denominator of a mean over tokens, sequences or pairs."""
+        return int(getattr(self, f"num_{over}"))
 
 
 @dataclass(frozen=True)
@@ -118,6 +137,15 @@ class Objective(ABC):
     def needs_mismatched(self) -> bool:
         """Whether each optimizer step starts with a pass over the samples' mismatched completions."""
         return False
+
+    @property
+    def mean_over(self) -> MeanOver | None:
+        """What all of the loss is a mean over: tokens, sequences or pairs of the optimizer step.
+
+        With it a trainer may begin before the whole batch is there, when the number is not known: it divides the
+        gradient at the end. None, the default: the loss has another form, or has not said, and batches stay whole.
+        """
+        return None
 
     @property
     def stats(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Objective
+from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +64,10 @@ class PolicyObjective(Objective):
     @property
     def needs_entropy_gradient(self) -> bool:
         return self.entropy_coef != 0.0
+
+    @property
+    def mean_over(self) -> MeanOver:
+        return "tokens" if self.aggregation == "token" else "sequences"
 
     @property
     def stats(self) -> tuple[str, ...]:

@@ -9,11 +9,11 @@ Axes: B samples, T policy tokens of the longest one, P pairs of the micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Objective, Totals
+from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective, Totals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,7 @@ class DPO(Objective):
 
     needs_proximal = False
     needs_reference = True
+    mean_over: ClassVar[MeanOver] = "pairs"
     stats = (
         "entropy",
         "preference_accuracy",

@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Objective, Totals
+from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective, Totals
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class BradleyTerry(Objective):
     head: ClassVar[Head] = "scalar"
     at_end = True
     offline = True
+    mean_over: ClassVar[MeanOver] = "pairs"
     stats = ("preference_accuracy", "score_margin", "chosen_score", "rejected_score", "score_mean", "score_square")
 
     def __post_init__(self) -> None:

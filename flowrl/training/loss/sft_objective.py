@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flowrl.errors import ConfigError
-from flowrl.training.loss.objective import LossInputs, Objective
+from flowrl.training.loss.objective import LossInputs, MeanOver, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,10 @@ class SFT(Objective):
 
     offline = True
     stats = ("entropy",)
+
+    @property
+    def mean_over(self) -> MeanOver:
+        return "tokens" if self.aggregation == "token" else "sequences"
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         from flowrl.training.loss.policy_losses import aggregate

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Objective
+from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class StepCorrectness(Objective):
 
     head: ClassVar[Head] = "scalar"
     offline = True
+    mean_over: ClassVar[MeanOver] = "tokens"
     stats = ("step_accuracy", "step_score", "right_steps")
 
     def columns(self, sample: Trainable) -> Column:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, Objective
+from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class ValueObjective(Objective):
     def head(self) -> Head:
         return "scalar"
 
+    mean_over: ClassVar[MeanOver] = "tokens"
     stats = ("clip_fraction", "value_mean", "value_error")
 
     def columns(self, sample: Trainable) -> Column:

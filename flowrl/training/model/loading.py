@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelLoad:
-    """One model directory and how it is loaded, see `load_policy_model` and `load_scalar_model`."""
+    """One model directory and how it is loaded, see `load_policy_model` and `load_scalar_model`.
+
+    A scalar head that was saved keeps all its labels.
+    """
 
     path: str
     head: Head = "lm"
@@ -38,4 +41,5 @@ class ModelLoad:
         }
         if self.head == "lm":
             return load_policy_model(self.path, **options).eval()  # type: ignore[arg-type]
-        return load_scalar_model(self.path, start=self.start, **options).eval()  # type: ignore[arg-type]
+        every = self.start == "reward_model"
+        return load_scalar_model(self.path, start=self.start, every_label=every, **options).eval()  # type: ignore[arg-type]

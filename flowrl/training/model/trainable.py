@@ -47,6 +47,15 @@ def check_balanced(path: str | Path, *, trust_remote_code: bool = False) -> None
 @functools.lru_cache(maxsize=16)
 def check_scalar(path: str | Path, *, trust_remote_code: bool = False) -> None:
     """Raise ConfigError unless the model in `path` can have a scalar head: as a critic, or as a reward model."""
+    from flowrl.training.model.scalar_head import require_one_label
+
+    check_scores(path, trust_remote_code=trust_remote_code)
+    require_one_label(path)
+
+
+@functools.lru_cache(maxsize=16)
+def check_scores(path: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError unless the model in `path` can be loaded with a head; how many labels it has is not checked."""
     from transformers import AutoModelForSequenceClassification
 
     from flowrl.training.model.value_model import ScalarModel

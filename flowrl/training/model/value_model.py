@@ -4,7 +4,9 @@ It is saved and loaded as transformers' own `…ForSequenceClassification` with 
 layer without bias, so that class gives the same scores. The class finds a row's last token by the pad token,
 which therefore has to differ from the end token; if it does not, a pad token is added (`distinct_pad`).
 
-Axes: B rows, L input tokens, N places that are read, H hidden.
+A reward model may have several labels, which are scored and not trained.
+
+Axes: B rows, L input tokens, N places that are read, H hidden, C labels.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from flowrl.training.model.policy_model import (
     write_model,
 )
 from flowrl.training.model.row_layout import RowLayout
-from flowrl.training.model.scalar_head import renamed_head, require_scalar_head
+from flowrl.training.model.scalar_head import head_labels, renamed_head, require_one_label, require_scalar_head
 from flowrl.training.model.tree_trial import require_trees
 from flowrl.training.settings import Attention, Dtype, Layout, LoRA, Start
 
@@ -37,7 +39,7 @@ PAD_TOKEN = "<|flowrl_pad|>"
 
 
 class ScalarHead(nn.Module):
-    """A linear layer to one number, always in float32, independent of the model's dtype."""
+    """A linear layer to one number, or to one for each label, in float32 whatever the model's dtype."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ class ScalarHead(nn.Module):
 
 
 class ScalarModel(nn.Module):
-    """`forward` returns the head's value at every place of a micro-batch, [N] in float32.
+    """`forward` returns the head's value at every place of a micro-batch, [N] in float32; with several labels [N, C].
 
     With the rows of `lay_out` this is V of the state before each policy token; with those of
     `lay_out_ends` it is the score at each sequence's last token.
@@ -58,9 +60,9 @@ class ScalarModel(nn.Module):
         """`tokenizer` is given only if its pad token had to be added; it is then saved with the model."""
         super().__init__()
         head = getattr(classifier, "score", None)
-        if not isinstance(head, nn.Linear) or head.bias is not None or head.out_features != 1:
+        if not isinstance(head, nn.Linear) or head.bias is not None:
             raise ConfigError(
-                f"{type(classifier).__name__} has no layer `score` with one output and without bias; flowrl's reward "
+                f"{type(classifier).__name__} has no linear layer `score` without bias; flowrl's reward "
                 "models and critics need a model type whose ForSequenceClassification has one (Llama, Qwen, Mistral, …)"
             )
         classifier.score = ScalarHead(head)
@@ -92,18 +94,22 @@ def load_scalar_model(
     trust_remote_code: bool = False,
     layout: Layout = "auto",
     tries: bool = True,
+    every_label: bool = False,
 ) -> ScalarModel:
     """The model in `path` with its saved head ("reward_model"), or with a head drawn from N(0, 1/(h+1)) ("policy").
 
-    Dropout is off. `layout` and `tries` are those of `load_policy_model`.
+    Dropout is off. `layout` and `tries` are those of `load_policy_model`. With `every_label` the saved head keeps all
+    its labels, else it has to have one.
     Raises ConfigError if a saved head is requested and there is none.
     """
     from transformers import AutoModelForSequenceClassification
 
     if start == "reward_model":
         require_scalar_head(path)
+    if not every_label:
+        require_one_label(path)
     config = read_config(path, trust_remote_code=trust_remote_code)
-    config.num_labels = 1
+    config.num_labels = len(head_labels(path)) if every_label else 1
     pad, tokenizer = distinct_pad(path, config, trust_remote_code=trust_remote_code)
     lora = lora or LoRA()
     decision = decide(layout, config.to_dict(), attention=attention)

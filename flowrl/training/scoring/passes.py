@@ -40,20 +40,31 @@ def judgements_of(
     return list(zip(_at_places(items, logprobs_N), hidden, strict=True))
 
 
-def values_of_pass(model: ScalarModel, items: Sequence[Masked], trees: bool) -> list[Float32]:
-    """V of the state before each policy token of each sequence, at the token's position; 0 elsewhere."""
+def values_of_pass(
+    model: ScalarModel, items: Sequence[Masked], trees: bool, weights: Sequence[float] = (1.0,)
+) -> list[Float32]:
+    """V of the state before each policy token of each sequence, at the token's position; 0 elsewhere.
+
+    Of a head with several labels it is their sum with `weights`.
+    """
     with torch.no_grad():
-        values_N = model(_rows(model, items, trees))
+        values_NC = _by_label(model(_rows(model, items, trees)))
+        values_N = values_NC @ torch.tensor(weights, dtype=values_NC.dtype, device=values_NC.device)
     return _at_places(items, values_N)
 
 
-def scores_of_pass(model: ScalarModel, items: Sequence[Int32], trees: bool) -> list[float]:
-    """The head's value at the last token of each sequence."""
+def scores_of_pass(model: ScalarModel, items: Sequence[Int32], trees: bool) -> list[tuple[float, ...]]:
+    """The head's value, or that of each label, at the last token of each sequence."""
     device = model.network.score.weight.device
     rows = lay_out_ends(items, layout="tree" if trees else "padded", device=device)
     with torch.no_grad():
-        found: list[float] = model(rows).tolist()
-    return found
+        scores_BC = _by_label(model(rows))
+    return [tuple(scores) for scores in scores_BC.tolist()]
+
+
+def _by_label(values: Tensor) -> Tensor:
+    """[N] or [N, C] as [N, C]."""
+    return values if values.ndim == 2 else values[:, None]
 
 
 def _rows(model: PolicyModel | ScalarModel, items: Sequence[Masked], trees: bool) -> RowLayout:

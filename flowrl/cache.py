@@ -1,4 +1,4 @@
-"""Model directories that flowrl creates once and keeps.
+"""Directories that flowrl creates once and keeps, as those of models.
 
 Invariants: a directory under its final name is complete, because it gets that name by one atomic rename;
 one process creates it while all others wait for the lock, which is released at the latest when that process ends.

@@ -1,0 +1,117 @@
+"""The elements of a JSON array of any length, found one after another without holding the array in memory.
+
+The bytes are scanned as Latin-1, in which each is one character: what JSON is made of is ASCII, and no byte of a longer
+character of UTF-8 is. So positions are offsets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from flowrl.errors import ConfigError
+
+CHUNK_BYTES = 1 << 20
+BLANK = re.compile(r"[ \t\n\r]*")
+MARK = "\xef\xbb\xbf"
+"""The byte order mark of UTF-8."""
+EXPONENT = len("e+1")
+"""What has to follow a number for it to be known that it does not go on."""
+NEAR = 32
+"""An error nearer than this to the end of what has been read may be that of an element that goes on."""
+
+
+def elements(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of each element of the array in `file`. Raises ConfigError, which names `path`."""
+    scan = ArrayScan(path, file)
+    scan.pass_over(MARK)
+    scan.require("[")
+    if scan.pass_over("]"):
+        scan.require_end()
+        return
+    while True:
+        yield scan.element()
+        if not scan.pass_over(","):
+            break
+    if not scan.pass_over("]"):
+        raise scan.wrong("Expecting ',' delimiter")
+    scan.require_end()
+
+
+class ArrayScan:
+    """What has been read of the file and not yet passed."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self._path, self._file = path, file
+        self._text, self._at = "", 0
+        self._offset, self._line = 0, 1
+        """Of the beginning of `_text`."""
+        self._decoder = json.JSONDecoder()
+
+    def pass_over(self, wanted: str) -> bool:
+        """Pass over `wanted` if it is what follows the blanks; whether it is."""
+        self._skip_blanks()
+        found = self._text.startswith(wanted, self._at)
+        self._at += len(wanted) if found else 0
+        return found
+
+    def require(self, wanted: str) -> None:
+        """Pass over `wanted`. Raises ConfigError if something else follows."""
+        if not self.pass_over(wanted):
+            raise self.wrong(f"Expecting {wanted!r}")
+
+    def require_end(self) -> None:
+        """Raise ConfigError unless the file ends here."""
+        self._skip_blanks()
+        if self._at < len(self._text):
+            raise self.wrong("Extra data")
+
+    def element(self) -> tuple[int, bytes]:
+        """(offset, bytes) of the next element."""
+        self._skip_blanks()
+        end = self._end()  # first: it may read on, and so move the scan
+        begin, self._at = self._at, end
+        return self._offset + begin, self._text[begin:end].encode("latin-1")
+
+    def wrong(self, what: str, position: int | None = None) -> ConfigError:
+        """An error at this position of what has been read, or where the scan is."""
+        line = self._line + self._text.count("\n", 0, self._at if position is None else position)
+        return ConfigError(f"{self._path}:{line}: invalid JSON ({what}); write the array again")
+
+    def _skip_blanks(self) -> None:
+        while True:
+            blank = BLANK.match(self._text, self._at)
+            assert blank is not None, "the pattern matches nothing, too"
+            self._at = blank.end()
+            if len(self._text) - self._at >= len(MARK) or not self._more():
+                return
+
+    def _end(self) -> int:
+        """Where the element that begins here ends; reads on until it does."""
+        while True:
+            try:
+                _, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as problem:
+                goes_on = "Unterminated" in problem.msg or problem.pos > len(self._text) - NEAR
+                if not (goes_on and self._more()):
+                    raise self.wrong(problem.msg, problem.pos) from None
+            except (ValueError, RecursionError) as problem:
+                raise ConfigError(f"{self._path}: {str(problem).partition(';')[0]}; write it as text") from None
+            else:
+                if end + EXPONENT <= len(self._text) or not self._more():  # a number may go on
+                    return int(end)
+
+    def _more(self) -> bool:
+        """Read on, and forget what has been passed; False at the end.
+
+        As much again as is left, so that a long element is tried a few times only.
+        """
+        found = self._file.read(max(CHUNK_BYTES, len(self._text) - self._at))
+        if found:
+            self._line += self._text.count("\n", 0, self._at)
+            self._offset += self._at
+            self._text, self._at = self._text[self._at :] + found.decode("latin-1"), 0
+        return bool(found)
