@@ -31,20 +31,12 @@ from flowrl.models.size_table import Learning
 from flowrl.nodes import Engine, Evaluation, Generator, Preferences, PromptSource, Sampling, TokenBatch, Trainer
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import TooLong
-from flowrl.role_options import ScoringSize, Size, TrainerSize, size_problems, sizes_of
+from flowrl.role_options import ScoringSize, Size, TrainerSize, size_problems, sizes_of, too_low
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import Accumulate, Dtype, Layout, LoRA, ZeroSettings
-
-
-def too_low(options: object, **least: float) -> Iterator[str]:
-    """A sentence for each option whose value is below the one given in `least`. None is never too low."""
-    for name, low in least.items():
-        value = getattr(options, name)
-        if value is not None and not value >= low:
-            yield f"--{name.replace('_', '-')} is {value}; it has to be {low} or more"
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flowrl.agents import History
-from flowrl.blocks import EvaluationOptions, OnlineOptions, too_low
+from flowrl.blocks import EvaluationOptions, OnlineOptions
 from flowrl.graph.graph import Graph
 from flowrl.nodes import AgentProgram, Environment, Evaluation, Generator, Limits, Shaping
+from flowrl.role_options import too_low
 from flowrl.training.advantage.advantages import Estimator
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.advantage.turn_credit import Credit

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.blocks import OnlineOptions, too_low
+from flowrl.blocks import OnlineOptions
 from flowrl.models import Policy
 from flowrl.nodes import Curriculum, Overlong, PromptSource, Reward, RewardModel, Shaping, TokenBatch
 from flowrl.nodes.source import TooLong
+from flowrl.role_options import too_low
 from flowrl.scorer_options import ScorerOptions
 
 

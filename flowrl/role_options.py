@@ -12,6 +12,14 @@ from typing import Any, Literal
 from flowrl.training.settings import Dtype
 
 
+def too_low(options: object, **least: float) -> Iterator[str]:
+    """A sentence for each option whose value is below the one given in `least`. None is never too low."""
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and not value >= low:
+            yield f"--{name.replace('_', '-')} is {value}; it has to be {low} or more"
+
+
 @dataclass(frozen=True)
 class Size:
     """How large a role is."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import EvaluationOptions, PreferenceOptions, evaluate_offline, too_low
+from flowrl.blocks import EvaluationOptions, PreferenceOptions, evaluate_offline
 from flowrl.nodes import PreferenceDataset, PreferenceReference, Preferences, PreferenceSource, Sampling, TokenBatch
-from flowrl.role_options import PreferenceReferenceSize
+from flowrl.role_options import PreferenceReferenceSize, too_low
 from flowrl.tasks import Task
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.preference_objectives import DPO as DPOObjective

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import GeneratorOptions, too_low
+from flowrl.blocks import GeneratorOptions
 from flowrl.nodes import Evaluation, Generator, Sampling
+from flowrl.role_options import too_low
 from flowrl.tasks.evaluation_set import EvaluationSet
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flowrl import Graph
-from flowrl.blocks import DatasetOptions, too_low
+from flowrl.blocks import DatasetOptions
 from flowrl.models import Policy
 from flowrl.nodes import DemonstrationSource, HeldOutSteps, StepDataset, TokenBatch
+from flowrl.role_options import too_low
 from flowrl.training.loss.step_objective import StepCorrectness
 
 

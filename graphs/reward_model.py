@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import PreferenceOptions, too_low
+from flowrl.blocks import PreferenceOptions
 from flowrl.nodes import HeldOutPreferences, PreferenceDataset, PreferenceSource, TokenBatch
+from flowrl.role_options import too_low
 from flowrl.tasks import Task
 from flowrl.training.loss.reward_objective import BradleyTerry
 from flowrl.training.schedule import Schedule

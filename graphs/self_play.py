@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import too_low
 from flowrl.nodes import EnvironmentSource, Evaluation, Generator, GroupAdvantage
 from flowrl.recipes.agent_tools import GroupedEpisodes
+from flowrl.role_options import too_low
 from flowrl.tasks import Task
 
 

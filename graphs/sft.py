@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flowrl import Graph
-from flowrl.blocks import DatasetOptions, EvaluationOptions, evaluate_offline, too_low
+from flowrl.blocks import DatasetOptions, EvaluationOptions, evaluate_offline
 from flowrl.models import Policy
 from flowrl.nodes import (
     Demonstrations,
@@ -25,6 +25,7 @@ from flowrl.nodes import (
 )
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import TooLong
+from flowrl.role_options import too_low
 from flowrl.training.loss.sft_objective import SFT as SFTObjective
 
 

@@ -124,7 +124,7 @@ def test_a_strange_choice_is_a_problem() -> None:
 
 def test_objectives_that_need_the_batch_whole() -> None:
     def why(objective: Any) -> str:
-        return why_whole(objective, epochs=1, zero=ZeroSettings())
+        return why_whole(objective, ZeroSettings(), epochs=1)
 
     assert why(DPO(online=True)) == ""
     assert why(KTO()) == "the baseline of KTO is a mean over the whole batch"

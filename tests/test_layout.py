@@ -44,9 +44,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "role_options": {"training"},
     "blocks": BASE | LIBRARIES | {"graph", "nodes", "role_options"},
     "scorer_options": {"blocks", "nodes", "role_options", "tasks"},
-    "prompt_options": {"blocks", "models", "nodes", "scorer_options"},
+    "prompt_options": {"blocks", "models", "nodes", "scorer_options", "role_options"},
     "loss_options": {"blocks", "errors", "nodes", "role_options", "training"},
-    "episode_options": {"agents", "blocks", "graph", "nodes", "training"},
+    "episode_options": {"agents", "blocks", "graph", "nodes", "training", "role_options"},
     "recipes": LIBRARIES
     | {
         "__init__",

@@ -60,9 +60,9 @@ class Trainer(ResidentNode):
     rank 1 or more the trainer trains an adapter and keeps the policy's own weights; a generator that receives
     adapters needs the same `lora`. `teacher` is the model that the objective `ReverseKL` compares the policy with.
     Each `sequence_parallel_size` consecutive ranks share their micro-batches, a slice of the positions each.
-    `router_aux_loss_coef` is the weight of the load-balancing loss of a mixture of experts.
-    Every `publish_every`th version is published, every `probe_every`th publication carries the probe. The
-    first `start_after` batches make versions without an update, for an actor that waits until its critic has learnt.
+    `router_aux_loss_coef` is the weight of the load-balancing loss of a mixture of experts. Every `publish_every`th
+    version is published, every `probe_every`th publication carries the probe. The first `start_after` batches make
+    versions without an update, for an actor that waits until its critic has learnt.
 
     With `accumulate` "auto" or "on" it begins with the groups of a batch that are finished, if its batcher can send
     them: "on" is refused where batches have to be whole.
@@ -138,9 +138,7 @@ class Trainer(ResidentNode):
             layout=self._layout.layout,
             ranks_per_part=max(1, self.sequence_parallel_size),
             accumulate=self.accumulate,
-            whole_batches=why_whole(
-                self.objective, epochs=self.epochs, zero=self.zero, balanced=self.router_aux_loss_coef > 0
-            ),
+            whole_batches=why_whole(self.objective, self.zero, epochs=self.epochs, balance=self.router_aux_loss_coef),
         )
 
     def footprint(self, share: Share) -> Footprint | None:

@@ -6,10 +6,10 @@ from flowrl.training.loss.objective import Objective
 from flowrl.training.settings import ZeroSettings
 
 
-def why_whole(objective: object, *, epochs: int, zero: ZeroSettings, balanced: bool = False) -> str:
+def why_whole(objective: object, zero: ZeroSettings, *, epochs: int, balance: float = 0.0) -> str:
     """What keeps a trainer from beginning before the whole batch is there, "" if nothing does.
 
-    `balanced`: with the load-balancing loss of a mixture of experts.
+    `balance` is the weight of the load-balancing loss of a mixture of experts.
     """
     if not isinstance(objective, Objective):
         return "its objective is none"
@@ -22,7 +22,7 @@ def why_whole(objective: object, *, epochs: int, zero: ZeroSettings, balanced: b
         return "its batches are made of data, which are there before it asks for them"
     if objective.mean_over is None:
         return f"{name} does not say what its loss is a mean over (mean_over)"
-    if balanced:
+    if balance:
         return "the load-balancing loss of its experts is a mean over the whole batch"
     if zero.optimizer == "muon":
         return "muon averages gradients of several steps before they can be divided"
