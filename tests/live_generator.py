@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
@@ -20,6 +22,7 @@ from flowrl.nodes.vllm_sampler import VllmSampler
 from flowrl.testing import NodeRecord, NodeRig
 from flowrl.weights.probe import probe_sequences
 from flowrl.weights.publish import Publisher
+from tests import warm
 from tests.generator_rig import make_prompt
 from tests.tiny_policy import ModelSource, make_policy, perturb, score
 
@@ -44,6 +47,7 @@ class Live:
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
         self.version = -1
+        multiprocessing.set_executable(warm.python())  # of vLLM's engine
         self.do(self._start())
 
     def make_publisher(self) -> Publisher:
@@ -67,6 +71,7 @@ class Live:
         try:
             self.do(self._stop())
         finally:
+            multiprocessing.set_executable(sys.executable)
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join()
             self.publisher.close()
