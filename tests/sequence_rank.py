@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.messages import Batch, Trainable
+from flowrl.messages import Batch, Mismatched, Trainable
 from flowrl.training.batch.masks import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.learner import Learner
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.loss.preference_objectives import DPO
+from flowrl.training.loss.preference_objectives import DPO, KTO
 from flowrl.training.loss.reward_objective import BradleyTerry
 from flowrl.training.loss.sft_objective import SFT
 from flowrl.training.loss.value_objective import ValueObjective
@@ -48,6 +48,7 @@ OBJECTIVES = {
     "gspo": Learnt(PolicyObjective("gspo", aggregation="sequence", correction=None)),
     "sft": Learnt(SFT(), layout="tree"),
     "dpo": Learnt(DPO(), pairs=True),
+    "kto": Learnt(KTO(), pairs=True),
     "teacher": Learnt(ReverseKL(aggregation="sequence")),
     "values": Learnt(ValueObjective()),
     "scores": Learnt(BradleyTerry(), pairs=True, layout="tree"),
@@ -57,7 +58,11 @@ OBJECTIVES = {
 def batch_of(learnt: Learnt) -> Batch:
     """The first two samples have no token in the loss. Without pairs, most micro-batches are a single sequence."""
     batch = make_batch(1, Case("", layout=learnt.layout, token_budget=50 if learnt.pairs else 24))
-    return replace(batch, samples=tuple(_prepared(s, n, learnt) for n, s in enumerate(batch.samples)))
+    samples = [_prepared(sample, number, learnt) for number, sample in enumerate(batch.samples)]
+    if learnt.objective.needs_mismatched:
+        others = [Mismatched(s.token_ids, s.policy_mask, s.ref_logprobs) for s in samples]
+        samples = [replace(s, mismatched=other) for s, other in zip(samples, others[1:] + others[:1], strict=True)]
+    return replace(batch, samples=tuple(samples))
 
 
 def _prepared(sample: Trainable, number: int, learnt: Learnt) -> Trainable:
