@@ -19,7 +19,7 @@ from flowrl.nodes.vllm_parallel import Parallel
 from flowrl.recipes.grpo import GRPO, graph
 from flowrl.recipes.pairs import Pairs
 from flowrl.recipes.pairs import graph as pairs_graph
-from flowrl.role_options import Size
+from flowrl.role_options import Size, TrainerSize
 
 EIGHT = Cluster((Machine(tuple(range(32)), gpus=8),))
 PP = "pipeline_parallel_size"
@@ -85,7 +85,7 @@ def test_quantized_engines_are_refused_before_the_start(tmp_path: Path) -> None:
 
 
 def test_two_gpus_of_a_generator_are_two_ranks_beside_the_trainer() -> None:
-    g = graph(GRPO(generator=Size(2, 2), trainer=Size(2), evaluate=0))
+    g = graph(GRPO(generator=Size(2, 2), trainer=TrainerSize(2), evaluate=0))
     assert check(g, EIGHT).problems == ()
     plan = make_plan(g, EIGHT)
     routes = routes_of(plan, "trainer")

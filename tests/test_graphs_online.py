@@ -39,6 +39,8 @@ SHARED = (
     "lora",
     "zero",
     "schedule",
+    "router_aux_loss_coef",
+    "accumulate",
     "evaluate",
     "evaluate_samples",
     "evaluate_every",

@@ -50,7 +50,7 @@ def server_of(kind):
     same = sorted((name, text) for name, text in os.environ.items() if not name.startswith(OF_ONE_PROCESS))
     name = hashlib.sha256(json.dumps([kind, same]).encode()).hexdigest()[:16]
     directory = f"{DIRECTORY}/servers"
-    path = f"{directory}/{name}"
+    path = f"/proc/self/fd/{os.open(directory, os.O_PATH)}/{name}"  # the whole one may be too long for a socket
     connection = socket.socket(socket.AF_UNIX)
     with open(f"{directory}/lock-{name}", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -63,7 +63,7 @@ def server_of(kind):
         ready, told = os.pipe()
         with open(f"{DIRECTORY}/{kind}-{name}.log", "w") as log:
             subprocess.Popen(
-                [sys.argv[0], SERVER, kind, path, str(told)],
+                [sys.argv[0], SERVER, kind, f"{directory}/{name}", str(told)],
                 executable=REAL,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
