@@ -50,7 +50,7 @@ models: setup lint
 
 test: setup
 	@$(MAKE) --no-print-directory -j2 -Otarget models fast
-	$(PY) -m pytest -q -m "slow and not nvme" -n 3 --dist loadfile tests  # a third of their time is waiting
+	$(PY) -m pytest -q -m "slow and not nvme" -n 2 --dist loadfile tests
 
 # Offload to a disk: needs libaio with its headers, and compiles an extension for three minutes.
 test-nvme: setup

@@ -91,6 +91,23 @@ class Live:
         self.loop.call_soon_threadsafe(self.rig.feed, "weights", manifest)
         return self.version
 
+    async def train_amid(self, number: int) -> int:
+        """Train while prompts come, from this number on, until the generator has the version, and some more.
+
+        Returns how many. However slow a machine is, responses are in progress when the version changes.
+        """
+        first, training = number, asyncio.ensure_future(self._train_until_held())
+        while not training.done():
+            self.rig.feed("prompts", make_prompt(number))
+            number += 1
+            await asyncio.sleep(0.02)  # the pace of the prompts
+        await training
+        self.rig.feed("prompts", *map(make_prompt, range(number, number + 8)))
+        return number + 8 - first
+
+    async def _train_until_held(self) -> None:
+        await self.held(await asyncio.to_thread(self.train))
+
     async def held(self, version: int) -> None:
         """Returns when the generator has taken over `version` and checked the probe."""
 

@@ -168,11 +168,8 @@ def test_logprobs_across_an_update_are_those_of_the_weights_that_sampled(live: L
 
     async def crossing() -> list[Sample]:
         before = len(live.sent)
-        for number in range(300, 332):
-            live.rig.feed("prompts", make_prompt(number))
-        await live.arrived(before + 2)
-        live.train()
-        return (await live.arrived(before + 32))[before:]
+        asked = await live.train_amid(3000)
+        return (await live.arrived(before + asked))[before:]
 
     old, old_model = live.version, copy.deepcopy(live.model)
     samples = live.do(crossing())
@@ -233,15 +230,12 @@ def test_a_checkpoint_knows_the_versions_of_what_is_unfinished(live: Live) -> No
 
     async def crossing() -> tuple[list[tuple[str, Any]], list[Sample]]:
         before, kept = len(live.sent), []
-        for number in range(900, 932):
-            live.rig.feed("prompts", make_prompt(number))
-        await live.arrived(before + 1)
-        live.train()
-        for count in range(2, 32):
-            await live.arrived(before + count)
+        training = asyncio.ensure_future(live.train_amid(9000))
+        while not training.done() or len(live.sent) < before + training.result():
+            await live.arrived(len(live.sent) + 1)
             kept += (await live.generator.snapshot()).items()
             await live.generator.resume()
-        return kept, (await live.arrived(before + 32))[before:]
+        return kept, live.sent[before:]
 
     kept, samples = live.do(crossing())
     whole = {sample.sample_id: sample for sample in samples}

@@ -111,18 +111,15 @@ def test_samples_carry_the_version_of_their_adapter(live: Trained) -> None:
 
 
 def test_running_requests_keep_their_adapter(live: Trained) -> None:
-    """While 96 prompts are answered four adapters come; each sample is of one, and those gone leave vLLM."""
+    """While prompts are answered four adapters come; each sample is of one, and those gone leave vLLM."""
     if live.lora.sync == "merged":
         pytest.skip("merged weights replace those of running requests, as test_generator_stack shows")
 
     async def traffic() -> list[Sample]:
-        before = len(live.sent)
-        for number in range(800, 896):
-            live.rig.feed("prompts", make_prompt(number))
+        before, asked = len(live.sent), 0
         for update in range(4):
-            await live.arrived(before + 20 * (update + 1))
-            await live.held(live.train())
-        return (await live.arrived(before + 96))[before:]
+            asked += await live.train_amid(8000 + 1000 * update)
+        return (await live.arrived(before + asked))[before:]
 
     samples = live.do(traffic())
     versions = [set(sample.versions[sample.policy_mask].tolist()) for sample in samples]
