@@ -37,8 +37,8 @@ TOLERANCE = 1e-4
 class Live:
     """A running generator, its trainer's model, and the loop they live on."""
 
-    def __init__(self, path: Path, *, tied: bool, **options: Any) -> None:
-        """`options` are further ones of the generator."""
+    def __init__(self, path: Path, *, tied: bool, cold: bool = False, **options: Any) -> None:
+        """`options` are further ones of the generator; `cold`: vLLM's engine is started as in a run (tests/warm)."""
         self.path = path
         self.options = options
         self.model = make_policy(path, tied=tied)
@@ -47,7 +47,8 @@ class Live:
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
         self.version = -1
-        multiprocessing.set_executable(warm.python())  # of vLLM's engine
+        if not cold:
+            multiprocessing.set_executable(warm.python())  # of vLLM's engine
         self.do(self._start())
 
     def make_publisher(self) -> Publisher:

@@ -37,7 +37,7 @@ if __name__ == "__main__":
 
 def test_the_death_of_vllms_process_ends_a_call_that_it_would_have_answered(tmp_path: Path) -> None:
     """vLLM itself would leave the caller waiting. Stopped first, so that the call is under way when it is killed."""
-    live = Live(tmp_path, tied=True)
+    live = Live(tmp_path, tied=True, cold=True)
     try:
         live.do(live.held(live.train()))
         sampler = live.generator._sampler
