@@ -14,7 +14,7 @@ class RisingQueue:
 
     A number that comes, or comes again, has to be `put`; one that leaves, or whose key rises, needs nothing: its old
     entry is found wrong when it is the first. Every number has at most one entry, so a put costs O(log n), and the
-    entries that `first` mends were put or mended once since.
+    entries that `first` corrects were put or corrected once since.
     """
 
     def __init__(self, current: Current) -> None:
@@ -23,7 +23,7 @@ class RisingQueue:
         self._entered: set[int] = set()
 
     def put(self, number: int) -> None:
-        """Let the number in, unless it has an entry, whose key is then mended in time."""
+        """Let the number in, unless it has an entry, whose key is then corrected in time."""
         key = self._current(number)
         if number not in self._entered and key is not None:
             self._entered.add(number)
