@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,15 @@ def test_a_guard_whose_looks_are_slow_still_ends_what_is_left(monkeypatch: pytes
         driver.wait()
 
 
+def watched(guard: int, pid: int) -> bool:
+    """Whether a guard has found a process, and so holds a descriptor of it."""
+    for descriptor in Path(f"/proc/{guard}/fdinfo").iterdir():
+        with suppress(FileNotFoundError):  # closed by now
+            if re.search(rf"^Pid:\s+{pid}$", descriptor.read_text(), re.M):
+                return True
+    return False
+
+
 def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_first() -> None:
     """The title of Ray's agents overwrites their environment, and the raylet ends in the moment of the driver's end."""
     hides = (
@@ -103,6 +114,7 @@ def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_fir
         import ctypes, signal, subprocess, sys, time
         from flowrl.runtime.driver.guard import Guard
         guard = Guard("a fifth mark")
+        print(guard._process.pid, flush=True)
         with_the_driver = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         subprocess.Popen([sys.executable, "-c", {hides!r}], preexec_fn=with_the_driver)
         signal.pause()
@@ -114,9 +126,10 @@ def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_fir
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert driver.stdout is not None
-    child = int(driver.stdout.readline())
+    guard, child = int(driver.stdout.readline()), int(driver.stdout.readline())
     handle = os.pidfd_open(child)
-    time.sleep(3 * guard_module.WATCH_EVERY_S)  # the guard is another process: nothing says when it has looked
+    while not watched(guard, child):
+        time.sleep(0.05)
     driver.kill()
     try:
         assert select.select([handle], [], [], ENDS_WITHIN_S)[0], "the process is still there"
