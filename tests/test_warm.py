@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,35 @@ def test_variables_that_an_import_may_read_have_a_server_of_their_own(python: st
     for threads in ("1", "2", "1"):
         assert say(python, "0", tmp_path, OMP_NUM_THREADS=threads).returncode == 0
     assert (tmp_path / "imports").read_text() == "once once "
+
+
+def test_a_server_is_no_descendant_of_who_asked_first(python: str, tmp_path: Path) -> None:
+    """A run that ends all it has started leaves the server to the next one."""
+    asks = f"import subprocess as s; s.run([{python!r}, '-m', 'tests.says', '0'], stdout=s.DEVNULL)"
+    ends = "from flowrl.runtime.host.processes import descendants; print(descendants())"
+    command = [sys.executable, "-c", f"{asks}; {ends}"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout == "[]\n"
+    assert say(python, "0", tmp_path).returncode == 0
+    assert (tmp_path / "imports").read_text() == "once "
+
+
+def test_a_killed_server_is_replaced(python: str, tmp_path: Path) -> None:
+    for expected in ("once ", "once once "):
+        for process in of_servers(python):
+            os.kill(process, signal.SIGKILL)
+        assert json.loads(say(python, "0", tmp_path).stdout)["warm"]
+        assert (tmp_path / "imports").read_text() == expected
+
+
+def of_servers(python: str) -> list[int]:
+    """The processes of servers with sockets beside this Python."""
+    directory = str(Path(python).parent.parent / "servers")
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if directory in file.read_text():
+                found.append(int(file.parent.name))
+    return found
 
 
 def test_other_programs_become_the_interpreter(python: str) -> None:

@@ -61,22 +61,31 @@ def server_of(kind):
             if sum(not other.startswith("lock-") for other in os.listdir(directory)) >= MOST_SERVERS:
                 return None
         ready, told = os.pipe()
-        with open(f"{DIRECTORY}/{kind}-{name}.log", "w") as log:
-            subprocess.Popen(
-                [sys.argv[0], SERVER, kind, f"{directory}/{name}", str(told)],
-                executable=REAL,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(told,),
-                start_new_session=True,
-            )
+        start(kind, f"{directory}/{name}", told)
         os.close(told)
         if not os.read(ready, 1):
             return None
         os.close(ready)
     connection.connect(path)
     return connection
+
+
+def start(kind, path, told):
+    """Start a server that is no descendant of this process: whoever ends all that a run has left spares it."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    with open(f"{DIRECTORY}/{kind}-{os.path.basename(path)}.log", "w") as log:
+        subprocess.Popen(
+            [sys.argv[0], SERVER, kind, path, str(told)],
+            executable=REAL,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(told,),
+            start_new_session=True,
+        )
+    os._exit(0)
 
 
 def open_descriptors(own):

@@ -65,6 +65,7 @@ class Server:
 
     def __init__(self, path: Path) -> None:
         self.listener = socket.socket(socket.AF_UNIX)
+        path.unlink(missing_ok=True)  # that of a server that was killed
         directory = os.open(path.parent, os.O_PATH)
         self.listener.bind(f"/proc/self/fd/{directory}/{path.name}")  # the whole path may be too long for a socket
         os.close(directory)
