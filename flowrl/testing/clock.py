@@ -44,8 +44,24 @@ class VirtualClock:
 
     def run(self, main: Coroutine[Any, Any, R]) -> R:
         """The result of `main`, on a loop of its own. Raises Stuck where the code can never end."""
-        with asyncio.Runner(loop_factory=lambda: VirtualLoop(self, self._busy_s)) as runner:
-            return runner.run(main)
+        return run_on(lambda: VirtualLoop(self, self._busy_s), main)
+
+
+def run_on(loop_factory: Callable[[], asyncio.AbstractEventLoop], main: Coroutine[Any, Any, R]) -> R:
+    """The result of `main`, on a new loop.
+
+    The runner's own task has no result. At its end the runner asks `signal` for the handler of SIGINT, which knows the
+    task, and `signal` first formats whatever is no number for an error that it then drops: the task with its result,
+    which for arrays can take longer than `main` itself.
+    """
+    results = []
+
+    async def keep() -> None:
+        results.append(await main)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(keep())
+    return results.pop()
 
 
 class JumpingSelector(selectors.DefaultSelector):

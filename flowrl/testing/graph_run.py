@@ -27,7 +27,7 @@ from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.launch import Launch, PreparedRun
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.telemetry import metrics
-from flowrl.testing.clock import VirtualClock
+from flowrl.testing.clock import VirtualClock, run_on
 from flowrl.testing.local_hosts import KeptView, LocalCluster
 
 EIGHT_CORES = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30),))
@@ -135,11 +135,7 @@ def _driven(prepared: PreparedRun, timeout_s: float, clock: VirtualClock | None)
             return await prepared.drive(cast(Any, LocalCluster()), view)
 
     try:
-        if clock is not None:
-            outcome = clock.run(drive())
-        else:
-            with asyncio.Runner(loop_factory=HostLoop) as runner:
-                outcome = runner.run(drive())
+        outcome = run_on(HostLoop, drive()) if clock is None else clock.run(drive())
     except Exception as error:  # whatever a run raises is what a test looks at
         return GraphRun(prepared.directory.path, None, error, view)
     return GraphRun(prepared.directory.path, outcome, None, view)

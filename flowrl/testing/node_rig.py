@@ -33,7 +33,7 @@ from flowrl.runtime.checkpoints.checkpoint import read_state
 from flowrl.runtime.driver.snapshotter import Snapshotter
 from flowrl.runtime.host.failures import NodeError
 from flowrl.runtime.ledger.accounting import Accounting
-from flowrl.testing.clock import VirtualClock
+from flowrl.testing.clock import VirtualClock, run_on
 from flowrl.testing.record import NodeRecord, Sent
 from flowrl.testing.rig_engine import HOST, NoAccounting, RigEngine, RigOrders
 from flowrl.testing.rig_failures import Leaked, RigTimeout, failure_in, left_over, node_failed, situation
@@ -371,8 +371,7 @@ def run_node(
 
     if clock is not None:
         return clock.run(main())
-    with asyncio.Runner(loop_factory=HostLoop) as runner:
-        return runner.run(main())
+    return run_on(HostLoop, main())
 
 
 async def _give(rig: NodeRig, port: Port | str, messages: Iterable[Fed]) -> None:
