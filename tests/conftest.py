@@ -84,6 +84,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without slow tests where only slow ones are wanted: importing all takes longer than a test."""
+    if not config.option.markexpr.startswith("slow") or not collection_path.match("test_*.py"):
+        return None
+    return None if "mark.slow" in collection_path.read_text() else True
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the files of THOROUGH. Begin with those of LONG, end with what each process can take test by test."""

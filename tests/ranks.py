@@ -62,7 +62,7 @@ def run_ranks(
     Raises AssertionError if one fails, or if they take longer than `timeout_s`.
     """
     ends_s = time.monotonic() + timeout_s
-    ranks = _start(module, [str(size), _free_port(), str(directory), *arguments], size, {**os.environ, **(env or {})})
+    ranks = _start(module, [str(size), _free_port(), str(directory), *arguments], size, env or {})
     try:
         if not _all_ended(ranks, ends_s):
             for rank in ranks:
@@ -80,10 +80,12 @@ def run_ranks(
 
 def _start(module: str, arguments: Sequence[str], size: int, env: Mapping[str, str]) -> list[Rank]:
     ranks = []
+    python = warm.python()
+    variables = {**os.environ, **env}  # with the one that `python` needs
     for number in range(size):
         output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - `run_ranks` closes it
-        command = [warm.python(), "-m", module, str(number), *arguments]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
+        command = [python, "-m", module, str(number), *arguments]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=variables)
         ranks.append(Rank(number, process, output))
     return ranks
 

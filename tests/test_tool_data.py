@@ -158,14 +158,14 @@ REWRITING = {"deepseekv3", "gptoss", *(f"nemotron_3_{size}" for size in ("5_ligh
 """Refused: the generation prompt is no beginning of the reply, or the last turn alone has another end."""
 
 
-def of_tools() -> list[str]:
-    return [name for name, text in templates().items() if tool_form(with_template(characters(), text)).calls]
-
-
-@pytest.mark.parametrize("name", of_tools())
+@pytest.mark.parametrize("name", templates())
 def test_calls_and_answers_of_the_assistant_are_trained_and_nothing_else(name: str) -> None:
     tokenizer = with_template(characters(), templates()[name])
     form = tool_form(tokenizer)
+    if not form.calls:
+        with pytest.raises(ConfigError, match="tool calls"):
+            Chat(tokenizer).demonstration([*replied(1), *asked(5)], "It is 5.")
+        return
     chat = Chat(tokenizer).with_tools((ADD,) if form.definitions else ())
     turns = [*replied(1), *asked(5)]
     try:
