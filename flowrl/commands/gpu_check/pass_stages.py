@@ -55,7 +55,7 @@ def _tree_speed(bench: Bench) -> None:
     """Forward and backward of eight responses of 256 tokens to a prompt of 1,024, on a GPU in bfloat16."""
     path = make_small_model(bench.directory / "speed", large=bench.on_gpu)
     prompt, response = (1024, 256) if bench.on_gpu else (64, 16)
-    model = _model(path, bench, "bfloat16", layout="tree")
+    model = _model(path, bench, "bfloat16" if bench.on_gpu else "float32", layout="tree")
     tokens, masks = groups(num=1, size=8, prompt=prompt, response=response)
     seconds = {}
     for layout in ("padded", "tree"):
