@@ -129,7 +129,7 @@ def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_fir
     guard, child = int(driver.stdout.readline()), int(driver.stdout.readline())
     handle = os.pidfd_open(child)
     while not watched(guard, child):
-        time.sleep(0.05)
+        time.sleep(0.05)  # between looks at what the guard has open
     driver.kill()
     try:
         assert select.select([handle], [], [], ENDS_WITHIN_S)[0], "the process is still there"
