@@ -262,8 +262,8 @@ def test_a_real_rank_has_the_terms_that_are_predicted(ranks: dict[str, dict[str,
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "tensor" in case])
-def test_layers_of_a_real_rank_keep_exactly_what_is_predicted(ranks: dict[str, dict[str, int]], name: str) -> None:
+def test_a_layer_of_a_real_rank_keeps_exactly_what_is_predicted(ranks: dict[str, dict[str, int]], name: str) -> None:
     shape, size = shape_of({"vocab_size": 2048, "num_hidden_layers": 4}), tensor_size_of(CASES[name])
     heads = {"heads": shape.heads // size, "kv_heads": shape.kv_heads // size}
     own = dataclasses.replace(shape, **heads, feed_forward=shape.feed_forward // size)
-    assert ranks[name]["kept"] == 2 * PASS_TOKENS * layer_bytes(own, 2)
+    assert ranks[name]["layer"] == PASS_TOKENS * layer_bytes(own, 2)
