@@ -206,6 +206,7 @@ class TrainerOptions(PolicyOptions):
             zero=self.zero.with_dtype(self.dtype),
             lora=self.lora,
             sequence_parallel_size=self.trainer.sequence_parallel_size,
+            tensor_parallel_size=self.trainer.tensor_parallel_size,
             router_aux_loss_coef=self.router_aux_loss_coef,
             accumulate=self.accumulate,
             **settings,

@@ -40,6 +40,9 @@ class TrainerSize(Size):
     sequence_parallel_size: int = 1
     """Consecutive ranks that share each micro-batch: every one has a slice of its positions, and of the heads in
     attention (Ulysses). Divides the number of ranks and the model's attention heads."""
+    tensor_parallel_size: int = 1
+    """Consecutive ranks that share each micro-batch and have an equal part of every matrix of the layers each, at ZeRO
+    stage 0, 1 or 2. Divides the number of ranks, and the model's attention heads, those of keys included."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class CriticTrainerSize:
     """ZeRO ranks; None: as many as the policy's trainer."""
     sequence_parallel_size: int | None = None
     """Consecutive ranks that share each micro-batch; None: as many as in the policy's trainer."""
+    tensor_parallel_size: int | None = None
+    """Consecutive ranks that have a part of every matrix each; None: as many as in the policy's trainer."""
     gpus: float | None = None
     """GPUs of each; None: one if any role of the graph has GPUs, else 0."""
     cpus: float | None = None
@@ -57,12 +62,13 @@ class CriticTrainerSize:
 
     def sized(self, like: TrainerSize) -> TrainerSize:
         """The size for a policy's trainer of size `like`."""
-        shared = self.sequence_parallel_size
+        shared, divided = self.sequence_parallel_size, self.tensor_parallel_size
         return TrainerSize(
             like.replicas if self.replicas is None else self.replicas,
             self.gpus,
             self.cpus,
             like.sequence_parallel_size if shared is None else shared,
+            like.tensor_parallel_size if divided is None else divided,
         )
 
 
@@ -170,9 +176,10 @@ def size_problems(options: object) -> Iterator[str]:
             value = getattr(size, field_name)
             if value is not None and not value >= 0:
                 yield f"{name}.{field_name} is {value}; it has to be 0 or more"
-        shared = getattr(size, "sequence_parallel_size", None)
-        if shared is not None and shared < 1:
-            yield f"{name}.sequence-parallel-size is {shared}; it has to be 1 or more"
+        for field_name in ("sequence_parallel_size", "tensor_parallel_size"):
+            value = getattr(size, field_name, None)
+            if value is not None and value < 1:
+                yield f"{name}.{field_name.replace('_', '-')} is {value}; it has to be 1 or more"
         if isinstance(size, ReferenceSize):
             yield from _refresh_problems(name, size)
         budget = getattr(size, "token_budget", None)

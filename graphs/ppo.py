@@ -114,6 +114,7 @@ def graph(cfg: PPO) -> Graph:
             schedule=cfg.critic_schedule,
             zero=cfg.critic_zero.with_dtype(cfg.dtype),
             sequence_parallel_size=critic_size.sequence_parallel_size,
+            tensor_parallel_size=critic_size.tensor_parallel_size,
         ),
         **cfg.share(critic_size),
     )

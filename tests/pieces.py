@@ -34,7 +34,7 @@ def train_in_pieces(learner: Learner, batch: Batch, sizes: Sequence[int], versio
     for piece in pieces_of(batch, sizes):
         assert update is None
         gang = learner.engine.gang
-        part = piece.split(gang.size // gang.sequence_size)[gang.rank // gang.sequence_size]
+        part = piece.split(gang.size // gang.ranks_per_part)[gang.rank // gang.ranks_per_part]
         update = learner.add(part, loss_masks(part.samples, part.mask_staleness, version), version, lr)
     assert update is not None
     return update

@@ -1,4 +1,4 @@
-"""One of four ZeRO ranks of the sequence-parallel test, started by `tests.ranks`.
+"""One of four ZeRO ranks of the tests of ranks that share micro-batches, started by `tests.ranks`.
 
 Trains the cases of four ranks as `tests.training_rank` does, and writes the gradients of one step of other objectives:
 each rank with micro-batches of its own, and two or four with the same ones.
@@ -28,7 +28,7 @@ from flowrl.training.loss.value_objective import ValueObjective
 from flowrl.training.model.output_layer import OutputLayer
 from flowrl.training.settings import ZeroSettings
 from tests.ranks import as_rank
-from tests.training_cases import FOUR, VOCABULARY, Case, make_batch
+from tests.training_cases import FOUR, FOUR_DIVIDED, VOCABULARY, Case, make_batch
 from tests.training_rank import EVERYTHING_SHARDED, Recording, part_of, sharing, train
 
 TEACHER = 6
@@ -101,6 +101,8 @@ def work(gang: Gang, directory: Path, _: Sequence[str]) -> None:
                 found = gradients(learnt, engine, gang)
                 if gang.rank == 0:
                     torch.save(found, directory / f"{name}.pt")
+    for case in FOUR_DIVIDED:  # last, as in CASES
+        train(case, gang, directory)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from flowrl.training.engine.train_memory import BUCKET_BYTES, TrainerModel, head
 from flowrl.training.model import cached_logprobs, logprobs
 from flowrl.training.model.model_shape import ModelShape, read_shape
 from flowrl.training.settings import Dtype, LoRA, ZeroSettings
-from tests.memory_rank import CASES, settings_of
+from tests.memory_rank import CASES, settings_of, tensor_size_of
+from tests.memory_rank import TOKENS as PASS_TOKENS
 from tests.ranks import run_ranks
 
 MIB, GB = 1 << 20, 1 << 30
@@ -249,9 +251,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
 def test_a_real_rank_has_the_terms_that_are_predicted(ranks: dict[str, dict[str, int]], name: str) -> None:
     zero, lora = settings_of(CASES[name])
     shape = shape_of({"vocab_size": 2048, "num_hidden_layers": 4})
-    model = TrainerModel(shape, zero, lora, ranks=2)
+    model = TrainerModel(shape, zero, lora, ranks=2, tensor=tensor_size_of(CASES[name]))
     bucket = BUCKET_BYTES if model.stage == 3 else 0  # below stage 3 it lives within a backward
     state = model.weights + model.master + model.moments
     predicted = state + model.gradients + model.offload_copies + bucket
     assert ranks[name]["accumulated"] == pytest.approx(predicted, rel=0.01), "between backward and step"
     assert ranks[name]["stepped"] <= 1.01 * predicted, "the step needs no more"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "tensor" in case])
+def test_a_layer_of_a_real_rank_keeps_exactly_what_is_predicted(ranks: dict[str, dict[str, int]], name: str) -> None:
+    shape, size = shape_of({"vocab_size": 2048, "num_hidden_layers": 4}), tensor_size_of(CASES[name])
+    heads = {"heads": shape.heads // size, "kv_heads": shape.kv_heads // size}
+    own = dataclasses.replace(shape, **heads, feed_forward=shape.feed_forward // size)
+    assert ranks[name]["layer"] == PASS_TOKENS * layer_bytes(own, 2)

@@ -80,6 +80,16 @@ WRONG_VALUES = {
     "attention heads, of which each rank takes an equal number; choose one of 1, 2, 4",
     "--trainer.replicas 2 --trainer.sequence-parallel-size 2 --zero.attention eager": "sequence_parallel_size is 2, "
     "but attention 'eager' needs a mask over all positions",
+    "--trainer.tensor-parallel-size 0": "--trainer.tensor-parallel-size is 0; it has to be 1 or more",
+    "--zero.stage 1 --trainer.tensor-parallel-size 2": "trainer has 1 rank, which cannot be divided into groups of 2 "
+    "that share their micro-batches; give it 2 replicas, or another tensor_parallel_size",
+    "--trainer.replicas 2 --trainer.tensor-parallel-size 2": "tensor_parallel_size is 2, but ZeRO stage 3 shards every "
+    "weight itself; set the stage to 2, 1 or 0",
+    "--trainer.replicas 3 --trainer.tensor-parallel-size 3 --zero.stage 1": "tensor_parallel_size is 3, but the model "
+    "has 4 attention heads, 4 heads of keys and 256 features in a feed-forward layer, of each of which every rank "
+    "takes an equal number; choose one of 1, 2, 4",
+    "--zero.deepspeed tensor_parallel.autotp_size=2": "--zero.deepspeed sets 'tensor_parallel', which a run decides "
+    "itself; leave it out, and see --trainer.tensor-parallel-size",
     "--reference.token-budget 0": "--reference.token-budget is 0; it has to be 1 or more",
     "--gpus 1": "there is no option --gpus; it is --generator.gpus now",
     "--num-trainers 2": "there is no option --num-trainers; it is --trainer.replicas now",

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.forest import num_unique
@@ -24,6 +25,7 @@ from tests.run_process import is_loopback
 from tests.training_cases import (
     BATCHES,
     CASES,
+    DECAY,
     FIRST,
     LR,
     TEMPERATURE,
@@ -32,7 +34,9 @@ from tests.training_cases import (
     make_batch,
     make_mixture,
     make_model,
+    make_normed,
 )
+from tests.training_rank import RESUMED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -45,6 +49,7 @@ def gang_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(directory / "untied", tied=False)
     make_mixture(directory / "experts")
     make_balanced(directory / "balanced")
+    make_normed(directory / "normed")
     run_ranks("tests.training_rank", directory, env=LOOPBACK)
     return directory
 
@@ -182,7 +187,7 @@ def test_gradients_and_weights_equal_the_plain_loop(case: Case, gang_dir: Path) 
     sizes = [max(float(g.abs().max()) for g in gradient.values()) for gradient in gradients]
     assert min(sizes) > 1e-3, "a gradient of nothing would prove nothing"
     for ours, plain, size in zip(found["gradients"], gradients, sizes, strict=True):
-        assert worst(ours, plain) <= (1e-5 if case.sequence > 1 else 2e-5) * max(1.0, size)
+        assert worst(ours, plain) <= (1e-5 if case.sequence > 1 or case.tensor > 1 else 2e-5) * max(1.0, size)
     assert worst(found["weights"], weights) <= 1e-5
 
 
@@ -195,6 +200,26 @@ def test_half_precision_goes_the_same_way(case: Case, gang_dir: Path) -> None:
     likeness = [cosine(*pair) for pair in zip(found["gradients"], gradients, strict=True)]
     assert likeness[0] > 0.995
     assert min(likeness) > 0.9
+
+
+@pytest.mark.parametrize("case", **named([case for case in CASES if case.tensor > 1]))
+def test_what_ranks_with_parts_of_a_model_have_whole_stays_equal(case: Case, gang_dir: Path) -> None:
+    assert json.loads((gang_dir / f"{case.name}.json").read_text())["alike"]
+
+
+def test_the_average_of_a_divided_model_is_exported_whole(gang_dir: Path) -> None:
+    (case,) = (case for case in CASES if "ema_decay" in case.settings)
+    gradients, weights = plain_steps(case, gang_dir)
+    exported = load_file(gang_dir / f"{case.name}-export" / "ema" / "model.safetensors")
+    clipped = [min(1.0, case.clip / float(torch.stack([g.norm() for g in one.values()]).norm())) for one in gradients]
+    for name, last in weights.items():
+        steps = [LR * share * one[name] for share, one in zip(clipped, gradients, strict=True)]
+        average = value = last + torch.stack(steps).sum(dim=0)
+        for step in steps:
+            value = value - step
+            average = DECAY * average + (1 - DECAY) * value
+        torch.testing.assert_close(exported[name], average, rtol=0, atol=2e-6)
+        assert not torch.equal(exported[name], last)
 
 
 @pytest.mark.parametrize("name", ["tree", "tree_of_old_tokens"])
@@ -250,7 +275,7 @@ def test_behavior_gap_is_that_of_the_proximal_policy(gang_dir: Path) -> None:
     assert told["gap"] == pytest.approx(np.mean(gaps), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ppo_tis", "untied", "stage_2"])
+@pytest.mark.parametrize("name", ["ppo_tis", "untied", "stage_2", "tensor_stage_1", "tensor_stage_2"])
 def test_export_loads_in_transformers(name: str, gang_dir: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -266,7 +291,7 @@ def test_export_loads_in_transformers(name: str, gang_dir: Path) -> None:
         assert told == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ppo_tis", "stage_2", "sequence_rows"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_trainer_goes_on_exactly(name: str, gang_dir: Path) -> None:
     """Adam: master weights and both moments have to come back for the next step to be the same."""
     straight, resumed = torch.load(gang_dir / f"{name}-resumed.pt")

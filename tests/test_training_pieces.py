@@ -41,7 +41,7 @@ CUTS = ((4, 2), (2, 2, 2, 1), (7,))
 class Engine(OneProcess):
     """Counts what the learner asks for, and divides as DeepSpeed does."""
 
-    rank, size, sequence_size = 0, 1, 1
+    rank, size, ranks_per_part = 0, 1, 1
 
     def __init__(self, model: Any, layout: Any = "padded") -> None:
         super().__init__(model, layout)

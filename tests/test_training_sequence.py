@@ -40,7 +40,7 @@ from tests.sequence_rank import OBJECTIVES, batch_of
 from tests.test_memory_formulas import configuration
 from tests.test_training_gang import named, one_thread, plain_steps, worst
 from tests.test_training_varlen import plain
-from tests.training_cases import FOUR, Case, make_model
+from tests.training_cases import FOUR, FOUR_DIVIDED, Case, make_model
 
 __all__ = ["one_thread"]
 LENGTHS = (9, 4, 7)
@@ -337,7 +337,7 @@ def four_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", **named(list(FOUR)))
+@pytest.mark.parametrize("case", **named([*FOUR, *FOUR_DIVIDED]))
 def test_gradients_of_four_ranks_equal_the_plain_loop(case: Case, four_dir: Path) -> None:
     found = torch.load(four_dir / f"{case.name}.pt")
     gradients, weights = plain_steps(case, four_dir)
@@ -346,6 +346,10 @@ def test_gradients_of_four_ranks_equal_the_plain_loop(case: Case, four_dir: Path
         size = max(float(g.abs().max()) for g in theirs.values())
         assert size > 1e-3 and worst(ours, theirs) <= 1e-5 * max(1.0, size)
     assert worst(found["weights"], weights) <= 1e-5
+    if case.clip:
+        told = [update["grad_norm"] for update in json.loads((four_dir / f"{case.name}.json").read_text())["updates"]]
+        norms = [float(torch.stack([g.norm() for g in one.values()]).norm()) for one in gradients]
+        assert told == pytest.approx(norms, rel=1e-5) and min(norms) > case.clip
 
 
 @pytest.mark.slow

@@ -39,7 +39,11 @@ class Case:
     dense_places: int | None = None
     """The most places for which the rule chooses a dense mask; None: its own."""
     sequence: int = 1
-    """Ranks that share a part of a batch."""
+    """Ranks that share a part of a batch, by positions."""
+    tensor: int = 1
+    """Ranks that share a part of a batch, by the matrices of the layers."""
+    normed: bool = False
+    """The heads' queries and keys are normed: a Qwen3."""
     experts: bool = False
     """A mixture of experts, each a module of its own."""
     balance: float = 0.0
@@ -50,6 +54,8 @@ class Case:
         """The directory of its model."""
         if self.balance:
             return "balanced"
+        if self.normed:
+            return "normed"
         return "experts" if self.experts else "tied" if self.tied else "untied"
 
     pieces: tuple[tuple[int, ...], ...] = ()
@@ -60,6 +66,8 @@ class Case:
         return self.settings.get("dtype") == "bfloat16"
 
 
+DECAY = 0.5
+"""Of the moving average of a case that keeps one."""
 PIECES = ((3, 2), (5,), (3, 4))
 """Whole groups, one of them more than a rank can share, and a last piece without samples."""
 CASES = (
@@ -120,12 +128,53 @@ CASES = (
     Case("pieces_offloaded", settings={"offload": "all"}, clip=0.05, pieces=PIECES),
     Case("pieces_bfloat16_stage_3", settings={"dtype": "bfloat16"}, pieces=PIECES),
     Case("pieces_bfloat16_stage_1", stage=1, settings={"dtype": "bfloat16"}, clip=0.05, pieces=PIECES),
+    # Last, because DeepSpeed keeps the groups of a divided model for all engines that a process makes after it.
+    Case("tensor_stage_1", {"kl_coef": 0.3, "entropy_coef": 0.1}, stage=1, clip=0.05, tensor=2, pieces=PIECES),
+    Case("tensor_stage_2", stage=2, tied=False, layout="tree", mask_staleness=1, optimizer_steps=2, tensor=2),
+    Case("tensor_stage_0", stage=0, tied=False, clip=0.05, token_budget=24, tensor=2),
+    Case("tensor_normed", stage=2, normed=True, clip=0.05, settings={"packing": True, "ema_decay": DECAY}, tensor=2),
+    Case(
+        "tensor_checkpointed",
+        {"aggregation": "sequence"},
+        stage=2,
+        clip=0.05,
+        settings={"gradient_checkpointing": True, "offload": "optimizer"},
+        tensor=2,
+    ),
+    Case("tensor_bfloat16_stage_1", stage=1, settings={"dtype": "bfloat16"}, tensor=2),
 )
 FOUR = (
     Case("four_share_a_tree", layout="tree", mask_staleness=1, token_budget=30, sequence=4),
     Case("two_and_two", token_budget=24, mask_staleness=0, tied=False, sequence=2),
 )
 """Of four ranks: more than the model has heads of keys, and two parts that two ranks share each."""
+FOUR_DIVIDED = (
+    Case("two_copies_stage_1", stage=1, clip=0.05, token_budget=24, mask_staleness=0, tensor=2),
+    Case("two_copies_stage_2", stage=2, tied=False, token_budget=30, clip=0.05, tensor=2),
+    Case("two_copies_stage_0", stage=0, tied=False, token_budget=30, clip=0.05, tensor=2),
+)
+"""Of four ranks: two copies of a model that two ranks have each."""
+
+
+def make_normed(path: Path) -> None:
+    """A Qwen3, whose norms of each head's query and key every rank has whole, and uses for its own heads."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(4)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
 
 
 def make_model(path: Path, *, tied: bool, num_layers: int = 2, hidden_size: int = 16) -> None:

@@ -38,6 +38,8 @@ class Facts:
     """Batchers: how they pack micro-batches. Trainers: what they can compute. rows: one row for each sequence."""
     ranks_per_part: int = 1
     """Gangs: consecutive ranks that take the same part of each message; it has to divide their number."""
+    parted_by: str = "sequence_parallel_size"
+    """Gangs: the argument that says so."""
     accumulate: str = ""
     """Trainers: whether they begin with the groups of a batch that are there: auto, on or off."""
     whole_batches: str | None = None

@@ -13,7 +13,8 @@ from flowrl.models.policy import Policy
 from flowrl.training.layouts import Decision, decide, decide_trainer
 from flowrl.training.model.attention.rule import RULE
 from flowrl.training.sequence_parallel import sequence_problems
-from flowrl.training.settings import Head, Layout, ZeroSettings
+from flowrl.training.settings import Head, Layout, LoRA, ZeroSettings
+from flowrl.training.tensor_parallel import tensor_problems
 
 
 def trainer_layout(policy: Policy, zero: ZeroSettings) -> Decision:
@@ -22,15 +23,26 @@ def trainer_layout(policy: Policy, zero: ZeroSettings) -> Decision:
     return Decision("rows", UNREAD) if config is None else decide_trainer(zero, config)
 
 
-def sliced_problems(policy: Policy, zero: ZeroSettings, size: int) -> list[str]:
-    """Why `size` ranks cannot share the micro-batches of a trainer of `policy`, as complete sentences."""
-    shape = known_shape(policy)
-    return [*sequence_problems(size, zero, known_config(policy) or {}, shape.heads if shape else None)]
+def shared_problems(policy: Policy, zero: ZeroSettings, lora: LoRA, *, sequence: int, tensor: int) -> list[str]:
+    """Why ranks of a trainer of `policy` cannot share their micro-batches in such groups, as complete sentences."""
+    shape, config = known_shape(policy), known_config(policy) or {}
+    if shape is not None:
+        numbers = {
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "intermediate_size": shape.feed_forward,
+            "num_experts": shape.experts,
+        }
+        config = {**numbers, **config}
+    return [*sequence_problems(sequence, zero, config), *tensor_problems(tensor, zero, lora, config, sequence=sequence)]
 
 
-def sliced_notes(size: int) -> list[str]:
-    """A line of `flowrl check` about ranks that share their micro-batches."""
-    return [f"each {size} ranks share their micro-batches, a slice of the positions each"] if size > 1 else []
+def shared_notes(*, sequence: int, tensor: int) -> list[str]:
+    """Lines of `flowrl check` about ranks that share their micro-batches."""
+    found = [f"each {sequence} ranks share their micro-batches, a slice of the positions each"] if sequence > 1 else []
+    if tensor > 1:
+        found.append(f"each {tensor} ranks share their micro-batches, a part of every layer's matrices each")
+    return found
 
 
 def balance_problems(policy: Policy, coef: float, head: Head, size: int) -> Iterator[str]:

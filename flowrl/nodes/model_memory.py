@@ -32,13 +32,14 @@ PROMPT_TOKENS, LARGEST_CPU_CACHE = 512, GIB
 
 
 def trainer_footprint(
-    policy: Policy, share: Share, zero: ZeroSettings, lora: LoRA, *, scalar: bool, sliced: int = 1
+    policy: Policy, share: Share, zero: ZeroSettings, lora: LoRA, *, scalar: bool, sequence: int = 1, tensor: int = 1
 ) -> Footprint | None:
-    """One rank of a trainer, of `sliced` that share their micro-batches; of rank 0, which publishes and exports."""
+    """One rank of a trainer, of `sequence` that divide positions or `tensor` that divide matrices; of rank 0, which
+    publishes and exports."""
     shape = known_shape(policy)
     if shape is None:
         return None
-    model = TrainerModel(shape, zero, lora, share.replicas, scalar, share.device_bytes, sliced)
+    model = TrainerModel(shape, zero, lora, share.replicas, scalar, share.device_bytes, sequence, max(1, tensor))
     return Footprint(tuple(_trainer_terms(model, share)))
 
 

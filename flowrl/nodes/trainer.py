@@ -21,18 +21,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.node import Saved
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Bool, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
-from flowrl.models.model_layout import balance_problems, note, sliced_notes, sliced_problems, trainer_layout
+from flowrl.models.model_layout import balance_problems, note, shared_notes, shared_problems, trainer_layout
 from flowrl.nodes.batch_record import BatchRecord
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.nodes.resident import ResidentNode
-from flowrl.nodes.trainer_parts import load_teacher, make_publisher
+from flowrl.nodes.trainer_parts import head_start, load_teacher, make_publisher, split_alone
 from flowrl.nodes.whole_batches import why_whole
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch.masks import loss_masks
@@ -44,7 +43,7 @@ from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.model.trainable import check_trainable
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import Accumulate, LoRA, Start, ZeroSettings, attention_problems
+from flowrl.training.settings import Accumulate, LoRA, ZeroSettings, attention_problems
 
 if TYPE_CHECKING:
     from flowrl.training.batch.update import Update
@@ -59,7 +58,8 @@ class Trainer(ResidentNode):
     splits a batch into several optimizer steps). `temperature` has to equal the generator's. With a `lora` of
     rank 1 or more the trainer trains an adapter and keeps the policy's own weights; a generator that receives
     adapters needs the same `lora`. `teacher` is the model that the objective `ReverseKL` compares the policy with.
-    Each `sequence_parallel_size` consecutive ranks share their micro-batches, a slice of the positions each.
+    Each `sequence_parallel_size` consecutive ranks share their micro-batches, a slice of the positions each; or each
+    `tensor_parallel_size`, a part of the layers' matrices each.
     `router_aux_loss_coef` is the weight of the load-balancing loss of a mixture of experts. Every `publish_every`th
     version is published, every `probe_every`th publication carries the probe. The first `start_after` batches make
     versions without an update, for an actor that waits until its critic has learnt.
@@ -91,6 +91,7 @@ class Trainer(ResidentNode):
         zero: ZeroSettings | None = None,
         lora: LoRA | None = None,
         sequence_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
         router_aux_loss_coef: float = 0.0,
         teacher: Policy | None = None,
         publish_every: int = 1,
@@ -108,6 +109,7 @@ class Trainer(ResidentNode):
         self.zero = zero or ZeroSettings()
         self.lora = lora or LoRA()
         self.sequence_parallel_size = sequence_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
         self.router_aux_loss_coef = router_aux_loss_coef
         self.teacher = teacher
         self.publish_every = publish_every
@@ -136,14 +138,15 @@ class Trainer(ResidentNode):
             adapter_rank=self.lora.synced_rank,
             saves=self.policy.name,
             layout=self._layout.layout,
-            ranks_per_part=max(1, self.sequence_parallel_size),
+            ranks_per_part=max(1, *self._shared.values()),
+            parted_by=max(self._shared, key=lambda way: self._shared[way]) + "_parallel_size",
             accumulate=self.accumulate,
             whole_batches=why_whole(self.objective, self.zero, epochs=self.epochs, balance=self.router_aux_loss_coef),
         )
 
     def footprint(self, share: Share) -> Footprint | None:
-        scalar, shared = getattr(self.objective, "head", "lm") == "scalar", self.sequence_parallel_size
-        return trainer_footprint(self.policy, share, self.zero, self.lora, scalar=scalar, sliced=shared)
+        scalar = getattr(self.objective, "head", "lm") == "scalar"
+        return trainer_footprint(self.policy, share, self.zero, self.lora, scalar=scalar, **self._shared)
 
     def check(self, facts: Any) -> list[str]:
         if not isinstance(self.objective, Objective):
@@ -151,7 +154,7 @@ class Trainer(ResidentNode):
                 f"objective is {self.objective!r}, which is not an Objective; wrap a function as "
                 "FunctionObjective(function, columns=(...)), or let a class inherit from Objective"
             ]
-        least = dict.fromkeys(("sequence_parallel_size", "epochs", "publish_every"), 1)
+        least = dict.fromkeys(("sequence_parallel_size", "tensor_parallel_size", "epochs", "publish_every"), 1)
         least |= dict.fromkeys(("probe_every", "start_after", "judge_every"), 0)
         problems = [
             f"{name} is {getattr(self, name)}; it has to be {low} or more"
@@ -171,28 +174,35 @@ class Trainer(ResidentNode):
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
         problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
-        head, shared, coef = self.objective.head, self.sequence_parallel_size, self.router_aux_loss_coef
-        problems += [*refused(self.zero.layout, self._layout), *sliced_problems(self.policy, self.zero, shared)]
-        problems += balance_problems(self.policy, coef, head, shared)
+        problems += refused(self.zero.layout, self._layout)
+        problems += shared_problems(self.policy, self.zero, self.lora, **self._shared)
+        balance = (self.router_aux_loss_coef, self.objective.head, self.sequence_parallel_size)
+        problems += balance_problems(self.policy, *balance)
         return problems + setting_problems(self.zero.deepspeed) + lora_problems(self.lora, self.zero)
 
     @property
     def _layout(self) -> Decision:
         return trainer_layout(self.policy, self.zero)
 
+    @property
+    def _shared(self) -> dict[str, int]:
+        """How many ranks share a micro-batch, by what they divide."""
+        return {"sequence": self.sequence_parallel_size, "tensor": self.tensor_parallel_size}
+
     def notes(self) -> list[str]:
-        return [note(self._layout), *sliced_notes(self.sequence_parallel_size)]
+        return [note(self._layout), *shared_notes(**self._shared)]
 
     def preflight(self) -> None:
         check_model(self.policy)
         model_dir = known_directory(self.policy)
         if model_dir is not None:
             kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
-            check_trainable(model_dir, self.objective.head, **kind)
+            check_trainable(model_dir, self.objective.head, **kind, tensor_size=self.tensor_parallel_size)
         check_training(self.zero, self.lora, model_dir=model_dir, trust_remote_code=self.policy.trust_remote_code)
 
     def check_resume(self, saved: Saved) -> list[str]:
-        return resume_problems(self._state_dir(str(saved.directory)) / TAG, self.zero, saved.num_replicas)
+        state = self._state_dir(str(saved.directory)) / TAG
+        return resume_problems(state, self.zero, saved.num_replicas, self.tensor_parallel_size)
 
     # Lifecycle
 
@@ -217,13 +227,13 @@ class Trainer(ResidentNode):
         torch.set_num_threads(max(1, len(self.context.cores)))
         torch.manual_seed(self.context.seed)
         device = torch.device("cuda", 0) if self.context.gpus else torch.device("cpu")
-        here, shared = self.context, self.sequence_parallel_size
-        gang = Gang.meet(here.replica, here.num_replicas, here.gang_address, device, sequence_parallel_size=shared)
+        here, shared = self.context, {f"{name}_parallel_size": size for name, size in self._shared.items()}
+        gang = Gang.meet(here.replica, here.num_replicas, here.gang_address, device, **shared)
         if self.zero.nvme_path and not is_built():
             progress("compiling DeepSpeed's async_io: takes some minutes, once per machine")
         progress("loading the model")
         head = self.objective.head
-        start = self._head_start(source) if head == "scalar" else "policy"
+        start = head_start(source) if head == "scalar" else "policy"
         kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
         engine = ZeroEngine(source, self.zero, gang, head=head, start=start, lora=self.lora, **kind)
         if self.context.resume_dir is not None:
@@ -246,12 +256,6 @@ class Trainer(ResidentNode):
         if self.context.resume_dir is not None and not self.lora.rank:
             return str(self._model_dir(self.context.resume_dir))
         return resolve(self.policy, progress=self.context.progress)
-
-    def _head_start(self, source: str) -> Start:
-        """How to initialise a scalar head: a model that already has one keeps it."""
-        from flowrl.training.model.scalar_head import has_scalar_head
-
-        return "reward_model" if has_scalar_head(source) else "policy"
 
     async def run(self) -> None:
         await self._publish(changed=True)
@@ -311,7 +315,7 @@ class Trainer(ResidentNode):
     def _train(self, batch: Batch) -> tuple[dict[str, Any], list[Use], bool] | None:
         """Train a batch, or a piece of one. At the batch's end return its metrics line, the uses of all ranks, and
         whether the weights changed; None before."""
-        part = batch if batch.step_ends else self._alone(batch)
+        part = self._split(batch)
         masks = loss_masks(part.samples, part.mask_staleness, self.version)
         step = self.version + 1
         lr = self.lr * self.schedule.factor(step, self.context.steps)
@@ -339,6 +343,9 @@ class Trainer(ResidentNode):
             return self._learner.update(part, masks, self.version, lr)
         return self._learner.add(part, masks, self.version, lr)
 
+    def _split(self, batch: Batch) -> Batch:
+        return batch if batch.step_ends else split_alone(batch, self.name, self.context.num_replicas)
+
     def _is_judged(self, step: int) -> bool:
         """Whether the held-out batch is evaluated with the weights that this step made."""
         return step == self.context.steps or bool(self.judge_every and step % self.judge_every == 0)
@@ -348,17 +355,8 @@ class Trainer(ResidentNode):
         return {
             f"{prefix}/{name}": value
             for batch in self._held_out
-            for name, value in self._learner.judge(batch if batch.step_ends else self._alone(batch)).items()
+            for name, value in self._learner.judge(self._split(batch)).items()
         }
-
-    def _alone(self, batch: Batch) -> Batch:
-        """Split a whole batch, received over an edge without gang dispatch, for this single rank."""
-        if self.context.num_replicas > 1:
-            raise ConfigError(
-                f"node {self.name!r} has {self.context.num_replicas} ranks but received a batch that was not split; "
-                'connect its batches with dispatch="gang"'
-            )
-        return batch.split(1)[0]
 
     async def _publish(self, *, changed: bool) -> None:
         """Make the current version readable and announce it; all ranks."""

@@ -1,22 +1,41 @@
-"""What a trainer's rank has beside its engine: a teacher's output layer, and the publisher of the weights."""
+"""What a trainer's rank has beside its engine: a scalar head's start, a teacher's layer, the publisher of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flowrl.errors import ConfigError
 from flowrl.graph.node import Context
 from flowrl.graph.routes import readers_dtype
+from flowrl.messages import Batch
 from flowrl.models import Policy, resolve
 from flowrl.models.directory import stored_dtype
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import Objective
-from flowrl.training.settings import LoRA
+from flowrl.training.settings import LoRA, Start
 
 if TYPE_CHECKING:
     from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.model.output_layer import OutputLayer
     from flowrl.weights.publish import Publisher
+
+
+def head_start(source: str) -> Start:
+    """How to initialise a scalar head: a model that already has one keeps it."""
+    from flowrl.training.model.scalar_head import has_scalar_head
+
+    return "reward_model" if has_scalar_head(source) else "policy"
+
+
+def split_alone(batch: Batch, node: str, num_ranks: int) -> Batch:
+    """Split a whole batch, received over an edge without gang dispatch, for the single rank of a trainer."""
+    if num_ranks > 1:
+        raise ConfigError(
+            f"node {node!r} has {num_ranks} ranks but received a batch that was not split; connect its batches with "
+            'dispatch="gang"'
+        )
+    return batch.split(1)[0]
 
 
 def load_teacher(

@@ -3,7 +3,7 @@
 Invariants
 - The loss is a mean over the *global* optimizer step: denominators are summed over the parts of a batch and
   their micro-batches before the first backward of a whole batch, so no split changes the gradient. Ranks that share
-  a part (sequence parallelism) have the same logprobs, losses and sums; these count once.
+  a part (sequence or tensor parallelism) have the same logprobs, losses and sums; these count once.
 - No token older than the bound reaches a gradient; this is asserted before anything is computed.
 - KTO's baseline is also a mean over the whole optimizer step, computed with the weights at its start.
 - π_p are the weights at the batch's first optimizer step. With one step they are the weights being

@@ -117,13 +117,14 @@ def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
         fed = any(edge.into.node is placed.node and edge.rule.splits for edge in graph.edges)
         if not placed.node.gang:
             continue
-        shared = placed.node.facts().ranks_per_part
+        facts = placed.node.facts()
+        shared = facts.ranks_per_part
         parts, rest = divmod(placed.replicas, shared)
         if rest:
             yield (
                 f"{placed.name} has {placed.replicas} {'rank' if placed.replicas == 1 else 'ranks'}, which cannot be "
                 f"divided into groups of {shared} that share their micro-batches; give it "
-                f"{shared * (parts + 1)} replicas, or another sequence_parallel_size."
+                f"{shared * (parts + 1)} replicas, or another {facts.parted_by}."
             )
         elif fed and 0 < sequences < parts:
             each = "" if shared == 1 else f" in groups of {shared}"

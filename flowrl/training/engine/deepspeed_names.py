@@ -24,6 +24,7 @@ OURS = {
     "optimizer": "--zero.optimizer",
     "scheduler": "--schedule.decay",
     "fp16": "--dtype",
+    "tensor_parallel": "--trainer.tensor-parallel-size",
 }
 """Setting that a run decides itself -> the option."""
 

@@ -31,13 +31,24 @@ class Gang:
     device: torch.device
     sequence: SequenceGroup | None = None
     """The ranks that have the same micro-batches, a slice of the positions each; None: each has its own."""
+    tensor_size: int = 1
+    """Consecutive ranks that have the same micro-batches, and a part of the model's matrices each."""
 
     @classmethod
-    def meet(cls, rank: int, size: int, address: str, device: torch.device, *, sequence_parallel_size: int = 1) -> Gang:
+    def meet(
+        cls,
+        rank: int,
+        size: int,
+        address: str,
+        device: torch.device,
+        *,
+        sequence_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+    ) -> Gang:
         """Join the gang at "host:port", where rank 0 listens. A single rank needs no address.
 
-        Each `sequence_parallel_size` consecutive ranks share their micro-batches; it has to divide `size`.
-        Also prepares DeepSpeed, which reads its rank from the environment.
+        Each `sequence_parallel_size` or `tensor_parallel_size` consecutive ranks share their micro-batches; both have
+        to divide `size`. Also prepares DeepSpeed, which reads its rank from the environment.
         """
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_SIZE": str(size)}
         if device.type == "cpu":
@@ -50,7 +61,7 @@ class Gang:
         else:
             torch.distributed.init_process_group(backend, store=_store(rank, size, address), rank=rank, world_size=size)
         _ready_deepspeed()
-        return cls(rank, size, device, sequence_group(rank, size, sequence_parallel_size))
+        return cls(rank, size, device, sequence_group(rank, size, sequence_parallel_size), tensor_parallel_size)
 
     def gather(self, item: T) -> list[T]:
         """Return the plain objects of all ranks, in rank order, on every rank."""
@@ -62,12 +73,22 @@ class Gang:
 
     def parts(self, item: T) -> list[T]:
         """Return the plain object of each part of a batch, on every rank: ranks that share one count once."""
-        return self.gather(item)[:: self.sequence_size]
+        return self.gather(item)[:: self.ranks_per_part]
+
+    @property
+    def ranks_per_part(self) -> int:
+        """Ranks that share a part of a batch."""
+        return self.sequence_size * self.tensor_size
 
     @property
     def sequence_size(self) -> int:
-        """Ranks that share a part of a batch."""
+        """Ranks that have a slice of the same positions each."""
         return 1 if self.sequence is None else self.sequence.size
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the model, sharded by ZeRO or not, among which gradients are averaged."""
+        return self.size // self.tensor_size
 
     def leave(self) -> None:
         """Leave the gang in order: rank 0 keeps the store to which the others report that they leave."""

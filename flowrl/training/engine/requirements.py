@@ -12,6 +12,10 @@ from flowrl.training.settings import LoRA, ZeroSettings
 
 SHARDS = "shards_rank_{rank}.pt"
 """Files of the ranks' state that any number of ranks can load."""
+PART = "part_{part}_of_{parts}"
+"""Their directory, where ranks have parts of the model's matrices (tensor parallelism)."""
+PART_OF_ALL = "mp_rank_*_model_states.pt"
+"""DeepSpeed's file for each such part, at ZeRO stage 0."""
 TAG = "zero"
 """The subdirectory of a trainer's directory that holds the state of its ranks."""
 
@@ -37,15 +41,33 @@ def check_training(zero: ZeroSettings, lora: LoRA, *, model_dir: Path | None, tr
         _check_targets(model_dir, lora, trust_remote_code)
 
 
-def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> list[str]:
-    """Reasons why ranks with these settings cannot load the training state that a checkpoint has in `path`."""
+def part_path(path: Path, part: int, parts: int) -> Path:
+    """Where in `path` the ranks that have this one of several parts of the model's matrices save their state."""
+    return path if parts == 1 else path / PART.format(part=part, parts=parts)
+
+
+def _saved_parts(path: Path) -> int:
+    """Into how many parts the matrices of the saved model were divided."""
+    return len(list(path.glob(PART.format(part="*", parts="*")))) or len(list(path.glob(PART_OF_ALL))) or 1
+
+
+def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int, parts: int = 1) -> list[str]:
+    """Reasons why ranks with these settings cannot load the training state that a checkpoint has in `path`.
+
+    `parts` is the trainer's `tensor_parallel_size`.
+    """
+    if (saved := _saved_parts(path)) != parts:
+        return [
+            f"checkpoint {path} was written with tensor_parallel_size {saved}, but this run has {parts}; resume with "
+            f"--trainer.tensor-parallel-size {saved}"
+        ]
     disks = len(list(path.glob("on_disk_rank_*")))
     if bool(disks) != bool(zero.nvme_path):
         return [
             f"checkpoint {path} was written {'with' if disks else 'without'} nvme_path, but this run is "
             f"{'with' if zero.nvme_path else 'without'} it; resume with the setting of the saved run"
         ]
-    if is_sharded(path):
+    if is_sharded(part_path(path, 0, parts)):
         return [*_unsharded_problems(path, zero, num_ranks)]
     found = disks or len(list(path.glob("*optim_states.pt")))
     if zero.effective_stage(num_ranks) and found != num_ranks:  # stage 0 shards nothing, so any number of ranks works

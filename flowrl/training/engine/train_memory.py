@@ -1,18 +1,19 @@
 """Bytes that one rank of a trainer takes, from the sizes of its model and its settings; docs/memory.md explains them.
 
 Ψ parameters, A of them trained (all, or those of adapters), b bytes an element, n tokens of a micro-batch, N ranks.
+Where the matrices of layers are divided, Ψ and A are those of one rank, and N the copies of the model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from flowrl.training.model.model_shape import BYTES, ModelShape, logits_bytes
 from flowrl.training.settings import LoRA, ZeroSettings
 
 BUCKET_BYTES = 4 * 50_000_000
-"""DeepSpeed's buffer for gradients that are about to be reduced, in fp32 (`BUCKET_ELEMENTS` of zero.py)."""
+"""DeepSpeed's buffer for gradients that are about to be reduced, in fp32 (`BUCKET_ELEMENTS` of ds_config.py)."""
 LIVE_PARAMETERS = 1_000_000_000
 """DeepSpeed's `stage3_max_live_parameters`: gathered ones that it keeps at most."""
 SCORING_LIVE = 200_000_000
@@ -39,6 +40,8 @@ class TrainerModel:
     """Memory of the rank's GPU; 0: it has none, or that is unknown."""
     sliced: int = 1
     """Ranks that share a micro-batch, an equal number of positions each."""
+    tensor: int = 1
+    """Ranks that share a micro-batch, an equal part of the matrices of all layers each."""
 
     @property
     def element(self) -> int:
@@ -50,19 +53,39 @@ class TrainerModel:
 
     @property
     def parameters(self) -> int:
+        """Those of the whole model."""
         head = self.shape.vocab * self.shape.hidden if self.scalar and not self.shape.tied else 0
         return self.shape.parameters - head
 
     @property
+    def own(self) -> int:
+        """Parameters of which ZeRO gives this rank its shard: all, or without the other ranks' parts of matrices."""
+        return self.parameters - self.shape.parameters + self._divided.parameters
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model; ZeRO shards each among the ranks with the same parts of its matrices."""
+        return max(1, self.ranks // self.tensor)
+
+    @property
+    def _divided(self) -> ModelShape:
+        """The shape of what this rank computes."""
+        shape, size = self.shape, self.tensor
+        if size == 1:
+            return shape
+        wide = shape.feed_forward // size
+        return replace(shape, heads=shape.heads // size, kv_heads=shape.kv_heads // size, feed_forward=wide)
+
+    @property
     def trained(self) -> int:
-        return self.shape.adapter_parameters(self.lora.rank) if self.lora.rank else self.parameters
+        return self.shape.adapter_parameters(self.lora.rank) if self.lora.rank else self.own
 
     @property
     def weights(self) -> int:
         """Weights of the model as this rank keeps them; at stage 3 a part."""
         quantized = QUANTIZED_BYTES[self.lora.quantize]
         linear = self.shape.layers * sum(i * o for i, o in self.shape.linears)
-        base = self.parameters * self.element if quantized is None else 0
+        base = self.own * self.element if quantized is None else 0
         if quantized is not None:
             base = int(linear * quantized) + (self.parameters - linear) * self.element
         total = base + (self.trained * self.element if self.lora.rank else 0)
@@ -83,20 +106,20 @@ class TrainerModel:
     @property
     def master(self) -> int:
         """The fp32 copy of this rank's trained parameters; stage 0 has none."""
-        return 0 if self.stage == 0 else -(-4 * self.trained // self.ranks)
+        return 0 if self.stage == 0 else -(-4 * self.trained // self.copies)
 
     @property
     def moments(self) -> int:
         """The optimizer's state of them."""
         total = MOMENTS_BYTES[self.zero.optimizer] * self.trained
-        return total if self.stage == 0 else -(-total // self.ranks)
+        return total if self.stage == 0 else -(-total // self.copies)
 
     @property
     def gradients(self) -> int:
         """fp32 sums of this rank's part. At stage 1 of the whole, beside the gradients in the dtype of the model."""
         if self.stage < 2:
             return (4 + (self.element if self.stage else 0)) * self.trained
-        return -(-4 * self.trained // self.ranks)
+        return -(-4 * self.trained // self.copies)
 
     @property
     def offload_copies(self) -> int:
@@ -104,10 +127,10 @@ class TrainerModel:
         this rank's part of the weights, and the largest gradient."""
         if self.zero.offload == "none":
             return 0
-        copy = -(-4 * self.trained // self.ranks)
+        copy = -(-4 * self.trained // self.copies)
         if self.stage == 3:
             return copy
-        return copy - (-self.element * self.trained // self.ranks) + 4 * self.shape.largest_matrix
+        return copy - (-self.element * self.trained // self.copies) + 4 * self.shape.largest_matrix
 
     @property
     def buckets(self) -> int:
@@ -117,7 +140,7 @@ class TrainerModel:
         """What a forward over a micro-batch keeps for its backward, and the most that computing adds to it."""
         tokens = -(-tokens // self.sliced)
         per_layer = tokens * (
-            layer_bytes(self.shape, self.element) + exchanged_bytes(self.shape, self.element, self.sliced)
+            layer_bytes(self._divided, self.element) + exchanged_bytes(self.shape, self.element, self.sliced)
         )
         working = tokens * self.element * (2 * self._wide + self.shape.hidden) + self._matrix_gradient
         head = 0 if self.scalar else head_bytes(self.shape, self.element, tokens, self.device_bytes)
@@ -128,12 +151,12 @@ class TrainerModel:
 
     @property
     def _wide(self) -> int:
-        return self.shape.feed_forward * self.shape.active_experts
+        return self._divided.feed_forward * self.shape.active_experts
 
     @property
     def _matrix_gradient(self) -> int:
         """Gradients of two of the largest matrices of a layer, before they are added to what was accumulated."""
-        return 2 * self.element * max(inputs * outputs for inputs, outputs in self.shape.linears)
+        return 2 * self.element * max(inputs * outputs for inputs, outputs in self._divided.linears)
 
 
 def layer_bytes(shape: ModelShape, element: int) -> int:

@@ -2,7 +2,7 @@
 
 Invariants
 - Gradients are sums. The caller divides its loss by global denominators, or the whole gradient in `step`; DeepSpeed
-  averages over ranks, so `backward` multiplies by their number. The boundary is set explicitly for every
+  averages over copies of the model, so `backward` multiplies by their number. The boundary is set explicitly for every
   micro-batch, because their number varies by step.
 - Every method except the properties and `set_lr` is collective: ZeRO gathers and reduces inside.
 - Master weights, accumulated gradients and their reduction are fp32 for every dtype of the model.
@@ -11,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,13 @@ from flowrl.errors import ConfigError
 from flowrl.training.engine import on_disk, shards
 from flowrl.training.engine.async_io import build_async_io
 from flowrl.training.engine.division import divided
+from flowrl.training.engine.ds_config import deepspeed_config, engine_layout, sharded_loading
 from flowrl.training.engine.ema import Ema, whole_master_weight
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.mixtures import gather_at_once
 from flowrl.training.engine.optimizers import make_optimizer, rates
-from flowrl.training.engine.requirements import TAG, in_shards, is_sharded, resume_problems
-from flowrl.training.layouts import Decision, Placing, decide_trainer, refused
+from flowrl.training.engine.requirements import TAG, in_shards, is_sharded, part_path, resume_problems
+from flowrl.training.layouts import Placing, decide_trainer, refused
 from flowrl.training.model.adapter import adapter_off, write_adapter
 from flowrl.training.model.attention.head_exchange import make_exchanging
 from flowrl.training.model.balance import found_balance
@@ -40,18 +41,17 @@ from flowrl.training.model.policy_model import (
     companions,
     load_policy_model,
     read_config,
-    splits_packed_rows,
     write_model,
 )
 from flowrl.training.model.row_layout import RowLayout, lay_out
 from flowrl.training.model.row_slices import compute, num_sliced
+from flowrl.training.model.tensor_parts import partition_config, whole, whole_norm
 from flowrl.training.model.tensors import Entry, adapter_weights, bucketed, whole_weights
 from flowrl.training.model.tree_trial import require_slices, require_trees
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model, write_scalar_model
 from flowrl.training.sequence_parallel import sequence_problems
 from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
-
-BUCKET_ELEMENTS = 50_000_000
+from flowrl.training.tensor_parallel import tensor_problems
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class ZeroEngine:
         for problem in (
             *refused(settings.layout, trees),
             *sequence_problems(gang.sequence_size, settings, architecture),
+            *tensor_problems(gang.tensor_size, settings, self.lora, architecture, sequence=gang.sequence_size),
         ):
             raise ConfigError(problem)
         attention = "sdpa" if trees.trees else choose_attention(settings.attention, gang.device, settings.dtype)
@@ -106,7 +107,7 @@ class ZeroEngine:
         if settings.nvme_path:
             build_async_io()
         # While this object exists, from_pretrained shards every weight as it loads it.
-        sharded = _sharded_loading(config) if self._stage == 3 else None
+        sharded = sharded_loading(config) if self._stage == 3 else None
         options: dict[str, Any] = {
             "dtype": settings.dtype,
             "attention": attention,
@@ -127,19 +128,25 @@ class ZeroEngine:
             make_exchanging(self.model.network.config._attn_implementation)
         if self._stage == 3:
             gather_at_once(self.model)
+        if gang.tensor_size > 1:
+            about = partition_config(self.model.network, gang.tensor_size)
+            config["tensor_parallel"] = {"autotp_size": gang.tensor_size, "partition_config": about}
         optimizer = make_optimizer(self.model, settings)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        if gang.tensor_size > 1:
+            # It would compare the arguments of the first pass on all ranks, and fails at objects that hold tensors.
+            self._engine.first_dataloader_check.remove()
         self._ema = Ema(self._engine, settings.ema_decay) if settings.ema_decay else None
-        about: dict[str, Any] = {
+        model_facts: dict[str, Any] = {
             "name": type(self.model.network).__name__,
             "vocab_size": self.vocab_size,
             "dtype": settings.dtype,
             "device": gang.device,
         }
         if gang.sequence is not None:
-            require_slices(self._own_scores, self._scores, layout=self.layout, **about)
+            require_slices(self._own_scores, self._scores, layout=self.layout, **model_facts)
         if trees.trees:
-            require_trees(self._scores, **about)
+            require_trees(self._scores, **model_facts)
 
     def _scores(self, rows: RowLayout) -> Tensor:
         """Values of a scalar head, logprobs at temperature 1 of a language model."""
@@ -184,7 +191,7 @@ class ZeroEngine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of a loss with global denominators; `last`: the last one of its optimizer step."""
         self._engine.set_gradient_accumulation_boundary(last)
-        self._engine.backward(loss * self.gang.size, scale_wrt_gas=False)
+        self._engine.backward(loss * self.gang.num_copies, scale_wrt_gas=False)
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
@@ -213,6 +220,8 @@ class ZeroEngine:
 
     def _plain_norm(self) -> float:
         """The gradient norm at stage 0, where DeepSpeed neither reports it nor checks that it is finite."""
+        if self.gang.tensor_size > 1:
+            return float(whole_norm(self.model.parameters()))
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
     def set_lr(self, lr: float) -> None:
@@ -237,7 +246,7 @@ class ZeroEngine:
             with self._whole([parameter for entry in bucket for parameter in entry.parameters]):
                 yield (
                     [entry.name for entry in bucket],
-                    [entry.make(*(p.detach() for p in entry.parameters)) for entry in bucket],
+                    [entry.make(*(whole(p.detach(), p) for p in entry.parameters)) for entry in bucket],
                 )
 
     def _whole(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[object]:
@@ -253,7 +262,8 @@ class ZeroEngine:
         assert self._ema is not None
         with self._ema.exchanged():
             for entry in entries:
-                average = {id(p): whole_master_weight(p).to(p.dtype) for p in entry.parameters if p.requires_grad}
+                trained = [p for p in entry.parameters if p.requires_grad]
+                average = {id(p): whole(whole_master_weight(p), p).to(p.dtype) for p in trained}
                 with self._whole([p for p in entry.parameters if not p.requires_grad]):
                     values = [average.get(id(p), p.detach()) for p in entry.parameters]
                     yield [entry.name], [entry.make(*values)]
@@ -314,7 +324,7 @@ class ZeroEngine:
         elif self._in_shards:
             averages = self._ema.averages if self._ema is not None else ()
             kept = self.settings.keep_optimizer
-            shards.save(self._engine, Path(path) / TAG, self.rank, averages, optimizer=kept)
+            shards.save(self._engine, self._part_path(path), self.rank, averages, optimizer=kept)
             self.gang.gather(None)
             return
         else:
@@ -328,13 +338,16 @@ class ZeroEngine:
     def _in_shards(self) -> bool:
         return in_shards(self.settings, self.gang.size)
 
+    def _part_path(self, path: str | Path) -> Path:
+        return part_path(Path(path) / TAG, self.gang.rank % self.gang.tensor_size, self.gang.tensor_size)
+
     def load(self, path: str | Path) -> None:
         """Load what `save` wrote, with any number of ranks where that is possible (`resume_problems`)."""
-        for problem in resume_problems(Path(path) / TAG, self.settings, self.gang.size):
+        for problem in resume_problems(Path(path) / TAG, self.settings, self.gang.size, self.gang.tensor_size):
             raise ConfigError(problem)
-        if self._in_shards and is_sharded(Path(path) / TAG):
+        if self._in_shards and is_sharded(self._part_path(path)):
             averages = self._ema.averages if self._ema is not None else ()
-            shards.load(self._engine, Path(path) / TAG, averages, optimizer=self.settings.optimizer == "adamw")
+            shards.load(self._engine, self._part_path(path), averages, optimizer=self.settings.optimizer == "adamw")
             return
         if self.settings.nvme_path:
             on_disk.load(self._engine.optimizer, Path(path) / TAG, self.rank)
@@ -344,56 +357,3 @@ class ZeroEngine:
             )
         if self._ema is not None:
             self._ema.load(Path(path), self.rank)
-
-
-def engine_layout(decision: Decision, attention: str, *, packing: bool | None) -> Placing:
-    """How the passes of an engine are laid out."""
-    if decision.layout != "rows":
-        return decision.layout
-    packed = splits_packed_rows(attention) if packing is None else packing
-    return "packed" if packed else "padded"
-
-
-def _sharded_loading(config: dict[str, Any]) -> object:
-    from transformers.integrations import HfDeepSpeedConfig
-
-    return HfDeepSpeedConfig(config)
-
-
-def deepspeed_config(settings: ZeroSettings, num_ranks: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for our settings; `settings.deepspeed` overrides it."""
-    zero: dict[str, Any] = {
-        "stage": settings.effective_stage(num_ranks),
-        "reduce_bucket_size": BUCKET_ELEMENTS,
-        "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
-    }
-    place: dict[str, Any] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    if settings.nvme_path:
-        place |= {"device": "nvme", "nvme_path": settings.nvme_path}
-    if settings.offload in ("optimizer", "all"):
-        zero["offload_optimizer"] = place
-    if settings.offload == "all":
-        zero["offload_param"] = place
-    if settings.optimizer == "muon":
-        zero["reduce_scatter"] = False  # Muon orthogonalizes whole gradients
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": settings.clipping,
-        "zero_optimization": zero,
-        "bf16": {"enabled": settings.dtype == "bfloat16", "check_grad_overflow": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": None,
-    }
-    return _laid_over(config, settings.deepspeed)
-
-
-def _laid_over(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for name, value in top.items():
-        below = merged.get(name)
-        merged[name] = _laid_over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flowrl.training.model.tensor_parts import whole_shape
+
 PEFT_PREFIX = "base_model.model."
 ADAPTER = "default"
 """PEFT's name for the only adapter."""
@@ -34,8 +36,8 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its parameters, sharded or not."""
-        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parameters)
+        """The bytes of its whole parameters, sharded or not, divided or not."""
+        return sum(getattr(p, "ds_numel", whole_shape(p).numel()) * p.element_size() for p in self.parameters)
 
 
 def whole_weights(model: nn.Module) -> list[Entry]:

@@ -14,14 +14,28 @@ from flowrl.errors import ConfigError
 from flowrl.training.settings import Head
 
 
-def check_trainable(path: str | Path, head: Head, *, trust_remote_code: bool = False, balanced: bool = False) -> None:
+def check_trainable(
+    path: str | Path, head: Head, *, trust_remote_code: bool = False, balanced: bool = False, tensor_size: int = 1
+) -> None:
     """Raise ConfigError with family and reason if the model in `path` cannot be trained with that head.
 
-    `balanced`: its experts need a load-balancing loss.
+    `balanced`: its experts need a load-balancing loss. `tensor_size`: ranks among which its matrices are divided.
     """
     (check_scalar if head == "scalar" else check_policy)(path, trust_remote_code=trust_remote_code)
     if balanced:
         check_balanced(path, trust_remote_code=trust_remote_code)
+    if tensor_size > 1:
+        check_divided(path, tensor_size, trust_remote_code=trust_remote_code)
+
+
+@functools.lru_cache(maxsize=16)
+def check_divided(path: str | Path, size: int, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError unless the matrices of the model in `path` can be divided among `size` ranks."""
+    from transformers import AutoModelForCausalLM
+
+    from flowrl.training.model.tensor_parts import partition_config
+
+    partition_config(_built(path, AutoModelForCausalLM.from_config, trust_remote_code), size)
 
 
 @functools.lru_cache(maxsize=16)
