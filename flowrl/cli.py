@@ -89,7 +89,7 @@ def _status(args: Sequence[str]) -> int:
 
 
 def setup(args: Sequence[str]) -> int:
-    """`flowrl setup cpu`. The command itself comes here only as `python -m flowrl`: see `flowrl_setup.entry`."""
+    """`flowrl setup`. The command itself comes here only as `python -m flowrl`: see `flowrl_setup.entry`."""
     from flowrl_setup import main as set_up
 
     return set_up(args)
