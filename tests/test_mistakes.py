@@ -314,7 +314,7 @@ TASKS = {
     "arithmetic:max_value=x": "option max_value is 'x' and needs int",
     "reasoning_gym/chain_sums": "reasoning_gym has no task 'chain_sums' among its",
     "reasoning_gym/chain_sum:max_trms=3": "reasoning_gym refuses these options",
-    "missing.jsonl": "there is no task 'missing.jsonl'",
+    "missing.jsonl": "missing.jsonl does not exist; correct the path",
     "": "names no source",
 }
 
