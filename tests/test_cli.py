@@ -186,9 +186,10 @@ def test_a_field_may_not_shadow_an_option_of_flowrl(capsys: Capture, tmp_path: P
     assert "Settings.steps in" in errors(capsys, "run", str(path))
 
 
-def test_help_lists_fields_with_their_meaning(capsys: Capture, graph_file: str) -> None:
+@pytest.mark.parametrize("asked", ["--help", "-h"])
+def test_help_lists_fields_with_their_meaning(capsys: Capture, graph_file: str, asked: str) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["run", graph_file, "--help"])
+        main(["run", graph_file, asked])
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert "--run-dir" in out
