@@ -112,7 +112,7 @@ class Driver:
         self._interrupted = False
         self._clock = CheckpointClock(job.options)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.lookout = Lookout(self.hosts, endpoint, Topology.of(job.plan), view.warning)
+        self.lookout = Lookout(self.hosts, endpoint, Topology.of(job.plan), view.warning, view.progress)
         self.orders = Orders(endpoint, job.plan, self.hosts, self.lookout)
         self.phases = Phases(self, job.graph, job.plan, job.options, self.orders, view)
         self._locks = Locks()
@@ -271,7 +271,6 @@ class Driver:
         batch_end = BatchEnd(num_ranks, self._stands_at, self._at_batch_end, passing=plan.own_clock)
         self.tickets.pause("start")
         for kind, handler in (
-            ("progress", lambda host, body: self.view.progress(body["node"], body["text"])),
             ("warning", lambda host, body: self.view.warning(f"{body['node']}: {body['text']}")),
             ("statistics", self._absorb),
             ("episode", lambda host, body: self._episodes.add(**body)),
