@@ -117,8 +117,10 @@ def test_responses_of_a_file_become_samples(task: Task) -> None:
 
 
 def test_rows_without_a_response_are_told(task: Task) -> None:
-    with pytest.raises(ConfigError, match=r"10 of 10 rows .* have no text to be scored in the column 'said'"):
-        GivenResponses(task, Policy("tiny"), column="said").preflight()
+    with pytest.raises(
+        ConfigError, match=r"10 of 10 rows of '\S+\.jsonl' have no text to be scored in the column 'said'"
+    ):
+        GivenResponses(Task(f"{task.name}:score=-"), Policy("tiny"), column="said").preflight()
 
 
 @pytest.mark.parametrize("command", ["generate", "score", "evaluate", "chat", "merge", "export", "samples"])
