@@ -388,6 +388,7 @@ def test_a_reward_server_that_is_not_there(told: Told, closed_port: int) -> None
 SERVING = {
     "": "needs a reward model's directory or FILE.py:FUNCTION first",
     "nowhere": "'nowhere' is neither a directory of a reward model, nor a name on the Hub, nor a function",
+    "nowhere.py": "the reward's file nowhere.py does not exist",
     "nowhere.py:f": "the reward's file nowhere.py does not exist",
     "nowhere.py:f --port 99999": "--port is 99999; it has to be in 0 to 65535",
     "nowhere.py:f --prt 1": "there is no option --prt; did you mean --port?",
