@@ -102,7 +102,7 @@ class Driver:
         self.best = read_best(job.run_dir, newest_step=job.start_version)
         self._endpoint = endpoint
         self._config = config
-        self._begun = False
+        self.begun = False
         """The records are open."""
         self._episodes = KeptEpisodes(job.run_dir, job.options.keep_episodes, view.warning)
         self._samples: KeptSamples
@@ -162,7 +162,7 @@ class Driver:
             book=self.accounting.line,
         )
         self.accounting.serve(self._endpoint)
-        self._begun = True
+        self.begun = True
 
     async def run(self) -> Outcome:
         """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""
@@ -234,7 +234,7 @@ class Driver:
         with writing(self.job.run_dir), ExitStack() as records:
             records.callback(self._trace.close)
             records.callback(self._episodes.close)
-            if not self._begun:
+            if not self.begun:
                 return
             records.callback(self.metrics.close)
             records.callback(self._samples.close)
@@ -247,7 +247,7 @@ class Driver:
         self._interrupted = True
         self.view.progress("driver", "interrupted: finishing what is in flight (interrupt again to stop at once)")
         self.tickets.close()
-        if self._begun:
+        if self.begun:
             self.accounting.end_admission()
 
     def stop_early(self, reason: str) -> None:
