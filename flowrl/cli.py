@@ -162,8 +162,8 @@ def run(args: Sequence[str]) -> int:
     if of_files.dry_run:
         return _dry_run(prepared, run_file_text(*described))
     result = launch.run()
-    print_figures(result.outcome.evaluations)
     if result.audit is None:
+        print_figures(result.outcome.evaluations)
         return 0
     print(result.audit)
     return 0 if result.audit.ok else 1
