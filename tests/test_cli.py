@@ -11,6 +11,9 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.graph.machine import GB, Cluster, Machine
+from flowrl.runtime.audit.audit import AuditReport
+from flowrl.runtime.driver.driver import Outcome
+from flowrl.runtime.driver.launch import Launch, Result
 
 ROOT = Path(__file__).parent.parent
 
@@ -186,9 +189,10 @@ def test_a_field_may_not_shadow_an_option_of_flowrl(capsys: Capture, tmp_path: P
     assert "Settings.steps in" in errors(capsys, "run", str(path))
 
 
-def test_help_lists_fields_with_their_meaning(capsys: Capture, graph_file: str) -> None:
+@pytest.mark.parametrize("asked", ["--help", "-h"])
+def test_help_lists_fields_with_their_meaning(capsys: Capture, graph_file: str, asked: str) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["run", graph_file, "--help"])
+        main(["run", graph_file, asked])
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert "--run-dir" in out
@@ -223,3 +227,14 @@ def test_clusters_are_read() -> None:
     assert cluster.machines == (Machine((0, 1, 2, 3), 1, 16 * GB),) * 2 + (Machine((0, 1)),)
     assert (cluster.num_cores, cluster.num_gpus) == (10, 2)
     assert len(Cluster.here().machines[0].cores) >= 1
+
+
+@pytest.mark.parametrize(("audit", "shown"), [(None, "exact_match  0.5\n"), (AuditReport(), "audit: ok\n")])
+def test_figures_before_training_are_the_last_word_only_where_nothing_is_trained(
+    capsys: Capture, graph_file: str, monkeypatch: pytest.MonkeyPatch, audit: AuditReport | None, shown: str
+) -> None:
+    """An interrupted run has been evaluated before training alone, too."""
+    outcome = Outcome(0, {"before": {"exact_match": 0.5}}, interrupted=True, seconds=1.0)
+    monkeypatch.setattr(Launch, "run", lambda launch: Result(Path("runs/a"), outcome, audit))
+    assert main(["run", graph_file]) == 0
+    assert capsys.readouterr().out == shown

@@ -387,21 +387,23 @@ def test_a_users_mistake_gets_one_message_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "package"),
+    ("name", "module", "package", "remedy"),
     [
-        (GRID, "minigrid", "minigrid"),
-        (GRID, "pygame", "pygame"),
-        (GRID, "gymnasium", "gymnasium"),
-        (LAKE, "textarena", "textarena"),
-        (NUMBER, "gem", "gem-llm"),
-        (GSM8K, "skyrl_gym", "skyrl-gym"),
+        (GRID, "minigrid", "minigrid", "flowrl setup environments"),
+        (GRID, "pygame", "pygame", "flowrl setup environments"),
+        (GRID, "gymnasium", "gymnasium", "pip install gymnasium"),
+        (LAKE, "textarena", "textarena", "flowrl setup environments"),
+        (NUMBER, "gem", "gem-llm", "flowrl setup environments"),
+        (GSM8K, "skyrl_gym", "skyrl-gym", "flowrl setup environments"),
     ],
 )
-def test_a_missing_package_is_named(name: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(
+    name: str, module: str, package: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for known in [known for known in sys.modules if known.partition(".")[0] in (module, "minigrid")]:
         monkeypatch.delitem(sys.modules, known)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"needs the package {package}; pip install {package}$"):
+    with pytest.raises(ConfigError, match=rf"needs the package {package}; {remedy}$"):
         find_environment(name)
 
 

@@ -324,7 +324,7 @@ TASKS = {
     "arithmetic:max_value=x": "option max_value is 'x' and needs int",
     "reasoning_gym/chain_sums": "reasoning_gym has no task 'chain_sums' among its",
     "reasoning_gym/chain_sum:max_trms=3": "reasoning_gym refuses these options",
-    "missing.jsonl": "there is no task 'missing.jsonl'",
+    "missing.jsonl": "missing.jsonl does not exist; correct the path",
     "": "names no source",
 }
 
@@ -398,6 +398,7 @@ def test_a_reward_server_that_is_not_there(told: Told, closed_port: int) -> None
 SERVING = {
     "": "needs a reward model's directory or FILE.py:FUNCTION first",
     "nowhere": "'nowhere' is neither a directory of a reward model, nor a name on the Hub, nor a function",
+    "nowhere.py": "the reward's file nowhere.py does not exist",
     "nowhere.py:f": "the reward's file nowhere.py does not exist",
     "nowhere.py:f --port 99999": "--port is 99999; it has to be in 0 to 65535",
     "nowhere.py:f --prt 1": "there is no option --prt; did you mean --port?",

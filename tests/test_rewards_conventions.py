@@ -53,6 +53,9 @@ def test_a_file_is_read_without_being_imported(tmp_path: Path) -> None:
     file.write_text("def f(completions): ...\ndef g(completions): ...\n")
     with pytest.raises(ConfigError, match=r"names a file with f, g; name the function"):
         with_function(str(file))
+    file.write_text("def f(completions:\n    return 1.0\n")
+    with pytest.raises(ConfigError, match=r"r.py is no Python: line 1: '\(' was never closed"):
+        with_function(str(file))
 
 
 def asked(place: str, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]) -> Verdicts:

@@ -83,7 +83,9 @@ def watched(body: Body, *, flush: Callable[[dict[str, Process]], Any] = lambda p
             }  # type: ignore[misc]
         )
         try:
-            await body(Lookout(hosts, endpoints["driver"], CYCLE, told.append), processes, told)
+            await body(
+                Lookout(hosts, endpoints["driver"], CYCLE, told.append, lambda node, text: None), processes, told
+            )
         finally:
             for endpoint in endpoints.values():
                 await endpoint.close()

@@ -78,6 +78,13 @@ def test_a_standstill_is_told_again_when_it_has_become_twice_as_long() -> None:
     assert still.look([report("trainer/0", moves=8)], 5 * STALL_S + 1) is None
 
 
+def test_who_tells_of_progress_does_not_stand_still() -> None:
+    still, busy = Standstill(), [report("generator/0", moves=1, alive=["its set-up"])]
+    assert still.look(busy, 0.0) is None
+    still.moved(STALL_S - 1)
+    assert [still.look(busy, at_s) for at_s in (STALL_S, 2 * STALL_S - 2, 2 * STALL_S - 1)] == [None, None, STALL_S]
+
+
 def test_what_each_node_does_is_told() -> None:
     text = describe(
         [

@@ -1,4 +1,4 @@
-"""`flowrl setup cpu`: it needs no other package, finds its pins in a wheel, and says what went wrong."""
+"""`flowrl setup`: it needs no other package, finds its pins in a wheel, and says what went wrong."""
 
 from __future__ import annotations
 
@@ -38,12 +38,35 @@ def test_it_installs_the_pins_of_the_cpu_set_up() -> None:
     assert flowrl_setup.TORCH in (ROOT / ".ci" / "setup").read_text(encoding="utf-8"), "the same build of torch"
 
 
+def test_the_packages_of_environments_are_installed_without_what_they_ask_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    commands: list[list[str]] = []
+
+    class Pip:
+        def __init__(self, command: list[str], **_: object) -> None:
+            commands.append(command)
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(flowrl_setup.subprocess, "Popen", Pip)
+    assert main(["setup", "environments"]) == 0
+    (command,) = commands
+    pins = [word for word in command if "==" in word]
+    assert "--no-deps" in command and {pin.split("==")[0] for pin in pins} >= {"TextArena", "verifiers", "gem-llm"}
+    assert not {pin.split("==")[0].lower() for pin in pins} & {
+        pin.split("==")[0].lower() for pin in flowrl_setup.pinned(flowrl_setup.pins_folder())
+    }
+    assert capsys.readouterr().out.startswith(f"flowrl setup: {pins[0]}")
+
+
 def test_torch_is_that_of_the_package() -> None:
     wanted = flowrl_setup.TORCH.removesuffix("+cpu")
     assert f'"{wanted}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("args", [(), ("gpu",), ("cpu", "--fast")])
+@pytest.mark.parametrize("args", [(), ("gpu",), ("cpu", "--fast"), ("environments", "cpu")])
 def test_what_it_does_not_take_is_told(args: Sequence[str], capsys: Capture) -> None:
     assert main(["setup", *args]) == 2
     captured = capsys.readouterr()
@@ -125,6 +148,6 @@ def test_a_wheel_has_the_graphs_and_the_pins(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
         (scripts,) = [opened.read(name).decode() for name in names if name.endswith("entry_points.txt")]
-    assert {f"flowrl/requirements/{name}" for name in flowrl_setup.PINS} <= names
+    assert {f"flowrl/requirements/{name}" for name in (*flowrl_setup.PINS, *flowrl_setup.ENVIRONMENTS)} <= names
     assert {"flowrl/recipes/grpo.py", "flowrl/recipes/agents/calculator_agent.py", "flowrl_setup.py"} <= names
     assert "flowrl = flowrl_setup:entry" in scripts

@@ -230,6 +230,12 @@ def test_mixtures_that_are_none(name: str, says: str) -> None:
         load_rows(Task(name))
 
 
+def test_a_misspelt_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "questions.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"does not exist; did you mean \S+/questions\.jsonl\?"):
+        load_rows(Task(f"{tmp_path}/quesions.jsonl"))
+
+
 # Mathematics
 
 

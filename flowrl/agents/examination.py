@@ -42,8 +42,8 @@ class Examination:
 
     def __str__(self) -> str:
         if self.no_tools:
-            return f"{self._history()} Tool calls cannot be fed: {self.no_tools}."
-        return " ".join([self._history(), "Tool calls can be fed.", *self._shown(), self._parsing()])
+            return f"{self.history()} Tool calls cannot be fed: {self.no_tools}."
+        return " ".join([self.history(), "Tool calls can be fed.", *self._shown(), self._parsing()])
 
     def _shown(self) -> list[str]:
         text = "The template does not show which tools there are: describe them in the environment's first message."
@@ -54,7 +54,8 @@ class Examination:
             return f"Tool calls are not parsed back: {self.no_parsing}."
         return f"A rendered tool call was parsed back by {self.parsed_by}."
 
-    def _history(self) -> str:
+    def history(self) -> str:
+        """What the template does to earlier replies, as a sentence."""
         if not self.rewrites:
             return "The template keeps earlier replies: both histories give the same contexts."
         return (

@@ -87,7 +87,8 @@ def copy(source: Path, files: Sequence[Path], target: Path) -> None:
 def upload(source: Path, files: Sequence[Path], options: ExportOptions) -> str:
     """Upload the files in one commit; returns the address. The token is the Hub's own: HF_TOKEN, or `hf auth login`."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    from flowrl.hub.download import failures
 
     api = HfApi()
     try:
@@ -101,10 +102,10 @@ def upload(source: Path, files: Sequence[Path], options: ExportOptions) -> str:
             revision=options.revision,
             commit_message=options.message,
         )
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+    except failures() as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"{options.name} cannot be uploaded: {first}; log in with hf auth login, or set HF_TOKEN to a token that "
-            "may write there"
-        ) from None
+        remedy = "log in with hf auth login, or set HF_TOKEN to a token that may write there"
+        if not isinstance(error, OSError | ValueError):  # an error of the HTTP library: nobody has answered
+            remedy = "the connection failed, so run it again when there is one"
+        raise ConfigError(f"{options.name} cannot be uploaded: {first}; {remedy}") from None
     return str(made)

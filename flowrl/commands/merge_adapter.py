@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,9 +85,12 @@ def write_merged(adapter: Path, base: Path, out: Path, dtype: str) -> None:
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from flowrl.training.model.policy_model import companions
 
+    disable_progress_bar()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # peft imports DeepSpeed, which warns where it has to guess
     loaded = AutoModelForCausalLM.from_pretrained(base, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
     try:
         merged = PeftModel.from_pretrained(loaded, str(adapter)).merge_and_unload()

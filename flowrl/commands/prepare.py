@@ -39,6 +39,7 @@ class Prepared:
 
 def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str]) -> Prepared:
     """Load the graph file, split the options into flowrl's and the graph's own, build the graph."""
+    args = ["--help" if arg == "-h" else arg for arg in args]
     run_file = _run_file(args)
     named = bool(args) and not args[0].startswith("-")
     file = _load(command, args[0] if named else run_file.graph if run_file is not None else "", run_file)

@@ -6,8 +6,9 @@ HELP = ("-h", "--help", "help")
 USAGE = """\
 usage: flowrl COMMAND
 
-  setup cpu
-        install what flowrl needs on a machine without GPUs, into this Python's environment
+  setup cpu|environments
+        install into this Python's environment what flowrl needs on a machine without GPUs, or the packages whose
+        environments it can play
   quickstart [--steps N] [--control]
         train a small model on addition, in some minutes on a CPU, and print what it learnt
   graphs

@@ -100,7 +100,7 @@ def _info(name: HubName) -> Any:
         )
     except GatedRepoError:
         raise
-    except _failures() as error:
+    except failures() as error:
         if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code < 500:
             raise
         raise _UnreachableError(error) from None
@@ -139,11 +139,11 @@ def _problems_told(name: HubName) -> Iterator[None]:
         yield
     except (ConfigError, _UnreachableError):
         raise
-    except _failures() as error:
+    except failures() as error:
         raise problem_of(error, name) from None
 
 
-def _failures() -> tuple[type[Exception], ...]:
+def failures() -> tuple[type[Exception], ...]:
     """What huggingface_hub raises: OSError, and the base class of its HTTP library's errors, whichever that is."""
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -141,7 +141,7 @@ class AgentProgram(EpisodeNode):
         check_model(self.policy)
         if not self.outside:
             asyncio.run(self._try())
-        return template_findings(self.policy, self.source, (), self.generate.server)
+        return template_findings(self.policy, self.source, None, self.generate.server)
 
     async def _try(self) -> None:
         """Import the agent's file."""

@@ -27,24 +27,25 @@ def length_problems(limits: Limits, policy: Policy, token_budget: int | None) ->
         )
 
 
-def template_findings(policy: Policy, environment: str, tools: Messages, generator: object = None) -> str | None:
+def template_findings(policy: Policy, environment: str, tools: Messages | None, generator: object = None) -> str | None:
     """What an examination of the chat template finds; None for a model whose tokenizer is not known yet.
 
-    `generator` is the node that answers; if it names vLLM's parsers, replies are parsed with those. Raises ConfigError
-    for tools that the template cannot take.
+    `tools` is None where only the episodes tell which there are. `generator` is the node that answers; if it names
+    vLLM's parsers, replies are parsed with those. Raises ConfigError for tools that the template cannot take.
     """
     tokenizer = known_tokenizer(policy)
     if tokenizer is None:
         return None
     if isinstance(generator, Generator) and (generator.tool_parser or generator.reasoning_parser):
         examination = examine_with_parsers(
-            policy, tools, tool_parser=generator.tool_parser, reasoning_parser=generator.reasoning_parser
+            policy, tools or (), tool_parser=generator.tool_parser, reasoning_parser=generator.reasoning_parser
         )
     else:
-        examination = examine(tokenizer, tools)
+        examination = examine(tokenizer, tools or ())
     if tools and examination.no_tools:
         raise ConfigError(
             f"environment {environment!r} has tools, but the chat template of {policy.model} cannot take them "
             f"({examination.no_tools}); choose a model for tool calls, or an environment without tools"
         )
-    return f"the chat template of {policy.model}: {examination}"
+    found = examination.history() if tools is not None and not tools else examination
+    return f"the chat template of {policy.model}: {found}"

@@ -38,7 +38,7 @@ class GivenResponses(Node):
         if lacking := [row for row in rows if not isinstance(row.columns.get(self.column), str)]:
             columns = ", ".join(lacking[0].columns) or "the prompt alone"
             raise ConfigError(
-                f"{len(lacking)} of {len(rows)} rows of {self.task.name!r} have no text to be scored in the column "
+                f"{len(lacking)} of {len(rows)} rows of {self.task.source!r} have no text to be scored in the column "
                 f"{self.column!r} (the first has {columns}); name the column with --response"
             )
 

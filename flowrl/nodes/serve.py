@@ -121,10 +121,10 @@ def _client(what: str, options: ServeOptions) -> RewardClient:
         trusted, label = model.trust_remote_code, options.label
         check_reward_model(path, trust_remote_code=trusted, label=label, option="--label")
         return AskModel(load_scorer(path, options.device, options.dtype, trust_remote_code=trusted, label=label))
-    if ":" not in what:
+    if ":" not in what and not what.endswith(".py"):
         raise ConfigError(
             f"{what!r} is neither a directory of a reward model, nor a name on the Hub, nor a function; name one "
-            "that graphs/reward_model.py has saved, OWNER/NAME, or FILE.py:FUNCTION"
+            "that the graph reward_model has saved, OWNER/NAME, or FILE.py:FUNCTION"
         )
     if options.label:
         raise ConfigError("--label is for a reward model; the values of a function are weighed by --weights")

@@ -17,7 +17,7 @@ from flowrl.tasks.answer_checks import NEEDED, STRUCTURED, check_references
 from flowrl.tasks.arithmetic import Arithmetic, demonstrate
 from flowrl.tasks.files import Keys, left_on_disk
 from flowrl.tasks.files import rows as file_rows
-from flowrl.tasks.formats import FORMATS, is_file_task
+from flowrl.tasks.formats import FORMATS, is_file_task, require_there
 from flowrl.tasks.hub_rows import hub_dataset
 from flowrl.tasks.input_template import asked_by
 from flowrl.tasks.judge import place_of
@@ -231,9 +231,13 @@ def _source(task: Task, reading: Reading) -> Iterable[Row]:
 
 
 def place_of_rows(task: Task) -> Path | HubName | None:
-    """Where the rows of a task are that generates none; None if it names neither files nor a dataset of the Hub."""
+    """Where the rows of a task are that generates none; None if it names neither files nor a dataset of the Hub.
+
+    Raises ConfigError for a file that is not there.
+    """
     if task.source.startswith("reasoning_gym/"):
         return None
+    require_there(task.path)
     return task.path if is_file_task(task.path) else hub_dataset(task.source)
 
 

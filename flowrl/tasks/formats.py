@@ -7,6 +7,7 @@ Text is UTF-8. A line with other bytes is malformed, and so is a line that its f
 from __future__ import annotations
 
 import csv
+import difflib
 import itertools
 import json
 import re
@@ -44,6 +45,15 @@ def format_of(path: Path) -> str:
 def is_file_task(path: Path) -> bool:
     """Whether `path` is a file, a directory or a pattern of files that `records` may be able to read."""
     return path.is_dir() or (path.is_file() and format_of(path) != "") or (not path.exists() and is_pattern(path))
+
+
+def require_there(path: Path) -> None:
+    """Raise ConfigError if `path` is named like a file of rows and is not there."""
+    if not format_of(path) or path.exists() or is_pattern(path):
+        return
+    near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.*")], 1)
+    hint = f"did you mean {path.parent / near[0]}?" if near else "correct the path, which is relative to this directory"
+    raise ConfigError(f"there is no task {str(path)!r}, for {path.resolve()} does not exist; {hint}")
 
 
 def is_pattern(path: Path) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,9 @@ def check(task: Task) -> None:
 @functools.lru_cache(maxsize=8)
 def _dataset(name: str) -> Any:
     try:
-        from reasoning_gym.factory import DATASETS
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, when that is compiled
+            from reasoning_gym.factory import DATASETS
     except ImportError:
         raise ConfigError(f"task {name!r} needs the package reasoning-gym; pip install reasoning-gym") from None
     task = Task(name)

@@ -58,6 +58,8 @@ def with_function(place: str) -> str:
     usual = [name for name in USUAL if name in found] or found
     if not Path(place).expanduser().is_file():
         raise ConfigError(f"the reward's file {place} does not exist (looked for {Path(place).expanduser().resolve()})")
+    if (error := _syntax_error(Path(place).expanduser())) is not None:
+        raise ConfigError(f"the reward's file {place} is no Python: line {error.lineno}: {error.msg}")
     if len(usual) != 1:
         raise ConfigError(
             f"reward {place!r} names a file with {', '.join(found) or 'no function that takes prompts and responses'}; "
@@ -83,6 +85,17 @@ def _parsed(path: Path, changed_ns: int) -> dict[str, tuple[str, ...]]:
         return {}
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {node.name: _names(node.args) for node in found if not node.name.startswith("_")}
+
+
+def _syntax_error(path: Path) -> SyntaxError | None:
+    """What is wrong with a file that Python cannot read."""
+    try:
+        ast.parse(path.read_bytes())
+    except SyntaxError as error:
+        return error
+    except ValueError as error:  # a null byte
+        return SyntaxError(str(error))
+    return None
 
 
 def _names(arguments: ast.arguments) -> tuple[str, ...]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
+from pathlib import Path
 from typing import Any
 
 from flowrl.environments.environment_row import EnvironmentName
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_module import one_line
+
+PINS = Path(__file__).parents[2] / "requirements" / "environments.txt"
+"""What `flowrl setup environments` installs."""
 
 
 def imported(name: EnvironmentName, module: str, *, distribution: str) -> Any:
@@ -18,11 +23,25 @@ def imported(name: EnvironmentName, module: str, *, distribution: str) -> Any:
     except ModuleNotFoundError as problem:
         missing = (problem.name or module).partition(".")[0]
         needs = distribution if missing == module.partition(".")[0] else missing
-        raise ConfigError(f"environment {name.text!r} needs the package {needs}; pip install {needs}") from None
+        raise ConfigError(
+            f"environment {name.text!r} needs the package {needs}; {_remedy(needs, of=distribution)}"
+        ) from None
     except Exception as problem:  # the boundary to the package's import
         raise ConfigError(
             f"environment {name.text!r}: the package {distribution} does not import: {one_line(problem)}"
         ) from None
+
+
+def _remedy(package: str, *, of: str) -> str:
+    """How to install a package that the distribution `of` needs: pip alone might replace what flowrl needs."""
+    pinned = {_canonical(line.partition("==")[0]) for line in PINS.read_text(encoding="utf-8").splitlines()}
+    known = {_canonical(package), _canonical(of)} & pinned
+    return "flowrl setup environments" if known else f"pip install {package}"
+
+
+def _canonical(distribution: str) -> str:
+    """The one spelling of a name that pip knows by several."""
+    return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
 
 def close_names(wanted: str, known: list[str]) -> str:

@@ -102,7 +102,7 @@ class Driver:
         self.best = read_best(job.run_dir, newest_step=job.start_version)
         self._endpoint = endpoint
         self._config = config
-        self._begun = False
+        self.begun = False
         """The records are open."""
         self._episodes = KeptEpisodes(job.run_dir, job.options.keep_episodes, view.warning)
         self._samples: KeptSamples
@@ -112,7 +112,7 @@ class Driver:
         self._interrupted = False
         self._clock = CheckpointClock(job.options)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.lookout = Lookout(self.hosts, endpoint, Topology.of(job.plan), view.warning)
+        self.lookout = Lookout(self.hosts, endpoint, Topology.of(job.plan), view.warning, view.progress)
         self.orders = Orders(endpoint, job.plan, self.hosts, self.lookout)
         self.phases = Phases(self, job.graph, job.plan, job.options, self.orders, view)
         self._locks = Locks()
@@ -162,7 +162,7 @@ class Driver:
             book=self.accounting.line,
         )
         self.accounting.serve(self._endpoint)
-        self._begun = True
+        self.begun = True
 
     async def run(self) -> Outcome:
         """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""
@@ -234,7 +234,7 @@ class Driver:
         with writing(self.job.run_dir), ExitStack() as records:
             records.callback(self._trace.close)
             records.callback(self._episodes.close)
-            if not self._begun:
+            if not self.begun:
                 return
             records.callback(self.metrics.close)
             records.callback(self._samples.close)
@@ -247,7 +247,7 @@ class Driver:
         self._interrupted = True
         self.view.progress("driver", "interrupted: finishing what is in flight (interrupt again to stop at once)")
         self.tickets.close()
-        if self._begun:
+        if self.begun:
             self.accounting.end_admission()
 
     def stop_early(self, reason: str) -> None:
@@ -271,7 +271,6 @@ class Driver:
         batch_end = BatchEnd(num_ranks, self._stands_at, self._at_batch_end, passing=plan.own_clock)
         self.tickets.pause("start")
         for kind, handler in (
-            ("progress", lambda host, body: self.view.progress(body["node"], body["text"])),
             ("warning", lambda host, body: self.view.warning(f"{body['node']}: {body['text']}")),
             ("statistics", self._absorb),
             ("episode", lambda host, body: self._episodes.add(**body)),

@@ -300,7 +300,8 @@ class PreparedRun:
 
 
 class _signals:
-    """SIGINT and SIGTERM end the run in order, a second one ends it at once; SIGUSR1 shows who waits for what.
+    """SIGINT and SIGTERM end the run in order, a second one ends it at once, and so does one during the set-up, when
+    nothing is in flight yet and a model may be on its way for minutes; SIGUSR1 shows who waits for what.
 
     The sender of SIGTERM usually sends SIGKILL later, so the run writes a checkpoint as soon as possible.
     """
@@ -315,7 +316,7 @@ class _signals:
         assert task is not None
 
         def stop(begin: Callable[[], None]) -> None:
-            if not self._driver.interrupted:
+            if self._driver.begun and not self._driver.interrupted:
                 begin()
             elif not task.cancelling():
                 self._view.progress("driver", "stopping at once")

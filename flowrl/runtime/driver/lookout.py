@@ -30,13 +30,24 @@ SILENT = "it is stopped, or its code does not release the GIL"
 
 
 class Lookout:
-    """Watches the hosts of one run. `warn(text)` shows the user a warning."""
+    """Watches the hosts of one run.
 
-    def __init__(self, hosts: Hosts, endpoint: Endpoint, topology: Topology, warn: Callable[[str], None]) -> None:
+    `warn(text)` shows the user a warning, `progress(replica_id, text)` how far the set-up of a node is.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        endpoint: Endpoint,
+        topology: Topology,
+        warn: Callable[[str], None],
+        progress: Callable[[str, str], None],
+    ) -> None:
         self._hosts = hosts
         self._endpoint = endpoint
         self._topology = topology
         self._warn = warn
+        self._show_progress = progress
         self._standstill = Standstill()
         self._doing: list[str] = []
         self._blocking: set[str] = set()
@@ -44,9 +55,15 @@ class Lookout:
         self._tell_of_host_at_s: dict[str, float] = {}
         """Silent host -> length of silence, in seconds, at which the next warning is due."""
         endpoint.on("ping", self._ping)
+        endpoint.on("progress", self._progress)
 
     async def _ping(self, host: str, body: Any) -> None:
         """The reply proves that everything `host` sent before has arrived."""
+
+    def _progress(self, host: str, body: Any) -> None:
+        """Who tells of progress may be slow, and does not stand still."""
+        self._standstill.moved(time.monotonic())
+        self._show_progress(body["node"], body["text"])
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

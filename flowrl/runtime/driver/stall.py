@@ -156,6 +156,10 @@ class Standstill:
     _due_after_s: float = field(default=STALL_S)
     """Length of the standstill at which the next report is due."""
 
+    def moved(self, now_s: float) -> None:
+        """Something has moved that is in no report."""
+        self._since_s, self._due_after_s = now_s, STALL_S
+
     def look(self, reports: Iterable[Report], now_s: float) -> float | None:
         """Seconds for which nothing has moved, if a report is due now; otherwise None."""
         moves = {report["node"]: (report["moves"], report["ended"]) for report in reports}

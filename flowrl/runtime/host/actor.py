@@ -25,6 +25,8 @@ from flowrl.runtime.host.host_engine import HostEngine, HostSpec
 
 R = TypeVar("R")
 BLOCKED_S = 1.0
+NOBODYS_BLOCK_S = 10.0
+"""From here on a block is told that no node's code has caused: while modules are imported there are shorter ones."""
 IMPORTING = 50_000
 """New objects between two garbage collections during module imports, which create mostly permanent objects. With
 Python's default of 700 the import of vLLM takes a sixth longer."""
@@ -167,7 +169,9 @@ class HostActor:
             self._still = (*culprit, start)
             alive.wait()
             self._still = None
-            self._loop.call_soon_threadsafe(self._engine.loop_blocked, culprit, time.monotonic() - start)
+            for_s = time.monotonic() - start
+            if culprit[0] or for_s >= NOBODYS_BLOCK_S:
+                self._loop.call_soon_threadsafe(self._engine.loop_blocked, culprit, for_s)
 
 
 def _culprit(frame: FrameType | None) -> tuple[str, str]:

@@ -391,7 +391,8 @@ class HostEngine:
     def loop_blocked(self, culprit: tuple[str, str], for_s: float) -> None:
         """Warn that the loop was blocked; called for the watch thread afterwards."""
         node, where = culprit
-        text = f"the event loop was blocked for {for_s:.1f} s at {where}; use `await self.blocking(...)` there"
+        advice = "; use `await self.blocking(...)` there" if node else ""
+        text = f"the event loop was blocked for {for_s:.1f} s at {where}{advice}"
         self.endpoint.notify(DRIVER, "warning", {"node": node or self.spec.host, "text": text})
 
 

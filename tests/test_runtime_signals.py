@@ -1,0 +1,61 @@
+"""Ctrl-C and SIGTERM before and after a run has begun; on a driver that only notes what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from flowrl.runtime.driver.launch import _signals
+
+
+@dataclass
+class NotingDriver:
+    """Stands for the driver and its view."""
+
+    begun: bool
+    interrupted: bool = False
+    told: list[str] = field(default_factory=list)
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+        self.told.append("interrupt")
+
+    def terminate(self) -> None:
+        self.interrupted = True
+        self.told.append("terminate")
+
+    def progress(self, replica_id: str, text: str) -> None:
+        self.told.append(text)
+
+
+async def signalled(driver: Any, *numbers: signal.Signals) -> bool:
+    """Whether the run ends at once by these signals, one after the other."""
+    try:
+        with _signals(driver, driver):
+            for number in numbers:
+                os.kill(os.getpid(), number)
+                await asyncio.sleep(0.01)  # the loop reads the signal from its own pipe
+    except asyncio.CancelledError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_has_not_begun_ends_by_the_first_signal(number: signal.Signals) -> None:
+    driver = NotingDriver(begun=False)
+    assert asyncio.run(signalled(driver, number))
+    assert driver.told == ["stopping at once"], "there is nothing in flight to be finished"
+
+
+def test_a_run_that_has_begun_ends_in_order_and_by_the_second_signal_at_once() -> None:
+    driver = NotingDriver(begun=True)
+    assert not asyncio.run(signalled(driver, signal.SIGTERM))
+    assert driver.told == ["terminate"]
+    driver = NotingDriver(begun=True)
+    assert asyncio.run(signalled(driver, signal.SIGINT, signal.SIGINT))
+    assert driver.told == ["interrupt", "stopping at once"]
