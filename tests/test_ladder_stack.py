@@ -13,13 +13,16 @@ import os
 import re
 import sqlite3
 import subprocess
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flowrl.models import Policy, resolve
 from flowrl.runtime.audit.audit import audit
+from flowrl.tasks import Task
 from tests import warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(400)]
@@ -47,6 +50,8 @@ OFFLINE = {
     "reward_model": ("--batch", "4", "--held-out", "8"),
     "sft": ("--batch", "8", *EVALUATED),
 }
+FEW_ROWS = {"kto", "process_reward_model"}
+"""Graphs that read all rows before the first step: they get few, from a file."""
 ELSEWHERE = {"agent_openai", "agent_tools", "grpo", "ppo"}
 NO_TRAINER = {"pairs", "generate", "score", "evaluate"}
 
@@ -100,11 +105,19 @@ def test_two_steps_of_an_online_graph(graph: str, tmp_path: Path, ray: dict[str,
         assert report.figures["policy spans proven"] == report.figures["requests"] > 0
 
 
+@pytest.fixture(scope="module")
+def calculating() -> tuple[str, str]:
+    """The option for the `tiny` of arithmetic."""
+    return "--policy", resolve(Policy("tiny", task=Task("arithmetic")))
+
+
 @pytest.mark.parametrize("graph", OFFLINE)
-def test_two_steps_of_an_offline_graph(graph: str, tmp_path: Path, ray: dict[str, str]) -> None:
+def test_two_steps_of_an_offline_graph(
+    graph: str, tmp_path: Path, ray: dict[str, str], calculating: tuple[str, str]
+) -> None:
     options = OFFLINE[graph]
-    if graph == "process_reward_model":
-        options += ("--task", str(labelled_steps(tmp_path / "steps.jsonl")))
+    if graph in FEW_ROWS:
+        options += ("--task", str(few_rows(graph, tmp_path / "rows.jsonl")), *calculating)
     run(graph, options, tmp_path / "run", ray)
     policy_lines(tmp_path / "run")
     if set(EVALUATED) <= {*options}:
@@ -112,9 +125,13 @@ def test_two_steps_of_an_offline_graph(graph: str, tmp_path: Path, ray: dict[str
         assert asked(tmp_path / "run") == BOTH
 
 
-def labelled_steps(file: Path) -> Path:
-    """Rows with a right step and one that is right in every second row."""
-    rows = ({"prompt": f"{n}+1=", "steps": [f"{n}+1", str(n + n % 2)], "labels": [1, n % 2]} for n in range(64))
+def few_rows(graph: str, file: Path) -> Path:
+    """Rows of sums: responses with labels, or two steps of which the second is wrong in every second row."""
+    shapes: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+        "kto": lambda n: [{"completion": f"{n + 1}", "label": True}, {"completion": f"{n}", "label": False}],
+        "process_reward_model": lambda n: [{"steps": [f"{n}+1", f"{n + n % 2}"], "labels": [1, n % 2]}],
+    }
+    rows = [{"prompt": f"{n}+1=", **row} for n in range(64) for row in shapes[graph](n)]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return file
 
