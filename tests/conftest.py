@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import subprocess
@@ -106,6 +107,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return (2, 0) if name in SPREAD else (1, -tests[name])
 
     items.sort(key=place)
+
+
+def pytest_configure() -> None:
+    """A million objects are made by imports and collection, and stay: the garbage collector never looks at them."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -34,15 +34,10 @@ VALUE = st.recursive(
 CALL = st.tuples(st.from_regex(r"[a-zA-Z0-9_-]{1,12}", fullmatch=True), st.dictionaries(CONTENT, VALUE))
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the directories that are made, without what makes them."""
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the directories that are made in an empty cache, without what makes them."""
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     names: list[str] = []
 
     def make(final: Path, recipe: object, make: object) -> None:
