@@ -24,9 +24,16 @@ from flowrl.tasks import Task
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, but for tests that are about a model which others make too."""
+    if "of_everyone" not in request.fixturenames:
+        monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def of_everyone() -> None:
+    """The test takes what is in the machine's cache, and leaves there what it makes."""
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +216,7 @@ def test_a_warm_start_stops_at_its_target_and_leaves_torch_as_it_was(monkeypatch
 @pytest.mark.slow
 @pytest.mark.stack
 @pytest.mark.timeout(300)
-def test_smollm2_converts_and_answers() -> None:
+def test_smollm2_converts_and_answers(of_everyone: None) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
