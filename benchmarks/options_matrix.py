@@ -126,7 +126,7 @@ def run_cell(graph: str, option: str, values: Mapping[str, str], home: Path, ser
     lines = [line for line in errors.splitlines() if line.strip()]
     outcome: Outcome = "failed"
     said = lines[-1] if lines else f"status {status}"
-    if status == 2 and len(lines) <= 2 and not (run_dir / "ledger.sqlite").exists():
+    if status == 2 and len(lines) <= 2 and not (run_dir / "config.json").exists():
         outcome, said = "refused", said.removeprefix("- ")  # one sentence, or that of one problem under its heading
     elif status == 0 and audited(run_dir) is not True:
         said = "audit: not ok"

@@ -91,7 +91,7 @@ def test_a_run_is_judged(
 def test_a_run_that_began_was_not_refused(monkeypatch: Any, tmp_path: Path) -> None:
     def begun(command: Any, run_dir: Path) -> tuple[int, str]:
         run_dir.mkdir()
-        (run_dir / "ledger.sqlite").touch()
+        (run_dir / "config.json").touch()
         return 2, "flowrl: node 'trainer' failed\n"
 
     monkeypatch.setattr(options_matrix, "flowrl", begun)

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,10 @@ from flowrl.channel.address import socket_root
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine
 from flowrl.orphans import adopt_orphans
+from flowrl.runtime.driver import slow_start
 from flowrl.runtime.driver.guard import Guard
 from flowrl.runtime.driver.unless_ended import ProcessEnded, unless_ended
-from flowrl.runtime.host.processes import children, end_descendants
+from flowrl.runtime.host.processes import children, descendants, end_descendants
 
 R = TypeVar("R")
 
@@ -89,6 +91,8 @@ class RayCluster:
         self._actors: dict[str, Any] = {}
         self._places: tuple[str, ...] = ()
         """Machine -> the resource that only it has."""
+        self._given_up: set[int] = set()
+        """Processes of starts that failed: Ray's library holds them, so the kernel keeps them as zombies."""
         self.owned = False
         """Whether flowrl started this Ray, and so stops it."""
         self.started = False
@@ -97,8 +101,10 @@ class RayCluster:
         self.lost = ""
         """Name of the Ray process that has ended unexpectedly, "" if none has."""
 
-    def start(self, *, graph_dir: Path, num_cpus: int, num_gpus: int) -> None:
-        """Join the cluster of RAY_ADDRESS, or start a local Ray."""
+    def start(
+        self, *, graph_dir: Path, num_cpus: int, num_gpus: int, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Join the cluster of RAY_ADDRESS, or start a local Ray. `warn(text)` says that it is started again."""
         address = os.environ.get("RAY_ADDRESS")
         if address:
             check_address(address)
@@ -114,7 +120,6 @@ class RayCluster:
         if not address:
             self.owned = True
             adopt_orphans()
-            self._guard = Guard(secrets.token_hex(8))
             init = partial(
                 ray.init,
                 address="local",
@@ -126,7 +131,7 @@ class RayCluster:
                 **quiet,
             )
             try:
-                self._while_ray_lives(init)
+                self._start_own(init, warn)
             except FlowrlError:
                 raise
             except Exception as error:  # Ray has no class for this: it raises built-in exceptions
@@ -143,6 +148,23 @@ class RayCluster:
             raise ConfigError(f"RAY_ADDRESS={address} asks for a token ({why}); set RAY_AUTH_TOKEN to it") from None
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._head = host.strip("[]"), int(port)
+
+    def _start_own(self, init: Callable[[], object], warn: Callable[[str], None]) -> None:
+        """Start flowrl's own Ray, again where the machine was too slow for Ray's limits."""
+        for further in reversed(range(slow_start.STARTS)):
+            before = descendants()
+            self._guard = Guard(secrets.token_hex(8))
+            try:
+                unless_ended(init, self.processes)
+                return
+            except ProcessEnded as ended:
+                if not further or not slow_start.was_too_slow(_logs(), ended.name):
+                    raise self.has_lost(ended.name) from None
+                warn(slow_start.AGAIN)
+                wait((ended.call,))  # Ray's library gives up by itself after 30 s
+            self._guard.dismiss()
+            end_descendants(but=before)
+            self._given_up |= {*self.processes().values()}
 
     @staticmethod
     def _runtime_env(graph_dir: Path) -> dict[str, Any]:
@@ -235,12 +257,14 @@ class RayCluster:
 
     def processes(self) -> dict[str, int]:
         """Name -> pid of the processes that the run's own Ray cannot work without."""
-        return children(*ESSENTIAL) if self.owned else {}
+        return children(*ESSENTIAL, but=self._given_up) if self.owned else {}
 
     def has_lost(self, name: str) -> FlowrlError:
         """Record that Ray's process `name` has ended: nothing calls Ray any more. Returns the error for the user."""
         self.lost = name
-        logs = f"its logs are in {ray_directory() / 'session_latest' / 'logs'}; " if self.owned else ""
+        if self.owned and slow_start.was_too_slow(_logs(), name):
+            return FlowrlError(slow_start.TOO_OFTEN)
+        logs = f"its logs are in {_logs()}; " if self.owned else ""
         return FlowrlError(
             f"Ray's {name} has ended (killed, out of memory, or crashed), which ended the run; {logs}continue with "
             "--resume from the newest checkpoint"
@@ -322,6 +346,11 @@ def _keep_to_this_machine() -> None:
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _logs() -> Path:
+    """Directory with the logs of the Ray that this process has started last."""
+    return max(ray_directory().glob(f"session_*_{os.getpid()}"), default=ray_directory() / "session_latest") / "logs"
 
 
 def ray_directory() -> Path:

@@ -122,7 +122,8 @@ class Launch:
                 if not cluster.started:
                     view.progress("driver", "starting Ray")
                     num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
-                    cluster.start(graph_dir=self.graph_file.parent, num_cpus=num_cpus, num_gpus=machines.num_gpus)
+                    where, num_gpus = self.graph_file.parent, machines.num_gpus
+                    cluster.start(graph_dir=where, num_cpus=num_cpus, num_gpus=num_gpus, warn=view.warning)
                 job = PreparedRun(self, directory, plan, version, resume_from, versions)
                 try:
                     outcome = asyncio.run(job.drive(cluster, view))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 R = TypeVar("R")
 
@@ -23,9 +23,11 @@ LOOK_EVERY_S = 0.1
 class ProcessEnded(Exception):
     """One of the processes has ended before the call."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, call: Future[Any]) -> None:
         super().__init__(name)
         self.name = name
+        self.call = call
+        """The call, which still goes on."""
 
 
 def unless_ended(call: Callable[[], R], processes: Callable[[], Mapping[str, int]]) -> R:
@@ -48,7 +50,7 @@ def unless_ended(call: Callable[[], R], processes: Callable[[], Mapping[str, int
                         handles[name] = os.pidfd_open(pid)
             for name, handle in handles.items():
                 if select.select([handle], [], [], 0)[0] and not result.done():
-                    raise ProcessEnded(name)
+                    raise ProcessEnded(name, result)
     finally:
         for handle in handles.values():
             os.close(handle)

@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -86,15 +86,16 @@ def pid_space() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def children(*names: str) -> dict[str, int]:
-    """Name -> pid of this process's children with these names, as the kernel reports them."""
-    return {stat.name: pid for pid, stat in _stats().items() if stat.name in names and stat.parent == os.getpid()}
+def children(*names: str, but: Collection[int] = ()) -> dict[str, int]:
+    """Name -> pid of this process's children with these names, as the kernel reports them. `but` are left out."""
+    mine = {pid: stat.name for pid, stat in _stats().items() if stat.parent == os.getpid() and pid not in but}
+    return {name: pid for pid, name in mine.items() if name in names}
 
 
-def end_descendants() -> None:
-    """Kill all processes that this one has started, directly or through others, and adopted ones."""
+def end_descendants(*, but: Collection[int] = ()) -> None:
+    """Kill all processes that this one has started, directly or through others, and adopted ones. `but` are spared."""
     for _ in range(MOST_GENERATIONS):  # a process may start another one before it is killed
-        running = descendants()
+        running = [pid for pid in descendants() if pid not in but]
         if not running:
             return
         for pid in running:
