@@ -47,15 +47,16 @@ def check_vllm_version() -> str:
     )
 
 
-def quantized_problems(model_dir: Path) -> list[str]:
-    """Whether the model in `model_dir` is stored quantized, as a complete sentence."""
-    quantized = read_config(model_dir).get("quantization_config")
+def stored_problems(model_dir: Path, engine: Engine, gpus: float) -> list[str]:
+    """What is wrong with how the model in `model_dir` is stored, as complete sentences."""
+    config = read_config(model_dir)
+    quantized = config.get("quantization_config")
     if not quantized:
-        return []
+        return engine.problems(gpus, str(config.get("dtype") or config.get("torch_dtype")))
     method = quantized.get("quant_method", "unknown")
     return [
         f"the model in {model_dir} is quantized ({method}), and weight updates lack the scales (weight_scale) of its "
-        "layers; use the model as it was before quantization"
+        "layers; use the model as it was before quantization, which --engine.quantization fp8 quantizes at every update"
     ]
 
 

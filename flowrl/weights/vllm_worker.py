@@ -1,7 +1,7 @@
 """Runs inside vLLM's worker process: loads a version from shared memory into the model.
 
 vLLM imports this module in its engine process because `worker_extension_cls` names it; the import
-registers the transfer engine. Three properties of vLLM 0.32 determine the design:
+registers the transfer engine. Four properties of vLLM 0.32 determine the design:
 
 - Between start and finish of an update the model is on the meta device. `apply_weights` does start, loading
   and finish in one call, so that no engine step can run in between.
@@ -9,6 +9,8 @@ registers the transfer engine. Three properties of vLLM 0.32 determine the desig
   for an `lm_head` tied to the embedding: its weight tensor is updated through the embedding, but its copy is
   not, and the head would still use the old weights.
 - The base class synchronizes an accelerator, which raises an error on machines without one.
+- An fp8 engine quantizes a layer as soon as all of it has been loaded, and so does the layerwise reload. Published
+  weights are in 16 bits or more; scales are made here, so no publisher has them.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.platforms import current_platform
 
 from flowrl.weights.engine_process import adopt
@@ -64,8 +68,8 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._mappings: dict[str, mmap.mmap] = {}
-        self._parameters = {name for name, _ in self.model.named_parameters()}
-        """Names of the parameters. Tied parameters appear once, as in what a publisher sends."""
+        self._parameters = checkpoint_parameters(self.model)
+        """Names of the parameters that a publisher sends."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -102,6 +106,16 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             self._mappings[name] = segment.map()
             segment.close()
         return self._mappings[name]
+
+
+def checkpoint_parameters(model: torch.nn.Module) -> set[str]:
+    """Names of the parameters that are loaded, tied ones once. Without those that a layer makes of them: fp8 scales."""
+    made = set()
+    for prefix, layer in model.named_modules():
+        loaded, _ = get_layerwise_info(layer).restore_metadata
+        if loaded:
+            made |= {f"{prefix}.{name}" for name in layer._parameters.keys() - loaded.keys() - SKIP_TENSORS}
+    return {name for name, _ in model.named_parameters()} - made
 
 
 def refresh_tied_heads(model: torch.nn.Module) -> int:
