@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowrl import Cluster, ConfigError
+from flowrl import Cluster, ConfigError, Graph
 from flowrl.graph.analysis.check import Report
 from flowrl.graph.machine import CAPABILITIES, CARDS
 from flowrl.models import Policy
@@ -21,7 +21,7 @@ from flowrl.nodes.quantization import FP8
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.weights.probe import ProbeCheck, ProbeMismatch
-from tests.test_graph_memory import BF16, SEVEN, report
+from tests.test_graph_memory import BF16, SEVEN, SMALL, report
 from tests.test_weights_publish import off_by
 
 EIGHT = "1 x 8 x H100"
@@ -58,10 +58,21 @@ def test_a_model_that_is_stored_quantized_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_of_float32_needs_another_dtype_beside_fp8(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads(Path(SMALL).read_text()), "dtype": "float32"}))
     with pytest.raises(ConfigError, match=r"dtype is float32; add --engine\.dtype bfloat16"):
         Generator(Policy(str(tmp_path)), engine=Engine(quantization="fp8")).preflight()
     Generator(Policy(str(tmp_path)), engine=Engine(quantization="fp8", dtype="float16")).preflight()
+
+
+def test_experts_in_fp8_need_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads(Path(SMALL).read_text()), "num_experts": 4}))
+    engine, policy = Engine(quantization="fp8", dtype="bfloat16"), Policy(str(tmp_path))
+    g = Graph("one")
+    alone = g.add("generator", Generator(policy, engine=engine))
+    with pytest.raises(ConfigError, match="vLLM computes experts in fp8 on GPUs alone"):
+        alone.preflight()
+    assert any("computes experts in fp8 on GPUs alone" in text for text in alone.check(None))
+    g.add("other", Generator(policy, engine=engine), gpus=1).preflight()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from flowrl.errors import ConfigError
 from flowrl.nodes.quantization import FP8, method_problems, vllm_method, why_fixed
 from flowrl.nodes.vllm_options import parse_extra
+from flowrl.training.model.model_shape import ModelShape
 
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -103,13 +104,15 @@ class Engine:
         """Whether the layers' matrices are in fp8, quantized while they are loaded."""
         return self.quantization in FP8
 
-    def problems(self, gpus: float, stored: str = "") -> list[str]:
+    def problems(self, gpus: float, shape: ModelShape | None = None) -> list[str]:
         """What is wrong with these options of a generator with `gpus` GPUs, as complete sentences.
 
-        `stored` is the dtype of the model, "" if that is not known.
+        `shape` is that of its model, None if it is not known.
         """
-        dtype = stored if self.dtype == "auto" else self.dtype
-        found = [*self._extra_problems(), *method_problems(self.quantization, dtype, on_gpu=gpus > 0)]
+        stored = shape.dtype if shape is not None else ""
+        dtype, experts = stored if self.dtype == "auto" else self.dtype, shape.experts if shape is not None else 0
+        found = [*self._extra_problems()]
+        found += method_problems(self.quantization, dtype, on_gpu=gpus > 0, mixture=experts > 0)
         for name in () if gpus else ON_GPUS_ONLY:
             if getattr(self, name):
                 found.append(f"{_option(name)} is {getattr(self, name)}, but the generator has no GPUs; leave it out")

@@ -148,7 +148,7 @@ class Generator(Node):
         known = self.sampling.problems(trained=False)
         problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
         shape = known_shape(self.policy) if self.engine.in_fp8 else None
-        problems += self.engine.problems(self.gpus, shape.dtype if shape else "") + self.parallel.problems(self.gpus)
+        problems += self.engine.problems(self.gpus, shape) + self.parallel.problems(self.gpus)
         if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
             problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number from 0 up")
         if self.every < 1:

@@ -37,8 +37,11 @@ def why_fixed(quantization: str, extra: tuple[str, ...]) -> str:
     )
 
 
-def method_problems(quantization: str, dtype: str, *, on_gpu: bool) -> Iterator[str]:
-    """What is wrong with a method of an engine whose other weights and computation have this dtype."""
+def method_problems(quantization: str, dtype: str, *, on_gpu: bool, mixture: bool) -> Iterator[str]:
+    """What is wrong with a method of an engine whose other weights and computation have this dtype.
+
+    `mixture`: the model is a mixture of experts.
+    """
     if quantization not in FP8:
         return
     if dtype == "float32":
@@ -46,7 +49,12 @@ def method_problems(quantization: str, dtype: str, *, on_gpu: bool) -> Iterator[
             f"--engine.quantization is {quantization}, beside which vLLM computes in 16 bits, but the engine's dtype "
             "is float32; add --engine.dtype bfloat16"
         )
-    if not on_gpu and vllm_method(quantization) != CHANNEL:
+    if mixture and not on_gpu:
+        yield (
+            f"--engine.quantization is {quantization}, but vLLM computes experts in fp8 on GPUs alone, and the "
+            "generator has none; leave it out"
+        )
+    elif not on_gpu and vllm_method(quantization) != CHANNEL:
         yield (
             f"--engine.quantization is {quantization}, which vLLM computes on GPUs, but the generator has none; write "
             f"fp8, which is {CHANNEL}"

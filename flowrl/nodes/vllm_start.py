@@ -18,6 +18,7 @@ from flowrl.models.directory import stored_dtype
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_parallel import Parallel, read_config
+from flowrl.training.model.model_shape import read_shape
 from flowrl.weights.fetched import TransferEngine
 
 SUPPORTED = "0.32"
@@ -49,10 +50,9 @@ def check_vllm_version() -> str:
 
 def stored_problems(model_dir: Path, engine: Engine, gpus: float) -> list[str]:
     """What is wrong with how the model in `model_dir` is stored, as complete sentences."""
-    config = read_config(model_dir)
-    quantized = config.get("quantization_config")
+    quantized = read_config(model_dir).get("quantization_config")
     if not quantized:
-        return engine.problems(gpus, str(config.get("dtype") or config.get("torch_dtype")))
+        return engine.problems(gpus, read_shape(model_dir))
     method = quantized.get("quant_method", "unknown")
     return [
         f"the model in {model_dir} is quantized ({method}), and weight updates lack the scales (weight_scale) of its "
