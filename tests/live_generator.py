@@ -160,11 +160,21 @@ def assert_equal_to_a_fresh_engine(live: Live, export: Path) -> None:
 
 
 async def scored_afresh(path: Path) -> list[list[float]]:
-    fresh = await asyncio.to_thread(VllmSampler.start, str(path), cores=CORE, engine=Engine(max_model_len=256))
+    return (await examined_afresh(path, Engine(max_model_len=256)))[0]
+
+
+async def examined_afresh(path: Path, engine: Engine) -> tuple[list[list[float]], Any]:
+    """(logprobs of fixed sequences, checksums of every tensor) of a new engine with the model in `path`."""
+    fresh = await asyncio.to_thread(VllmSampler.start, str(path), cores=CORE, engine=engine)
     try:
-        return await fresh.score(probe_sequences(99))
+        return await fresh.score(probe_sequences(99)), await checksums(fresh)
     finally:
         await asyncio.to_thread(fresh.close)
+
+
+async def checksums(sampler: VllmSampler) -> Any:
+    """Of every parameter as the engine holds it, by name: what a layer makes of its weights included."""
+    return (await sampler._engine.collective_rpc("compute_weight_checksums"))[0]
 
 
 def update_under_traffic(live: Live) -> list[Sample]:

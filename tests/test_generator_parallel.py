@@ -17,8 +17,6 @@ from flowrl.nodes import Generator, Trainer
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.vllm_parallel import Parallel
 from flowrl.recipes.grpo import GRPO, graph
-from flowrl.recipes.pairs import Pairs
-from flowrl.recipes.pairs import graph as pairs_graph
 from flowrl.role_options import Size, TrainerSize
 
 EIGHT = Cluster((Machine(tuple(range(32)), gpus=8),))
@@ -71,17 +69,6 @@ def test_heads_that_cannot_be_split_are_found_before_the_start(tmp_path: Path) -
     with pytest.raises(ConfigError, match="4 tensor-parallel parts, but the model has 14 attention heads"):
         generator.preflight()
     assert Parallel(pipeline=2).problems_with(tmp_path, 4) == []
-
-
-def test_quantized_engines_are_refused_before_the_start(tmp_path: Path) -> None:
-    """Whole weights for an fp8 engine lack `weight_scale`: without this check the first update fails halfway."""
-    g = graph(GRPO(engine=Engine(quantization="fp8"), evaluate=0))
-    assert any("takes none: its engine is quantized (fp8)" in problem for problem in check(g, EIGHT).problems)
-    fixed = pairs_graph(Pairs(engine=Engine(quantization="fp8")))
-    assert check(fixed, EIGHT).problems == (), "its generator receives no weights"
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ConfigError, match=r"is quantized \(fp8\), and weight updates lack the scales \(weight_scale\)"):
-        Generator(Policy(str(tmp_path))).preflight()
 
 
 def test_two_gpus_of_a_generator_are_two_ranks_beside_the_trainer() -> None:

@@ -137,13 +137,15 @@ def test_the_list_names_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_machine_is_known_by_its_gpus_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    properties = SimpleNamespace(name="H200", total_memory=140 << 30)
+    properties = SimpleNamespace(name="H200", total_memory=140 << 30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(command, "_driver", lambda: "580.1")
     machine = examined("auto")
     assert machine.gpus == ("H200 140 GiB",) * 2 and machine.title.startswith("2 × H200 140 GiB, driver 580.1; flowrl ")
     only = command.run_stage(stage("fine", least_gpus=3), machine, Path("unused"))
     assert (only.outcome, only.told) == ("skipped", "it needs 3 GPUs")
+    newer = command.run_stage(stage("fine", least_capability=10.0), machine, Path("unused"))
+    assert (newer.outcome, newer.told) == ("skipped", "it needs compute capability 10.0, and there is 9.0")
 
 
 def test_each_rank_gets_a_gpu_of_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(300)]
 class Trained(Live):
     """A generator behind a trainer of adapters. Every version's adapter and merged weights are exported."""
 
-    def __init__(self, path: Path, gang: Any, sync: Sync) -> None:
+    def __init__(self, path: Path, gang: Any, sync: Sync, **options: Any) -> None:
         self.gang = gang
         self.lora = LoRA(rank=4, sync=sync)
-        super().__init__(path, tied=True, lora=self.lora)
+        super().__init__(path, tied=True, lora=self.lora, **options)
 
     def make_publisher(self) -> Publisher:
         from flowrl.training.engine.zero import ZeroEngine

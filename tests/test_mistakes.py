@@ -99,7 +99,11 @@ WRONG_VALUES = {
     "--engine.tensor-parallel-size 0": "--engine.tensor-parallel-size is 0; it has to be 1 or more",
     "--engine.gpu-memory-utilization 1.5": "--engine.gpu-memory-utilization is 1.5; it is a share",
     "--engine.gpu-memory-utilization 0.5": "--engine.gpu-memory-utilization is 0.5, but the generator has no GPUs",
-    "--engine.quantization fp8": "its engine is quantized (fp8), and weight updates lack the scales (weight_scale)",
+    "--engine.quantization mxfp8": "its engine is quantized (mxfp8), and of vLLM's methods only fp8, fp8_per_block, ",
+    "--engine.quantization fp8": "but the engine's dtype is float32; add --engine.dtype bfloat16",
+    "--engine.quantization fp8_per_tensor --engine.dtype bfloat16": "which vLLM computes on GPUs, but the generator "
+    "has none; write fp8, which is fp8_per_channel",
+    "--engine.extra quantization_config={}": "by which layers may be quantized in ways that a weight update cannot",
     "--engine.extra max_num_batched_token=1": "no option of vLLM's engine; did you mean max_num_batched_tokens?",
     "--engine.extra max_num_batched_tokens=many": "vLLM's max_num_batched_tokens needs an integer",
     "--engine.extra max_logprobs": "write NAME=VALUE",

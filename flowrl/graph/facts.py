@@ -66,6 +66,17 @@ class Facts:
     """In ports whose items are handled without the devices that the node has in turns: they wait for no turn."""
     fixed_weights: str = ""
     """Readers of weights: why this node cannot take any, "" if it can."""
+    quantization: str = ""
+    """Generators: how the engine's weights are quantized. It samples from another policy than the trainer's weights."""
+    least_capability: float = 0.0
+    """Compute capability that each GPU of the node has to have."""
+    correction: str | None = None
+    """Nodes that take a sample's behavior logprobs for those of a policy: what corrects the gap between the two, "" if
+    nothing does; None: the gap does not matter to it."""
+    correct_by: str = "set --objective.correction tis, or weigh the tokens in your own loss by behavior_logprobs"
+    """The change that corrects it."""
+    as_data: bool = False
+    """What it lets through is learnt like data, whoever has sampled it: a loss behind it needs no correction."""
     memory_bytes: int = 0
     """Host memory of one replica, 0 if unknown."""
     message_bytes: Mapping[str, int] = field(default_factory=dict)

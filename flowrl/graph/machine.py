@@ -30,6 +30,23 @@ CARDS = {
     "B200": 178,
 }
 """Card -> its memory in GiB, as nvidia-smi shows it."""
+CAPABILITIES = {
+    "T4": 7.5,
+    "V100": 7.0,
+    "A10": 8.6,
+    "A10G": 8.6,
+    "L4": 8.9,
+    "RTX4090": 8.9,
+    "RTX5090": 12.0,
+    "L40S": 8.9,
+    "RTX6000": 8.9,
+    "A100-40": 8.0,
+    "A100": 8.0,
+    "H100": 9.0,
+    "H200": 9.0,
+    "B200": 10.0,
+}
+"""Card -> its compute capability, by NVIDIA's list."""
 OPTION = r"(cpus|gpus|memory|shm|gpu)=(\S+)"
 CORES_A_GPU = 16
 
@@ -45,6 +62,8 @@ class Machine:
     """Memory of each GPU."""
     shm_bytes: int = 0
     """Room in /dev/shm, which is a part of the memory."""
+    capability: float = 0.0
+    """The least compute capability of its GPUs; 0: unknown."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +85,8 @@ class Cluster:
         """This machine, as far as this process may use it (affinity, cgroup, CUDA_VISIBLE_DEVICES)."""
         gpus = _gpus_here()
         cores = tuple(sorted(os.sched_getaffinity(0)))
-        return Cluster((Machine(cores, gpus, _memory_here(), _gpu_memory_here() if gpus else 0, _shm_here()),))
+        gpu_bytes, capability = _gpus_told() if gpus else (0, 0.0)
+        return Cluster((Machine(cores, gpus, _memory_here(), gpu_bytes, _shm_here(), capability),))
 
     @staticmethod
     def parse(text: str) -> Cluster:
@@ -97,6 +117,7 @@ def _parse_machines(part: str) -> tuple[Machine, ...]:
         int(_number(part, "memory", given.get("memory", "0")) * GB),
         int(_card_gib(part, given["gpu"]) * GB) if "gpu" in given else 0,
         int(_number(part, "shm", given.get("shm", "0")) * GB),
+        CAPABILITIES.get(given.get("gpu", "").upper(), 0.0),
     )
     return (machine,) * count
 
@@ -143,15 +164,16 @@ def _gpus_here() -> int:
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
 
 
-def _gpu_memory_here() -> int:
-    """Memory of the smallest GPU, as nvidia-smi tells; 0 if it does not."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+def _gpus_told() -> tuple[int, float]:
+    """(bytes of the smallest GPU, the least compute capability), as nvidia-smi tells; 0 where it does not."""
+    command = ["nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return 0
-    sizes = [int(line) for line in told.split() if line.isdigit()]
-    return min(sizes, default=0) << 20
+        return 0, 0.0
+    sizes = [int(size) for size in re.findall(r"^(\d+),", told, re.MULTILINE)]
+    capabilities = [float(found) for found in re.findall(r", *(\d+\.\d+)$", told, re.MULTILINE)]
+    return min(sizes, default=0) << 20, min(capabilities, default=0.0)
 
 
 def _shm_here() -> int:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from flowrl.errors import ConfigError
+from flowrl.nodes.quantization import FP8, method_problems, vllm_method, why_fixed
 from flowrl.nodes.vllm_options import parse_extra
+from flowrl.training.model.model_shape import ModelShape
 
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -56,7 +58,8 @@ class Engine:
     enforce_eager: bool | None = None
     """Neither compile nor record CUDA graphs; None: eager on a CPU."""
     quantization: str = ""
-    """vLLM's method, such as fp8. Only for generators that receive no weights: updates lack the layers' scales."""
+    """fp8: vLLM keeps the layers' matrices in 8 bits, and quantizes every version that it receives (fp8_per_channel; or
+    fp8_per_tensor, fp8_per_block). Any other method of vLLM's is for generators that receive no weights."""
     kv_cache_dtype: CacheDtype = "auto"
     """Type of the KV cache; auto: that of the computation."""
     kv_cache_bytes: int | None = None
@@ -94,16 +97,22 @@ class Engine:
     @property
     def fixed_weights(self) -> str:
         """Why a generator with this engine takes no new weights, "" if it does."""
-        if not self.quantization:
-            return ""
-        return (
-            f"its engine is quantized ({self.quantization}), and weight updates lack the scales (weight_scale) of its "
-            "layers; leave --engine.quantization out"
-        )
+        return why_fixed(self.quantization, self.extra)
 
-    def problems(self, gpus: float) -> list[str]:
-        """What is wrong with these options of a generator with `gpus` GPUs, as complete sentences."""
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the layers' matrices are in fp8, quantized while they are loaded."""
+        return self.quantization in FP8
+
+    def problems(self, gpus: float, shape: ModelShape | None = None) -> list[str]:
+        """What is wrong with these options of a generator with `gpus` GPUs, as complete sentences.
+
+        `shape` is that of its model, None if it is not known.
+        """
+        stored = shape.dtype if shape is not None else ""
+        dtype, experts = stored if self.dtype == "auto" else self.dtype, shape.experts if shape is not None else 0
         found = [*self._extra_problems()]
+        found += method_problems(self.quantization, dtype, on_gpu=gpus > 0, mixture=experts > 0)
         for name in () if gpus else ON_GPUS_ONLY:
             if getattr(self, name):
                 found.append(f"{_option(name)} is {getattr(self, name)}, but the generator has no GPUs; leave it out")
@@ -137,7 +146,7 @@ class Engine:
         }
         optional = {
             "gpu_memory_utilization": self.gpu_memory_utilization,
-            "quantization": self.quantization or None,
+            "quantization": vllm_method(self.quantization) or None,
             "kv_cache_memory_bytes": self.kv_cache_bytes,
             "cpu_offload_gb": self.cpu_offload_gb or None,
         }

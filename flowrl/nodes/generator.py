@@ -37,15 +37,17 @@ from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve, with_template
+from flowrl.models.known_shapes import known_shape
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.model_memory import generator_footprint
+from flowrl.nodes.quantization import LEAST_CAPABILITY, method_note
 from flowrl.nodes.responses import Prefix, ResponseLost, Responses, TokenRequest
 from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.standby import Standby
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_parallel import Parallel
 from flowrl.nodes.vllm_sampler import EVALUATION, VllmSampler, priority_of
-from flowrl.nodes.vllm_start import check_vllm_version, quantized_problems
+from flowrl.nodes.vllm_start import check_vllm_version, stored_problems
 from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates, skips
 from flowrl.training.engine.compilers import check_python_headers
 from flowrl.training.settings import LoRA
@@ -68,7 +70,7 @@ class Generator(Node):
     of GPUs.
 
     `probe_tolerance` is the largest mean difference of its logprobs of the probe from the trainer's; None: what the
-    dtypes of both explain.
+    dtypes of both explain, and the engine's quantization.
 
     `turns` answers episodes with the `sampling` of training, or with `evaluation` if an episode is held out; the
     oldest ticket comes first. Calls of tools are parsed by vLLM's `tool_parser` and `reasoning_parser` of these
@@ -127,6 +129,8 @@ class Generator(Node):
             adapter_rank=self.adapter_rank,
             weights_dtype=self.engine.dtype,
             fixed_weights=self.engine.fixed_weights,
+            quantization=self.engine.quantization,
+            least_capability=LEAST_CAPABILITY if self.engine.in_fp8 else 0.0,
             optional=("requests", "turns"),
         )
 
@@ -143,19 +147,24 @@ class Generator(Node):
         problems = [f"sampling: {text}" for text in self.sampling.problems(trained=True)]
         known = self.sampling.problems(trained=False)
         problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
-        problems += self.engine.problems(self.gpus) + self.parallel.problems(self.gpus)
+        shape = known_shape(self.policy) if self.engine.in_fp8 else None
+        problems += self.engine.problems(self.gpus, shape) + self.parallel.problems(self.gpus)
         if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
             problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number from 0 up")
         if self.every < 1:
             problems.append(f"every is {self.every}; it needs at least 1; for version 0 alone, ignore the weights port")
         return problems
 
+    def notes(self) -> list[str]:
+        return [method_note(self.engine.quantization)] if self.engine.in_fp8 else []
+
     def preflight(self) -> None:
         check_vllm_version()
         if self.policy.hub_name is not None:
             check_model(self.policy)  # it is downloaded, whichever node is the first
         if (model_dir := known_directory(self.policy)) is not None:
-            for problem in (*self.parallel.problems_with(model_dir, self.gpus), *quantized_problems(model_dir)):
+            stored = stored_problems(model_dir, self.engine, self.gpus)
+            for problem in self.parallel.problems_with(model_dir, self.gpus) + stored:
                 raise ConfigError(problem)
 
     @property
@@ -213,6 +222,7 @@ class Generator(Node):
             self.replica_name,
             running=lambda: bool(self._responses.running),
             probe_tolerance=self.probe_tolerance,
+            quantization=self.engine.quantization,
         )
         self._responses = Responses(self._sampler, self._updates, self._gate, self.context)
         one_by_one = self._receiver.engine.one_by_one

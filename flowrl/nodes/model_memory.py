@@ -123,9 +123,8 @@ def generator_footprint(
     if problem := _unsplit(shape, policy, tensor):
         return Footprint((), (problem,))
     element = _element(shape, engine)
-    stored = 1 if "fp8" in engine.quantization else element
     offloaded = int(engine.cpu_offload_gb * GIB)
-    weights = max(0, -(-shape.parameters * stored // (tensor * pipeline)) - offloaded)
+    weights = max(0, -(-_stored(shape, engine) // (tensor * pipeline)) - offloaded)
     runtime = RUNTIME_BYTES + (0 if engine.enforce_eager else GRAPHS_BYTES) + (NCCL_BYTES if tensor > 1 else 0)
     runtime += _broadcast_in(share)
     activations = scoring_bytes(shape, element, BATCHED_TOKENS) // tensor + 8 * shape.vocab * slots
@@ -175,7 +174,7 @@ def _unsplit(shape: ModelShape, policy: Policy, tensor: int) -> str:
 
 def _cpu_generator(shape: ModelShape, engine: Engine, slots: int, longest_response: int) -> Iterator[MemoryTerm]:
     element = _element(shape, engine)
-    yield MemoryTerm("weights", shape.parameters * element)
+    yield MemoryTerm("weights", _stored(shape, engine))
     tokens = slots * (PROMPT_TOKENS + longest_response)
     room = min(LARGEST_CPU_CACHE, tokens * shape.kv_bytes_per_token(element))
     yield MemoryTerm("KV cache", engine.kv_cache_bytes or room)
@@ -183,3 +182,13 @@ def _cpu_generator(shape: ModelShape, engine: Engine, slots: int, longest_respon
 
 def _element(shape: ModelShape, engine: Engine) -> int:
     return shape.element_bytes if engine.dtype == "auto" else BYTES[engine.dtype]
+
+
+def _stored(shape: ModelShape, engine: Engine) -> int:
+    """Bytes of the whole model's weights. fp8 is for the layers' matrices, with a scale of 4 bytes for each output."""
+    element = _element(shape, engine)
+    if "fp8" not in engine.quantization:
+        return shape.parameters * element
+    matrices = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)
+    scales = shape.layers * sum(outputs for _, outputs in shape.linears)
+    return matrices + 4 * scales + (shape.parameters - matrices) * element

@@ -85,7 +85,7 @@ class BestOfN(Selection):
         self.least_reward = least_reward
 
     def facts(self) -> Facts:
-        return Facts(group_size=self.size, drops=True, keeps_lineage=False, optional=("outcomes",))
+        return Facts(group_size=self.size, drops=True, keeps_lineage=False, optional=("outcomes",), as_data=True)
 
     def check(self, facts: Any) -> list[str]:
         problems = [] if self.size >= 2 else [f"the group size is {self.size}; the best of a group needs at least 2"]
@@ -143,7 +143,14 @@ class PairMaker(Selection):
         self.reference: PairReference = reference
 
     def facts(self) -> Facts:
-        return Facts(group_size=self.size, drops=True, keeps_lineage=False, optional=("outcomes",))
+        return Facts(
+            group_size=self.size,
+            drops=True,
+            keeps_lineage=False,
+            optional=("outcomes",),
+            correction="" if self.reference == "round" else None,
+            correct_by="compare with another reference (--reference.weights initial)",
+        )
 
     def check(self, facts: Any) -> list[str]:
         problems = []

@@ -141,6 +141,7 @@ class Trainer(ResidentNode):
             ranks_per_part=max(1, *self._shared.values()),
             parted_by=max(self._shared, key=lambda way: self._shared[way]) + "_parallel_size",
             accumulate=self.accumulate,
+            correction=getattr(self.objective, "correction_name", None),
             whole_batches=why_whole(self.objective, self.zero, epochs=self.epochs, balance=self.router_aux_loss_coef),
         )
 

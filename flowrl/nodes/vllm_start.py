@@ -18,6 +18,7 @@ from flowrl.models.directory import stored_dtype
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_parallel import Parallel, read_config
+from flowrl.training.model.model_shape import read_shape
 from flowrl.weights.fetched import TransferEngine
 
 SUPPORTED = "0.32"
@@ -47,15 +48,15 @@ def check_vllm_version() -> str:
     )
 
 
-def quantized_problems(model_dir: Path) -> list[str]:
-    """Whether the model in `model_dir` is stored quantized, as a complete sentence."""
+def stored_problems(model_dir: Path, engine: Engine, gpus: float) -> list[str]:
+    """What is wrong with how the model in `model_dir` is stored, as complete sentences."""
     quantized = read_config(model_dir).get("quantization_config")
     if not quantized:
-        return []
+        return engine.problems(gpus, read_shape(model_dir))
     method = quantized.get("quant_method", "unknown")
     return [
         f"the model in {model_dir} is quantized ({method}), and weight updates lack the scales (weight_scale) of its "
-        "layers; use the model as it was before quantization"
+        "layers; use the model as it was before quantization, which --engine.quantization fp8 quantizes at every update"
     ]
 
 

@@ -62,6 +62,7 @@ class WeightUpdates:
         *,
         running: Callable[[], bool],
         probe_tolerance: float | None = None,
+        quantization: str = "",
     ) -> None:
         self.version = -1
         self._content = -1
@@ -72,7 +73,7 @@ class WeightUpdates:
         self._context = context
         self._replica = replica
         self._running = running
-        self._probes = ProbeCheck(replica, sampler.dtype, bool(context.gpus), probe_tolerance)
+        self._probes = ProbeCheck(replica, sampler.dtype, bool(context.gpus), probe_tolerance, quantization)
 
     async def take(self, manifest: Weights) -> bool:
         """Bring the sampler to the manifest's version; False if a newer version exists already."""

@@ -23,6 +23,9 @@ single tokens. That is why the mean is compared, and not the largest difference.
 """
 TF32_TOLERANCE = 0.01
 """The same for float32 on a GPU, where Triton's attention multiplies in TF32, which makes 0.0018 for a small model."""
+FP8_TOLERANCE = 2.0
+"""The same for the first probe of an engine whose matrices are in fp8: three times SmolLM2's 0.66 (vLLM's CPU build,
+fp8_per_channel, bfloat16 otherwise; 0.18 on text). Later probes are compared with the first."""
 DRIFT = 3.0
 """Multiple of the first probe's difference that later ones may have: sharper distributions round more coarsely."""
 _LENGTHS = (5, 11, 17, 24)
@@ -53,12 +56,14 @@ def coarser(manifest: Weights, dtype: str) -> str:
 
 @dataclass
 class ProbeCheck:
-    """Compares the probes of one replica. `dtype` is the replica's; `tolerance` replaces what follows from dtypes."""
+    """Compares the probes of one replica, which has this dtype and quantization; `tolerance` replaces what follows from
+    both."""
 
     replica: str
     dtype: str
     on_gpu: bool = False
     tolerance: float | None = None
+    quantization: str = ""
     first: float | None = None
     """The difference at the first probe, when trainer and replica have just loaded the same weights."""
 
@@ -84,6 +89,8 @@ class ProbeCheck:
         limit, why = TOLERANCE[dtype], f"with {dtype}, rounding explains"
         if dtype == "float32" and self.on_gpu:
             limit, why = TF32_TOLERANCE, "with float32 on a GPU, attention in TF32 explains"
+        if self.quantization and self.first is None:
+            limit, why = FP8_TOLERANCE, f"with weights in {self.quantization}, rounding explains"
         if self.first is not None and DRIFT * self.first > limit:
             limit, why = DRIFT * self.first, f"the first probe differed by {self.first:.2g}, which explains"
         return limit, why
@@ -91,8 +98,8 @@ class ProbeCheck:
     def _cause(self) -> str:
         if self.first is None:
             return (
-                "It is the first probe, so usual causes are: trainer and generator were given different models, or a "
-                "quantized or LoRA engine option is set"
+                "It is the first probe, so usual causes are: trainer and generator were given different models, or an "
+                "engine option (--engine.extra) changes what is computed"
             )
         return (
             f"The first probe differed by {self.first:.2g}, so the usual cause is a layer that the updates since then "

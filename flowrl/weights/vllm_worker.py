@@ -1,120 +1,28 @@
-"""Runs inside vLLM's worker process: loads a version from shared memory into the model.
+"""Runs inside vLLM's worker process: registers the engine that loads versions from shared memory.
 
-vLLM imports this module in its engine process because `worker_extension_cls` names it; the import
-registers the transfer engine. Three properties of vLLM 0.32 determine the design:
-
-- Between start and finish of an update the model is on the meta device. `apply_weights` does start, loading
-  and finish in one call, so that no engine step can run in between.
-- On CPU, linear layers keep a repacked copy of their weight. The layerwise reload rebuilds it, except
-  for an `lm_head` tied to the embedding: its weight tensor is updated through the embedding, but its copy is
-  not, and the head would still use the old weights.
-- The base class synchronizes an accelerator, which raises an error on machines without one.
+vLLM imports this module in its engine process because `worker_extension_cls` names it. Between start and finish of an
+update the model is on the meta device: `apply_weights` does start, loading and finish in one call, so that no engine
+step can run in between.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import mmap
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from flowrl.weights.engine_process import adopt
 from flowrl.weights.fetched import SEGMENT_ENGINE
-from flowrl.weights.manifest import Row, views
 from flowrl.weights.plain_heads import keep_heads_plain
-from flowrl.weights.shm import DATA_OFFSET, Segment
+from flowrl.weights.segment_engine import SharedMemoryEngine
 from flowrl.weights.spare_generators import spare_discarded
 
 # This logger warns at every update about each layer without weights of its own: rotary embeddings and tied heads.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
-
-@dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Empty: the engine needs no init info."""
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One version: its segment, which the caller keeps read-locked until the update is finished, and its table."""
-
-    segment: str
-    tensors: Sequence[Row]
-
-
-class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """vLLM weight transfer engine over flowrl's shared-memory segments."""
-
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._mappings: dict[str, mmap.mmap] = {}
-        self._parameters = {name for name, _ in self.model.named_parameters()}
-        """Names of the parameters. Tied parameters appear once, as in what a publisher sends."""
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        pass
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        tensors = views(self._mapping(update_info.segment), update_info.tensors, start=DATA_OFFSET)
-        missing = self._parameters - set(self.model.load_weights(tensors))
-        if missing:
-            raise ValueError(
-                f"the published version lacks {len(missing)} of the model's parameters, among them "
-                f"{sorted(missing)[:3]}: trainer and generator were given different models"
-            )
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        if current_platform.is_cpu():
-            refresh_tied_heads(self.model)
-
-    def shutdown(self) -> None:
-        self._mappings.clear()
-
-    def _mapping(self, name: str) -> mmap.mmap:
-        """The segment's mapping. It is kept: a publisher reuses its few segments, and mapping costs page faults."""
-        if name not in self._mappings:
-            segment = Segment(name)
-            self._mappings[name] = segment.map()
-            segment.close()
-        return self._mappings[name]
-
-
-def refresh_tied_heads(model: torch.nn.Module) -> int:
-    """Rebuild the packed copy of every head that shares its weight with an embedding; returns how many."""
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
-    owners = {id(m.weight) for m in embeddings if not isinstance(m, ParallelLMHead)}
-    tied = [m for m in embeddings if isinstance(m, ParallelLMHead) and id(m.weight) in owners]
-    for head in tied:
-        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
-    return len(tied)
 
 
 class WorkerExtension:

@@ -66,6 +66,8 @@ class CheckedMachine:
     """Names and memory of its GPUs."""
     driver: str
     versions: Mapping[str, str]
+    capability: float = 0.0
+    """The least compute capability of its GPUs."""
 
     @property
     def title(self) -> str:
@@ -120,7 +122,8 @@ def examined(device: Literal["auto", "cpu"]) -> CheckedMachine:
         )
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     gpus = tuple(f"{one.name} {one.total_memory / (1 << 30):.0f} GiB" for one in properties)
-    return CheckedMachine("cuda", gpus, _driver(), versions)
+    capability = min(float(f"{one.major}.{one.minor}") for one in properties)
+    return CheckedMachine("cuda", gpus, _driver(), versions, capability)
 
 
 def _version(package: str) -> str:
@@ -173,6 +176,9 @@ def run_stage(stage: CheckStage, machine: CheckedMachine, out: Path) -> StageRes
         return StageResult("skipped", told="it means nothing without a GPU")
     if machine.gpus and len(machine.gpus) < stage.least_gpus:
         return StageResult("skipped", told=f"it needs {stage.least_gpus} GPUs")
+    if machine.gpus and machine.capability < stage.least_capability:
+        needed = f"it needs compute capability {stage.least_capability}, and there is {machine.capability}"
+        return StageResult("skipped", told=needed)
     directory = (out / stage.name).resolve()
     _empty(directory)
     began = time.monotonic()

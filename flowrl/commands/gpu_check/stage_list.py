@@ -23,6 +23,8 @@ class CheckStage:
     """Whether it means something on a machine without a GPU."""
     least_gpus: int = 1
     """On a machine with GPUs."""
+    least_capability: float = 0.0
+    """Compute capability of each of them."""
     limit_s: float = LONGEST_S
 
 
@@ -54,6 +56,13 @@ STAGES = (
         "vLLM takes weights through shared memory, sleeps and wakes by parts",
         f"{HERE}.weight_stages:shared_memory",
         ("vllm",),
+    ),
+    CheckStage(
+        "fp8",
+        "an engine in fp8 has after an update the weights, scales and logprobs of a fresh one; the gap to bfloat16",
+        f"{HERE}.fp8_stage:fp8",
+        ("vllm",),
+        least_capability=8.9,
     ),
     CheckStage(
         "nccl-packing",

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ GAP_LIMIT = 2e-3
 """Of the mean difference of a logprob of float32 by vLLM, whose attention may compute in TF32."""
 READER = "generator/0"
 UTILIZATION = 0.4
+ENGINE: dict[str, Any] = {"concurrency": 8, "max_model_len": 256, "dtype": "float32"}
 
 
 class ModelSource:
@@ -72,7 +73,7 @@ async def _through_shared_memory(bench: Bench, old: Path, source: ModelSource, p
     from flowrl.weights.backends import receiver
 
     taker = receiver((), READER, "gpu-check")
-    sampler = await _started(bench, old, taker)
+    sampler = await started(bench, old, taker)
     try:
         await _take(bench, sampler, taker, publisher.publish(0), "first update")
         if bench.on_gpu:
@@ -89,7 +90,8 @@ async def _through_shared_memory(bench: Bench, old: Path, source: ModelSource, p
         taker.close()
 
 
-async def _started(bench: Bench, path: Path, taker: Receiver) -> VllmSampler:
+async def started(bench: Bench, path: Path, taker: Receiver, **engine: Any) -> VllmSampler:
+    """vLLM with the model in `path`; `engine` has further options, float32 among those that it replaces."""
     from flowrl.nodes.engine import Engine
     from flowrl.nodes.vllm_sampler import VllmSampler
 
@@ -101,7 +103,7 @@ async def _started(bench: Bench, path: Path, taker: Receiver) -> VllmSampler:
         num_gpus=int(bench.on_gpu),
         sleeps=bench.on_gpu,
         transfer=taker.engine,
-        engine=Engine(concurrency=8, max_model_len=256, gpu_memory_utilization=share, dtype="float32"),
+        engine=Engine(**{**ENGINE, "gpu_memory_utilization": share, **engine}),
     )
     await sampler.listen()
     return sampler
@@ -110,12 +112,21 @@ async def _started(bench: Bench, path: Path, taker: Receiver) -> VllmSampler:
 async def _take(
     bench: Bench, sampler: VllmSampler, taker: Receiver, manifest: Weights | None, name: str, *, joins: bool = False
 ) -> None:
-    """One update as a generator makes it, and the probe."""
+    """One update, and the probe."""
     assert manifest is not None
     if joins:
         info = taker.join(manifest)
         assert info is not None
         await sampler.join(info)
+    await update(bench, sampler, taker, manifest, name)
+    found = await sampler.score(manifest.probe_token_ids)
+    gap = mean_gap(found, manifest.probe_logprobs)
+    bench.figure(f"{name}, probe", f"{gap:.1e}")
+    bench.require(gap <= GAP_LIMIT, f"{name}: vLLM's logprobs differ from the published ones by {gap:.2e} on average")
+
+
+async def update(bench: Bench, sampler: VllmSampler, taker: Receiver, manifest: Weights, name: str) -> None:
+    """One update as a generator makes it."""
     fetched = await asyncio.to_thread(taker.fetch, manifest)
     try:
         began = time.perf_counter()
@@ -126,11 +137,12 @@ async def _take(
         bench.figure(f"{name}, pause", f"{1000 * (time.perf_counter() - began):.0f} ms")
     finally:
         fetched.close()
-    found = await sampler.score(manifest.probe_token_ids)
-    pairs = [abs(a - b) for x, y in zip(found, manifest.probe_logprobs, strict=True) for a, b in zip(x, y, strict=True)]
-    gap = sum(pairs) / len(pairs)
-    bench.figure(f"{name}, probe", f"{gap:.1e}")
-    bench.require(gap <= GAP_LIMIT, f"{name}: vLLM's logprobs differ from the published ones by {gap:.2e} on average")
+
+
+def mean_gap(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> float:
+    """Mean absolute difference of logprobs."""
+    pairs = [abs(a - b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
+    return sum(pairs) / len(pairs)
 
 
 async def _sleep(bench: Bench, sampler: VllmSampler) -> None:
@@ -217,7 +229,7 @@ async def _over_nccl(bench: Bench) -> None:
     taker = receiver(routes, READER, "gpu-check")
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = named.split(",")[1] if named else "1"  # for vLLM's process: this one has begun
-    sampler = await _started(bench, old, taker)
+    sampler = await started(bench, old, taker)
     try:
         for version in range(2):
             manifest = await asyncio.to_thread(publisher.publish, version)

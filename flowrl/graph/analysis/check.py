@@ -4,7 +4,7 @@ Each finding is complete on its own: what was found, what was needed, with node 
 change that fixes it. torch is loaded only if a node tries a loss function of the user's.
 
 1 types, 2 unconnected ports, 8 dispatch, calls, adapters: edge_rules. 3 cycles, 4 feedback, 6 lineage: flow_rules.
-5 tickets, 6 groups, 7 tokens and ranks, 9 resources, 10 warnings: size_rules.
+5 tickets, 6 groups, 7 tokens and ranks, 9 resources, 10 warnings: size_rules. Quantized engines: quantized_rules.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl.errors import GraphError
-from flowrl.graph.analysis import accumulation, edge_rules, flow_rules, residents, size_rules
+from flowrl.graph.analysis import accumulation, edge_rules, flow_rules, quantized_rules, residents, size_rules
 from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.graph.analysis.residents import DeviceUse, MachineUse, Resident
 from flowrl.graph.graph import Graph
@@ -60,9 +60,10 @@ def check(graph: Graph, cluster: Cluster | None = None) -> Report:
         *size_rules.idle_warnings(graph, plan.numbers),
         *size_rules.episode_warnings(graph, plan.numbers),
         *size_rules.memory_warnings(graph, plan, cluster),
+        *quantized_rules.gap_warnings(graph),
     )
     notes = tuple(f"{name}: {note}" for name, node in graph.nodes.items() for note in node.notes())
-    notes += tuple(accumulation.piece_notes(graph))
+    notes += (*accumulation.piece_notes(graph), *quantized_rules.gap_notes(graph))
     found = residents.residents(graph, plan, cluster)
     warnings += tuple(residents.memory_warnings(residents.machines(found, cluster)))
     return Report(
@@ -102,5 +103,6 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from edge_rules.call_problems(graph)
     yield from edge_rules.adapter_problems(graph)
     yield from edge_rules.fixed_weights_problems(graph)
+    yield from quantized_rules.capability_problems(graph, plan, cluster)
     for name, node in graph.nodes.items():
         yield from (f"node {name}: {problem}" for problem in node.check(numbers))

@@ -62,6 +62,10 @@ class FunctionObjective(Objective):
         return self._offline
 
     @property
+    def correction_name(self) -> str | None:
+        return None if self._offline or "behavior_logprobs" in self._columns else ""
+
+    @property
     def needs_reference(self) -> bool:
         return "ref_logprobs" in self._columns
 

@@ -124,6 +124,14 @@ class Objective(ABC):
         return self.head == "lm" and not self.offline
 
     @property
+    def correction_name(self) -> str | None:
+        """What in the loss corrects that another policy than π_p has sampled, "" if nothing does.
+
+        None: the loss does not depend on who has sampled, or may correct it unseen.
+        """
+        return None
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss reads `ref_logprobs`. A trainer of adapters computes those that the samples lack."""
         return False

@@ -58,6 +58,13 @@ class PolicyObjective(Objective):
         return self.old == "proximal" and (self.kind != "reinforce" or self.correction is not None)
 
     @property
+    def correction_name(self) -> str:
+        if self.old == "behavior":
+            return "its ratio to the behavior policy (old='behavior')"
+        default = " (the default)" if self.correction == PolicyObjective.correction else ""
+        return f"{self.correction}{default}" if self.correction else ""
+
+    @property
     def needs_reference(self) -> bool:
         return self.kl_coef != 0.0
 

@@ -1,0 +1,53 @@
+"""Generators whose weights are quantized: the GPUs that they need, and what corrects that they are another policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowrl.graph.analysis.plan import Plan
+from flowrl.graph.facts import Facts
+from flowrl.graph.graph import Graph, owner
+from flowrl.graph.machine import Cluster
+
+
+def capability_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Nodes on GPUs that are known to lack what they compute with."""
+    for host in plan.hosts:
+        has = cluster.machines[host.machine].capability if host.gpus else 0.0
+        for replica in host.nodes:
+            name = replica.partition("/")[0]
+            facts = graph.nodes[name].facts()
+            if 0 < has < facts.least_capability:
+                yield (
+                    f"{name} computes in {facts.quantization}, which needs GPUs of compute capability "
+                    f"{facts.least_capability} or more (L4, RTX4090, L40S, H100 and newer), but those of machine "
+                    f"{host.machine} have {has}; leave --engine.quantization out, or choose other GPUs."
+                )
+
+
+def gap_notes(graph: Graph) -> Iterator[str]:
+    """What corrects the gap between a quantized generator and its trainer, as "node: note"."""
+    for name, gap, facts in _gaps(graph):
+        if facts.correction:
+            yield f"{name}: {gap}; the loss corrects that by {facts.correction}"
+
+
+def gap_warnings(graph: Graph) -> Iterator[str]:
+    """Nodes that take the logprobs of a quantized generator for the trainer's."""
+    for name, gap, facts in _gaps(graph):
+        if not facts.correction:
+            yield f"{gap}, and {name} takes them for the trainer's without a correction; {facts.correct_by}."
+
+
+def _gaps(graph: Graph) -> Iterator[tuple[str, str, Facts]]:
+    """(node, its gap as a sentence, its facts) for those to which it matters who has sampled."""
+    weights = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "latest"]
+    senders = {sender for sender, _ in weights}
+    if any(node.facts().as_data for node in graph.nodes.values()):
+        return
+    for generator in dict.fromkeys(into for _, into in weights):
+        quantization = graph.nodes[generator].facts().quantization
+        gap = f"{generator} samples in {quantization}, with other logprobs than the trainer's (behavior_gap)"
+        for name, node in graph.nodes.items() if quantization else ():
+            if node.facts().correction is not None and ((name, generator) in weights or name not in senders):
+                yield name, gap, node.facts()

@@ -1,0 +1,62 @@
+"""fp8 on the real vLLM, on a CPU: what an update makes of weights and scales, and adapters on such a base.
+
+vLLM computes fp8_per_channel there with kernels of torch. Engines are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.messages import Sample
+from flowrl.nodes.engine import Engine
+from flowrl.weights.probe import FP8_TOLERANCE, probe_sequences
+from tests.live_generator import Live, checksums, difference, examined_afresh
+from tests.test_lora_stack import Trained, gang
+from tests.tiny_policy import ModelSource, make_policy, score
+
+__all__ = ["gang"]
+pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(300)]
+FP8 = Engine(concurrency=32, max_model_len=256, quantization="fp8", dtype="bfloat16", kv_cache_dtype="fp8")
+
+
+def test_weights_and_scales_after_updates_are_those_of_a_fresh_engine(tmp_path: Path) -> None:
+    """While prompts are answered; with a tied head, which stays in bfloat16, and a KV cache in fp8."""
+    live = Live(tmp_path / "policy", tied=True, engine=FP8)
+    try:
+        live.do(live.held(live.train()))
+        samples = live.do(crossing(live))
+        live.do(live.held(live.train()))
+        found, held = live.scored(), live.do(checksums(live.generator._sampler))
+        make_policy(tmp_path / "export", tied=True)
+        live.model.save_pretrained(tmp_path / "export")
+        assert difference(found, score(live.model, probe_sequences(99))) < FP8_TOLERANCE
+    finally:
+        live.close()
+    assert any(set(sample.versions[12:].tolist()) == {0, 1} for sample in samples)
+    assert asyncio.run(examined_afresh(tmp_path / "export", FP8)) == (found, held)
+    scales = [name for name in held if name.endswith("weight_scale")]
+    assert len(scales) == 2 * 4, "two layers of four matrices; the embedding has none"
+    assert min(live.mismatches) > 0.02, "it samples from another policy than the trainer's"
+
+
+async def crossing(live: Live) -> list[Sample]:
+    before = len(live.sent)
+    asked = await live.train_amid(100)
+    return (await live.arrived(before + asked))[before:]
+
+
+def test_adapters_are_served_on_a_base_in_fp8(gang: Any, tmp_path: Path) -> None:
+    live = Trained(tmp_path / "base", gang, "adapter", engine=FP8)
+    try:
+        for _ in range(3):
+            live.do(live.held(live.train()))
+        base, trained = (model.score(probe_sequences(99)) for model in (ModelSource(live.model), live.engine))
+        served, gaps = live.scored(), live.mismatches
+        assert difference(served, trained) < difference(served, base) / 2, "it is the adapter that is served"
+    finally:
+        live.close()
+    assert max(gaps) < 3 * gaps[0] < FP8_TOLERANCE
