@@ -23,6 +23,7 @@ from flowrl.models.chat import Reply
 from flowrl.nodes.source import PromptSource, TooLong
 from flowrl.nodes.too_long import refuse_long
 from flowrl.tasks import Row, Rows, Task, load_preferences
+from flowrl.tasks.indexed_rows import asked_ids, by_id, joined, matched, prompt_ids
 from flowrl.tasks.tool_shapes import text_of
 
 
@@ -103,7 +104,7 @@ class PreferenceDataset(Node):
     def preflight(self) -> None:
         check_model(self.data.policy)
         rows = self.data.rows()
-        check_tools(self.data.policy, (*rows.train, *rows.held_out))
+        check_tools(self.data.policy, joined(rows.train, rows.held_out))
         if self.data.kind == "labelled":
             mismatches(rows.train)
         if self.data.too_long == "error" and not self.data.policy.built_in:
@@ -160,7 +161,7 @@ class Renderer:
         self._max_tokens = data.max_tokens
         self._truncates = data.too_long == "truncate"
         self._chat = chat
-        self._rows = {row.prompt_id: row for row in rows}
+        self._rows = by_id(rows)
         self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
 
     def __iter__(self) -> Iterator[tuple[Trainable, ...]]:
@@ -228,15 +229,16 @@ def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
     The result depends only on the data, not on seed, epoch or batch, so its reference logprobs are computed once.
     Raises ConfigError if all prompts are the same.
     """
-    order = sorted(rows, key=lambda row: row.prompt_id)
-    if all(row.asked == order[0].asked for row in order):
+    ids, asked = [*prompt_ids(rows)], [*asked_ids(rows)]
+    order = sorted(range(len(rows)), key=ids.__getitem__)
+    if len(set(asked)) == 1:
         raise ConfigError(
             f"KTO measures its baseline on completions of other prompts, but all {len(order)} rows have one prompt; "
             "add rows with other prompts"
         )
-    found: dict[str, Row] = {}
-    following = next(row for row in order if row.asked != order[-1].asked)
-    for row, after in zip(reversed(order), [order[0], *reversed(order)], strict=False):
-        following = after if after.asked != row.asked else following
-        found[row.prompt_id] = following
-    return found
+    found = np.zeros(len(rows), np.int64)
+    following = next(index for index in order if asked[index] != asked[order[-1]])
+    for index, after in zip(reversed(order), [order[0], *reversed(order)], strict=False):
+        following = after if asked[after] != asked[index] else following
+        found[index] = following
+    return matched(rows, found)
