@@ -7,21 +7,37 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.models import Policy
+from flowrl.models import Policy, references, token_store
 from flowrl.nodes import (
+    HeldOutDemonstrations,
     HeldOutPreferences,
     PreferenceDataset,
     Preferences,
     PreferenceSource,
     PromptSource,
+    TextDataset,
+    Texts,
+    TextSource,
 )
+from flowrl.nodes.plain_text import CutBy
 from flowrl.nodes.step_dataset import HeldOutSteps, StepDataset
-from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, row_loading
+from flowrl.tasks import (
+    Rows,
+    Task,
+    load_demonstrations,
+    load_preferences,
+    load_rows,
+    load_texts,
+    row_loading,
+    row_stores,
+)
 from flowrl.tasks.indexed_rows import IndexedRows
 from flowrl.tasks.preference_rows import Kind
 from flowrl.testing import run_node
@@ -187,3 +203,64 @@ def test_steps_are_the_same(tmp_path: Path) -> None:
         samples = [*(group.samples[0] for group in groups), *batch.samples]
         found.append([(s.prompt_id, s.token_ids.tolist(), s.returns.tolist()) for s in samples])
     assert found[0] == found[1] and len(found[0]) > 20
+
+
+def texts(path: Path) -> Path:
+    """Texts of which some are repeated, one is empty and one is long."""
+    found = [f"text {n % 30}: " + "abc" * (n % 30) for n in range(70)]
+    return lines(path, [{"text": text} for text in [*found, " ", "long " * 90]])
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("cut", ["split", "wrapped"])
+def test_texts_and_their_sequences_are_the_same(cut: CutBy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = texts(tmp_path / "rows.jsonl")
+    monkeypatch.setattr(token_store, "PART_TOKENS", 100)
+    require_same(*both(str(file), load_texts))
+    found = []
+    for where in ("memory", "disk"):
+        cutting = Texts(Task(f"{file}:rows={where}"), TINY, max_tokens=16, cut=cut)
+        source = TextSource(cutting, epochs=2)
+        run = run_node(source, name="prompts")
+        data = TextDataset(cutting)
+        groups = run_node(data, {"prompts": run.sent("prompts")}).sent("groups")
+        (batch,) = run_node(HeldOutDemonstrations(data, num_rows=9), name="held_out").sent("batch")
+        samples = [*(group.samples[0] for group in groups), *batch.samples]
+        found.append([(s.sample_id, s.token_ids.tolist()) for s in samples] + run.progress)
+    assert found[0] == found[1] and len(found[0]) > 100
+    assert not list((tmp_path / "cache").rglob("tmp*")), "the file of the tokens has no name"
+
+
+def test_text_files_stay_on_disk_each_as_one_text(tmp_path: Path) -> None:
+    for n in range(40):
+        (tmp_path / f"{n}.txt").write_bytes(b"\xef\xbb\xbf" * (n % 2) + f"text {n}\r\nand\n".encode())
+    (tmp_path / "none.txt").touch()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(row_stores, "MOST_OPEN", 8)
+        require_same(*both(f"{tmp_path}/*.txt", load_texts))
+    (tmp_path / "bad.txt").write_bytes(b"one\ntwo \xe9\n")
+    with pytest.raises(ConfigError, match=r"bad.txt:2: the byte 0xe9 at position 4 is not UTF-8"):
+        load_texts(Task(f"{tmp_path}/*.txt:rows=disk"))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_disk_without_room_for_tokens_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = token_store.TokenFile()
+    tokens.add(np.arange(5, dtype=np.int32))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    with pytest.raises(ConfigError, match=r"tokens cannot be kept in .*tokens after 0.0 MB .1.1 GB are free, of which"):
+        tokens.read(0, 5)
+
+
+@pytest.mark.usefixtures("cache")
+def test_sequences_of_a_reference_are_read_back_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(references, "BLOCK_TOKENS", 40)
+    rng = np.random.default_rng(0)
+    given = []
+    for n in (7, 3, 12, 9, 20, 4, 11, 11):
+        given.append((rng.integers(0, 9, n).astype(np.int32), rng.random(n) < 0.5))
+    given += given[:3]
+    known = references.SpooledSequences(given)
+    assert [(ids.tolist(), mask.tolist()) for ids, mask in known] == [(a.tolist(), b.tolist()) for a, b in given[:8]]
+    assert list(known.keys) == [references.key_of(*one).rstrip(b"\0") for one in given[:8]]
+    assert [block.tolist() for block in known.blocks()] == [[4, 2, 3, 0, 1], [6, 7, 5]]

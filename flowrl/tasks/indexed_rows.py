@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Protocol, TypeVar, cast, overload, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,13 @@ class StoredRows:
     def row(self, store: int, *address: int) -> Row:
         """One row. Raises ConfigError if its file has changed."""
         return self.finished(store, self._stores[store].row(*address))
+
+
+@runtime_checkable
+class KnownById(Protocol):
+    """Rows whose ids are known without reading them."""
+
+    def prompt_ids(self) -> Iterator[str]: ...
 
 
 class IndexedRows(Sequence[Row]):
@@ -137,7 +144,7 @@ def joined(rows: Sequence[R], others: Sequence[R]) -> Sequence[R]:
 
 def prompt_ids(rows: Iterable[Any]) -> Iterator[str]:
     """The `prompt_id` of each row."""
-    return rows.prompt_ids() if isinstance(rows, IndexedRows) else (row.prompt_id for row in rows)
+    return rows.prompt_ids() if isinstance(rows, KnownById) else (row.prompt_id for row in rows)
 
 
 def by_id(rows: Sequence[Row]) -> Mapping[str, Row]:

@@ -95,9 +95,16 @@ class Spool:
 
     def _check(self, directory: Path) -> None:
         self._checked = self._written
-        free = shutil.disk_usage(directory).free
-        if free < RESERVE_BYTES + CHECKED_BYTES:
-            raise self.no_room(f"{gigabytes(free)} are free, of which {gigabytes(RESERVE_BYTES)} stay free")
+        if problem := short_of_room(directory):
+            raise self.no_room(problem)
+
+
+def short_of_room(directory: Path) -> str:
+    """How much is free on a disk that has no room for more; "" if it has."""
+    free = shutil.disk_usage(directory).free
+    if free >= RESERVE_BYTES + CHECKED_BYTES:
+        return ""
+    return f"{gigabytes(free)} are free, of which {gigabytes(RESERVE_BYTES)} stay free"
 
 
 def _parts(path: Path, split: str) -> Iterator[bytes]:
