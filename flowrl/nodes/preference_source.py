@@ -6,7 +6,7 @@ They are recorded in the same ledger as rollouts: each completion is a member of
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,7 +23,7 @@ from flowrl.models.chat import Reply
 from flowrl.nodes.source import PromptSource, TooLong
 from flowrl.nodes.too_long import refuse_long
 from flowrl.tasks import Row, Rows, Task, load_preferences
-from flowrl.tasks.indexed_rows import asked_ids, by_id, joined, matched, prompt_ids
+from flowrl.tasks.indexed_rows import Digests, asked_ids, by_id, joined, matched, prompt_ids
 from flowrl.tasks.tool_shapes import text_of
 
 
@@ -229,16 +229,19 @@ def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
     The result depends only on the data, not on seed, epoch or batch, so its reference logprobs are computed once.
     Raises ConfigError if all prompts are the same.
     """
-    ids, asked = [*prompt_ids(rows)], [*asked_ids(rows)]
-    order = sorted(range(len(rows)), key=ids.__getitem__)
-    if len(set(asked)) == 1:
+    ids, asked = (_digests(one) for one in (prompt_ids(rows), asked_ids(rows)))
+    order = np.argsort(ids)
+    ends = np.flatnonzero(asked[order] != np.roll(asked[order], -1))
+    if not ends.size:
         raise ConfigError(
             f"KTO measures its baseline on completions of other prompts, but all {len(order)} rows have one prompt; "
             "add rows with other prompts"
         )
-    found = np.zeros(len(rows), np.int64)
-    following = next(index for index in order if asked[index] != asked[order[-1]])
-    for index, after in zip(reversed(order), [order[0], *reversed(order)], strict=False):
-        following = after if asked[after] != asked[index] else following
-        found[index] = following
+    following = ends[np.searchsorted(ends, np.arange(len(order))) % len(ends)] + 1
+    found = np.zeros_like(order)
+    found[order] = order[following % len(order)]
     return matched(rows, found)
+
+
+def _digests(found: Iterable[str]) -> Digests:
+    return np.fromiter((int(one, 16) for one in found), np.uint64)

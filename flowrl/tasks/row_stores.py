@@ -60,6 +60,8 @@ class FileRows:
             os.close(self._handle)  # type: ignore[arg-type]
 
     def rows(self, reading: Reading) -> Iterator[tuple[Address, Row]]:
+        if self._stays_open:
+            self._opened()  # from now on it is there, whatever becomes of its name
         with self._plain.open("rb") as opened:
             for number, offset, content in self._extents.all(opened):
                 made = functools.partial(self._made, number, offset, content)
@@ -80,9 +82,12 @@ class FileRows:
         if not self._stays_open:
             with self._plain.open("rb", buffering=0) as opened:
                 return os.pread(opened.fileno(), length, offset)
+        return os.pread(self._opened(), length, offset)
+
+    def _opened(self) -> int:
         if self._handle is None:
             self._handle = os.open(self._plain, os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(self._handle, length, offset)
+        return self._handle
 
 
 class HeldRows:

@@ -28,6 +28,8 @@ RESERVE_BYTES = 1 << 30
 CHECKED_BYTES = 64 << 20
 """Bytes between two looks at the disk."""
 PART_BYTES = 1 << 20
+UNUSED_DAYS = 30
+"""After so many days without a run that has asked for it, a copy is removed when another one is made."""
 NAME = "rows"
 
 
@@ -41,7 +43,8 @@ def plain_file(path: Path, split: str = "") -> Path:
         return path
     spool = Spool(path, split)
     try:
-        return cached_directory(NAME, path.name, _recipe(path, split), spool.make, to_stderr) / NAME
+        recipe = _recipe(path, split)
+        return cached_directory(NAME, path.name, recipe, spool.make, to_stderr, unused_days=UNUSED_DAYS) / NAME
     except OSError as problem:
         raise spool.no_room(problem.strerror or str(problem)) from None
 
