@@ -46,8 +46,8 @@ seconds of copying."""
 
 
 def _conversation(number: str, filler: str) -> dict[str, Any]:
-    turns = [("user", number), ("assistant", filler), ("user", f"{number} again"), ("assistant", number)]
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+    messages = [("user", number), ("assistant", filler), ("user", f"{number} again"), ("assistant", number)]
+    return {"messages": [{"role": role, "content": content} for role, content in messages]}
 
 
 KINDS: dict[str, tuple[Callable[[str, str], dict[str, Any]], Callable[..., Rows]]] = {

@@ -40,6 +40,7 @@ from flowrl.tasks import (
 )
 from flowrl.tasks.indexed_rows import IndexedRows
 from flowrl.tasks.preference_rows import Kind
+from flowrl.tasks.spooled import num_bytes
 from flowrl.testing import run_node
 from tests.row_compare import both, require_same, rows_in
 
@@ -185,9 +186,14 @@ def test_saved_datasets_are_the_same(splits: bool, tmp_path: Path) -> None:
     memory, disk = both(f"{tmp_path}/saved{part}", load_rows)
     require_same(memory, disk)
     assert disk.train[0].place.startswith(f"{tmp_path}/saved, row ")
+    home = tmp_path / "saved" / ("test" if splits else "")
+    assert num_bytes(tmp_path / "saved", "test") == sum(file.stat().st_size for file in home.glob("*.arrow")) > 0
     if splits:
         with pytest.raises(ConfigError, match="has no split 'dev'; it has "):
             load_rows(Task(f"{tmp_path}/saved:rows=disk,split=dev"))
+    else:
+        datasets.Dataset.from_list(records[:30]).save_to_disk(tmp_path / "saved")
+        require_same(*both(f"{tmp_path}/saved", load_rows))
 
 
 def test_steps_are_the_same(tmp_path: Path) -> None:

@@ -39,11 +39,6 @@ class Scan:
         """These rows, in this order."""
         return Scan(self.places[indices], self.ids[indices], self.asked[indices], self.scores[indices])
 
-    def parts(self) -> tuple[Ints, Ints]:
-        """The rows that are trained, and those that are held out, by index."""
-        held_out = self.asked % HELD_OUT_ONE_IN == 0
-        return np.flatnonzero(~held_out), np.flatnonzero(held_out)
-
 
 class _Found:
     """The entries of a scan while it is made."""
@@ -75,19 +70,34 @@ def scan_source(stored: StoredRows, stores: range, reading: Reading, *, every: b
         return asked.scan(found)
     among_own = own.scan(found)
     taken, _ = _chosen(among_own, every=every)
-    return asked.scan(found).taken(taken[np.concatenate(among_own.taken(taken).parts())])
+    trained_first = np.argsort(_held_out(among_own.asked[taken]), kind="stable")
+    return asked.scan(found).taken(taken[trained_first])
 
 
 def rows_of(stored: StoredRows, scans: Sequence[Scan], *, every: bool) -> Rows:
     """Both parts of the rows of all sources; with `every` also rows that repeat a prompt, as `Rows.every` has them."""
-    found = Scan(*(np.concatenate([getattr(scan, name) for scan in scans]) for name in Scan.__annotations__))
+    found = scans[0]
+    if len(scans) > 1:
+        found = Scan(*(np.concatenate([getattr(scan, name) for scan in scans]) for name in Scan.__annotations__))
     indices, occurrences = _chosen(found, every=every)
-    taken = found.taken(indices)
+    held_out = _held_out(found.asked[indices])
+    train, others = (
+        _indexed(stored, found.taken(indices[held_out == part]), occurrences[held_out == part])
+        for part in (False, True)
+    )
+    return Rows(train, others, repeated=len(found) - len(indices))
+
+
+def _held_out(asked: Digests) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = asked % HELD_OUT_ONE_IN == 0
+    return found
+
+
+def _indexed(stored: StoredRows, taken: Scan, occurrences: Ints) -> IndexedRows:
     rows = IndexedRows(stored, taken.places, taken.ids, taken.asked, occurrences)
     for index in np.flatnonzero(occurrences > 0):  # only these have to be read once more
         rows.ids[index] = int(rows[int(index)].prompt_id, 16)
-    train, held_out = map(rows.taken, taken.parts())
-    return Rows(train, held_out, repeated=len(found) - len(rows))
+    return rows
 
 
 def _chosen(found: Scan, *, every: bool) -> tuple[Ints, Ints]:
