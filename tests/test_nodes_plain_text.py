@@ -45,10 +45,10 @@ def targets(samples: list[Any]) -> list[int]:
 
 @given(st.integers(0, 200), st.integers(2, 20))
 def test_pieces_predict_every_token_but_the_first_once(length: int, most: int) -> None:
-    found = list(pieces(np.arange(length, dtype=np.int32), most))
-    assert [int(one) for piece in found for one in piece[1:]] == list(range(1, length))
-    assert all(2 <= len(piece) <= most for piece in found)
-    assert all(later[0] == earlier[-1] for earlier, later in itertools.pairwise(found))
+    found = list(pieces(length, most))
+    assert [one for start, stop in found for one in range(start + 1, stop)] == list(range(1, length))
+    assert all(2 <= stop - start <= most for start, stop in found)
+    assert all(later[0] == earlier[1] - 1 for earlier, later in itertools.pairwise(found))
 
 
 def test_split_keeps_texts_apart_and_trains_every_token_but_their_first(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_what_holds_no_text_is_named(tmp_path: Path) -> None:
     for name, says in (
         ("arithmetic", "has no texts: it is neither a file"),
         (f"0.5*{tmp_path}/texts.jsonl + 0.5*arithmetic", "is a mixture"),
-        (f"{tmp_path}/texts.jsonl:prompt=body", "has no option 'prompt'; it has text, split, config, malformed"),
+        (f"{tmp_path}/texts.jsonl:prompt=body", "has no option 'prompt'; it has text, split, config, malformed, rows"),
     ):
         with pytest.raises(ConfigError, match=says):
             load_texts(Task(name))

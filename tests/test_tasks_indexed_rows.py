@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, DemonstrationSource, HeldOutDemonstrations, PromptSource, Reward
-from flowrl.tasks import Rows, Task, check_answers, indexed_rows, load_demonstrations, load_preferences, load_rows
-from flowrl.tasks.indexed_rows import IndexedRows, by_id, joined, lowest, prompt_ids
+from flowrl.tasks import Rows, Task, check_answers, load_demonstrations, load_rows, row_loading
+from flowrl.tasks.indexed_rows import IndexedRows, by_id
 from flowrl.testing import run_node
+from tests.row_compare import both, require_same
 
 LOADERS = (load_rows, load_demonstrations)
 
@@ -35,25 +37,14 @@ def written(path: Path, seed: int = 0, rows: int = 60) -> str:
     return f"{path}/*.jsonl:malformed=skip"
 
 
-def both(name: str, load: Callable[..., Rows] = load_rows, **options: Any) -> tuple[Rows, Rows]:
-    memory, disk = (load(Task(f"{name},rows={where}", **options), whole=True) for where in ("memory", "disk"))
-    assert isinstance(disk.train, IndexedRows) and isinstance(memory.train, tuple)
-    return memory, disk
-
-
 @pytest.mark.parametrize("load", LOADERS)
 @pytest.mark.parametrize("options", [{}, {"template": "Solve {prompt}"}])
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_are_the_same(load: Callable[..., Rows], options: dict[str, str], seed: int, tmp_path: Path) -> None:
-    memory, disk = both(f"{written(tmp_path, seed)},min_score=1", load, **options)
-    for kept, read in ((memory.train, disk.train), (memory.held_out, disk.held_out)):
-        assert tuple(read) == kept and [row.place for row in read] == [row.place for row in kept]
-        assert list(prompt_ids(read)) == [row.prompt_id for row in read] == list(prompt_ids(kept))
-        assert all(by_id(read)[row.prompt_id] == row for row in kept) and len(by_id(read)) == len(kept)
-        assert tuple(lowest(read, 3)) == lowest(kept, 3)
-        assert tuple(read[2:5]) == kept[2:5] and read[-1] == kept[-1] and len(kept) > 1
-    assert (disk.repeated, disk.skipped) == (memory.repeated, memory.skipped) and len(disk.skipped) == 2
-    assert tuple(joined(disk.train, disk.held_out)) == (*memory.train, *memory.held_out)
+    name = f"{written(tmp_path, seed)},min_score=1"
+    memory, disk = both(name, partial(load, whole=True), **options)
+    require_same(memory, disk)
+    assert len(disk.skipped) == 2
     with pytest.raises(KeyError):
         by_id(disk.train)["0" * 16]
 
@@ -102,7 +93,7 @@ def test_checks_before_a_run_read_every_row(tmp_path: Path) -> None:
 
 
 def test_rows_can_be_handed_to_another_process(tmp_path: Path) -> None:
-    _, disk = both(written(tmp_path))
+    _, disk = both(written(tmp_path), load_rows)
     first = disk.train[0]
     assert pickle.loads(pickle.dumps(disk)).train[0] == first
 
@@ -117,18 +108,15 @@ def test_a_file_that_has_changed_is_named(tmp_path: Path) -> None:
 
 def test_large_files_of_json_lines_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"{written(tmp_path)},min_score=0"
-    monkeypatch.setattr(indexed_rows, "AUTO_BYTES", 1000)
+    monkeypatch.setattr(row_loading, "AUTO_BYTES", 1000)
     assert isinstance(load_rows(Task(name)).train, IndexedRows)
-    monkeypatch.setattr(indexed_rows, "AUTO_BYTES", 1 << 20)
+    monkeypatch.setattr(row_loading, "AUTO_BYTES", 1 << 20)
     assert isinstance(load_rows(Task(f"{name},check=exact")).train, tuple)
 
 
-def test_what_cannot_stay_on_disk_says_so(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("prompt,chosen,rejected\n" + "q,a,b\n")
-    (tmp_path / "a.txt").write_text("a text")
-    with pytest.raises(ConfigError, match=r"rows=disk is for files of rows \(.jsonl, .json, .*, and .*a.txt is none"):
-        load_rows(Task(f"{tmp_path}/a.txt:rows=disk"))
-    with pytest.raises(ConfigError, match="preferences are held in memory; leave rows=disk out"):
-        load_preferences(Task(f"{tmp_path}/a.csv:rows=disk"), "pairs")
+def test_what_is_no_place_of_rows_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt\nq\n")
     with pytest.raises(ConfigError, match="option rows of a task is 'disc'; it needs auto, or memory, or disk"):
         load_rows(Task(f"{tmp_path}/a.csv:rows=disc"))
+    with pytest.raises(ConfigError, match="has no option 'rows'"):
+        load_rows(Task("arithmetic:rows=disk"))

@@ -13,12 +13,14 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -199,6 +201,22 @@ def test_a_copy_is_made_once_and_anew_for_a_file_that_has_changed(
         os.utime(file, ns=(1, int.from_bytes(text[-4:-2])))
         assert plain_file(file) != copy and plain_file(file).read_bytes() == text
     assert plain_file(written(tmp_path, ".csv")) == tmp_path / "rows.csv", "what can be read as it is, is not copied"
+
+
+def test_copies_that_no_run_has_used_for_a_month_are_removed_when_another_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    days = {".jsonl.gz": 31, ".jsonl.xz": 29, ".jsonl.bz2": 31}
+    homes = [plain_file(written(tmp_path, name)).parent for name in days]
+    for home, number in zip(homes, days.values(), strict=True):
+        os.utime(home / "flowrl.json", (then := time.time() - number * 86400, then))
+    assert plain_file(tmp_path / "rows.jsonl.bz2").parent == homes[2], "asked for again"
+    with FileLock(f"{homes[0]}.lock"):
+        plain_file(written(tmp_path, ".jsonl.zst"))
+    assert all(home.is_dir() for home in homes), "the first is locked, the second was used lately, the third just now"
+    plain_file(written(tmp_path, ".parquet"))
+    assert [home.is_dir() for home in homes] == [False, True, True]
+    assert f"{homes[0]} is removed: nobody has asked for it in 30 days" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_too_small_is_said_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

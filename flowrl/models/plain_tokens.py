@@ -6,7 +6,8 @@ which is context and not trained: so each token is predicted once, from what pre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,20 @@ AT_ONCE = 256
 """Texts that are handed to the tokenizer in one call."""
 
 
-def text_tokens(tokenizer: Any, texts: Sequence[str]) -> Iterator[Int32]:
+def text_tokens(tokenizer: Any, texts: Iterable[str]) -> Iterator[Int32]:
     """The ids of each text, with the end token behind it. Raises ConfigError if the tokenizer has none."""
     end = tokenizer.eos_token_id
     if end is None:
         raise ConfigError(
             f"the tokenizer {tokenizer.name_or_path} has no end token to put between texts; add eos_token to its files"
         )
-    for start in range(0, len(texts), AT_ONCE):
-        for ids in tokenizer(list(texts[start : start + AT_ONCE]))["input_ids"]:
+    remaining = iter(texts)
+    while some := list(itertools.islice(remaining, AT_ONCE)):
+        for ids in tokenizer(some)["input_ids"]:
             yield np.asarray(ids if ids and ids[-1] == end else [*ids, end], np.int32)
 
 
-def pieces(token_ids: Int32, most: int) -> Iterator[Int32]:
-    """Sequences of up to `most` tokens, 2 at least, that overlap by one; none of a single token."""
-    for start in range(0, len(token_ids) - 1, most - 1):
-        yield token_ids[start : start + most]
+def pieces(num_tokens: int, most: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of sequences of up to `most` tokens, 2 at least, that overlap by one; none of a single token."""
+    for start in range(0, num_tokens - 1, most - 1):
+        yield start, min(start + most, num_tokens)

@@ -6,13 +6,15 @@ Invariants
 - A cache under its final name is complete (`flowrl.cache`).
 - When `reference_cache` returns, the model that it loaded has been freed.
 
-The file is memory-mapped for reading: data that nobody requests stay on disk.
+The file is memory-mapped for reading: data that nobody requests stay on disk. The sequences, too, are in a file until
+their logprobs are known.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ import numpy.typing as npt
 
 from flowrl.cache import Progress, cached_directory
 from flowrl.messages import Bool, Float32, Int32
+from flowrl.models.token_store import TokenFile
 from flowrl.training.model.row_layout import policy_places
 from flowrl.training.scoring.local_model import ScoringModel
 from flowrl.training.scoring.passes import logprobs_of
@@ -30,6 +33,10 @@ VERSION = 1
 """Increased by changes of this file that give other numbers."""
 LOGPROBS, KEYS, OFFSETS = "logprobs.npy", "keys.npy", "offsets.npy"
 KEY_BYTES = 16
+KEY = np.dtype(f"S{KEY_BYTES}")
+Keys = npt.NDArray[np.bytes_]
+BLOCK_TOKENS = 1 << 22
+"""Sequences of about so many tokens are divided into passes together, and in memory meanwhile."""
 
 
 class ReferenceCache:
@@ -38,15 +45,19 @@ class ReferenceCache:
     def __init__(self, directory: Path) -> None:
         self._logprobs: Float32 = np.load(directory / LOGPROBS, mmap_mode="r")
         self._offsets: npt.NDArray[np.int64] = np.load(directory / OFFSETS)
-        keys = np.load(directory / KEYS)
-        self._index = {row.tobytes(): number for number, row in enumerate(keys)}
+        self._keys: Keys = np.load(directory / KEYS).reshape(-1).view(KEY)
+        self._order = np.argsort(self._keys)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._keys)
 
     def logprobs(self, token_ids: Int32, mask: Bool) -> Float32:
         """log p of the tokens in `mask` at their positions, 0 elsewhere. Raises KeyError for an unknown sequence."""
-        number = self._index[key_of(token_ids, mask)]
+        wanted = np.array(key_of(token_ids, mask), KEY)
+        place = int(np.searchsorted(self._keys, wanted, sorter=self._order))
+        if place == len(self) or self._keys[self._order[place]] != wanted:
+            raise KeyError("the reference logprobs of this sequence were not computed")
+        number = self._order[place]
         result = np.zeros(len(token_ids), np.float32)
         result[policy_places(mask)] = self._logprobs[self._offsets[number] : self._offsets[number + 1]]
         return result
@@ -66,12 +77,12 @@ def reference_cache(
     One process creates it; others that request the same cache meanwhile wait. One pass of the model takes at
     most `token_budget` tokens, padding included, or a single longer sequence.
     """
-    known = {key_of(token_ids, mask): (token_ids, mask) for token_ids, mask in sequences}
+    known = SpooledSequences(sequences)
     recipe = {
         "version": VERSION,
         "model": fingerprint(Path(model_dir)),
         "dtype": dtype,
-        "data": hashlib.blake2b(b"".join(sorted(known)), digest_size=KEY_BYTES).hexdigest(),
+        "data": hashlib.blake2b(np.sort(known.keys).tobytes(), digest_size=KEY_BYTES).hexdigest(),
     }
 
     def make(target: Path) -> None:
@@ -99,6 +110,39 @@ def fingerprint(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
+class SpooledSequences:
+    """Sequences in a file, each once, in their order; of a token that does not count it has the complement."""
+
+    def __init__(self, sequences: Iterable[tuple[Int32, Bool]]) -> None:
+        self._tokens, keys, counted, bounds = TokenFile(), bytearray(), array("q"), array("q", [0])
+        for token_ids, mask in sequences:
+            keys += key_of(token_ids, mask)
+            counted.append(policy_places(mask).size)
+            bounds.append(bounds[-1] + len(token_ids))
+            self._tokens.add(np.where(mask, token_ids, ~token_ids))
+        _, firsts = np.unique(np.frombuffer(keys, KEY), return_index=True)
+        firsts.sort()
+        self.keys: Keys = np.frombuffer(keys, KEY)[firsts]
+        self.counted = np.array(counted, np.int64)[firsts]
+        """Number of logprobs of each."""
+        self._starts, self._stops = (np.array(bounds, np.int64)[firsts + n] for n in (0, 1))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> tuple[Int32, Bool]:
+        stored = self._tokens.read(int(self._starts[index]), int(self._stops[index]))
+        mask = stored >= 0
+        return np.where(mask, stored, ~stored), mask
+
+    def blocks(self) -> list[npt.NDArray[np.int64]]:
+        """Neighbours of up to about `BLOCK_TOKENS` tokens, by index, the longest first."""
+        lengths = self._stops - self._starts
+        block = (np.cumsum(lengths) - lengths) // BLOCK_TOKENS
+        parts = np.split(np.arange(len(self)), np.flatnonzero(np.diff(block)) + 1)
+        return [part[np.argsort(-lengths[part], kind="stable")] for part in parts]
+
+
 class _Pass:
     """One pass of the reference over all sequences."""
 
@@ -106,33 +150,47 @@ class _Pass:
         self._open = open_model
         self._token_budget = token_budget
         self._progress = progress
+        self._done = self._reported = 0
 
-    def write(self, known: Mapping[bytes, tuple[Int32, Bool]], target: Path) -> None:
+    def write(self, known: SpooledSequences, target: Path) -> None:
         """Fill `target` with the logprobs of all `known` sequences; the model is freed at the end."""
-        found = sorted(known.values(), key=lambda sequence: -len(sequence[0]))
-        offsets = np.cumsum([0, *(policy_places(mask).size for _, mask in found)])
+        blocks = known.blocks()
+        order = np.concatenate(blocks)
+        offsets = np.concatenate(([0], np.cumsum(known.counted[order])))
         np.save(target / OFFSETS, offsets.astype(np.int64))
-        keys = b"".join(key_of(*sequence) for sequence in found)
-        np.save(target / KEYS, np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES))
+        np.save(target / KEYS, known.keys[order].view(np.uint8).reshape(-1, KEY_BYTES))
         logprobs: Float32 = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
             target / LOGPROBS, mode="w+", dtype=np.float32, shape=(int(offsets[-1]),)
         )
-        self._fill(logprobs, found, offsets)
-        del logprobs  # flushes the memory map
-
-    def _fill(self, logprobs: Float32, found: Sequence[tuple[Int32, Bool]], offsets: npt.NDArray[np.int64]) -> None:
         model = self._open()
         try:
-            passes, trees = passes_over([tokens for tokens, _ in found], self._token_budget, model.layout)
-            items = [[found[number] for number in part] for part in passes]
-            done = told = 0
-            for part, results in zip(passes, model.run(logprobs_of, items, trees, 1.0), strict=True):
-                for number, logprobs_T in zip(part, results, strict=True):
-                    places = policy_places(found[number][1])
-                    logprobs[offsets[number] : offsets[number + 1]] = logprobs_T[places]
-                done += len(part)
-                if (tenth := 10 * done // len(found)) > told:
-                    told = tenth
-                    self._progress(f"reference logprobs: {10 * tenth} %")
+            first = 0
+            for block in blocks:
+                places = offsets[first : (first := first + len(block)) + 1]
+                for done in self._fill(model, logprobs, [known[int(index)] for index in block], places):
+                    self._tell(done, len(known))
         finally:
             model.close()
+        del logprobs  # flushes the memory map
+
+    def _fill(
+        self,
+        model: ScoringModel,
+        logprobs: Float32,
+        found: Sequence[tuple[Int32, Bool]],
+        offsets: npt.NDArray[np.int64],
+    ) -> Iterator[int]:
+        """Compute the logprobs of one block; after each pass the number of its sequences."""
+        passes, trees = passes_over([tokens for tokens, _ in found], self._token_budget, model.layout)
+        items = [[found[number] for number in part] for part in passes]
+        for part, results in zip(passes, model.run(logprobs_of, items, trees, 1.0), strict=True):
+            for number, logprobs_T in zip(part, results, strict=True):
+                places = policy_places(found[number][1])
+                logprobs[offsets[number] : offsets[number + 1]] = logprobs_T[places]
+            yield len(part)
+
+    def _tell(self, number: int, of: int) -> None:
+        self._done += number
+        if (tenth := 10 * self._done // of) > self._reported:
+            self._reported = tenth
+            self._progress(f"reference logprobs: {10 * tenth} %")

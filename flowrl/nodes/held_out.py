@@ -12,6 +12,7 @@ from flowrl.graph.ports import Out
 from flowrl.messages import Batch, Trainable
 from flowrl.models import check_model
 from flowrl.nodes.preference_source import Preferences, Renderer
+from flowrl.tasks.indexed_rows import lowest_asked
 
 
 class HeldOutPreferences(Node):
@@ -47,8 +48,7 @@ class HeldOutPreferences(Node):
 
     def _render(self) -> list[Trainable]:
         chat = self.data.chat(self.context.progress)
-        rows = self.data.rows().held_out
-        chosen = sorted(rows, key=lambda row: (row.asked_id, row.prompt_id))[: self.num_rows]
+        chosen = lowest_asked(self.data.rows().held_out, self.num_rows)
         rendered = [samples for samples in Renderer(self.data, chat, chosen) if self._fits(samples)]
         return [sample for samples in rendered for sample in samples]
 

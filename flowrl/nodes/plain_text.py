@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,21 +15,16 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Group, Int32, Prompt, Trainable
 from flowrl.models import Policy, check_model, silent, tokenizer_of
-from flowrl.models.plain_tokens import pieces, text_tokens
+from flowrl.models.plain_tokens import text_tokens
+from flowrl.models.token_store import HeldTokens, TokenFile
 from flowrl.nodes.given_sample import given_sample
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.source import PromptSource
+from flowrl.nodes.text_pieces import TextPiece, TextPieces
 from flowrl.tasks import Row, Rows, Task, load_texts
+from flowrl.tasks.indexed_rows import IndexedRows, lowest
 
 CutBy = Literal["split", "wrapped"]
-
-
-@dataclass(frozen=True)
-class TextPiece:
-    """A sequence of `token_ids`; the first token is context, all others are trained."""
-
-    prompt_id: str
-    token_ids: Int32
 
 
 @dataclass(frozen=True)
@@ -58,15 +52,11 @@ class Texts:
         """All texts; a process reads them only once."""
         return load_texts(self.task, whole=self.part == "all")
 
-    def sequences(self, rows: Sequence[Row], progress: Progress = silent) -> Iterator[TextPiece]:
-        """The sequences of these texts, in their order."""
-        tokens = text_tokens(tokenizer_of(self.policy, progress=progress), [row.prompt for row in rows])
-        known: dict[bytes, int] = {}
-        for text in [np.concatenate([*tokens])] if self.cut == "wrapped" else tokens:
-            for piece in pieces(text, self.max_tokens):
-                occurrence = known[piece.tobytes()] = known.get(piece.tobytes(), -1) + 1
-                name = hashlib.blake2b(piece.tobytes() + occurrence.to_bytes(8, "big"), digest_size=8)
-                yield TextPiece(name.hexdigest(), piece)
+    def sequences(self, rows: Sequence[Row], progress: Progress = silent) -> TextPieces:
+        """The sequences of these texts, in their order; of texts that stay on disk the tokens are there, too."""
+        tokens = text_tokens(tokenizer_of(self.policy, progress=progress), (row.prompt for row in rows))
+        store = TokenFile() if isinstance(rows, IndexedRows) else HeldTokens()
+        return TextPieces(tokens, store, self.max_tokens, joined=self.cut == "wrapped")
 
 
 class TextSource(PromptSource):
@@ -86,16 +76,18 @@ class TextSource(PromptSource):
     def read(self) -> Rows:
         return self.texts.read()
 
-    def rows(self) -> tuple[TextPiece, ...]:  # type: ignore[override]
+    def rows(self) -> TextPieces:  # type: ignore[override]
         found = self.read()
         self._num_texts = len(rows := self.chosen(found.train, found.held_out))
-        return tuple(self.texts.sequences(rows))
+        self._pieces = self.texts.sequences(rows)
+        return self._pieces
 
     def _say(self, found: Rows) -> None:
-        trained = sum(len(piece.token_ids) - 1 for piece in self._rows)
         unused = len(found.train) + len(found.held_out) - self._num_texts
         others = f", {unused} texts held out" if unused else ""
-        self.context.progress(f"{self._num_texts} texts, {len(self._rows)} sequences, {trained} tokens{others}")
+        self.context.progress(
+            f"{self._num_texts} texts, {len(self._rows)} sequences, {self._pieces.num_trained} tokens{others}"
+        )
         self.say_skipped(found)
 
     def group(self, row: TextPiece, epoch: int) -> list[Prompt]:  # type: ignore[override]
@@ -146,8 +138,8 @@ class TextDataset(Node):
             )
 
     def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
-        rows = sorted(self.texts.read().held_out, key=lambda row: row.prompt_id)
-        found = sorted(self.texts.sequences(rows, progress), key=lambda piece: piece.prompt_id)[:most]
+        rows = lowest(self.texts.read().held_out, None)
+        found = self.texts.sequences(rows, progress).lowest(most)
         return [
             _sample(one.token_ids, "", sample_id=one.prompt_id, group_id=one.prompt_id, prompt_id=one.prompt_id)
             for one in found

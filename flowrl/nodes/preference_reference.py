@@ -22,6 +22,7 @@ from flowrl.models.vocabulary import untold, vocabulary_problem
 from flowrl.nodes.preference_source import Preferences, Renderer
 from flowrl.nodes.scoring_model import gpu_problems, opened
 from flowrl.tasks import Row
+from flowrl.tasks.indexed_rows import asked_ids, lowest_asked
 from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype, Layout
@@ -126,8 +127,8 @@ class PreferenceReference(Node):
 
     def _chosen(self, held_out: Sequence[Row]) -> Sequence[Row]:
         """The rows to evaluate on; independent of the order of the data, with rows of one prompt next to each other."""
-        rows = sorted(held_out, key=lambda row: row.asked_id)[: self.num_held_out]
-        alike = self.data.kind == "labelled" and len({row.asked_id for row in rows}) < 2
+        rows = lowest_asked(held_out, self.num_held_out)
+        alike = self.data.kind == "labelled" and len({*asked_ids(rows)}) < 2
         return () if alike else rows
 
     async def run(self) -> None:

@@ -6,7 +6,7 @@ They are recorded in the same ledger as rollouts: each completion is a member of
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,6 +23,7 @@ from flowrl.models.chat import Reply
 from flowrl.nodes.source import PromptSource, TooLong
 from flowrl.nodes.too_long import refuse_long
 from flowrl.tasks import Row, Rows, Task, load_preferences
+from flowrl.tasks.indexed_rows import Digests, asked_ids, by_id, joined, matched, prompt_ids
 from flowrl.tasks.tool_shapes import text_of
 
 
@@ -103,7 +104,7 @@ class PreferenceDataset(Node):
     def preflight(self) -> None:
         check_model(self.data.policy)
         rows = self.data.rows()
-        check_tools(self.data.policy, (*rows.train, *rows.held_out))
+        check_tools(self.data.policy, joined(rows.train, rows.held_out))
         if self.data.kind == "labelled":
             mismatches(rows.train)
         if self.data.too_long == "error" and not self.data.policy.built_in:
@@ -160,7 +161,7 @@ class Renderer:
         self._max_tokens = data.max_tokens
         self._truncates = data.too_long == "truncate"
         self._chat = chat
-        self._rows = {row.prompt_id: row for row in rows}
+        self._rows = by_id(rows)
         self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
 
     def __iter__(self) -> Iterator[tuple[Trainable, ...]]:
@@ -228,15 +229,19 @@ def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
     The result depends only on the data, not on seed, epoch or batch, so its reference logprobs are computed once.
     Raises ConfigError if all prompts are the same.
     """
-    order = sorted(rows, key=lambda row: row.prompt_id)
-    if all(row.asked == order[0].asked for row in order):
+    ids, asked = (_digests(one) for one in (prompt_ids(rows), asked_ids(rows)))
+    order = np.argsort(ids)
+    ends = np.flatnonzero(asked[order] != np.roll(asked[order], -1))
+    if not ends.size:
         raise ConfigError(
             f"KTO measures its baseline on completions of other prompts, but all {len(order)} rows have one prompt; "
             "add rows with other prompts"
         )
-    found: dict[str, Row] = {}
-    following = next(row for row in order if row.asked != order[-1].asked)
-    for row, after in zip(reversed(order), [order[0], *reversed(order)], strict=False):
-        following = after if after.asked != row.asked else following
-        found[row.prompt_id] = following
-    return found
+    following = ends[np.searchsorted(ends, np.arange(len(order))) % len(ends)] + 1
+    found = np.zeros_like(order)
+    found[order] = order[following % len(order)]
+    return matched(rows, found)
+
+
+def _digests(found: Iterable[str]) -> Digests:
+    return np.fromiter((int(one, 16) for one in found), np.uint64)

@@ -139,7 +139,7 @@ class RowSource(Node):
     async def _send_chosen(self, rates: PassRates) -> None:
         """Send groups until no further is wanted, or the last epoch has ended."""
         ordered = self._from_cursor()
-        numbers = {row.prompt_id: index for index, row in enumerate(self._rows)}
+        numbers = {prompt_id: index for index, prompt_id in enumerate(prompt_ids(self._rows))}
         while True:
             # The group that a checkpoint found waiting comes first: its members may have been sent in part.
             found = self._waiting or rates.choose()

@@ -16,6 +16,7 @@ from flowrl.messages import Batch, Group, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.models.steps import separator_of, split_steps, step_tokens
 from flowrl.tasks import Row, Task, load_demonstrations
+from flowrl.tasks.indexed_rows import by_id, joined, lowest
 
 STEPS, LABELS = ("steps", "completions"), "labels"
 """Columns of a row: its steps, a list of texts or one text with separators, and a label for each."""
@@ -39,14 +40,14 @@ class StepDataset(Node):
     def preflight(self) -> None:
         check_model(self.policy)
         found = load_demonstrations(self.task)
-        for row in (*found.train, *found.held_out):
+        for row in joined(found.train, found.held_out):
             labelled_steps(row, self.separator)
 
     async def setup(self) -> None:
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
         self._chat = Chat(tokenizer, self.task.system_prompt)
         found = await self.blocking(load_demonstrations, self.task)
-        self._rows = {row.prompt_id: row for row in found.train}
+        self._rows = by_id(found.train)
 
     async def run(self) -> None:
         async for prompt in self.prompts:
@@ -84,10 +85,9 @@ class HeldOutSteps(Node):
 
     def _render(self) -> tuple[Trainable, ...]:
         chat = Chat(tokenizer_of(self.data.policy, progress=self.context.progress), self.data.task.system_prompt)
-        rows = sorted(load_demonstrations(self.data.task).held_out, key=lambda row: row.prompt_id)
+        rows = lowest(load_demonstrations(self.data.task).held_out, self.num_rows)
         made = [
-            step_sample(chat, row, self.data.separator, sample_id=row.prompt_id, group_id=row.prompt_id)
-            for row in rows[: self.num_rows]
+            step_sample(chat, row, self.data.separator, sample_id=row.prompt_id, group_id=row.prompt_id) for row in rows
         ]
         return tuple(sample for sample in made if len(sample.token_ids) <= self.data.max_tokens)
 

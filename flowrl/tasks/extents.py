@@ -20,7 +20,17 @@ from typing import IO, Any, Protocol
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.array_elements import elements
-from flowrl.tasks.formats import LINES, PARQUET, TABLES, Record, arrow_row, check_header, format_of, parsed_line
+from flowrl.tasks.formats import (
+    PARQUET,
+    PLAIN,
+    TABLES,
+    Record,
+    arrow_row,
+    check_header,
+    format_of,
+    parsed_line,
+    text_record,
+)
 from flowrl.tasks.formats import cells as cells_of
 from flowrl.tasks.malformed import Malformed
 
@@ -47,18 +57,15 @@ class Extents(Protocol):
 
 
 def extents_of(path: Path, plain: Path) -> Extents:
-    """How the records of the file `path` are found, whose content is in `plain`, decompressed. Raises ConfigError."""
+    """How the records of `path` are found, whose content is in `plain`, decompressed or pickled. Raises ConfigError."""
     kind = format_of(path)
     if kind in TABLES:
         return TableRows(path, TABLES[kind], plain)
-    if kind == PARQUET:
+    if kind == PARQUET or path.is_dir():
         return PickledRows(path)
+    if kind == PLAIN:
+        return WholeText(path)
     return ArrayElements(path) if kind == ".json" and _is_array(plain) else Lines(path)
-
-
-def sliceable(path: Path) -> bool:
-    """Whether a file has a format whose records can be read one by one."""
-    return format_of(path) in (*LINES, *TABLES, PARQUET, ".json")
 
 
 @dataclass
@@ -96,6 +103,24 @@ class ArrayElements:
 
     def record(self, number: int, offset: int, content: bytes) -> Record:
         return parsed_line(self.place(number), _text(offset, content))
+
+
+@dataclass
+class WholeText:
+    """A file that is one text."""
+
+    path: Path
+
+    def all(self, file: IO[bytes]) -> Iterator[Extent]:
+        if content := file.read():
+            yield 1, 0, content
+
+    def place(self, number: int) -> str:
+        return str(self.path)
+
+    def record(self, number: int, offset: int, content: bytes) -> Record:
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", errors="surrogateescape")
+        return text_record(self.path, text.read())
 
 
 @dataclass
@@ -145,7 +170,7 @@ class TableRows:
 
 @dataclass
 class PickledRows:
-    """The rows of a Parquet file that `pickled` has made anew, so that one is read without the others."""
+    """The rows of a Parquet file or saved dataset that `pickled` has made anew: one is read without the others."""
 
     path: Path
 
@@ -167,15 +192,15 @@ class PickledRows:
         return found
 
 
-def pickled(batches: Iterable[Any]) -> Iterator[bytes]:
-    """The rows of Arrow `batches`, or what is wrong with one, as a file has them that `PickledRows` reads."""
-    for batch in batches:
-        for row in _rows_of(batch):
-            content = pickle.dumps(row, protocol=5)
-            yield LENGTH.pack(len(content)) + content
+def pickled(rows: Iterable[Record | str]) -> Iterator[bytes]:
+    """Rows, or what is wrong with one, as a file has them that `PickledRows` reads."""
+    for row in rows:
+        content = pickle.dumps(row, protocol=5)
+        yield LENGTH.pack(len(content)) + content
 
 
-def _rows_of(batch: Any) -> Iterator[Record | str]:
+def rows_of_batch(batch: Any) -> Iterator[Record | str]:
+    """The rows of an Arrow batch, or what is wrong with one."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:

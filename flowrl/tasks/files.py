@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,13 +19,13 @@ from flowrl.hub.name import HubName
 from flowrl.tasks.answer_checks import CHECKS
 from flowrl.tasks.formats import Record, files_at, records
 from flowrl.tasks.hub_rows import hub_files, hub_records
-from flowrl.tasks.indexed_rows import RowFiles, index_of, indexable
-from flowrl.tasks.input_template import asked_by
 from flowrl.tasks.malformed import Malformed, Reading
-from flowrl.tasks.rows import Row, Rows
+from flowrl.tasks.rows import Row
 from flowrl.tasks.shapes import ALPACA, ROLES, Turns, alpaca, is_alpaca, is_turn, messages, of_sharegpt, with_system
 from flowrl.tasks.tool_shapes import definitions, text_of
 
+MALFORMED, WHERE = ("stop", "skip"), ("auto", "memory", "disk")
+"""Values of the options `malformed` and `rows`."""
 NUMERAL = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
@@ -67,10 +66,14 @@ class Keys:
     than 256 MiB."""
 
     def __post_init__(self) -> None:
-        choices = (("check", tuple(CHECKS)), ("malformed", ("stop", "skip")), ("rows", ("auto", "memory", "disk")))
-        for name, known in choices:
-            if getattr(self, name) not in known:
-                raise ConfigError(f"option {name} of a task is {getattr(self, name)!r}; it needs {', or '.join(known)}")
+        require_choices(self, check=tuple(CHECKS), malformed=MALFORMED, rows=WHERE)
+
+
+def require_choices(keys: object, **choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless each of these options has one of its values."""
+    for name, known in choices.items():
+        if getattr(keys, name) not in known:
+            raise ConfigError(f"option {name} of a task is {getattr(keys, name)!r}; it needs {', or '.join(known)}")
 
 
 class PartOfSource(Protocol):
@@ -98,33 +101,22 @@ def _require_local(source: Path, keys: PartOfSource) -> None:
         )
 
 
-def left_on_disk(source: Path | HubName, keys: Keys, reading: Reading, *, template: str, every: bool) -> Rows | None:
-    """The rows of `source` if they stay in its files, asked as `template` says; None if they go into memory."""
-    if keys.rows == "memory":
-        return None
+def files_of(source: Path | HubName, keys: PartOfSource) -> list[Path]:
+    """The files whose records these are, in order; a directory that save_to_disk wrote is one of them.
+
+    Raises ConfigError if there are none.
+    """
     if isinstance(source, HubName):
-        paths: list[Path] | None = hub_files(source, config=keys.config, split=keys.split)
-    else:
-        _require_local(source, keys)
-        paths = files_at(source, keys.split)
-    if not indexable(paths, keys.rows):
-        return None
-    return index_of(RowFiles(paths or (), partial(_asked_row, keys, template)), reading, every=every)
+        return hub_files(source, config=keys.config, split=keys.split)
+    _require_local(source, keys)
+    found = files_at(source, keys.split)
+    return [source] if found is None else found
 
 
-def _asked_row(keys: Keys, template: str, place: str, record: Record) -> Row | None:
+def of_record(keys: Keys, place: str, record: Record) -> tuple[Row, ...]:
+    """The row of one record; () if its score is too low. Raises Malformed."""
     row = _row(place, record, keys)
-    if row.score < keys.min_score:
-        return None
-    return next(asked_by(template, [row])) if template else row
-
-
-def rows(source: Path | HubName, keys: Keys, reading: Reading) -> Iterator[Row]:
-    """The rows of `source`. Raises ConfigError if it cannot be read, Malformed depending on `reading`."""
-    for place, record in read_records(source, keys, reading):
-        row = reading.at(place, lambda place=place, record=record: _row(place, record, keys))  # type: ignore[misc]
-        if row is not None and row.score >= keys.min_score:
-            yield row
+    return (row,) if row.score >= keys.min_score else ()
 
 
 def _row(place: str, record: Record, keys: Keys) -> Row:

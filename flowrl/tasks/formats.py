@@ -76,7 +76,7 @@ def files_at(path: Path, split: str) -> list[Path] | None:
         return [path]
     if is_pattern(path) and not path.exists():
         return _matching(path)
-    return None if any((path / name).is_file() for name in SAVED) else _files(path, split)
+    return None if is_saved(path) else _files(path, split)
 
 
 def file_records(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
@@ -98,13 +98,14 @@ def file_records(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
 def _plain(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, Record]]:
     """The whole file as one text."""
     content = text.read()
-
-    def checked() -> Record:
-        _require_utf8_by_line(path, content)
-        return {"text": content}
-
-    if content and (record := reading.attempt(checked)) is not None:
+    if content and (record := reading.attempt(lambda: text_record(path, content))) is not None:
         yield str(path), record
+
+
+def text_record(path: Path, content: str) -> Record:
+    """The record of a file that is one text. Raises Malformed."""
+    _require_utf8_by_line(path, content)
+    return {"text": content}
 
 
 def _json(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, Record]]:
@@ -270,7 +271,17 @@ def arrow_row(place: str, batch: Any, number: int) -> Record:
 
 
 def _saved(path: Path, split: str) -> Iterator[tuple[str, Record]]:
-    """A dataset, or one split of several, saved by `datasets`."""
+    for number, record in enumerate(saved_records(path, split), start=1):
+        yield f"{path}, row {number}", record
+
+
+def is_saved(path: Path) -> bool:
+    """Whether save_to_disk has written this directory."""
+    return any((path / name).is_file() for name in SAVED)
+
+
+def saved_records(path: Path, split: str) -> Iterator[Record]:
+    """The records of a dataset, or of one split of several, saved by `datasets`. Raises ConfigError."""
     try:
         from datasets import Dataset, DatasetDict, load_from_disk
     except ImportError:
@@ -285,8 +296,7 @@ def _saved(path: Path, split: str) -> Iterator[tuple[str, Record]]:
         if split not in found:
             raise ConfigError(f"{path} has no split {split!r}; it has {', '.join(found)}: set the option split")
         found = found[split]
-    for number, record in enumerate(found, start=1):
-        yield f"{path}, row {number}", record
+    yield from found
 
 
 def _matching(pattern: Path) -> list[Path]:

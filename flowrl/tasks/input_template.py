@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.rows import Row
+from flowrl.tasks.rows import OF_TASK, Row
 
 AnyRow = TypeVar("AnyRow", bound=Row)
 NAMED, EMPTY = "{prompt}", "{}"
@@ -27,6 +27,13 @@ def asked_by(template: str, rows: Iterable[AnyRow]) -> Iterator[AnyRow]:
     """The rows with their last message put into the template. Other braces, as of \\boxed{}, stay as they are."""
     for row in rows:
         yield dataclasses.replace(row, turns=(*row.turns[:-1], {**row.turns[-1], "content": _asked(template, row)}))
+
+
+def asked_of_source(row: AnyRow, source: str, template: str) -> AnyRow:
+    """A row with the name of its source in a mixture, unless that is "", and put into the template if there is one."""
+    if source:
+        row = dataclasses.replace(row, columns={**row.columns, OF_TASK: source})
+    return next(asked_by(template, [row])) if template else row
 
 
 def _asked(template: str, row: Row) -> str:

@@ -15,6 +15,10 @@ class Malformed(ConfigError):
     """A record cannot be used. The error text starts with the record's place."""
 
 
+class NothingInIt(Malformed):
+    """A record holds nothing to use; it is left out and counted, whatever becomes of malformed ones."""
+
+
 @dataclass
 class Reading:
     """How to handle malformed records: stop at the first, or skip them and keep their errors."""
@@ -27,7 +31,7 @@ class Reading:
         try:
             return make()
         except Malformed as problem:
-            if self.malformed == "stop":
+            if self.malformed == "stop" and not isinstance(problem, NothingInIt):
                 raise
             self.skipped.append(str(problem))
             return None

@@ -11,8 +11,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from flowrl.tasks.indexed_rows import sources
 from flowrl.tasks.judge import load_judge
-from flowrl.tasks.rows import OF_TASK, Row
+from flowrl.tasks.rows import Row
 from flowrl.tasks.task import Task
 
 ROUNDING = 1e-9  # `size * weight` may be slightly below an integer; `int` would then lose a row
@@ -22,8 +23,8 @@ def mixed_order(rows: Sequence[Row], task: Task, seed: int, epoch: int) -> list[
     """The rows of an epoch of a mixture, by index and in order; (seed, epoch) determine it."""
     rng = random.Random(f"{seed}/{epoch}")
     of_source: dict[str, list[int]] = {term.text: [] for term in task.sources}
-    for index, row in enumerate(rows):
-        of_source[row.columns[OF_TASK]].append(index)
+    for index, source in enumerate(sources(rows)):
+        of_source[source].append(index)
     size = min(len(of_source[term.text]) / term.weight for term in task.sources)
     order: list[int] = []
     for term in task.sources:

@@ -11,14 +11,12 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
-from flowrl.hub.name import HubName
 from flowrl.tasks.arithmetic import careless_answer
-from flowrl.tasks.files import Keys, conversation, plain, plain_reply, read_records, tools_of
+from flowrl.tasks.files import Keys, conversation, plain, plain_reply, tools_of
 from flowrl.tasks.formats import Record
-from flowrl.tasks.malformed import Malformed, Reading
+from flowrl.tasks.malformed import Malformed
 from flowrl.tasks.rows import Row
 from flowrl.tasks.shapes import Turns
 from flowrl.tasks.tool_shapes import text_of
@@ -45,13 +43,6 @@ class Preference(Row):
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def rows(source: Path | HubName, keys: Keys, reading: Reading, kind: Kind) -> Iterator[Preference]:
-    """The preferences of `source`. Raises ConfigError if it cannot be read, Malformed depending on `reading`."""
-    for place, record in read_records(source, keys, reading):
-        found = reading.at(place, lambda place=place, record=record: _preferences(place, record, keys, kind))  # type: ignore[misc]
-        yield from found or ()
-
-
 def careless(asked: Iterable[Row], kind: Kind) -> Iterator[Preference]:
     """Sums with the right answer chosen and the answer without carrying rejected; other sums are left out."""
     for row in asked:
@@ -61,8 +52,8 @@ def careless(asked: Iterable[Row], kind: Kind) -> Iterator[Preference]:
             yield from (pair,) if kind == "pairs" else _both(pair)
 
 
-def _preferences(place: str, record: Record, keys: Keys, kind: Kind) -> tuple[Preference, ...]:
-    """The preferences of one record. A pair makes two labelled completions."""
+def of_record(kind: Kind, keys: Keys, place: str, record: Record) -> tuple[Preference, ...]:
+    """The preferences of one record. A pair makes two labelled completions. Raises Malformed."""
     if kind == "labelled" and not (keys.chosen in record and keys.rejected in record):
         turns = _prompt(place, record, keys, (keys.completion,))
         tools = tools_of(place, record, keys)

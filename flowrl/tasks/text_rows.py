@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from flowrl.errors import ConfigError
-from flowrl.hub.name import HubName
-from flowrl.tasks.files import read_records
+from flowrl.tasks.files import MALFORMED, WHERE, require_choices
 from flowrl.tasks.formats import Record
-from flowrl.tasks.malformed import Malformed, Reading
+from flowrl.tasks.malformed import Malformed, NothingInIt
 from flowrl.tasks.rows import Row
 
 
@@ -26,20 +22,19 @@ class TextKeys:
     """Datasets of the Hub with several configurations: the one to read."""
     malformed: str = "stop"
     """Rows that cannot be used: stop before training, or skip and count them."""
+    rows: str = "auto"
+    """Where texts and their tokens are: memory; disk; auto, which is disk for files of more than 256 MiB."""
 
     def __post_init__(self) -> None:
-        if self.malformed not in ("stop", "skip"):
-            raise ConfigError(f"option malformed of a task is {self.malformed!r}; it needs stop, or skip")
+        require_choices(self, malformed=MALFORMED, rows=WHERE)
 
 
-def text_rows(source: Path | HubName, keys: TextKeys, reading: Reading) -> Iterator[Row]:
-    """A row for each text; one without any text is left out and counted. Raises ConfigError."""
-    for place, record in read_records(source, keys, reading):
-        row = reading.at(place, lambda place=place, record=record: _row(place, record, keys))  # type: ignore[misc]
-        if row is not None and row.prompt.strip():
-            yield row
-        elif row is not None:
-            reading.skipped.append(f"{place}: the text is empty")
+def of_record(keys: TextKeys, place: str, record: Record) -> tuple[Row, ...]:
+    """The row of one record. Raises Malformed."""
+    row = _row(place, record, keys)
+    if not row.prompt.strip():
+        raise NothingInIt(f"{place}: the text is empty")
+    return (row,)
 
 
 def _row(place: str, record: Record, keys: TextKeys) -> Row:

@@ -1,0 +1,249 @@
+"""Reads the rows of a task, into memory or so that they stay on disk, which is decided here for all kinds of rows.
+
+`auto`: rows stay in their files if the files of all sources of the task are large in sum. What a source generates is
+held, also beside files that are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flowrl.errors import ConfigError
+from flowrl.hub.name import HubName
+from flowrl.tasks import files, preference_rows, text_rows
+from flowrl.tasks.arithmetic import Arithmetic
+from flowrl.tasks.files import Keys, files_of, read_records
+from flowrl.tasks.formats import FORMATS, Record, is_file_task, require_there
+from flowrl.tasks.hub_rows import hub_dataset
+from flowrl.tasks.indexed_rows import StoredRows
+from flowrl.tasks.input_template import asked_of_source
+from flowrl.tasks.malformed import Reading
+from flowrl.tasks.row_index import rows_of, scan_source
+from flowrl.tasks.row_stores import HeldRows, RowStore, file_stores
+from flowrl.tasks.rows import Row, Rows
+from flowrl.tasks.spooled import num_bytes
+from flowrl.tasks.sticks import SticksRules
+from flowrl.tasks.task import Task
+from flowrl.tasks.text_rows import TextKeys
+
+Options = TypeVar("Options")
+AUTO_BYTES = 256 << 20
+"""Rows of files of more bytes than this in sum stay on disk unless the task says otherwise."""
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """What rows a node wants: which options say where they are in a record, and how one is made of it."""
+
+    keys: type[Keys] | type[TextKeys]
+    of_record: Callable[[Any, str, Record], tuple[Row, ...]]
+    generated: Callable[[Task], Iterable[Row]]
+    """The rows of a source that has no files. Raises ConfigError for a source that has none either."""
+    every: bool = False
+    """Whether rows that repeat a prompt are taken, too."""
+
+
+@functools.lru_cache(maxsize=8)
+def load_rows(task: Task, *, whole: bool = False) -> Rows:
+    """Read or generate all rows of `task`, once per process. Raises ConfigError if the task is invalid.
+
+    `whole`: both parts are used alike, so all rows may be in the part that others hold out.
+    """
+    return _loaded(task, RowKind(Keys, files.of_record, _generated), whole)
+
+
+@functools.lru_cache(maxsize=8)
+def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
+    """`load_rows` to learn from the answers: of a file also those that answer one prompt in several ways."""
+    if task.generated:
+        return load_rows(task, whole=whole)
+    return _loaded(task, RowKind(Keys, files.of_record, _generated, every=True), whole)
+
+
+@functools.lru_cache(maxsize=4)
+def load_texts(task: Task, *, whole: bool = False) -> Rows:
+    """The texts of `task`, each the prompt of a row, also those that are repeated; the split is by text."""
+    if len(task.sources) > 1:
+        raise ConfigError(f"task {task.name!r} is a mixture, and texts are read from one; name a pattern of files")
+    return _loaded(task, RowKind(TextKeys, text_rows.of_record, _no_texts, every=True), whole)
+
+
+@functools.lru_cache(maxsize=8)
+def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
+    """The pairs of `task`, or its labelled completions (a pair makes two); the split is by prompt.
+
+    `arithmetic` prefers right answers to answers without carrying.
+    """
+    made = partial(preference_rows.of_record, kind)
+    return _loaded(task, RowKind(Keys, made, partial(_generated_preferences, kind)), whole=False)
+
+
+class OneSource:
+    """The source of a task, or one of a mixture."""
+
+    def __init__(self, task: Task, kind: RowKind, name: str) -> None:
+        self.task, self.name, self._kind = task, name, kind
+        self.reading = Reading(str(task.options.get("malformed", "stop")))
+        self.place = place_of_rows(task)
+
+    @cached_property
+    def keys(self) -> Any:
+        """Where the rows are in a record. Raises ConfigError."""
+        return options_of(self._kind.keys, self.task)
+
+    @property
+    def where(self) -> str:
+        """What the task says of where its rows are."""
+        return "memory" if self.place is None else str(self.keys.rows)
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        """The files of a source that has some."""
+        assert self.place is not None, "asked for only where there are files"
+        return files_of(self.place, self.keys)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Of its files."""
+        return sum(num_bytes(path, self.keys.split) for path in self.paths)
+
+    def rows(self) -> Iterator[Row]:
+        """Every row, read or generated. Raises ConfigError, Malformed by `reading`."""
+        if self.place is None:
+            yield from self._kind.generated(self.task)
+            return
+        for place, record in read_records(self.place, self.keys, self.reading):
+            yield from self.reading.at(place, partial(self._kind.of_record, self.keys, place, record)) or ()
+
+    def chosen(self) -> Rows:
+        """The rows in memory that are taken."""
+        return (Rows.every if self._kind.every else Rows.split)(self.rows())
+
+    def stores(self, on_disk: bool) -> Sequence[RowStore]:
+        """Where single rows are read from. Raises ConfigError."""
+        if not on_disk:
+            return (HeldRows([*self.rows()]),)
+        return file_stores(self.paths, self.keys.split, partial(self._kind.of_record, self.keys))
+
+    def require(self, number: int) -> None:
+        """Raise ConfigError if there is no row."""
+        if not number:
+            skipped = self.reading.skipped
+            said = f", {len(skipped)} are skipped: {skipped[0]}" if skipped else ""
+            raise ConfigError(f"task {self.task.name!r} has no rows at all{said}; add rows, or name other data")
+
+
+def _loaded(task: Task, kind: RowKind, whole: bool) -> Rows:
+    """The rows of all sources, with what was skipped. Raises ConfigError if there are none to train on."""
+    mixed = len(task.sources) > 1
+    sources = [OneSource(Task(term.text) if mixed else task, kind, term.text * mixed) for term in task.sources]
+    on_disk = _stay_on_disk(sources)
+    found = _indexed(task, kind, sources, on_disk) if any(on_disk) else _held(task, kind, sources)
+    if not found.train and not whole:
+        raise ConfigError(f"task {task.name!r} has no training rows ({len(found.held_out)} are held out); add rows")
+    return dataclasses.replace(found, skipped=tuple(text for source in sources for text in source.reading.skipped))
+
+
+def _stay_on_disk(sources: Sequence[OneSource]) -> list[bool]:
+    """Of each source whether its rows stay in their files."""
+    wanted = [source.where for source in sources]
+    if "auto" not in wanted:
+        return [where == "disk" for where in wanted]
+    in_sum = sum(source.num_bytes for source, where in zip(sources, wanted, strict=True) if where != "memory")
+    return [where == "disk" or (where == "auto" and in_sum > AUTO_BYTES) for where in wanted]
+
+
+def _indexed(task: Task, kind: RowKind, sources: Sequence[OneSource], on_disk: Sequence[bool]) -> Rows:
+    stores = [source.stores(stays) for source, stays in zip(sources, on_disk, strict=True)]
+    names = [source.name for source, own in zip(sources, stores, strict=True) for _ in own]
+    stored = StoredRows([store for own in stores for store in own], names, task.template)
+    scans, first = [], 0
+    for source, own in zip(sources, stores, strict=True):
+        places = range(first, first := first + len(own))
+        scans.append(scan_source(stored, places, source.reading, every=kind.every, mixed=len(sources) > 1))
+        source.require(len(scans[-1]))
+    return rows_of(stored, scans, every=kind.every)
+
+
+def _held(task: Task, kind: RowKind, sources: Sequence[OneSource]) -> Rows:
+    return (Rows.every if kind.every else Rows.split)(_asked(task, sources))
+
+
+def _asked(task: Task, sources: Sequence[OneSource]) -> Iterator[Row]:
+    """The rows in memory of all sources, as the task asks them; in a mixture those that are taken of each."""
+    for source in sources:
+        number = 0
+        for row in source.rows() if len(sources) == 1 else _both_parts(source.chosen()):
+            number += 1
+            yield asked_of_source(row, source.name, task.template)
+        source.require(number)
+
+
+def _both_parts(rows: Rows) -> Iterator[Row]:
+    yield from rows.train
+    yield from rows.held_out
+
+
+def _generated(task: Task) -> Iterable[Row]:
+    if task.source == "arithmetic":
+        return options_of(Arithmetic, task).rows()
+    if task.source == "sticks":
+        return options_of(SticksRules, task).rows()
+    if task.source.startswith("reasoning_gym/"):
+        from flowrl.tasks import reasoning
+
+        return reasoning.rows(task)
+    close = difflib.get_close_matches(task.source, ["arithmetic", "sticks", "reasoning_gym/chain_sum"], 1, 0.5)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise ConfigError(
+        f"there is no task {task.source!r}: it is neither arithmetic, nor sticks, nor reasoning_gym/NAME, nor a file "
+        f"({FORMATS}), pattern or dataset directory on this machine, nor OWNER/NAME, as datasets of the Hub are named."
+        f"{hint}"
+    )
+
+
+def _generated_preferences(kind: preference_rows.Kind, task: Task) -> Iterable[Row]:
+    if task.source == "arithmetic":
+        return preference_rows.careless(_generated(task), kind)
+    raise ConfigError(
+        f"task {task.name!r} has no preferences: it is neither arithmetic, nor a file ({FORMATS}) or dataset "
+        "directory on this machine, nor a dataset of the Hub; name one with the columns chosen and rejected, or "
+        "completion and label"
+    )
+
+
+def _no_texts(task: Task) -> Iterable[Row]:
+    raise ConfigError(
+        f"task {task.name!r} has no texts: it is neither a file ({FORMATS}), pattern or dataset directory on this "
+        "machine, nor a dataset of the Hub; name one with the column text"
+    )
+
+
+def place_of_rows(task: Task) -> Path | HubName | None:
+    """Where the rows of a task are that generates none; None if it names neither files nor a dataset of the Hub.
+
+    Raises ConfigError for a file that is not there.
+    """
+    if task.source.startswith("reasoning_gym/"):
+        return None
+    require_there(task.path)
+    return task.path if is_file_task(task.path) else hub_dataset(task.source)
+
+
+def options_of(kind: type[Options], task: Task) -> Options:
+    """`task.options` as the dataclass `kind`; names and types are checked."""
+    fields: Mapping[str, Any] = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key, value in task.options.items():
+        if key not in fields:
+            raise ConfigError(f"task {task.name!r} has no option {key!r}; it has {', '.join(fields)}")
+        wanted = type(fields[key].default)
+        if not isinstance(value, (int, float) if wanted is float else wanted):
+            raise ConfigError(f"task {task.name!r}: option {key} is {value!r} and needs {wanted.__name__}")
+    return kind(**task.options)
