@@ -357,7 +357,10 @@ def test_gradients_of_four_ranks_equal_the_plain_loop(case: Case, four_dir: Path
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_gives_the_same_gradient_and_metrics(name: str, four_dir: Path) -> None:
     alone, *shared = torch.load(four_dir / f"{name}.pt")
-    assert max(float(g.abs().max()) for g in alone["gradients"].values()) > 1e-3
+    sizes = {name: float(g.abs().max()) for name, g in alone["gradients"].items()}
+    assert max(sizes.values()) > 1e-3
+    if OBJECTIVES[name].lora.rank:
+        assert min(sizes.values()) > 0 and all(".lora_" in one for one in sizes), "both matrices of every layer"
     for found in shared:
         assert worst(found["gradients"], alone["gradients"]) <= 1e-5
         assert found["passes"] == alone["passes"]

@@ -43,7 +43,7 @@ class Recording(ZeroEngine):
     def step(self, *, divide_by: float = 1.0) -> Any:
         from deepspeed.utils import safe_get_full_grad
 
-        named = dict(self.model.network.named_parameters())
+        named = {name: p for name, p in self.model.network.named_parameters() if p.requires_grad}
         mine = {name: p.grad if self._stage == 0 else safe_get_full_grad(p) for name, p in named.items()}
         self.gradients.append({name: whole(mine[name], named[name]) / divide_by for name in named})
         return super().step(divide_by=divide_by)
