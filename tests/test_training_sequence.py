@@ -33,14 +33,14 @@ from flowrl.training.model.policy_model import DTYPES, PolicyModel, load_policy_
 from flowrl.training.model.row_layout import RowLayout, lay_out
 from flowrl.training.model.row_slices import RowSlice, compute, num_sliced, slice_rows
 from flowrl.training.model.tree_trial import require_slices
-from flowrl.training.sequence_parallel import sequence_problems
+from flowrl.training.sequence_parallel import WINDOWED, sequence_problems
 from flowrl.training.settings import Dtype, LoRA, ZeroSettings
 from tests.ranks import run_ranks
 from tests.sequence_rank import OBJECTIVES, batch_of
 from tests.test_memory_formulas import configuration
 from tests.test_training_gang import named, one_thread, plain_steps, worst
 from tests.test_training_varlen import plain
-from tests.training_cases import FOUR, FOUR_DIVIDED, Case, make_model
+from tests.training_cases import FOUR, FOUR_DIVIDED, Case, make_model, make_windowed
 
 __all__ = ["one_thread"]
 LENGTHS = (9, 4, 7)
@@ -114,13 +114,15 @@ def test_places_that_pad_a_tree_see_themselves_alone() -> None:
 
 def test_a_packed_row_is_masked_by_its_sequences() -> None:
     parts = slices(laid_out("packed"), 2)
-    shared = parts[0].exchange
-    assert shared is not None and shared.mask_11LL is not None
+    assert parts[0].exchange is not None
+    whole, near = (parts[0].exchange.sight.mask_11LL(width) for width in (None, 2))
+    assert whole is not None and near is not None
     ends = np.cumsum([0, *(n - 1 for n in LENGTHS)]).tolist()
-    mask = shared.mask_11LL[0, 0]
-    for start, end in pairwise(ends):
-        assert torch.equal(mask[start:end, start:end], torch.ones(end - start, end - start, dtype=torch.bool).tril())
-        assert not mask[start:end, :start].any() and not mask[end:, start:end].any()
+    for mask, width in ((whole[0, 0], 99), (near[0, 0], 2)):
+        for start, end in pairwise(ends):
+            inside = torch.ones(end - start, end - start, dtype=torch.bool).tril().triu(1 - width)
+            assert torch.equal(mask[start:end, start:end], inside)
+            assert not mask[start:end, :start].any() and not mask[end:, start:end].any()
 
 
 def test_what_ranks_share_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +194,31 @@ def test_ranks_with_slices_give_what_one_gives(
         assert torch.equal(model(laid_out(layout))[0], expected), "without the keyword nothing changes"
 
 
+@pytest.mark.parametrize(
+    ("kind", "attention", "layout"),
+    [
+        *((kind, "sdpa", "padded") for kind in sorted(WINDOWED)),
+        ("gemma3_text", "sdpa", "packed"),
+        ("gemma2", "sdpa", "packed"),
+        ("mistral", "varlen", "packed"),
+        ("olmo3", "eager", "padded"),
+    ],
+)
+def test_windows_and_soft_caps_are_seen_from_slices(
+    kind: str, attention: Any, layout: Placing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each type that is let pass, with windows shorter than most sequences; soft caps need eager attention."""
+    make_windowed(tmp_path, kind)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain)
+    assert not list(sequence_problems(2, ZeroSettings(), json.loads((tmp_path / "config.json").read_text())))
+    with torch.no_grad():
+        expected = load_policy_model(tmp_path, attention="eager", layout="rows")(laid_out("padded"))[0]
+    model = load_policy_model(tmp_path, attention=attention, layout="rows")
+    make_exchanging(model.network.config._attn_implementation)
+    for found in Threads(2, monkeypatch).logprobs(model, laid_out(layout)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_layer_that_looks_at_its_neighbours_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, tied=True)
     model = load_policy_model(tmp_path, attention="sdpa", layout="rows")
@@ -252,7 +279,11 @@ def test_a_batch_needs_a_sequence_for_each_group_of_ranks() -> None:
         ({"num_attention_heads": 6}, None, "has 6 attention heads, of which each rank takes an equal number; choose"),
         ({"text_config": {"num_attention_heads": 10}}, None, "choose one of 1, 2, 5, 10"),
         ({}, 7, "choose one of 1, 7"),
-        ({"model_type": "mistral", "sliding_window": 64}, None, "mistral has sliding-window attention; a rank would"),
+        ({"model_type": "gpt_oss", "layer_types": ["sliding_attention"]}, None, "gpt_oss has layers with sliding"),
+        ({"model_type": "qwen2_moe", "sliding_window": 64}, None, "has sliding-window attention; a rank would not"),
+        ({"model_type": "mistral", "layer_types": ["chunked_attention"]}, None, "mistral has layers with chunked"),
+        ({"model_type": "mistral", "sliding_window": 64}, None, ""),
+        ({"model_type": "bloom"}, None, "bloom has ALiBi"),
         ({"model_type": "mamba"}, None, "recurrent layers"),
         ({"num_attention_heads": 8, "num_key_value_heads": 1}, None, ""),
     ],
@@ -328,6 +359,7 @@ def four_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("four")
     make_model(directory / "tied", tied=True)
     make_model(directory / "untied", tied=False)
+    make_windowed(directory / "windowed", "gemma2")
     make_model(directory / "scored", tied=False)
     config = directory / "scored" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": 0, "eos_token_id": 1}))

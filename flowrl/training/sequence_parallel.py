@@ -8,8 +8,30 @@ from typing import Any
 from flowrl.training.layouts import tree_obstacle
 from flowrl.training.settings import ZeroSettings
 
-MASKED = ("eager", "flex_attention")
-"""Implementations of attention that need a mask, which transformers makes for the positions of one rank alone."""
+MASKED = "flex_attention"
+"""The implementation of attention whose mask transformers makes itself, for the positions of one rank alone."""
+WINDOWED = frozenset(
+    [
+        "cohere2",
+        "exaone4",
+        "gemma2",
+        "gemma3_text",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "starcoder2",
+        "vaultgemma",
+    ]
+)
+"""Types of transformers 5 that give each layer's window, and the soft cap if they have one, to its attention. Others
+trust the mask that transformers makes for the positions of one rank."""
 
 
 def sequence_problems(
@@ -22,12 +44,12 @@ def sequence_problems(
     if size <= 1:
         return
     found = f"sequence_parallel_size is {size}"
-    if zero.attention in MASKED:
+    if zero.attention == MASKED:
         yield (
             f"{found}, but attention {zero.attention!r} needs a mask over all positions, of which a rank has a part; "
             "choose sdpa, flash attention or varlen"
         )
-    if obstacle := tree_obstacle(config):
+    if obstacle := _obstacle(config):
         yield f"{found}, but {obstacle}; a rank would not see what it needs, so leave it at 1"
     heads = {**config, **(config.get("text_config") or {})}.get("num_attention_heads", heads)
     if heads and heads % size:
@@ -36,3 +58,15 @@ def sequence_problems(
             f"{found}, but the model has {heads} attention heads, of which each rank takes an equal number; "
             f"choose one of {able}"
         )
+
+
+def _obstacle(config: Mapping[str, Any]) -> str:
+    """Why attention cannot be computed from slices, as part of a sentence; "" if it can.
+
+    It can where trees can, and besides with windows and soft caps that are told: every rank gets whole rows.
+    """
+    text = {**config, **(config.get("text_config") or {}), "text_config": None}
+    if text.get("model_type") in WINDOWED:
+        kinds = ["full_attention" if kind == "sliding_attention" else kind for kind in text.get("layer_types") or ()]
+        text |= {"layer_types": kinds, "sliding_window": None, "attn_logit_softcapping": None}
+    return tree_obstacle(text)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flowrl.training.model.attention.head_exchange import Exchange, SequenceGroup, whole
+from flowrl.training.model.attention.sight import Sight
 from flowrl.training.model.row_layout import RowLayout
 
 
@@ -77,7 +78,9 @@ def slice_rows(rows: RowLayout, group: SequenceGroup) -> RowSlice:
             taught=None if none or rows.taught is None else rows.taught.at(mine_M),
             tree=None if rows.tree is None else rows.tree.padded(added),
             bounds=bounds,
-            exchange=Exchange(group, None if bounds is None else bounds.ends_S),
+            exchange=Exchange(
+                group, Sight(length + added, rows.places_N.device, None if bounds is None else bounds.ends_S)
+            ),
         ),
         mine_M,
         len(rows.places_N),

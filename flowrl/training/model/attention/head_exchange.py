@@ -11,15 +11,17 @@ Axes: R rows, L positions and l of one rank, h heads, D channels, N ranks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from math import lcm
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from flowrl.training.model.attention.sight import Sight
 
 Implementation = Callable[..., tuple[Tensor, Any]]
 WITH_BOUNDS = ("flash", "varlen")
@@ -40,17 +42,7 @@ class Exchange:
     """The keyword of a pass over slices."""
 
     group: SequenceGroup
-    ends_S: Tensor | None = None
-    """If all positions are one packed row: the place behind each sequence, after a 0."""
-
-    @cached_property
-    def mask_11LL(self) -> Tensor | None:
-        """True where the row's place sees the column's, for kernels that take no ends; None: every place before it."""
-        if self.ends_S is None:
-            return None
-        lengths_S = self.ends_S.diff()
-        sequence_L = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
-        return (sequence_L[:, None] == sequence_L[None]).tril()[None, None]
+    sight: Sight
 
 
 class Exchanging:
@@ -74,7 +66,7 @@ class Exchanging:
         if exchange is None:
             return self.inner(module, query, key, value, attention_mask, **kwargs)
         kwargs.pop("position_ids", None)  # of this rank's slice; kernels would take a restart for a new sequence
-        mask = None if self.has_bounds else exchange.mask_11LL
+        mask = None if self.has_bounds else exchange.sight.mask_11LL(kwargs.get("sliding_window"))
         q, k, v = to_heads(exchange.group, query, key, value)
         with _groups(module, q.shape[1] // k.shape[1]):
             found, _ = self.inner(module, q, k, v, mask, **kwargs)
@@ -84,12 +76,26 @@ class Exchanging:
         return attended, None
 
 
+def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+    """The "eager" attention of the module's own architecture, which adds a mask and, unlike others, cannot do without.
+
+    Only some architectures have a soft cap (Gemma 2), and nothing but their own function computes it.
+    """
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(
+            ~mask, torch.finfo(query.dtype).min
+        )
+    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **kwargs)
+
+
 def make_exchanging(name: str) -> None:
     """Let transformers' implementation `name` know the keyword. Its name stays, because kernels are chosen by it."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    known = ALL_ATTENTION_FUNCTIONS[name]
+    known = ALL_ATTENTION_FUNCTIONS.get(name, _eager)  # "eager" alone is not in the table
     if not isinstance(known, Exchanging):
         AttentionInterface.register(name, Exchanging(known, name))
 
