@@ -26,7 +26,7 @@ from flowrl.training.loss.reward_objective import BradleyTerry
 from flowrl.training.loss.sft_objective import SFT
 from flowrl.training.loss.value_objective import ValueObjective
 from flowrl.training.model.output_layer import OutputLayer
-from flowrl.training.settings import LoRA, ZeroSettings
+from flowrl.training.settings import LoRA, SequenceKind, ZeroSettings
 from tests.ranks import as_rank
 from tests.training_cases import FOUR, FOUR_DIVIDED, VOCABULARY, Case, make_batch
 from tests.training_rank import EVERYTHING_SHARDED, Recording, part_of, sharing, train
@@ -78,19 +78,24 @@ def _prepared(sample: Trainable, number: int, learnt: Learnt) -> Trainable:
 
 
 def gradients(learnt: Learnt, engine: Recording, gang: Gang) -> list[dict[str, Any]]:
-    """Of the same step without sharing, and by groups of two and four; with the metrics that it reports."""
+    """Of the same step without sharing, by groups of two and four, and as a ring of four; with the metrics of each."""
+    ways: list[tuple[int, SequenceKind]] = [(1, "ulysses"), (2, "ulysses"), (4, "ulysses"), (4, "ring")]
+    layout = engine.layout
     taught = OutputLayer(torch.randn(VOCABULARY, TEACHER, generator=torch.Generator().manual_seed(0)), None)
     found = []
-    for size in (1, 2, 4):
-        engine.gang, engine.gradients = sharing(gang, size), []
+    for size, kind in ways:
+        engine.gang, engine.gradients = sharing(gang, size, kind), []
+        engine.layout = "padded" if kind == "ring" else layout
         teacher = taught if isinstance(learnt.objective, ReverseKL) else None
-        part = part_of(engine.gang, batch_of(learnt))
+        batch = batch_of(learnt)
+        part = part_of(engine.gang, replace(batch, layout="rows") if kind == "ring" else batch)
         learner, masks = Learner(engine, learnt.objective, teacher=teacher), loss_masks(part.samples, -1, 1)
         if learnt.lora.rank and size == 1:  # one matrix of an adapter is 0 at first, and the other has no gradient
             learner.update(part, masks, 0, 1.0)
             engine.gradients = []
         update = learner.update(part, masks, 1, 0.0)
         found.append({"gradients": engine.gradients[0], "stats": dict(update.stats), "passes": update.token_passes})
+    engine.layout = layout
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.messages import Batch, Trainable
-from flowrl.training.settings import Layout
+from flowrl.training.settings import Layout, SequenceKind
 
 VOCABULARY = 40
 TEMPERATURE = 0.8
@@ -40,6 +40,8 @@ class Case:
     """The most places for which the rule chooses a dense mask; None: its own."""
     sequence: int = 1
     """Ranks that share a part of a batch, by positions."""
+    kind: SequenceKind = "ulysses"
+    """How they compute attention."""
     tensor: int = 1
     """Ranks that share a part of a batch, by the matrices of the layers."""
     normed: bool = False
@@ -149,6 +151,11 @@ FOUR = (
     Case("four_share_a_tree", layout="tree", mask_staleness=1, token_budget=30, sequence=4),
     Case("two_and_two", token_budget=24, mask_staleness=0, tied=False, sequence=2),
     Case("windows", windowed=True, settings={"gradient_checkpointing": True}, sequence=2),
+    Case("ring_of_four", {"kl_coef": 0.3, "kl_estimator": "k3"}, mask_staleness=1, sequence=4, kind="ring", clip=0.05),
+    Case(
+        "rings_of_two", token_budget=24, tied=False, settings={"gradient_checkpointing": True}, sequence=2, kind="ring"
+    ),
+    Case("packed_rings", windowed=True, settings={"packing": True}, token_budget=35, sequence=2, kind="ring"),
 )
 """Of four ranks: more than the model has heads of keys, and two parts that two ranks share each."""
 FOUR_DIVIDED = (
