@@ -99,12 +99,28 @@ def test_ranks_compute_the_same_number_of_scores() -> None:
         assert numbers == [[36, *[18] * (size - 1)]] * size
 
 
+def test_a_window_computes_the_scores_near_it() -> None:
+    """Of 4 ranks and 64 positions, in runs of 8."""
+    about = Ring(SequenceGroup(None, 1, 4, "ring"), Sight(64, CPU), 1.0, window=6)
+    q = torch.zeros(1, 1, 16, 8)
+    widths = []
+    for step in range(4):
+        block = about.block(step, q, q)
+        assert isinstance(block.kernel, PlainBlock)
+        queries = range(len(range(16)[block.queries]))
+        widths.append([len(range(16)[block.keys][block.kernel.seen(slice(n, n + 1))[0]]) for n in queries])
+    own, first, last, next_but_one = widths
+    assert own == [1, 2, 3, 4, 5, 6, 6, 6] * 2, "positions 8 to 15 and 48 to 55"
+    assert first == [5, 4, 3, 2, 1, 0, 0, 0] + [0] * 8, "0 to 7; 56 to 63 come later than all"
+    assert last == [0] * 8 and next_but_one == [5, 4, 3, 2, 1, 0, 0, 0], "24 to 39; 16 to 23 and 40 to 47"
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_kernels_of_a_block_agree(causal: bool) -> None:
     q, k, v = (one.detach() for one in drawn(4, 2, 2, length=6))
     seen = torch.ones(6, 6, dtype=torch.bool)
     seen = seen.tril() if causal else seen
-    plain = PlainBlock(SCALE, lambda rows: seen[rows])
+    plain = PlainBlock(SCALE, lambda rows: (slice(0, 6), seen[rows]))
     expected = plain.forward(q, k, v)
     found = CpuFlashBlock(SCALE, causal).forward(q, k, v)
     wanted = attended(q, k, v, seen, None)
@@ -116,9 +132,10 @@ def test_kernels_of_a_block_agree(causal: bool) -> None:
     )
 
 
-def test_a_block_of_which_nothing_is_seen_weighs_nothing() -> None:
+@pytest.mark.parametrize("keys", [slice(0, 4), slice(2, 2)])
+def test_a_block_of_which_nothing_is_seen_weighs_nothing(keys: slice) -> None:
     q, k, v = (one.detach() for one in drawn(2, 2, 2, length=4))
-    block = PlainBlock(SCALE, lambda rows: torch.zeros(4, 4, dtype=torch.bool)[rows])
+    block = PlainBlock(SCALE, lambda rows: (keys, torch.zeros(4, 4, dtype=torch.bool)[rows, keys]))
     out, lse = block.forward(q, k, v)
     assert not out.any() and bool(torch.isneginf(lse).all())
     assert not any(one.any() for one in block.backward(q, q, k, v, out, torch.zeros_like(lse)))

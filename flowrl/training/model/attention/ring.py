@@ -63,10 +63,20 @@ class Ring:
         flash = CudaFlashBlock if q.device.type == "cuda" else CpuFlashBlock
         return RingBlock(queries, keys, flash(self.scale, causal=step == 0))
 
-    def _seen(self, source: int, queries: slice, keys: slice) -> Callable[[slice], Tensor]:
+    def _seen(self, source: int, queries: slice, keys: slice) -> Callable[[slice], tuple[slice, Tensor]]:
+        """For some of these queries, the keys neither too late nor beyond their windows, and who sees which."""
         length, device = self.sight.length, self.sight.device
-        asking, looked_at = (self.group.columns_l(length, rank).to(device) for rank in (self.group.rank, source))
-        return lambda some: self.sight.seen_QK(asking[queries][some], looked_at[keys], self.window)
+        asking_Q = self.group.columns_l(length, self.group.rank)[queries]
+        looked_at_K = self.group.columns_l(length, source)[keys]
+
+        def seen(some: slice) -> tuple[slice, Tensor]:
+            first, last = asking_Q[some][[0, -1]].tolist()
+            earliest = first - (self.sight.window(self.window) or length) + 1
+            near = slice(*torch.searchsorted(looked_at_K, torch.tensor([earliest, last + 1])).tolist())
+            places = (asking_Q[some].to(device), looked_at_K[near].to(device))
+            return near, self.sight.seen_QK(*places, self.window)
+
+        return seen
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:

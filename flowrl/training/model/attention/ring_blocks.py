@@ -87,18 +87,19 @@ class PlainBlock:
     """Any mask and a soft cap, in fp32, some queries at a time."""
 
     scale: float
-    seen: Callable[[slice], Tensor]
-    """For some of the queries, True where they see the keys, [those, K]."""
+    seen: Callable[[slice], tuple[slice, Tensor]]
+    """For some of the queries, the keys of which they may see something, and whether they do, [queries, keys]."""
     cap: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q_RkgQD, k, v = _by_key(q, k.shape[1]), k.float(), v.float()
         parts = []
         for rows in self._chunks(q_RkgQD, k):
-            scores, _, seen_QK = self._scores(q_RkgQD, k, rows)
+            keys, seen_QK = self.seen(rows)
+            scores, _ = self._scores(q_RkgQD[..., rows, :], k[:, :, keys], seen_QK)
             lse = scores.logsumexp(dim=-1)
             weights = _weights(scores, lse, seen_QK)
-            parts.append((_apart(weights.flatten(2, 3) @ v, scores), lse))
+            parts.append((_apart(weights.flatten(2, 3) @ v[:, :, keys], scores), lse))
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, dim=-2).flatten(1, 2), torch.cat(lses, dim=-1).flatten(1, 2)
 
@@ -110,16 +111,23 @@ class PlainBlock:
         dq, dk, dv = torch.zeros_like(q_RkgQD), torch.zeros_like(k), torch.zeros_like(v)
         mean_RkgQ = torch.linalg.vecdot(grad_RkgQD, out_RkgQD)
         for rows in self._chunks(q_RkgQD, k):
-            scores, slope, seen_QK = self._scores(q_RkgQD, k, rows)
+            keys, seen_QK = self.seen(rows)
+            scores, slope = self._scores(q_RkgQD[..., rows, :], k[:, :, keys], seen_QK)
             weights = _weights(scores, lse_RkgQ[..., rows], seen_QK)
             some = grad_RkgQD[..., rows, :].flatten(2, 3)
-            dv += weights.flatten(2, 3).mT @ some
-            slopes = (some @ v.mT).view_as(weights).sub_(mean_RkgQ[..., rows, None]).mul_(weights).mul_(self.scale)
+            dv[:, :, keys] += weights.flatten(2, 3).mT @ some
+            slopes = (
+                (some @ v[:, :, keys].mT)
+                .view_as(weights)
+                .sub_(mean_RkgQ[..., rows, None])
+                .mul_(weights)
+                .mul_(self.scale)
+            )
             if slope is not None:
                 slopes *= slope
             flat = slopes.flatten(2, 3)
-            dq[..., rows, :] = _apart(flat @ k, slopes)
-            dk += flat.mT @ q_RkgQD[..., rows, :].flatten(2, 3)
+            dq[..., rows, :] = _apart(flat @ k[:, :, keys], slopes)
+            dk[:, :, keys] += flat.mT @ q_RkgQD[..., rows, :].flatten(2, 3)
         return dq.flatten(1, 2), dk, dv
 
     def _chunks(self, q_RkgQD: Tensor, k: Tensor) -> Iterator[slice]:
@@ -128,16 +136,15 @@ class PlainBlock:
         for start in range(0, queries, step):
             yield slice(start, min(queries, start + step))
 
-    def _scores(self, q_RkgQD: Tensor, k: Tensor, rows: slice) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Scores [R, k, g, those, K] of some queries, the slope of their cap, and what the queries see."""
-        some, seen_QK = q_RkgQD[..., rows, :], self.seen(rows)
-        scores = _apart(some.flatten(2, 3) @ k.mT, some).mul_(self.scale)
+    def _scores(self, q_RkgQD: Tensor, k: Tensor, seen_QK: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores [R, k, g, Q, K], and the slope of their cap."""
+        scores = _apart(q_RkgQD.flatten(2, 3) @ k.mT, q_RkgQD).mul_(self.scale)
         slope = None
         if self.cap is not None:
             share = scores.div_(self.cap).tanh_()
             slope = 1.0 - share.square()
             scores = share.mul_(self.cap)
-        return scores.masked_fill_(~seen_QK, -torch.inf), slope, seen_QK
+        return scores.masked_fill_(~seen_QK, -torch.inf), slope
 
 
 def _by_key(tensor: Tensor, heads: int) -> Tensor:
