@@ -194,7 +194,7 @@ class TrainerOptions(PolicyOptions):
     @property
     def packed_as(self) -> Layout:
         """How the batches of the trainer are packed: as trees only where it computes those."""
-        return trainer_layout(self.model, self.zero).layout
+        return trainer_layout(self.model, self.zero, self.trainer.sequence_parallel_kind).layout
 
     def make_trainer(self, objective: Objective, **settings: Any) -> Trainer:
         """A trainer of the policy; `settings` are further arguments of `Trainer`."""
@@ -206,6 +206,7 @@ class TrainerOptions(PolicyOptions):
             zero=self.zero.with_dtype(self.dtype),
             lora=self.lora,
             sequence_parallel_size=self.trainer.sequence_parallel_size,
+            sequence_parallel_kind=self.trainer.sequence_parallel_kind,
             tensor_parallel_size=self.trainer.tensor_parallel_size,
             router_aux_loss_coef=self.router_aux_loss_coef,
             accumulate=self.accumulate,

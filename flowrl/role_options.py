@@ -6,10 +6,10 @@ A role has the same block under the same name in every graph that has it: `--gen
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from flowrl.training.settings import Dtype
+from flowrl.training.settings import Dtype, SequenceKind
 
 
 def too_low(options: object, **least: float) -> Iterator[str]:
@@ -38,11 +38,14 @@ class TrainerSize(Size):
     """The size of the policy's trainer."""
 
     sequence_parallel_size: int = 1
-    """Consecutive ranks that share each micro-batch: every one has a slice of its positions, and of the heads in
-    attention (Ulysses). Divides the number of ranks and the model's attention heads."""
+    """Consecutive ranks that share each micro-batch: every one has a slice of its positions. Divides the number of
+    ranks, and with ulysses the model's attention heads."""
     tensor_parallel_size: int = 1
     """Consecutive ranks that share each micro-batch and have an equal part of every matrix of the layers each, at ZeRO
     stage 0, 1 or 2. Divides the number of ranks, and the model's attention heads, those of keys included."""
+    sequence_parallel_kind: SequenceKind = "ulysses"
+    """Attention of such ranks. ulysses: they exchange, and each has all positions of some heads. ring: keys and values
+    travel from rank to rank, for any number of heads, by rows."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class CriticTrainerSize:
     """Consecutive ranks that share each micro-batch; None: as many as in the policy's trainer."""
     tensor_parallel_size: int | None = None
     """Consecutive ranks that have a part of every matrix each; None: as many as in the policy's trainer."""
+    sequence_parallel_kind: SequenceKind | None = None
+    """Attention of ranks that share each micro-batch; None: that of the policy's trainer."""
     gpus: float | None = None
     """GPUs of each; None: one if any role of the graph has GPUs, else 0."""
     cpus: float | None = None
@@ -63,13 +68,15 @@ class CriticTrainerSize:
     def sized(self, like: TrainerSize) -> TrainerSize:
         """The size for a policy's trainer of size `like`."""
         shared, divided = self.sequence_parallel_size, self.tensor_parallel_size
-        return TrainerSize(
+        size = TrainerSize(
             like.replicas if self.replicas is None else self.replicas,
             self.gpus,
             self.cpus,
             like.sequence_parallel_size if shared is None else shared,
             like.tensor_parallel_size if divided is None else divided,
         )
+        taken = like.sequence_parallel_kind if size.sequence_parallel_size > 1 else size.sequence_parallel_kind
+        return replace(size, sequence_parallel_kind=self.sequence_parallel_kind or taken)
 
 
 @dataclass(frozen=True)

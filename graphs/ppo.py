@@ -73,7 +73,9 @@ class PPO(AdvantageOptions, RewardOptions):
     @property
     def packed_as(self) -> Layout:
         """Trees only if the critic's trainer computes them too."""
-        critic = trainer_layout(replace(self.model, model=self.critic.model or self.policy), self.critic_zero)
+        model = replace(self.model, model=self.critic.model or self.policy)
+        kind = self.critic_trainer.sized(self.trainer).sequence_parallel_kind
+        critic = trainer_layout(model, self.critic_zero, kind)
         return super().packed_as if critic.trees else "rows"
 
 
@@ -114,6 +116,7 @@ def graph(cfg: PPO) -> Graph:
             schedule=cfg.critic_schedule,
             zero=cfg.critic_zero.with_dtype(cfg.dtype),
             sequence_parallel_size=critic_size.sequence_parallel_size,
+            sequence_parallel_kind=critic_size.sequence_parallel_kind,
             tensor_parallel_size=critic_size.tensor_parallel_size,
         ),
         **cfg.share(critic_size),

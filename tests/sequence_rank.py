@@ -1,7 +1,7 @@
 """One of four ZeRO ranks of the tests of ranks that share micro-batches, started by `tests.ranks`.
 
 Trains the cases of four ranks as `tests.training_rank` does, and writes the gradients of one step of other objectives:
-each rank with micro-batches of its own, and two or four with the same ones.
+each rank with micro-batches of its own, and two or four with the same ones. One of them trains an adapter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flowrl.training.loss.reward_objective import BradleyTerry
 from flowrl.training.loss.sft_objective import SFT
 from flowrl.training.loss.value_objective import ValueObjective
 from flowrl.training.model.output_layer import OutputLayer
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.settings import LoRA, SequenceKind, ZeroSettings
 from tests.ranks import as_rank
 from tests.training_cases import FOUR, FOUR_DIVIDED, VOCABULARY, Case, make_batch
 from tests.training_rank import EVERYTHING_SHARDED, Recording, part_of, sharing, train
@@ -42,6 +42,7 @@ class Learnt:
     objective: Objective
     pairs: bool = False
     layout: Any = "rows"
+    lora: LoRA = LoRA()
 
 
 OBJECTIVES = {
@@ -52,6 +53,7 @@ OBJECTIVES = {
     "teacher": Learnt(ReverseKL(aggregation="sequence")),
     "values": Learnt(ValueObjective()),
     "scores": Learnt(BradleyTerry(), pairs=True, layout="tree"),
+    "adapter": Learnt(PolicyObjective(kl_coef=0.3), lora=LoRA(rank=4)),
 }
 
 
@@ -71,21 +73,29 @@ def _prepared(sample: Trainable, number: int, learnt: Learnt) -> Trainable:
     hidden = draw.normal(size=(int(sample.policy_mask.sum()), TEACHER)).astype(np.float32)
     marks = {"pair": str(number // 2), "label": 1 - 2 * (number % 2)} if learnt.pairs else {}
     masked = sample.policy_mask & (number >= 2)
+    marks |= {"ref_logprobs": None} if learnt.lora.rank else {}
     return replace(sample, values=column, returns=column[::-1].copy(), teacher_hidden=hidden, loss_mask=masked, **marks)
 
 
 def gradients(learnt: Learnt, engine: Recording, gang: Gang) -> list[dict[str, Any]]:
-    """Of the same step without sharing, and by groups of two and four; with the metrics that it reports."""
+    """Of the same step without sharing, by groups of two and four, and as a ring of four; with the metrics of each."""
+    ways: list[tuple[int, SequenceKind]] = [(1, "ulysses"), (2, "ulysses"), (4, "ulysses"), (4, "ring")]
+    layout = engine.layout
     taught = OutputLayer(torch.randn(VOCABULARY, TEACHER, generator=torch.Generator().manual_seed(0)), None)
     found = []
-    for size in (1, 2, 4):
-        engine.gang, engine.gradients = sharing(gang, size), []
+    for size, kind in ways:
+        engine.gang, engine.gradients = sharing(gang, size, kind), []
+        engine.layout = "padded" if kind == "ring" else layout
         teacher = taught if isinstance(learnt.objective, ReverseKL) else None
-        part = part_of(engine.gang, batch_of(learnt))
-        update = Learner(engine, learnt.objective, teacher=teacher).update(
-            part, loss_masks(part.samples, -1, 1), 1, 0.0
-        )
+        batch = batch_of(learnt)
+        part = part_of(engine.gang, replace(batch, layout="rows") if kind == "ring" else batch)
+        learner, masks = Learner(engine, learnt.objective, teacher=teacher), loss_masks(part.samples, -1, 1)
+        if learnt.lora.rank and size == 1:  # one matrix of an adapter is 0 at first, and the other has no gradient
+            learner.update(part, masks, 0, 1.0)
+            engine.gradients = []
+        update = learner.update(part, masks, 1, 0.0)
         found.append({"gradients": engine.gradients[0], "stats": dict(update.stats), "passes": update.token_passes})
+    engine.layout = layout
     return found
 
 
@@ -93,11 +103,11 @@ def work(gang: Gang, directory: Path, _: Sequence[str]) -> None:
     for case in FOUR:
         train(case, gang, directory)
     zero = ZeroSettings(optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=EVERYTHING_SHARDED)
-    for head, model in (("lm", "untied"), ("scalar", "scored")):
+    for head, model, lora in (("lm", "untied", LoRA()), ("lm", "untied", LoRA(rank=4)), ("scalar", "scored", LoRA())):
         torch.manual_seed(5)
-        engine = Recording(directory / model, zero, sharing(gang, 4), head=head)
+        engine = Recording(directory / model, zero, sharing(gang, 4), head=head, lora=lora)
         for name, learnt in OBJECTIVES.items():
-            if learnt.objective.head == head:
+            if (learnt.objective.head, learnt.lora) == (head, lora):
                 found = gradients(learnt, engine, gang)
                 if gang.rank == 0:
                     torch.save(found, directory / f"{name}.pt")

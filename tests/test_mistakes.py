@@ -78,8 +78,11 @@ WRONG_VALUES = {
     "their micro-batches; give it 2 replicas, or another sequence_parallel_size",
     "--trainer.replicas 3 --trainer.sequence-parallel-size 3": "sequence_parallel_size is 3, but the model has 4 "
     "attention heads, of which each rank takes an equal number; choose one of 1, 2, 4",
-    "--trainer.replicas 2 --trainer.sequence-parallel-size 2 --zero.attention eager": "sequence_parallel_size is 2, "
-    "but attention 'eager' needs a mask over all positions",
+    "--trainer.replicas 2 --trainer.sequence-parallel-size 2 --zero.attention flex_attention": "sequence_parallel_size "
+    "is 2, but attention 'flex_attention' needs a mask over all positions",
+    "--trainer.sequence-parallel-kind ring": "sequence_parallel_kind is 'ring', but sequence_parallel_size is 1",
+    "--trainer.replicas 3 --trainer.sequence-parallel-size 3 --trainer.sequence-parallel-kind ring --zero.attention "
+    "eager": "attention is 'eager', but ring attention has its own kernels; leave it out",
     "--trainer.tensor-parallel-size 0": "--trainer.tensor-parallel-size is 0; it has to be 1 or more",
     "--zero.stage 1 --trainer.tensor-parallel-size 2": "trainer has 1 rank, which cannot be divided into groups of 2 "
     "that share their micro-batches; give it 2 replicas, or another tensor_parallel_size",

@@ -134,7 +134,10 @@ def plain_steps(case: Case, directory: Path) -> tuple[list[dict[str, Tensor]], d
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        directory / case.model, dtype=torch.float32, trust_remote_code=case.experts
+        directory / case.model,
+        dtype=torch.float32,
+        trust_remote_code=case.experts,
+        attn_implementation="eager" if case.windowed else None,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     gradients = []

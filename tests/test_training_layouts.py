@@ -76,11 +76,11 @@ def test_other_attention_keeps_rows(config: dict[str, Any], reason: str) -> None
     ids=str,
 )
 def test_settings_with_kernels_of_their_own_keep_rows(settings: dict[str, Any], layout: str) -> None:
-    assert trainer_layout(Policy("tiny"), ZeroSettings(**settings)).layout == layout
+    assert trainer_layout(Policy("tiny"), ZeroSettings(**settings), "ulysses").layout == layout
 
 
 def test_a_model_that_cannot_be_read_here_keeps_rows(tmp_path: Path) -> None:
-    assert trainer_layout(Policy(str(tmp_path)), ZeroSettings()).layout == "rows"
+    assert trainer_layout(Policy(str(tmp_path)), ZeroSettings(), "ulysses").layout == "rows"
 
 
 def trained(packed_as: str, **settings: Any) -> Graph:

@@ -6,12 +6,9 @@ Two ranks are among the cases of `tests.test_training_gang`; here are four, obje
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,68 +23,73 @@ from flowrl.training.batch.masks import trained_mask
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.train_memory import TrainerModel, exchanged_bytes, layer_bytes
 from flowrl.training.layouts import Placing
-from flowrl.training.model.attention import head_exchange
-from flowrl.training.model.attention.head_exchange import SequenceGroup, make_exchanging
+from flowrl.training.model.attention.head_exchange import make_exchanging
+from flowrl.training.model.attention.sequence_group import SequenceGroup
 from flowrl.training.model.model_shape import ModelShape
 from flowrl.training.model.policy_model import DTYPES, PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import RowLayout, lay_out
-from flowrl.training.model.row_slices import RowSlice, compute, num_sliced, slice_rows
+from flowrl.training.model.row_slices import RowSlice, num_sliced, slice_rows
 from flowrl.training.model.tree_trial import require_slices
-from flowrl.training.sequence_parallel import sequence_problems
-from flowrl.training.settings import Dtype, LoRA, ZeroSettings
+from flowrl.training.sequence_parallel import WINDOWED, sequence_problems
+from flowrl.training.settings import Dtype, LoRA, SequenceKind, ZeroSettings
 from tests.ranks import run_ranks
 from tests.sequence_rank import OBJECTIVES, batch_of
 from tests.test_memory_formulas import configuration
 from tests.test_training_gang import named, one_thread, plain_steps, worst
 from tests.test_training_varlen import plain
-from tests.training_cases import FOUR, FOUR_DIVIDED, Case, make_model
+from tests.thread_ranks import LENGTHS, Threads, laid_out
+from tests.training_cases import FOUR, FOUR_DIVIDED, Case, make_model, make_windowed
 
 __all__ = ["one_thread"]
-LENGTHS = (9, 4, 7)
 CPU = torch.device("cpu")
-T = TypeVar("T")
 
 
-def laid_out(layout: Placing) -> RowLayout:
-    draw = np.random.default_rng(0)
-    start = draw.integers(0, 9, 3)
-    tokens = [np.concatenate([start, draw.integers(0, 9, n - 3)]).astype(np.int32) for n in LENGTHS]
-    return lay_out(tokens, [np.arange(len(t)) >= 2 for t in tokens], layout=layout)
+def slices(rows: RowLayout, size: int, kind: SequenceKind = "ulysses") -> list[RowSlice]:
+    return [slice_rows(rows, SequenceGroup(None, rank, size, kind)) for rank in range(size)]
 
 
-def slices(rows: RowLayout, size: int) -> list[RowLayout]:
-    return [slice_rows(rows, SequenceGroup(None, rank, size)).rows for rank in range(size)]
+def columns(size: int, kind: SequenceKind, own: int) -> list[int]:
+    """The positions of all ranks, one after the other."""
+    if kind == "ulysses":
+        return list(range(size * own))
+    run = own // 2
+    starts = [start for rank in range(size) for start in (rank, 2 * size - 1 - rank)]
+    return [column for start in starts for column in range(start * run, (start + 1) * run)]
 
 
-def both(rows: RowLayout) -> list[RowSlice]:
-    return [slice_rows(rows, SequenceGroup(None, rank, 2)) for rank in range(2)]
+KINDS: tuple[SequenceKind, ...] = ("ulysses", "ring")
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
-def test_slices_are_equal_parts_of_the_padded_rows(layout: Placing, size: int) -> None:
+def test_slices_are_equal_parts_of_the_padded_rows(layout: Placing, size: int, kind: SequenceKind) -> None:
     rows = laid_out(layout)
     height, length = rows.input_ids_RL.shape
-    parts = slices(rows, size)
-    assert len({part.input_ids_RL.shape for part in parts}) == 1
-    assert sum(part.num_computed for part in parts) == num_sliced(rows, size) >= rows.num_computed
-    tokens = torch.cat([part.input_ids_RL for part in parts], dim=1)
+    parts = [part.rows for part in slices(rows, size, kind)]
+    own = parts[0].input_ids_RL.shape[1]
+    assert {part.input_ids_RL.shape for part in parts} == {(height, own)}
+    computed = num_sliced(rows, SequenceGroup(None, 0, size, kind))
+    assert sum(part.num_computed for part in parts) == computed >= rows.num_computed
+    order = torch.tensor(columns(size, kind, own)).argsort()
+    tokens = torch.cat([part.input_ids_RL for part in parts], dim=1)[:, order]
     assert torch.equal(tokens[:, :length], rows.input_ids_RL) and not tokens[:, length:].any()
-    positions = torch.cat([part.position_ids_RL.expand(height, -1) for part in parts], dim=1)[:, :length]
+    positions = torch.cat([part.position_ids_RL.expand(height, -1) for part in parts], dim=1)[:, order][:, :length]
     expected = torch.arange(length).expand(height, -1) if rows.position_ids_RL is None else rows.position_ids_RL
     assert torch.equal(positions, expected), "positions go on where the slice before has ended"
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
-def test_a_policy_token_belongs_to_the_slice_that_predicts_it(layout: Placing, size: int) -> None:
+def test_a_policy_token_belongs_to_the_slice_that_predicts_it(layout: Placing, size: int, kind: SequenceKind) -> None:
     rows = laid_out(layout)
     found = []
-    for rank in range(size):
-        part = slice_rows(rows, SequenceGroup(None, rank, size))
+    for rank, part in enumerate(slices(rows, size, kind)):
         own = part.rows.input_ids_RL.shape[1]
         count = len(part.mine_M)
-        row, column = part.rows.places_N[:count] // own, part.rows.places_N[:count] % own + rank * own
+        column_R = torch.tensor(columns(size, kind, own))
+        row, column = part.rows.places_N[:count] // own, column_R[part.rows.places_N[:count] % own + rank * own]
         found += zip(part.mine_M.tolist(), row.tolist(), column.tolist(), part.rows.targets_N.tolist(), strict=False)
     length = rows.input_ids_RL.shape[1]
     policy = zip(rows.places_N.tolist(), rows.targets_N.tolist(), strict=True)
@@ -97,7 +99,7 @@ def test_a_policy_token_belongs_to_the_slice_that_predicts_it(layout: Placing, s
 
 def test_a_slice_without_a_policy_token_computes_one_that_counts_for_nothing() -> None:
     rows = lay_out([np.arange(6, dtype=np.int32)], [np.arange(6) == 5])
-    first, last = both(rows)
+    first, last = slices(rows, 2)
     assert (len(first.mine_M), len(first.rows.places_N), len(last.mine_M)) == (0, 1, 1)
 
 
@@ -113,14 +115,16 @@ def test_places_that_pad_a_tree_see_themselves_alone() -> None:
 
 
 def test_a_packed_row_is_masked_by_its_sequences() -> None:
-    parts = slices(laid_out("packed"), 2)
-    shared = parts[0].exchange
-    assert shared is not None and shared.mask_11LL is not None
+    exchange = slices(laid_out("packed"), 2)[0].rows.exchange
+    assert exchange is not None
+    whole, near = (exchange.sight.mask_11LL(width) for width in (None, 2))
+    assert whole is not None and near is not None
     ends = np.cumsum([0, *(n - 1 for n in LENGTHS)]).tolist()
-    mask = shared.mask_11LL[0, 0]
-    for start, end in pairwise(ends):
-        assert torch.equal(mask[start:end, start:end], torch.ones(end - start, end - start, dtype=torch.bool).tril())
-        assert not mask[start:end, :start].any() and not mask[end:, start:end].any()
+    for mask, width in ((whole[0, 0], 99), (near[0, 0], 2)):
+        for start, end in pairwise(ends):
+            inside = torch.ones(end - start, end - start, dtype=torch.bool).tril().triu(1 - width)
+            assert torch.equal(mask[start:end, start:end], inside)
+            assert not mask[start:end, :start].any() and not mask[end:, start:end].any()
 
 
 def test_what_ranks_share_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,45 +134,6 @@ def test_what_ranks_share_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Attention, by ranks that are threads
-
-
-class Threads:
-    """Ranks of one process that exchange tensors, without gradients."""
-
-    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.size = size
-        self._given: list[Tensor] = [torch.zeros(0)] * size
-        self._barrier = threading.Barrier(size, timeout=60)
-        monkeypatch.setattr(head_exchange, "_exchanged", self._exchanged)
-        monkeypatch.setattr(torch.distributed, "all_reduce", self._add_up)
-
-    def _all(self, rank: int, given: Tensor) -> list[Tensor]:
-        self._given[rank] = given.clone()
-        self._barrier.wait()
-        found = list(self._given)
-        self._barrier.wait()
-        return found
-
-    def _exchanged(self, group: SequenceGroup, tensor_N: Tensor) -> Tensor:
-        found = torch.stack([given[group.rank] for given in self._all(group.rank, tensor_N.detach())])
-        return found.requires_grad_(torch.is_grad_enabled())
-
-    def _add_up(self, values_N: Tensor, group: int) -> None:
-        values_N.copy_(torch.stack(self._all(group, values_N)).sum(dim=0))
-
-    def __call__(self, work: Callable[[SequenceGroup], T]) -> list[T]:
-        """What every rank returns."""
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(lambda rank: work(SequenceGroup(rank, rank, self.size)), range(self.size)))
-
-    def logprobs(self, model: PolicyModel, rows: RowLayout) -> list[Tensor]:
-        """Those that every rank has in the end."""
-
-        def work(group: SequenceGroup) -> Tensor:
-            with torch.no_grad():
-                return compute(model, rows, group)[0]
-
-        return self(work)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -190,6 +155,31 @@ def test_ranks_with_slices_give_what_one_gives(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert torch.equal(model(laid_out(layout))[0], expected), "without the keyword nothing changes"
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "layout"),
+    [
+        *((kind, "sdpa", "padded") for kind in sorted(WINDOWED)),
+        ("gemma3_text", "sdpa", "packed"),
+        ("gemma2", "sdpa", "packed"),
+        ("mistral", "varlen", "packed"),
+        ("olmo3", "eager", "padded"),
+    ],
+)
+def test_windows_and_soft_caps_are_seen_from_slices(
+    kind: str, attention: Any, layout: Placing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each type that is let pass, with windows shorter than most sequences; soft caps need eager attention."""
+    make_windowed(tmp_path, kind)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain)
+    assert not list(sequence_problems(2, ZeroSettings(), json.loads((tmp_path / "config.json").read_text())))
+    with torch.no_grad():
+        expected = load_policy_model(tmp_path, attention="eager", layout="rows")(laid_out("padded"))[0]
+    model = load_policy_model(tmp_path, attention=attention, layout="rows")
+    make_exchanging(model.network.config._attn_implementation)
+    for found in Threads(2, monkeypatch).logprobs(model, laid_out(layout)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_that_looks_at_its_neighbours_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +242,11 @@ def test_a_batch_needs_a_sequence_for_each_group_of_ranks() -> None:
         ({"num_attention_heads": 6}, None, "has 6 attention heads, of which each rank takes an equal number; choose"),
         ({"text_config": {"num_attention_heads": 10}}, None, "choose one of 1, 2, 5, 10"),
         ({}, 7, "choose one of 1, 7"),
-        ({"model_type": "mistral", "sliding_window": 64}, None, "mistral has sliding-window attention; a rank would"),
+        ({"model_type": "gpt_oss", "layer_types": ["sliding_attention"]}, None, "gpt_oss has layers with sliding"),
+        ({"model_type": "qwen2_moe", "sliding_window": 64}, None, "has sliding-window attention; a rank would not"),
+        ({"model_type": "mistral", "layer_types": ["chunked_attention"]}, None, "mistral has layers with chunked"),
+        ({"model_type": "mistral", "sliding_window": 64}, None, ""),
+        ({"model_type": "bloom"}, None, "bloom has ALiBi"),
         ({"model_type": "mamba"}, None, "recurrent layers"),
         ({"num_attention_heads": 8, "num_key_value_heads": 1}, None, ""),
     ],
@@ -263,12 +257,17 @@ def test_models_that_cannot_be_sliced_are_refused(config: dict[str, Any], heads:
     assert not list(sequence_problems(1, ZeroSettings(), config, heads))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("size", "kind"), [(1, "ulysses"), (2, "ulysses"), (4, "ulysses"), (2, "ring"), (4, "ring")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_layer_keeps_exactly_what_the_formula_says(size: int, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_keeps_exactly_what_the_formula_says(
+    size: int, kind: SequenceKind, dtype: Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    threads, (few, many) = Threads(size, monkeypatch), [configuration("Qwen2", num_hidden_layers=n) for n in (1, 3)]
+    threads, (few, many) = (
+        Threads(size, monkeypatch, kind),
+        [configuration("Qwen2", num_hidden_layers=n) for n in (1, 3)],
+    )
     make_exchanging("sdpa")
     rows = lay_out([np.arange(65, dtype=np.int32)] * 4, [np.ones(65, np.bool_)] * 4)
 
@@ -290,7 +289,7 @@ def test_a_layer_keeps_exactly_what_the_formula_says(size: int, dtype: Dtype, mo
         return threads(work)
 
     shape, element = ModelShape.of_config(few.to_dict(), ""), DTYPES[dtype].itemsize
-    expected = 256 // size * (layer_bytes(shape, element) + exchanged_bytes(shape, element, size))
+    expected = 256 // size * (layer_bytes(shape, element) + exchanged_bytes(shape, element, size, kind))
     assert [(b - a) / 2 for a, b in zip(kept(few), kept(many), strict=True)] == [expected] * size
 
 
@@ -316,7 +315,7 @@ def test_parts_without_a_token_in_the_loss_and_ranks_without_a_policy_token_are_
             samples = [part.samples[i] for i in indices]
             masked = all(not trained_mask(sample).any() for sample in samples)
             rows = lay_out([s.token_ids for s in samples], [s.policy_mask for s in samples]) if samples else None
-            least = 1 if rows is None else min(len(one.mine_M) for one in both(rows))
+            least = 1 if rows is None else min(len(one.mine_M) for one in slices(rows, 2))
             found.append((bool(samples) and masked, least == 0, not samples))
     masked_whole, without_policy, padding = (any(kind) for kind in zip(*found, strict=True))
     assert masked_whole and without_policy and padding == (parts == 2)
@@ -328,6 +327,7 @@ def four_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("four")
     make_model(directory / "tied", tied=True)
     make_model(directory / "untied", tied=False)
+    make_windowed(directory / "windowed", "gemma2")
     make_model(directory / "scored", tied=False)
     config = directory / "scored" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": 0, "eos_token_id": 1}))
@@ -357,7 +357,10 @@ def test_gradients_of_four_ranks_equal_the_plain_loop(case: Case, four_dir: Path
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_gives_the_same_gradient_and_metrics(name: str, four_dir: Path) -> None:
     alone, *shared = torch.load(four_dir / f"{name}.pt")
-    assert max(float(g.abs().max()) for g in alone["gradients"].values()) > 1e-3
+    sizes = {name: float(g.abs().max()) for name, g in alone["gradients"].items()}
+    assert max(sizes.values()) > 1e-3
+    if OBJECTIVES[name].lora.rank:
+        assert min(sizes.values()) > 0 and all(".lora_" in one for one in sizes), "both matrices of every layer"
     for found in shared:
         assert worst(found["gradients"], alone["gradients"]) <= 1e-5
         assert found["passes"] == alone["passes"]

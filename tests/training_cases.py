@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.messages import Batch, Trainable
-from flowrl.training.settings import Layout
+from flowrl.training.settings import Layout, SequenceKind
 
 VOCABULARY = 40
 TEMPERATURE = 0.8
@@ -40,10 +40,14 @@ class Case:
     """The most places for which the rule chooses a dense mask; None: its own."""
     sequence: int = 1
     """Ranks that share a part of a batch, by positions."""
+    kind: SequenceKind = "ulysses"
+    """How they compute attention."""
     tensor: int = 1
     """Ranks that share a part of a batch, by the matrices of the layers."""
     normed: bool = False
     """The heads' queries and keys are normed: a Qwen3."""
+    windowed: bool = False
+    """A window in one of two layers, and soft caps: a Gemma 2."""
     experts: bool = False
     """A mixture of experts, each a module of its own."""
     balance: float = 0.0
@@ -54,8 +58,8 @@ class Case:
         """The directory of its model."""
         if self.balance:
             return "balanced"
-        if self.normed:
-            return "normed"
+        if self.normed or self.windowed:
+            return "normed" if self.normed else "windowed"
         return "experts" if self.experts else "tied" if self.tied else "untied"
 
     pieces: tuple[tuple[int, ...], ...] = ()
@@ -146,6 +150,12 @@ CASES = (
 FOUR = (
     Case("four_share_a_tree", layout="tree", mask_staleness=1, token_budget=30, sequence=4),
     Case("two_and_two", token_budget=24, mask_staleness=0, tied=False, sequence=2),
+    Case("windows", windowed=True, settings={"gradient_checkpointing": True}, sequence=2),
+    Case("ring_of_four", {"kl_coef": 0.3, "kl_estimator": "k3"}, mask_staleness=1, sequence=4, kind="ring", clip=0.05),
+    Case(
+        "rings_of_two", token_budget=24, tied=False, settings={"gradient_checkpointing": True}, sequence=2, kind="ring"
+    ),
+    Case("packed_rings", windowed=True, settings={"packing": True}, token_budget=35, sequence=2, kind="ring"),
 )
 """Of four ranks: more than the model has heads of keys, and two parts that two ranks share each."""
 FOUR_DIVIDED = (
@@ -195,6 +205,28 @@ def make_model(path: Path, *, tied: bool, num_layers: int = 2, hidden_size: int 
     }
     model = Qwen2ForCausalLM(Qwen2Config(**sizes)) if tied else LlamaForCausalLM(LlamaConfig(**sizes))
     model.save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+
+
+WINDOW = 4
+
+
+def make_windowed(path: Path, kind: str) -> None:
+    """A random model of that type, with a window in one of its two layers, or in both if its layers are all alike."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    ids = {"vocab_size": VOCABULARY, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+    windows = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 0}
+    config = AutoConfig.for_model(kind, **sizes, **heads, **ids, **windows)
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["sliding_attention", "full_attention"]
+    if hasattr(config, "attn_logit_softcapping"):
+        config.attn_logit_softcapping = 2.0
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     (path / "tokenizer_config.json").write_text("{}")
 
 

@@ -22,9 +22,9 @@ from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.model.attention import rule
-from flowrl.training.model.attention.head_exchange import sequence_group
+from flowrl.training.model.attention.sequence_group import sequence_group
 from flowrl.training.model.tensor_parts import whole
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.settings import SequenceKind, ZeroSettings
 from tests.pieces import train_in_pieces
 from tests.ranks import as_rank
 from tests.run_process import listening
@@ -43,15 +43,15 @@ class Recording(ZeroEngine):
     def step(self, *, divide_by: float = 1.0) -> Any:
         from deepspeed.utils import safe_get_full_grad
 
-        named = dict(self.model.network.named_parameters())
+        named = {name: p for name, p in self.model.network.named_parameters() if p.requires_grad}
         mine = {name: p.grad if self._stage == 0 else safe_get_full_grad(p) for name, p in named.items()}
         self.gradients.append({name: whole(mine[name], named[name]) / divide_by for name in named})
         return super().step(divide_by=divide_by)
 
 
-def sharing(gang: Gang, size: int) -> Gang:
+def sharing(gang: Gang, size: int, kind: SequenceKind = "ulysses") -> Gang:
     """The same gang, with `size` ranks to each part of a batch."""
-    return replace(gang, sequence=sequence_group(gang.rank, gang.size, size))
+    return replace(gang, sequence=sequence_group(gang.rank, gang.size, size, kind))
 
 
 def part_of(gang: Gang, batch: Batch) -> Batch:
@@ -75,7 +75,7 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
         layout=case.layout,
         **case.settings,
     )
-    gang = replace(sharing(gang, case.sequence), tensor_size=case.tensor)
+    gang = replace(sharing(gang, case.sequence, case.kind), tensor_size=case.tensor)
     rule.DENSE_PLACES = DENSE_PLACES if case.dense_places is None else case.dense_places
     engine = Recording(
         directory / case.model, settings, gang, trust_remote_code=case.experts, balanced=case.balance > 0

@@ -13,17 +13,19 @@ from flowrl.models.policy import Policy
 from flowrl.training.layouts import Decision, decide, decide_trainer
 from flowrl.training.model.attention.rule import RULE
 from flowrl.training.sequence_parallel import sequence_problems
-from flowrl.training.settings import Head, Layout, LoRA, ZeroSettings
+from flowrl.training.settings import Head, Layout, LoRA, SequenceKind, ZeroSettings
 from flowrl.training.tensor_parallel import tensor_problems
 
 
-def trainer_layout(policy: Policy, zero: ZeroSettings) -> Decision:
-    """The layout of the passes of a trainer of `policy`."""
+def trainer_layout(policy: Policy, zero: ZeroSettings, kind: SequenceKind) -> Decision:
+    """The layout of the passes of a trainer of `policy` with that `sequence_parallel_kind`."""
     config = known_config(policy)
-    return Decision("rows", UNREAD) if config is None else decide_trainer(zero, config)
+    return Decision("rows", UNREAD) if config is None else decide_trainer(zero, config, kind)
 
 
-def shared_problems(policy: Policy, zero: ZeroSettings, lora: LoRA, *, sequence: int, tensor: int) -> list[str]:
+def shared_problems(
+    policy: Policy, zero: ZeroSettings, lora: LoRA, *, sequence: int, tensor: int, kind: SequenceKind
+) -> list[str]:
     """Why ranks of a trainer of `policy` cannot share their micro-batches in such groups, as complete sentences."""
     shape, config = known_shape(policy), known_config(policy) or {}
     if shape is not None:
@@ -34,12 +36,18 @@ def shared_problems(policy: Policy, zero: ZeroSettings, lora: LoRA, *, sequence:
             "num_experts": shape.experts,
         }
         config = {**numbers, **config}
-    return [*sequence_problems(sequence, zero, config), *tensor_problems(tensor, zero, lora, config, sequence=sequence)]
+    return [
+        *sequence_problems(sequence, zero, config, kind=kind),
+        *tensor_problems(tensor, zero, lora, config, sequence=sequence),
+    ]
 
 
-def shared_notes(*, sequence: int, tensor: int) -> list[str]:
+def shared_notes(*, sequence: int, tensor: int, kind: SequenceKind) -> list[str]:
     """Lines of `flowrl check` about ranks that share their micro-batches."""
-    found = [f"each {sequence} ranks share their micro-batches, a slice of the positions each"] if sequence > 1 else []
+    found = []
+    if sequence > 1:
+        attend = "attention as a ring" if kind == "ring" else "some heads each in attention"
+        found.append(f"each {sequence} ranks share their micro-batches, a slice of the positions each, {attend}")
     if tensor > 1:
         found.append(f"each {tensor} ranks share their micro-batches, a part of every layer's matrices each")
     return found

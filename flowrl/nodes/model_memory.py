@@ -12,7 +12,7 @@ from flowrl.nodes.engine import Engine
 from flowrl.nodes.vllm_parallel import Parallel
 from flowrl.training.engine.train_memory import TrainerModel, scoring_bytes, scoring_gathered
 from flowrl.training.model.model_shape import BYTES, ModelShape
-from flowrl.training.settings import Dtype, LoRA, ZeroSettings
+from flowrl.training.settings import Dtype, LoRA, SequenceKind, ZeroSettings
 
 GIB = 1 << 30
 RUNTIME_BYTES = 600 << 20
@@ -32,14 +32,23 @@ PROMPT_TOKENS, LARGEST_CPU_CACHE = 512, GIB
 
 
 def trainer_footprint(
-    policy: Policy, share: Share, zero: ZeroSettings, lora: LoRA, *, scalar: bool, sequence: int = 1, tensor: int = 1
+    policy: Policy,
+    share: Share,
+    zero: ZeroSettings,
+    lora: LoRA,
+    *,
+    scalar: bool,
+    sequence: int = 1,
+    kind: SequenceKind = "ulysses",
+    tensor: int = 1,
 ) -> Footprint | None:
-    """One rank of a trainer, of `sequence` that divide positions or `tensor` that divide matrices; of rank 0, which
-    publishes and exports."""
+    """One rank of a trainer, of `sequence` that divide positions and have attention of that `kind`, or `tensor` that
+    divide matrices; of rank 0, which publishes and exports."""
     shape = known_shape(policy)
     if shape is None:
         return None
-    model = TrainerModel(shape, zero, lora, share.replicas, scalar, share.device_bytes, sequence, max(1, tensor))
+    divided = {"sliced": sequence, "tensor": max(1, tensor)}
+    model = TrainerModel(shape, zero, lora, share.replicas, scalar, share.device_bytes, kind=kind, **divided)
     return Footprint(tuple(_trainer_terms(model, share)))
 
 

@@ -43,7 +43,7 @@ from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.model.trainable import check_trainable
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import Accumulate, LoRA, ZeroSettings, attention_problems
+from flowrl.training.settings import Accumulate, LoRA, SequenceKind, ZeroSettings, attention_problems
 
 if TYPE_CHECKING:
     from flowrl.training.batch.update import Update
@@ -58,8 +58,8 @@ class Trainer(ResidentNode):
     splits a batch into several optimizer steps). `temperature` has to equal the generator's. With a `lora` of
     rank 1 or more the trainer trains an adapter and keeps the policy's own weights; a generator that receives
     adapters needs the same `lora`. `teacher` is the model that the objective `ReverseKL` compares the policy with.
-    Each `sequence_parallel_size` consecutive ranks share their micro-batches, a slice of the positions each; or each
-    `tensor_parallel_size`, a part of the layers' matrices each.
+    Each `sequence_parallel_size` consecutive ranks share their micro-batches, a slice of the positions each, with the
+    attention of `sequence_parallel_kind`; or each `tensor_parallel_size`, a part of the layers' matrices each.
     `router_aux_loss_coef` is the weight of the load-balancing loss of a mixture of experts. Every `publish_every`th
     version is published, every `probe_every`th publication carries the probe. The first `start_after` batches make
     versions without an update, for an actor that waits until its critic has learnt.
@@ -91,6 +91,7 @@ class Trainer(ResidentNode):
         zero: ZeroSettings | None = None,
         lora: LoRA | None = None,
         sequence_parallel_size: int = 1,
+        sequence_parallel_kind: SequenceKind = "ulysses",
         tensor_parallel_size: int = 1,
         router_aux_loss_coef: float = 0.0,
         teacher: Policy | None = None,
@@ -109,6 +110,7 @@ class Trainer(ResidentNode):
         self.zero = zero or ZeroSettings()
         self.lora = lora or LoRA()
         self.sequence_parallel_size = sequence_parallel_size
+        self.sequence_parallel_kind: SequenceKind = sequence_parallel_kind
         self.tensor_parallel_size = tensor_parallel_size
         self.router_aux_loss_coef = router_aux_loss_coef
         self.teacher = teacher
@@ -138,8 +140,8 @@ class Trainer(ResidentNode):
             adapter_rank=self.lora.synced_rank,
             saves=self.policy.name,
             layout=self._layout.layout,
-            ranks_per_part=max(1, *self._shared.values()),
-            parted_by=max(self._shared, key=lambda way: self._shared[way]) + "_parallel_size",
+            ranks_per_part=max(1, self.sequence_parallel_size, self.tensor_parallel_size),
+            parted_by=("tensor" if self.tensor_parallel_size > 1 else "sequence") + "_parallel_size",
             accumulate=self.accumulate,
             correction=getattr(self.objective, "correction_name", None),
             whole_batches=why_whole(self.objective, self.zero, epochs=self.epochs, balance=self.router_aux_loss_coef),
@@ -177,18 +179,19 @@ class Trainer(ResidentNode):
         problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
         problems += refused(self.zero.layout, self._layout)
         problems += shared_problems(self.policy, self.zero, self.lora, **self._shared)
-        balance = (self.router_aux_loss_coef, self.objective.head, self.sequence_parallel_size)
-        problems += balance_problems(self.policy, *balance)
+        ranks, coef = self.sequence_parallel_size, self.router_aux_loss_coef
+        problems += balance_problems(self.policy, coef, self.objective.head, ranks)
         return problems + setting_problems(self.zero.deepspeed) + lora_problems(self.lora, self.zero)
 
     @property
     def _layout(self) -> Decision:
-        return trainer_layout(self.policy, self.zero)
+        return trainer_layout(self.policy, self.zero, self.sequence_parallel_kind)
 
     @property
-    def _shared(self) -> dict[str, int]:
-        """How many ranks share a micro-batch, by what they divide."""
-        return {"sequence": self.sequence_parallel_size, "tensor": self.tensor_parallel_size}
+    def _shared(self) -> dict[str, Any]:
+        """How many ranks share a micro-batch, by what they divide, and how those with positions compute attention."""
+        kind = self.sequence_parallel_kind
+        return {"sequence": self.sequence_parallel_size, "kind": kind, "tensor": self.tensor_parallel_size}
 
     def notes(self) -> list[str]:
         return [note(self._layout), *shared_notes(**self._shared)]
@@ -228,15 +231,14 @@ class Trainer(ResidentNode):
         torch.set_num_threads(max(1, len(self.context.cores)))
         torch.manual_seed(self.context.seed)
         device = torch.device("cuda", 0) if self.context.gpus else torch.device("cpu")
-        here, shared = self.context, {f"{name}_parallel_size": size for name, size in self._shared.items()}
-        gang = Gang.meet(here.replica, here.num_replicas, here.gang_address, device, **shared)
+        here = self.context
+        gang = Gang.meet(here.replica, here.num_replicas, here.gang_address, device, **self._shared)
         if self.zero.nvme_path and not is_built():
             progress("compiling DeepSpeed's async_io: takes some minutes, once per machine")
         progress("loading the model")
-        head = self.objective.head
-        start = head_start(source) if head == "scalar" else "policy"
+        start = head_start(source) if self.objective.head == "scalar" else "policy"
         kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
-        engine = ZeroEngine(source, self.zero, gang, head=head, start=start, lora=self.lora, **kind)
+        engine = ZeroEngine(source, self.zero, gang, head=self.objective.head, start=start, lora=self.lora, **kind)
         if self.context.resume_dir is not None:
             engine.load(self._state_dir(self.context.resume_dir))
         if self.weights.connected:

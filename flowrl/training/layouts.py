@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flowrl.training.settings import Attention, Layout, ZeroSettings
+from flowrl.training.settings import Attention, Layout, SequenceKind, ZeroSettings
 
 Placing = Literal["padded", "packed", "tree", "auto"]
 """How one pass is laid out, see `flowrl.training.model.placement`. auto: tree if that saves enough tokens."""
@@ -143,18 +143,23 @@ class Decision:
 
 
 def decide(
-    asked: Layout, config: Mapping[str, Any], *, attention: Attention | None = None, packing: bool | None = None
+    asked: Layout,
+    config: Mapping[str, Any],
+    *,
+    attention: Attention | None = None,
+    packing: bool | None = None,
+    kind: SequenceKind = "ulysses",
 ) -> Decision:
     """The layout of a model with this config.json and these settings; {} is a model without peculiarities."""
     if asked == "rows":
         return Decision("rows")
-    reason = next(_settings_obstacles(attention, packing), "") or tree_obstacle(config)
+    reason = next(_settings_obstacles(attention, packing, kind), "") or tree_obstacle(config)
     return Decision("rows", reason) if reason else Decision(asked)
 
 
-def decide_trainer(zero: ZeroSettings, config: Mapping[str, Any]) -> Decision:
-    """The layout of a trainer's passes."""
-    return decide(zero.layout, config, attention=zero.attention, packing=zero.packing)
+def decide_trainer(zero: ZeroSettings, config: Mapping[str, Any], kind: SequenceKind) -> Decision:
+    """The layout of the passes of a trainer with that `sequence_parallel_kind`."""
+    return decide(zero.layout, config, attention=zero.attention, packing=zero.packing, kind=kind)
 
 
 def refused(asked: Layout, decision: Decision) -> list[str]:
@@ -164,7 +169,9 @@ def refused(asked: Layout, decision: Decision) -> list[str]:
     return [f"layout is 'tree', but {decision.reason}; set layout to auto, which keeps rows where it has to"]
 
 
-def _settings_obstacles(attention: Attention | None, packing: bool | None) -> Iterator[str]:
+def _settings_obstacles(attention: Attention | None, packing: bool | None, kind: SequenceKind) -> Iterator[str]:
+    if kind == "ring":
+        yield "ring attention computes rows"
     if packing:
         yield "packing puts sequences into one row one after the other"
     if attention not in (None, "sdpa"):

@@ -20,6 +20,9 @@ Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "
 Layout = Literal["auto", "rows", "tree"]
 Accumulate = Literal["auto", "on", "off"]
 """Whether a trainer begins with the groups of a batch that are there: auto where it changes nothing but rounding."""
+SequenceKind = Literal["ulysses", "ring"]
+"""How ranks that have a slice of the positions each compute attention: with all positions of some heads, or with all
+heads and the keys and values of the other ranks one after the other."""
 Sync = Literal["adapter", "merged"]
 Quantize = Literal["none", "nf4", "int8"]
 MOST_RANK = 512

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from flowrl.commands.gpu_check.bench import Bench
 from flowrl.commands.gpu_check.small_model import all_masks, make_small_model, random_tokens
-from flowrl.training.model.attention.head_exchange import sequence_group
+from flowrl.training.model.attention.sequence_group import sequence_group
 from flowrl.training.model.row_layout import lay_out
-from flowrl.training.settings import LoRA, ZeroSettings
+from flowrl.training.settings import LoRA, SequenceKind, ZeroSettings
 
 if TYPE_CHECKING:
     from flowrl.training.engine.gang import Gang
@@ -39,8 +39,8 @@ class GradientCase:
 
     zero: dict[str, Any]
     limit: float = 1e-4
-    shared: bool = False
-    """All ranks have all sequences, a slice of their positions each; for two ranks and more."""
+    shared: SequenceKind | None = None
+    """If given, all ranks have all sequences, a slice of their positions each; for two ranks and more."""
 
 
 CASES = {
@@ -50,8 +50,10 @@ CASES = {
     "stage 3, optimizer offloaded": GradientCase({"stage": 3, "offload": "optimizer"}),
     "stage 3, all offloaded": GradientCase({"stage": 3, "offload": "all"}),
     "stage 3, checkpointed": GradientCase({"stage": 3, "gradient_checkpointing": True}),
-    "stage 3, positions shared": GradientCase({"stage": 3}, shared=True),
-    "stage 3, positions shared, trees": GradientCase({"stage": 3, "layout": "tree"}, shared=True),
+    "stage 3, positions shared": GradientCase({"stage": 3}, shared="ulysses"),
+    "stage 3, positions shared, trees": GradientCase({"stage": 3, "layout": "tree"}, shared="ulysses"),
+    "stage 3, ring": GradientCase({"stage": 3}, shared="ring"),
+    "stage 3, ring, bfloat16": GradientCase({"stage": 3, "dtype": "bfloat16"}, 0.05, shared="ring"),
     "stage 3, bfloat16": GradientCase({"stage": 3, "dtype": "bfloat16"}, 0.05),
 }
 
@@ -87,7 +89,8 @@ def gradient_rank(gang: Gang, directory: Path, names: Sequence[str]) -> None:
     wanted: dict[str, Tensor] = torch.load(directory / "plain.pt")
     found = {}
     for name in names:
-        group = sequence_group(gang.rank, gang.size, gang.size if CASES[name].shared else 1)
+        kind = CASES[name].shared
+        group = sequence_group(gang.rank, gang.size, gang.size if kind else 1, kind or "ulysses")
         engine = make_engine(directory / "model", replace(gang, sequence=group), **CASES[name].zero)
         found[name] = relative_difference(_gradient(engine), wanted)
         del engine

@@ -17,7 +17,8 @@ import torch
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from flowrl.training.model.attention.head_exchange import SequenceGroup, sequence_group
+from flowrl.training.model.attention.sequence_group import SequenceGroup, sequence_group
+from flowrl.training.settings import SequenceKind
 
 T = TypeVar("T")
 
@@ -42,13 +43,15 @@ class Gang:
         address: str,
         device: torch.device,
         *,
-        sequence_parallel_size: int = 1,
-        tensor_parallel_size: int = 1,
+        sequence: int = 1,
+        tensor: int = 1,
+        kind: SequenceKind = "ulysses",
     ) -> Gang:
         """Join the gang at "host:port", where rank 0 listens. A single rank needs no address.
 
-        Each `sequence_parallel_size` or `tensor_parallel_size` consecutive ranks share their micro-batches; both have
-        to divide `size`. Also prepares DeepSpeed, which reads its rank from the environment.
+        Each `sequence` or `tensor` consecutive ranks share their micro-batches, by positions or by matrices; both have
+        to divide `size`. `kind` says how the former compute attention. Also prepares DeepSpeed, which reads its rank
+        from the environment.
         """
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_SIZE": str(size)}
         if device.type == "cpu":
@@ -61,7 +64,7 @@ class Gang:
         else:
             torch.distributed.init_process_group(backend, store=_store(rank, size, address), rank=rank, world_size=size)
         _ready_deepspeed()
-        return cls(rank, size, device, sequence_group(rank, size, sequence_parallel_size), tensor_parallel_size)
+        return cls(rank, size, device, sequence_group(rank, size, sequence, kind), tensor)
 
     def gather(self, item: T) -> list[T]:
         """Return the plain objects of all ranks, in rank order, on every rank."""
@@ -84,6 +87,11 @@ class Gang:
     def sequence_size(self) -> int:
         """Ranks that have a slice of the same positions each."""
         return 1 if self.sequence is None else self.sequence.size
+
+    @property
+    def sequence_kind(self) -> SequenceKind:
+        """How they compute attention."""
+        return "ulysses" if self.sequence is None else self.sequence.kind
 
     @property
     def num_copies(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from flowrl.training.model.model_shape import BYTES, ModelShape, logits_bytes
-from flowrl.training.settings import LoRA, ZeroSettings
+from flowrl.training.settings import LoRA, SequenceKind, ZeroSettings
 
 BUCKET_BYTES = 4 * 50_000_000
 """DeepSpeed's buffer for gradients that are about to be reduced, in fp32 (`BUCKET_ELEMENTS` of ds_config.py)."""
@@ -40,6 +40,8 @@ class TrainerModel:
     """Memory of the rank's GPU; 0: it has none, or that is unknown."""
     sliced: int = 1
     """Ranks that share a micro-batch, an equal number of positions each."""
+    kind: SequenceKind = "ulysses"
+    """How they compute attention."""
     tensor: int = 1
     """Ranks that share a micro-batch, an equal part of the matrices of all layers each."""
 
@@ -140,9 +142,11 @@ class TrainerModel:
         """What a forward over a micro-batch keeps for its backward, and the most that computing adds to it."""
         tokens = -(-tokens // self.sliced)
         per_layer = tokens * (
-            layer_bytes(self._divided, self.element) + exchanged_bytes(self.shape, self.element, self.sliced)
+            layer_bytes(self._divided, self.element) + exchanged_bytes(self.shape, self.element, self.sliced, self.kind)
         )
-        working = tokens * self.element * (2 * self._wide + self.shape.hidden) + self._matrix_gradient
+        feed_forward = self.element * (2 * self._wide + self.shape.hidden)
+        ring = ring_bytes(self.shape, self.element) if self.sliced > 1 and self.kind == "ring" else 0
+        working = tokens * max(feed_forward, ring) + self._matrix_gradient
         head = 0 if self.scalar else head_bytes(self.shape, self.element, tokens, self.device_bytes)
         if self.zero.gradient_checkpointing:
             kept = tokens * self.element * self.shape.hidden * self.shape.layers
@@ -167,13 +171,19 @@ def layer_bytes(shape: ModelShape, element: int) -> int:
     return norms + attention + feed_forward
 
 
-def exchanged_bytes(shape: ModelShape, element: int, ranks: int) -> int:
+def exchanged_bytes(shape: ModelShape, element: int, ranks: int, kind: SequenceKind = "ulysses") -> int:
     """What attention keeps of one token besides if `ranks` share its positions: the result on its way back, and the
-    keys and values that are repeated for ranks that have fewer of their heads."""
-    if ranks == 1:
+    keys and values that are repeated for ranks that have fewer of their heads. A ring keeps nothing besides."""
+    if ranks == 1 or kind == "ring":
         return 0
     repeated = lcm(shape.kv_heads, ranks) // shape.kv_heads - 1
     return element * (shape.query + 2 * shape.key * repeated)
+
+
+def ring_bytes(shape: ModelShape, element: int) -> int:
+    """What the backward of ring attention has of one token at most: two blocks of keys and values, two of their
+    gradients in fp32, the queries' gradient in fp32, and what the kernel of a block takes."""
+    return element * (shape.query + 8 * shape.key) + 8 * shape.query + 16 * shape.key
 
 
 def head_bytes(shape: ModelShape, element: int, tokens: int, device_bytes: int = 0) -> int:

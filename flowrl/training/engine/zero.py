@@ -93,14 +93,15 @@ class ZeroEngine:
         self.source = Path(path)
         self._beside = companions(path) if gang.rank == 0 else {}
         architecture = read_config(path, trust_remote_code=trust_remote_code).to_dict()
-        trees = decide_trainer(settings, architecture)
+        trees = decide_trainer(settings, architecture, gang.sequence_kind)
         for problem in (
             *refused(settings.layout, trees),
-            *sequence_problems(gang.sequence_size, settings, architecture),
+            *sequence_problems(gang.sequence_size, settings, architecture, kind=gang.sequence_kind),
             *tensor_problems(gang.tensor_size, settings, self.lora, architecture, sequence=gang.sequence_size),
         ):
             raise ConfigError(problem)
-        attention = "sdpa" if trees.trees else choose_attention(settings.attention, gang.device, settings.dtype)
+        own_kernels = trees.trees or gang.sequence_kind == "ring"
+        attention = "sdpa" if own_kernels else choose_attention(settings.attention, gang.device, settings.dtype)
         self.layout: Placing = engine_layout(trees, attention, packing=settings.packing)
         config = deepspeed_config(settings, gang.size)
         self._stage: int = config["zero_optimization"]["stage"]
@@ -186,7 +187,7 @@ class ZeroEngine:
 
     def num_computed(self, rows: RowLayout) -> int:
         """Tokens that a pass over `rows` computes, on all ranks that share it, padding included."""
-        return rows.num_computed if self.gang.sequence is None else num_sliced(rows, self.gang.sequence.size)
+        return rows.num_computed if self.gang.sequence is None else num_sliced(rows, self.gang.sequence)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of a loss with global denominators; `last`: the last one of its optimizer step."""

@@ -1,4 +1,4 @@
-"""One rank's slice of a micro-batch: the same number of positions of every row for each rank of a group.
+"""One rank's slice of a micro-batch: the same positions of every row, as many for each rank of a group.
 
 Labels are found before rows are cut: each policy token belongs to the rank that has the place that predicts it, with
 its target, also if the token itself stands in the next slice. Rows are padded at their end, where nothing looks.
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flowrl.training.model.attention.head_exchange import Exchange, SequenceGroup, whole
+from flowrl.training.model.attention.head_exchange import Exchange
+from flowrl.training.model.attention.sequence_group import SequenceGroup, whole
+from flowrl.training.model.attention.sight import Sight
 from flowrl.training.model.row_layout import RowLayout
 
 
@@ -35,10 +37,10 @@ class RowSlice:
         return whole(values[: len(self.mine_M)], self.mine_M, self.number, self.group)
 
 
-def num_sliced(rows: RowLayout, size: int) -> int:
-    """Tokens that `size` ranks compute together, padding included."""
+def num_sliced(rows: RowLayout, group: SequenceGroup) -> int:
+    """Tokens that the ranks of `group` compute together, padding included."""
     height, length = rows.input_ids_RL.shape
-    return height * size * -(-length // size)
+    return height * group.size * group.width(length)
 
 
 def compute(
@@ -53,31 +55,34 @@ def compute(
 
 def slice_rows(rows: RowLayout, group: SequenceGroup) -> RowSlice:
     """This rank's slice of `rows`."""
-    length = rows.input_ids_RL.shape[1]
-    own = -(-length // group.size)
+    length, device = rows.input_ids_RL.shape[1], rows.places_N.device
+    own = group.width(length)
     added = own * group.size - length
-    start = group.rank * own
+    columns_l = group.columns_l(length, group.rank).to(device)
     positions = rows.position_ids_RL
     if positions is None:
-        positions = torch.arange(length, device=rows.places_N.device)[None]
-    row_N, column_N = rows.places_N // length, rows.places_N % length
-    mine_M = torch.nonzero(column_N // own == group.rank).flatten()
-    places_M = (row_N * own + column_N - start)[mine_M]
+        positions = torch.arange(length, device=device)[None]
+    own_L = torch.full((own * group.size,), -1, device=device).index_copy_(
+        0, columns_l, torch.arange(own, device=device)
+    )
+    row_N, own_N = rows.places_N // length, own_L[rows.places_N % length]
+    mine_M = torch.nonzero(own_N >= 0).flatten()
+    places_M = (row_N * own + own_N)[mine_M]
     # ZeRO reduces a gradient of the output layer from every rank, so one without a policy token computes its place 0.
     none = len(mine_M) == 0
     bounds = None if rows.bounds is None else rows.bounds.padded(added)
     return RowSlice(
         replace(
             rows,
-            input_ids_RL=pad(rows.input_ids_RL, (0, added))[:, start : start + own],
-            position_ids_RL=pad(positions, (0, added))[:, start : start + own],
-            real_RL=pad(rows.real_RL, (0, added))[:, start : start + own],
+            input_ids_RL=pad(rows.input_ids_RL, (0, added))[:, columns_l],
+            position_ids_RL=pad(positions, (0, added))[:, columns_l],
+            real_RL=pad(rows.real_RL, (0, added))[:, columns_l],
             places_N=mine_M.new_zeros(1) if none else places_M,
             targets_N=mine_M.new_zeros(1) if none else rows.targets_N[mine_M],
             taught=None if none or rows.taught is None else rows.taught.at(mine_M),
             tree=None if rows.tree is None else rows.tree.padded(added),
             bounds=bounds,
-            exchange=Exchange(group, None if bounds is None else bounds.ends_S),
+            exchange=Exchange(group, Sight(length + added, device, None if bounds is None else bounds.ends_S)),
         ),
         mine_M,
         len(rows.places_N),

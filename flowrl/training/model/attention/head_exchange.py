@@ -3,23 +3,27 @@
 Everything but attention works position by position. For attention, the ranks of a group exchange what they have: each
 gives its positions of all heads and receives all positions of its heads, so every kernel sees whole sequences; after
 it, the way back. A forward pass with the keyword `exchange` does that around the implementation that the model was
-loaded with, whichever it is; without the keyword nothing changes. Gradient checkpointing repeats a layer with the same
-keywords, and the exchanges with it, in the same order on all ranks.
+loaded with, whichever it is, or has a ring in its place (`ring`); without the keyword nothing changes. Gradient
+checkpointing repeats a layer with the same keywords, and the exchanges with it, in the same order on all ranks.
 
 Axes: R rows, L positions and l of one rank, h heads, D channels, N ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from math import lcm
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from flowrl.training.model.attention.ring import Ring, ring_attention
+from flowrl.training.model.attention.sequence_group import SequenceGroup
+from flowrl.training.model.attention.sight import Sight
 
 Implementation = Callable[..., tuple[Tensor, Any]]
 WITH_BOUNDS = ("flash", "varlen")
@@ -27,30 +31,17 @@ WITH_BOUNDS = ("flash", "varlen")
 
 
 @dataclass(frozen=True)
-class SequenceGroup:
-    """The ranks that share each micro-batch; this one is `rank` of `size` among them."""
-
-    process_group: Any
-    rank: int
-    size: int
-
-
-@dataclass(frozen=True)
 class Exchange:
     """The keyword of a pass over slices."""
 
     group: SequenceGroup
-    ends_S: Tensor | None = None
-    """If all positions are one packed row: the place behind each sequence, after a 0."""
+    sight: Sight
 
-    @cached_property
-    def mask_11LL(self) -> Tensor | None:
-        """True where the row's place sees the column's, for kernels that take no ends; None: every place before it."""
-        if self.ends_S is None:
-            return None
-        lengths_S = self.ends_S.diff()
-        sequence_L = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
-        return (sequence_L[:, None] == sequence_L[None]).tril()[None, None]
+    def ring(self, query: Tensor, **kwargs: Any) -> Ring:
+        """A layer's attention by a ring, from the keywords that the layer gives."""
+        scale = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return Ring(self.group, self.sight, scale, kwargs.get("sliding_window"), kwargs.get("softcap"))
 
 
 class Exchanging:
@@ -73,8 +64,11 @@ class Exchanging:
     ) -> tuple[Tensor, Any]:
         if exchange is None:
             return self.inner(module, query, key, value, attention_mask, **kwargs)
+        if exchange.group.kind == "ring":
+            assert kwargs.get("tree") is None, "a trainer whose attention is a ring lays out rows"
+            return ring_attention(query, key, value, exchange.ring(query, **kwargs)), None
         kwargs.pop("position_ids", None)  # of this rank's slice; kernels would take a restart for a new sequence
-        mask = None if self.has_bounds else exchange.mask_11LL
+        mask = None if self.has_bounds else exchange.sight.mask_11LL(kwargs.get("sliding_window"))
         q, k, v = to_heads(exchange.group, query, key, value)
         with _groups(module, q.shape[1] // k.shape[1]):
             found, _ = self.inner(module, q, k, v, mask, **kwargs)
@@ -84,12 +78,26 @@ class Exchanging:
         return attended, None
 
 
+def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+    """The "eager" attention of the module's own architecture, which adds a mask and, unlike others, cannot do without.
+
+    Only some architectures have a soft cap (Gemma 2), and nothing but their own function computes it.
+    """
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(
+            ~mask, torch.finfo(query.dtype).min
+        )
+    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **kwargs)
+
+
 def make_exchanging(name: str) -> None:
     """Let transformers' implementation `name` know the keyword. Its name stays, because kernels are chosen by it."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    known = ALL_ATTENTION_FUNCTIONS[name]
+    known = ALL_ATTENTION_FUNCTIONS.get(name, _eager)  # "eager" alone is not in the table
     if not isinstance(known, Exchanging):
         AttentionInterface.register(name, Exchanging(known, name))
 
@@ -147,39 +155,3 @@ def _groups(module: nn.Module, queries_a_key: int) -> Iterator[None]:
         yield
     finally:
         module.num_key_value_groups = before
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values_M: Tensor, mine_M: Tensor, number: int, group: SequenceGroup) -> Tensor:
-        ctx.save_for_backward(mine_M)
-        values_N = values_M.new_zeros(number).index_copy_(0, mine_M, values_M)
-        torch.distributed.all_reduce(values_N, group=group.process_group)
-        return values_N
-
-    @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> Any:
-        (mine_M,) = ctx.saved_tensors
-        return grad_N.index_select(0, mine_M), None, None, None
-
-
-def whole(values_M: Tensor, mine_M: Tensor, number: int, group: SequenceGroup) -> Tensor:
-    """The values of all ranks, [number], on each of them; `mine_M` says which of them are `values_M`.
-
-    Every rank computes the same loss of them, and its gradient goes into its own values only: the gradients of the
-    ranks add up to that of one loss.
-    """
-    found: Tensor = _Whole.apply(values_M, mine_M, number, group)  # type: ignore[no-untyped-call]
-    return found
-
-
-def sequence_group(rank: int, size: int, group_size: int) -> SequenceGroup | None:
-    """Rank's group of `group_size` consecutive ranks of `size`; None for groups of one. Collective."""
-    if group_size == 1:
-        return None
-    mine: Any = None
-    for start in range(0, size, group_size):
-        members: Sequence[int] = range(start, start + group_size)
-        made = torch.distributed.new_group([*members])
-        mine = made if rank in members else mine
-    return SequenceGroup(mine, rank % group_size, group_size)
