@@ -130,7 +130,8 @@ def _pick(left: dict[int, float], amount: float) -> dict[int, float] | None:
 def _neighbours(free: list[int], count: int) -> list[int]:
     """`count` of the free devices: a block that starts at a multiple of its size, if there is one, then any block, then
     the first ones. Devices with neighbouring numbers usually have the fastest link and the same memory."""
-    blocks = [range(first, first + count) for first in free if set(range(first, first + count)) <= set(free)]
+    there = set(free)
+    blocks = [range(first, first + count) for first in free if there.issuperset(range(first, first + count))]
     aligned = [block for block in blocks if count and block[0] % count == 0]
     return list(next(iter([*aligned, *blocks]), free[:count]))
 
