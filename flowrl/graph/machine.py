@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.errors import ConfigError
+from flowrl.graph.gpu_links import GpuLinks, links_here
 
 GB = 1 << 30
 CLUSTER_EXAMPLE = "2 x 8 x H100"
@@ -45,6 +46,8 @@ class Machine:
     """Memory of each GPU."""
     shm_bytes: int = 0
     """Room in /dev/shm, which is a part of the memory."""
+    links: GpuLinks | None = None
+    """How its GPUs are joined; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,10 @@ class Cluster:
     @staticmethod
     def here() -> Cluster:
         """This machine, as far as this process may use it (affinity, cgroup, CUDA_VISIBLE_DEVICES)."""
-        gpus = _gpus_here()
+        gpus = len(gpu_names())
         cores = tuple(sorted(os.sched_getaffinity(0)))
-        return Cluster((Machine(cores, gpus, _memory_here(), _gpu_memory_here() if gpus else 0, _shm_here()),))
+        memory = _gpu_memory_here() if gpus else 0
+        return Cluster((Machine(cores, gpus, _memory_here(), memory, _shm_here(), _links_here(gpus)),))
 
     @staticmethod
     def parse(text: str) -> Cluster:
@@ -136,11 +140,18 @@ def _not_a_cluster(part: str) -> ConfigError:
     )
 
 
-def _gpus_here() -> int:
+def gpu_names() -> tuple[str, ...]:
+    """The GPUs of this machine that this process may use, in the order in which a plan counts them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+        return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
+    found = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+    return tuple(str(index) for index in range(len(found)))
+
+
+def _links_here(gpus: int) -> GpuLinks | None:
+    links = links_here(os.environ.get("CUDA_VISIBLE_DEVICES")) if gpus else None
+    return links if links is not None and len(links) == gpus else None
 
 
 def _gpu_memory_here() -> int:
