@@ -26,6 +26,8 @@ from flowrl.weights.publish import Publisher
 from flowrl.weights.shm import DATA_OFFSET, Segment
 
 KB, MB = 1 << 10, 1 << 20
+IN_FLIGHT = 64
+"""Messages that may wait at the receiver before it takes the first of them."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Payload(Message):
 def sizes(messages: int) -> tuple[tuple[int, int], ...]:
     """(number, bytes) of the messages."""
     return ((messages, KB), (max(2, messages // 100), 4 * MB)) if messages else ()
+
+
+def begins(count: int) -> int:
+    """Index of the message with which the clock begins: those before it may have waited, and have no rate."""
+    return IN_FLIGHT if count > 2 * IN_FLIGHT else 0
 
 
 class Flood(Node):
@@ -72,15 +79,15 @@ class Gauge(Node):
         self.messages = messages
 
     async def run(self) -> None:
-        ends, taken, began = dict(sizes(self.messages)), 0, 0.0
-        last = 0
+        counts, began = {size: count for count, size in sizes(self.messages)}, 0.0
         async for payload in self.payloads:
-            if payload.index == 0:
+            size = payload.values.size
+            first = begins(counts[size])
+            if payload.index == first:
                 began = perf_counter()
-            taken, last = payload.index, payload.values.size
-            if ends.get(taken + 1) == last:
-                rate = taken / (perf_counter() - began)
-                self.context.progress(f"measured {last} bytes: {rate:.0f} messages/s, {rate * last / 1e6:.0f} MB/s")
+            elif payload.index == counts[size] - 1:
+                rate = (payload.index - first) / (perf_counter() - began)
+                self.context.progress(f"measured {size} bytes: {rate:.0f} messages/s, {rate * size / 1e6:.0f} MB/s")
 
 
 class Values:
@@ -173,5 +180,5 @@ def made(cfg: Apart, fetching: Fetching, publishing: Publishing) -> Graph:
         flood, gauge = g.add("flood", Flood(cfg.messages)), g.add("gauge", Gauge(cfg.messages))
         g.together(trainer, flood)
         g.together(generator, gauge)
-        g.connect(flood.payloads, gauge.payloads, capacity=256)
+        g.connect(flood.payloads, gauge.payloads, capacity=IN_FLIGHT)
     return g

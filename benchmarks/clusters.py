@@ -25,6 +25,8 @@ from benchmarks.two_machines import ROOT, are_possible, two_machines
 GRAPH = ROOT / "benchmarks" / "across.py"
 STEPS = 12
 TIME_LIMIT_S = 150
+LEAST_MESSAGES = 20_000
+"""A hundredth of them are large, and have to be several times what is in flight at once."""
 
 
 def measured(environment: Mapping[str, str], *, cores: int, messages: int, megabytes: int) -> dict[str, float]:
@@ -63,10 +65,12 @@ def table(one: Mapping[str, float], two: Mapping[str, float]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--messages", type=int, default=20_000)
+    parser.add_argument("--messages", type=int, default=LEAST_MESSAGES)
     parser.add_argument("--megabytes", type=int, default=128)
     parser.add_argument("--json", default="", help="write both columns here")
     options = parser.parse_args()
+    if options.messages < LEAST_MESSAGES:
+        parser.error(f"--messages is {options.messages}; give {LEAST_MESSAGES} or more, or most are in flight at once")
     if not are_possible():
         print("this user may not make namespaces (unshare --uts --mount)", file=sys.stderr)
         return 2

@@ -195,7 +195,7 @@ def _proposal(prepared: Prepared, cluster: Cluster, report: Any) -> str:
 
     found = fitting(prepared.file, prepared.cfg, cluster)
     if found is None:
-        return "Nothing that was tried (ranks, offload, tensor parallel parts, turns) makes it fit there."
+        return "Nothing that was tried (ranks, their micro-batches, parallel parts, turns, offload) makes it fit there."
     return f"It fits with {option_text(found)}"
 
 

@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 
 from flowrl.runtime.audit.audit import audit
+from flowrl.training.engine.requirements import SHARDS
 from tests import warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(500)]
 ROOT = Path(__file__).parent.parent
 STEPS, GROUPS, MEMBERS = 6, 4, 4
 OPTIONS = ("--groups-per-step", str(GROUPS), "--group-size", str(MEMBERS), "--look-ahead", "4", "--evaluate", "32")
+TWO_RANKS = ("--trainer.replicas", "2")
+"""Of the first run; it goes on with one."""
 
 
 def agent_tools(run_dir: Path, ray: dict[str, str], *args: str) -> str:
@@ -39,7 +42,12 @@ def agent_tools(run_dir: Path, ray: dict[str, str], *args: str) -> str:
 def ran(tmp_path_factory: pytest.TempPathFactory, ray: dict[str, str]) -> tuple[Path, str]:
     """A finished run: its directory and what it printed."""
     run_dir = tmp_path_factory.mktemp("agents") / "run"
-    return run_dir, agent_tools(run_dir, ray, "--steps", str(STEPS), "--save-every", "4", "--keep", "0")
+    return run_dir, agent_tools(run_dir, ray, "--steps", str(STEPS), "--save-every", "4", "--keep", "0", *TWO_RANKS)
+
+
+def num_shards(run_dir: Path, step: int) -> int:
+    """Files of the checkpoint of that step in which a rank has saved its part of the trainer's state."""
+    return len([*(run_dir / "checkpoints" / f"step_{step:06d}").rglob(SHARDS.format(rank="*"))])
 
 
 def rows(run_dir: Path, query: str) -> list[Any]:
@@ -90,6 +98,8 @@ def test_every_step_says_how_its_episodes_went(ran: tuple[Path, str]) -> None:
 
 def test_a_resumed_run_goes_on_and_its_tokens_are_proven_too(ran: tuple[Path, str], ray: dict[str, str]) -> None:
     run_dir, _ = ran
+    assert num_shards(run_dir, STEPS) == 2
     printed = agent_tools(run_dir, ray, "--resume", "--steps", str(STEPS + 2))
-    assert "audit: ok" in printed
+    assert "audit: ok" in printed and f"resumed from step_{STEPS:06d}" in printed
     assert audit(run_dir).figures["steps"] == STEPS + 2
+    assert num_shards(run_dir, STEPS + 2) == 1, "one rank goes on with the state of two"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.across import MB, Apart, graph, sizes
-from benchmarks.clusters import GRAPH, rates, table
+from benchmarks.across import MB, Apart, begins, graph, sizes
+from benchmarks.clusters import GRAPH, LEAST_MESSAGES, main, rates, table
 from flowrl import Cluster, check
 from flowrl.testing.graph_run import run_graph
 
@@ -35,6 +35,16 @@ def test_the_graph_tells_what_is_read(tmp_path: Path) -> None:
     ran = run_graph(GRAPH, tmp_path / "run", {"messages": 200, "megabytes": 1, "cores": 1.0}, steps=4)
     found = rates("\n".join(ran.view.lines))
     assert len(found) == 3 and all(rate > 0 for rate in found.values()) and ran.audit().ok
+
+
+def test_more_large_messages_are_sent_than_are_in_flight_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    (_, _), (large, _) = sizes(LEAST_MESSAGES)
+    plan = check(graph(Apart(messages=LEAST_MESSAGES)), Cluster.parse("2x cpus=2")).plan
+    (edge,) = (edge for edge in plan.edges if edge.out == "flood.payloads")
+    assert large >= 3 * edge.capacity and begins(large) == edge.capacity
+    monkeypatch.setattr("sys.argv", ["clusters", "--messages", str(LEAST_MESSAGES - 1)])
+    with pytest.raises(SystemExit):
+        main()
 
 
 def test_sender_and_receiver_are_apart_where_there_are_two_machines() -> None:

@@ -42,7 +42,7 @@ def test_this_machine_passes_and_says_what_it_has(capsys: pytest.CaptureFixture[
     assert 0 < found["loopback, CURVE"]["numbers"]["round_trip_s"] < 1
     assert found["/dev/shm"]["numbers"]["shm_bytes"] > 0
     if not Cluster.here().num_gpus:
-        assert {found[name]["status"] for name in ("driver", "gpus", "peer access", "nvcc")} == {"skipped"}
+        assert {found[name]["status"] for name in ("driver", "gpus", "gpu links", "peer access", "nvcc")} == {"skipped"}
 
 
 def test_a_finding_that_is_not_fine_needs_a_remedy() -> None:

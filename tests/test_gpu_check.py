@@ -19,6 +19,7 @@ from flowrl.commands.gpu_check.bench import Bench, StageFailed
 from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, examined, gpu_check
 from flowrl.commands.gpu_check.stage_list import LONGEST_S, STAGES, CheckStage
 from flowrl.errors import ConfigError
+from tests import warm
 from tests.run_process import ROOT
 
 
@@ -126,7 +127,7 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], t
     assert main(["gpu-check", "--out", str(tmp_path / "new")]) == 2
     assert "finds no GPU on this machine" in capsys.readouterr().err and not (tmp_path / "new").exists()
     assert main(["gpu-check", "--device", "cpu", "--only", "trees", "seeds"]) == 2
-    assert "has no stage 'seeds'; there are gradients, residence" in capsys.readouterr().err
+    assert "has no stage 'seeds'; there are gradients, sequence-parallel" in capsys.readouterr().err
 
 
 def test_the_list_names_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,9 +152,9 @@ def test_a_machine_is_known_by_its_gpus_and_packages(monkeypatch: pytest.MonkeyP
 def test_each_rank_gets_a_gpu_of_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("cuda", 2, Path())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
-    assert [bench._sight(rank) for rank in range(2)] == [{"CUDA_VISIBLE_DEVICES": f"GPU-{x}"} for x in "ab"]
+    assert bench.sights(2) == ["GPU-a", "GPU-b"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert bench._sight(1) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert bench.sights(2) == ["0", "1"] and Bench("cpu", 0, Path()).sights(2) == ["", ""]
     assert [Bench("cuda", n, Path()).num_ranks for n in (1, 2, 8)] == [1, 2, 2] and Bench(
         "cpu", 0, Path()
     ).num_ranks == 2
@@ -236,6 +237,35 @@ def test_vllms_packing_takes_buckets_apart_as_they_were_put_in(bench: Bench, mon
     monkeypatch.setattr(weight_stages.RepeatingGroup, "broadcast", spoilt)
     with pytest.raises((StageFailed, RuntimeError)):
         weight_stages.nccl_packing(Bench("cpu", 0, bench.directory / "again"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["sequence_parallel", "tensor_parallel", "sharded_scoring"])
+def test_a_stage_about_ranks_that_share_a_model_holds_on_a_cpu(
+    name: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flowrl.commands.gpu_check import bench as start
+    from flowrl.commands.gpu_check import shared_stages
+
+    monkeypatch.setattr(start, "sys", SimpleNamespace(executable=warm.python()))
+    getattr(shared_stages, name)(bench)
+    exact = [found for told, found in bench.figures.items() if "bfloat16" not in told]
+    assert len(exact) == 4 + (name == "tensor_parallel") and all(float(found) < 1e-5 for found in exact), bench.figures
+
+
+def test_a_stage_notices_a_norm_that_is_not_the_models(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flowrl.commands.gpu_check import shared_stages
+
+    def ranks(_: Bench, target: str, *names: str) -> None:
+        norms = {name: (2.0 if "trees" in name else 1.0, 1.0) for name in names}
+        torch.save(
+            {"figures": {}, "gradients": dict.fromkeys(names, 0.0), "norms": norms}, bench.directory / "found.pt"
+        )
+
+    monkeypatch.setattr(Bench, "ranks", ranks)
+    with pytest.raises(StageFailed, match="stage 2, trees: the norm of the gradient is 2, not 1"):
+        shared_stages.tensor_parallel(bench)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 from flowrl.models import Policy, resolve
 from flowrl.runtime.audit.audit import audit
 from flowrl.tasks import Task
+from flowrl.training.engine.requirements import SHARDS
 from tests.test_stack_run import flowrl
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(500)]
@@ -41,6 +42,11 @@ def first(tmp_path_factory: pytest.TempPathFactory, ray: dict[str, str]) -> tupl
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def num_shards(run_dir: Path, step: int) -> int:
+    """Files of the checkpoint of that step in which a rank has saved its part of a trainer's state."""
+    return len([*(run_dir / "checkpoints" / f"step_{step:06d}").rglob(SHARDS.format(rank="*"))])
 
 
 def weights(path: Path) -> dict[str, Any]:
@@ -93,7 +99,9 @@ def test_a_checkpoint_holds_both_models(first: tuple[Path, str]) -> None:
 def test_a_run_goes_on_from_its_newest_checkpoint(first: tuple[Path, str], ray: dict[str, str]) -> None:
     run_dir = first[0]
     before = weights(run_dir / "checkpoints" / f"step_{STEPS:06d}" / "critic")
-    printed = ppo(run_dir, ray, "--steps", str(RESUMED_STEPS), "--evaluate", "4", "--resume")
+    assert num_shards(run_dir, STEPS) == 2
+    more = ("--trainer.replicas", "2")  # of the critic's trainer, too
+    printed = ppo(run_dir, ray, "--steps", str(RESUMED_STEPS), "--evaluate", "4", "--resume", *more)
     assert f"resumed from step_{STEPS:06d}" in printed and "audit: ok" in printed
     records = lines(run_dir)
     assert [record["step"] for record in records] == list(range(1, RESUMED_STEPS + 1))
@@ -101,3 +109,4 @@ def test_a_run_goes_on_from_its_newest_checkpoint(first: tuple[Path, str], ray: 
     after = weights(run_dir / "checkpoints" / f"step_{RESUMED_STEPS:06d}" / "critic")
     changes = {name: float(abs(after[name] - before[name]).max()) for name in after}
     assert 0 < max(changes.values()) < 0.01, "the critic went on from where it was, not from a new head"
+    assert num_shards(run_dir, RESUMED_STEPS) == 4, "two ranks go on with the state of one, of each trainer"

@@ -1,8 +1,12 @@
 """What would fit: variations of a graph's options, the cheapest in speed first, until one passes the checks.
 
-The order: a narrower dtype, gradient checkpointing, tensor parallel parts for the generator, more ranks, generator and
-trainer in turns on the same GPUs; then the same with offload of the optimizer, and of all. None of them changes what is
-learnt, except for the rounding of bfloat16.
+The order: a narrower dtype, gradient checkpointing, tensor parallel parts for the generator, more ranks; then smaller
+micro-batches; then trainer ranks that share their micro-batches, a slice of the positions each or a part of the layers'
+matrices each. Then all of that with generator and trainer in turns on the same GPUs; then with offload of the
+optimizer, and of all. None of them changes what is learnt, except for the rounding of bfloat16.
+
+Ranks that divide positions have a part of all activations, and at stage 3 of all weights. So ranks divide matrices only
+where the ZeRO stage is below 3, or where model or settings do not let them divide positions.
 """
 
 from __future__ import annotations
@@ -10,10 +14,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import check
+from flowrl.graph.analysis.numbers import derive
+from flowrl.graph.analysis.place import need, pools
+from flowrl.graph.analysis.plan import make_plan
+from flowrl.graph.analysis.residents import memory_problems
+from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile
 from flowrl.graph.machine import Cluster
 
@@ -27,6 +37,8 @@ MEMORY: tuple[tuple[Overrides, ...], ...] = (
 )
 """Ways of saving memory, the fast ones before those through host memory."""
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
+MOST_SHARED = 8
+"""Most ranks that share a micro-batch: those of one machine, which exchange something in every layer."""
 SHARES = (None, 0.85)
 """Values of gpu_memory_utilization for an engine that has a GPU in turns with others: vLLM's own, and one that leaves
 room for the contexts of many processes."""
@@ -34,14 +46,8 @@ room for the contexts of many processes."""
 
 def fitting(file: GraphFile, cfg: Any, cluster: Cluster) -> Overrides | None:
     """Overrides of `cfg` with which the graph passes every check on `cluster`; None if none of those tried does."""
-    for overrides in _candidates(cfg, cluster):
-        try:
-            changed = changed_config(cfg, overrides)
-            if check(file.build(changed), cluster).ok:
-                return overrides
-        except ConfigError:
-            continue
-    return None
+    variations = Variations(file, cfg, cluster)
+    return next((overrides for overrides in variations.ordered() if variations.fit(overrides)), None)
 
 
 def option_text(overrides: Mapping[str, Any]) -> str:
@@ -67,41 +73,120 @@ def changed_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
     return dataclasses.replace(cfg, **changes)
 
 
-def _candidates(cfg: Any, cluster: Cluster) -> Iterator[Overrides]:
-    gpus = cluster.num_gpus
-    dtypes = [{}, {"dtype": "bfloat16"}] if _has(cfg, "dtype") and cfg.dtype != "bfloat16" and gpus else [{}]
-    ranks = _more(cfg, "trainer.replicas", gpus)
-    parts = _more(cfg, "engine.tensor_parallel_size", min(8, gpus))
-    for ways, sharing in itertools.product(MEMORY, [*_sharing(cfg, cluster)]):
-        for count, tensor, memory, dtype in itertools.product(ranks, parts, ways, dtypes):
-            if all(_has(cfg, name) for name in memory):
-                sized = {"generator.gpus": tensor["engine.tensor_parallel_size"]} if tensor else {}
-                yield {**dtype, **memory, **count, **tensor, **sized, **sharing}
+@dataclasses.dataclass(frozen=True)
+class Variations:
+    """Variations of a graph's options for a cluster on which it does not fit as it is."""
 
+    file: GraphFile
+    cfg: Any
+    cluster: Cluster
 
-def _more(cfg: Any, name: str, most: int) -> list[Overrides]:
-    """The option as it is, and larger values of it."""
-    if not _has(cfg, name):
-        return [{}]
-    now = _value(cfg, name) or 1
-    return [{}, *({name: count} for count in COUNTS if now < count <= most)]
+    def fit(self, overrides: Overrides) -> bool:
+        """Whether the graph passes every check with them."""
+        graph = self._graph(overrides)
+        return graph is not None and not self._large(graph) and check(graph, self.cluster).ok
 
+    def _large(self, graph: Graph) -> bool:
+        """What most variations fail by. It is a part of the checks, which take several times as long."""
+        if sum(need(units)[1] for _, units in pools(graph, self.cluster)) > self.cluster.num_gpus:
+            return True
+        return any(memory_problems(graph, make_plan(graph, self.cluster), self.cluster))
 
-def _sharing(cfg: Any, cluster: Cluster) -> Iterator[Overrides]:
-    """Everybody apart, and generator and trainer in turns."""
-    yield {}
-    if cluster.num_gpus and _has(cfg, "engine.gpu_memory_utilization") and _has(cfg, "trainer.replicas"):
-        for share in SHARES:
-            room = {} if share is None else {"engine.gpu_memory_utilization": share}
-            yield {"time_share": ("generator", "trainer"), **room}
+    def allowed(self, overrides: Overrides) -> bool:
+        """Whether at most the size of the graph is wrong with them."""
+        graph = self._graph(overrides)
+        if graph is None:
+            return False
+        report = check(graph, self.cluster)
+        return report.ok or report.too_large
 
+    def _graph(self, overrides: Overrides) -> Graph | None:
+        """None if one of them is refused."""
+        try:
+            return self.file.build(changed_config(self.cfg, overrides))
+        except ConfigError:
+            return None
 
-def _has(cfg: Any, name: str) -> bool:
-    try:
-        _value(cfg, name)
-    except AttributeError:
-        return False
-    return True
+    def ordered(self) -> Iterator[Overrides]:
+        """All of them, the cheapest in speed first."""
+        for ways, sharing in itertools.product(MEMORY, [*self._sharing()]):
+            known = [way for way in map(self._for_all_trainers, ways) if all(map(self._has, way))]
+            for ranks, memory in self._steps(known) if known else ():
+                for count, tensor, way, dtype in itertools.product(ranks, self._parts, memory, self._dtypes):
+                    sized = {"generator.gpus": tensor["engine.tensor_parallel_size"]} if tensor else {}
+                    yield {**dtype, **way, **count, **tensor, **sized, **sharing}
+
+    def _steps(self, ways: list[Overrides]) -> Iterator[tuple[list[Overrides], list[Overrides]]]:
+        """Numbers of ranks, and ways of saving memory: micro-batches as they are, smaller, and shared by ranks."""
+        small = [ways[-1] | budget for budget in self._budgets]
+        ranks = self._more("trainer.replicas", self.cluster.num_gpus)
+        yield ranks, ways
+        yield ranks, small
+        yield self._shared, (small or ways)[-1:]
+
+    @property
+    def _dtypes(self) -> list[Overrides]:
+        narrows = self._has("dtype") and self.cfg.dtype != "bfloat16" and self.cluster.num_gpus
+        return [{}, {"dtype": "bfloat16"}] if narrows else [{}]
+
+    @property
+    def _parts(self) -> list[Overrides]:
+        """Parts of the generator's model."""
+        return self._more("engine.tensor_parallel_size", min(8, self.cluster.num_gpus))
+
+    def _more(self, name: str, most: int) -> list[Overrides]:
+        """The option as it is, and larger values of it."""
+        if not self._has(name):
+            return [{}]
+        now = _value(self.cfg, name) or 1
+        return [{}, *({name: count} for count in COUNTS if now < count <= most)]
+
+    @cached_property
+    def _budgets(self) -> list[Overrides]:
+        """Halves of the token budget, as long as it has room for two of the longest samples: a preference pair."""
+        longest = derive(self.file.build(self.cfg)).longest_sample
+        if not self._has("token_budget") or not longest or not self.cluster.num_gpus:
+            return []
+        halves = (self.cfg.token_budget >> times for times in itertools.count(1))
+        return [{"token_budget": budget} for budget in itertools.takewhile(lambda half: half >= 2 * longest, halves)]
+
+    @cached_property
+    def _shared(self) -> list[Overrides]:
+        """Ranks that share their micro-batches: positions, or else matrices, which are whole at stage 3."""
+        if not self._has("trainer.sequence_parallel_size") or not self._has("zero.stage"):
+            return []
+        positions = self._divided("trainer.sequence_parallel_size", {})
+        if self.cfg.zero.stage < 3:
+            return positions + self._divided("trainer.tensor_parallel_size", {})
+        return positions or self._divided("trainer.tensor_parallel_size", self._for_all_trainers({"zero.stage": 2}))
+
+    def _divided(self, name: str, needed: Overrides) -> list[Overrides]:
+        """Larger values of the option that only the size of the graph speaks against, each with numbers of ranks."""
+        now, ranks, gpus = _value(self.cfg, name), self.cfg.trainer.replicas, self.cluster.num_gpus
+        most = min(MOST_SHARED, max(machine.gpus for machine in self.cluster.machines))
+        sizes = [n for n in range(now + 1, most + 1) if self.allowed({**needed, "trainer.replicas": n, name: n})]
+        counts = ((size, size * copies) for size in sizes for copies in COUNTS)
+        return [{**needed, "trainer.replicas": count, name: size} for size, count in counts if ranks <= count <= gpus]
+
+    def _sharing(self) -> Iterator[Overrides]:
+        """Everybody apart, and generator and trainer in turns."""
+        yield {}
+        if self.cluster.num_gpus and self._has("engine.gpu_memory_utilization") and self._has("trainer.replicas"):
+            for share in SHARES:
+                room = {} if share is None else {"engine.gpu_memory_utilization": share}
+                yield {"time_share": ("generator", "trainer"), **room}
+
+    def _for_all_trainers(self, overrides: Overrides) -> Overrides:
+        """The same for the critic's trainer, which has its own settings."""
+        critic = {f"critic_{name}": value for name, value in overrides.items() if name.startswith("zero.")}
+        return overrides | {name: value for name, value in critic.items() if self._has(name)}
+
+    def _has(self, name: str) -> bool:
+        try:
+            _value(self.cfg, name)
+        except AttributeError:
+            return False
+        return True
 
 
 def _value(cfg: Any, name: str) -> Any:

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from flowrl.channel.address import CurveKeys, local_ip
 from flowrl.commands.finding import Finding
 from flowrl.errors import ConfigError
+from flowrl.graph.gpu_links import GpuLinks
 from flowrl.graph.machine import GB, Cluster
 from flowrl.nodes.vllm_start import check_vllm_version
 from flowrl.training.engine.compilers import check_nvcc, check_python_headers
@@ -88,7 +89,7 @@ def devices() -> Iterator[Finding]:
     driver = _driver()
     count = Cluster.here().num_gpus
     if driver is None and not count:
-        for name in ("driver", "gpus", "peer access"):
+        for name in ("driver", "gpus", "gpu links", "peer access"):
             yield Finding(name, "skipped", "no NVIDIA GPU here: models run on CPUs")
         return
     yield _driver_finding(driver)
@@ -98,10 +99,12 @@ def devices() -> Iterator[Finding]:
     if seen < count or not seen:
         remedy = "install the GPU packages (FLOWRL_DEVICE=gpu make setup, or pip install 'flowrl[gpu]')"
         yield Finding("gpus", "failed", f"{count} devices, of which torch {torch.__version__} sees {seen}", remedy)
-        yield Finding("peer access", "skipped", "torch sees no GPU")
+        for name in ("gpu links", "peer access"):
+            yield Finding(name, "skipped", "torch sees no GPU")
         return
     names = [torch.cuda.get_device_properties(index) for index in range(seen)]
     yield Finding("gpus", "ok", ", ".join(f"{one.name} {one.total_memory / GB:.1f} GiB" for one in names))
+    yield links_finding(Cluster.here().machines[0].links)
     yield _peer_finding(seen, torch.cuda.can_device_access_peer)
 
 
@@ -123,6 +126,29 @@ def _driver_finding(driver: str | None) -> Finding:
     if not major.isdigit() or int(major) < LEAST_DRIVER:
         return Finding("driver", "failed", f"version {driver}", remedy)
     return Finding("driver", "ok", f"version {driver}")
+
+
+def links_finding(links: GpuLinks | None) -> Finding:
+    """Which GPUs have NVLink between them, and which are on one NUMA node, as the plan of a run counts them."""
+    if links is None:
+        return Finding("gpu links", "skipped", "nvidia-smi topo -m does not tell; a run places by numbers")
+    joined = [_spans(group) for group in links.groups(links.has_nvlink) if len(group) > 1]
+    found = [f"NVLink between {' | '.join(joined)}"] if joined else ["no NVLink"] if len(links) > 1 else []
+    by_cores: dict[tuple[int, ...], list[int]] = {}
+    for gpu, cores in enumerate(links.cores):
+        by_cores.setdefault(cores, []).append(gpu)
+    found += [f"{_spans(gpus)} beside cores {_spans(cores)}" for cores, gpus in by_cores.items() if cores]
+    return Finding("gpu links", "ok", "; ".join(found) or "one GPU")
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """0-3,8,9 for 0, 1, 2, 3, 8 and 9."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    spans = zip(starts, ends, strict=True)
+    return ",".join(
+        f"{low}-{high}" if high > low + 1 else ",".join(map(str, range(low, high + 1))) for low, high in spans
+    )
 
 
 def _peer_finding(count: int, reaches: Callable[[int, int], bool]) -> Finding:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.errors import ConfigError
+from flowrl.graph.gpu_links import GpuLinks, links_here
 
 GB = 1 << 30
 CLUSTER_EXAMPLE = "2 x 8 x H100"
@@ -64,6 +65,8 @@ class Machine:
     """Room in /dev/shm, which is a part of the memory."""
     capability: float = 0.0
     """The least compute capability of its GPUs; 0: unknown."""
+    links: GpuLinks | None = None
+    """How its GPUs are joined; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,11 @@ class Cluster:
     @staticmethod
     def here() -> Cluster:
         """This machine, as far as this process may use it (affinity, cgroup, CUDA_VISIBLE_DEVICES)."""
-        gpus = _gpus_here()
+        gpus = len(gpu_names())
         cores = tuple(sorted(os.sched_getaffinity(0)))
         gpu_bytes, capability = _gpus_told() if gpus else (0, 0.0)
-        return Cluster((Machine(cores, gpus, _memory_here(), gpu_bytes, _shm_here(), capability),))
+        links = _links_here(gpus)
+        return Cluster((Machine(cores, gpus, _memory_here(), gpu_bytes, _shm_here(), capability, links),))
 
     @staticmethod
     def parse(text: str) -> Cluster:
@@ -157,11 +161,18 @@ def _not_a_cluster(part: str) -> ConfigError:
     )
 
 
-def _gpus_here() -> int:
+def gpu_names() -> tuple[str, ...]:
+    """The GPUs of this machine that this process may use, in the order in which a plan counts them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+        return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
+    found = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+    return tuple(str(index) for index in range(len(found)))
+
+
+def _links_here(gpus: int) -> GpuLinks | None:
+    links = links_here(os.environ.get("CUDA_VISIBLE_DEVICES")) if gpus else None
+    return links if links is not None and len(links) == gpus else None
 
 
 def _gpus_told() -> tuple[int, float]:

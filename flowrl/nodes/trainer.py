@@ -16,7 +16,6 @@ collectives (the supervisor handles a dead rank), and for a checkpoint at the en
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -31,7 +30,7 @@ from flowrl.models.model_layout import balance_problems, note, shared_notes, sha
 from flowrl.nodes.batch_record import BatchRecord
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.nodes.resident import ResidentNode
-from flowrl.nodes.trainer_parts import head_start, load_teacher, make_publisher, split_alone
+from flowrl.nodes.trainer_parts import head_start, load_teacher, make_publisher, record_scores, split_alone
 from flowrl.nodes.whole_batches import why_whole
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch.masks import loss_masks
@@ -382,16 +381,9 @@ class Trainer(ResidentNode):
     def _save(self, path: str) -> None:
         engine = self._learner.engine
         if self.objective.at_end:
-            self._record_scores()
+            record_scores(engine, self._judged("held_out"))
         engine.export(self._model_dir(path))
         engine.save(self._state_dir(path))
-
-    def _record_scores(self) -> None:
-        """Record mean and std of the scores on the held-out batch for the reward model's directory; collective."""
-        judged = self._judged("held_out")
-        mean, square = judged.get("held_out/score_mean"), judged.get("held_out/score_square")
-        if mean is not None and square is not None:
-            self._learner.engine.record_scores(mean, math.sqrt(max(0.0, square - mean**2)))
 
     def _model_dir(self, path: str) -> Path:
         """A checkpoint directory itself holds the policy's model; other models are in subdirectories."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
@@ -26,6 +27,13 @@ def head_start(source: str) -> Start:
     from flowrl.training.model.scalar_head import has_scalar_head
 
     return "reward_model" if has_scalar_head(source) else "policy"
+
+
+def record_scores(engine: ZeroEngine, judged: Mapping[str, Any]) -> None:
+    """Record mean and std of the scores on the held-out batch, if it has any, for the reward model's directory."""
+    mean, square = judged.get("held_out/score_mean"), judged.get("held_out/score_square")
+    if mean is not None and square is not None:
+        engine.record_scores(mean, math.sqrt(max(0.0, square - mean**2)))
 
 
 def split_alone(batch: Batch, node: str, num_ranks: int) -> Batch:

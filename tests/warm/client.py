@@ -19,7 +19,7 @@ with open(f"{DIRECTORY}/paths") as paths:
     REAL, SERVER = paths.read().splitlines()
 KINDS = {"default_worker.py": "trainer"}
 """Scripts, this one Ray's -> what their server has imported."""
-MODULES = {"flowrl.cli": "trainer", "tests": "trainer"}
+MODULES = {"flowrl.cli": "trainer", "flowrl.commands.gpu_check.rank_process": "trainer", "tests": "trainer"}
 SPAWNED = "from multiprocessing.spawn import spawn_main"
 """So begins a process of `multiprocessing`; that is vLLM's engine."""
 OF_ONE_PROCESS = ("RAY_", "PYTEST_", "FLOWRL_", "MAKE", "MFLAGS", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES")

@@ -76,12 +76,11 @@ class Bench:
         size, port = self.num_ranks, _free_port()
         command = [sys.executable, "-m", f"{__package__}.rank_process", target, self.device, str(size), port]
         processes = []
-        for rank in range(size):
+        for rank, sight in enumerate(self.sights(size)):
+            env = {**os.environ, "CUDA_VISIBLE_DEVICES": sight} if self.on_gpu else None
             with (self.directory / f"rank-{rank}.log").open("w") as output:
                 given = [*command, str(rank), str(self.directory), *arguments]
-                process = subprocess.Popen(
-                    given, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **self._sight(rank)}
-                )
+                process = subprocess.Popen(given, stdout=output, stderr=subprocess.STDOUT, env=env)
             processes.append(process)
         try:
             failed = _first_failed(processes)
@@ -93,12 +92,13 @@ class Bench:
             text = (self.directory / f"rank-{failed}.log").read_text(errors="replace")
             raise StageFailed(f"rank {failed} of {size} failed:\n{last_lines(text)}")
 
-    def _sight(self, rank: int) -> dict[str, str]:
+    def sights(self, count: int) -> list[str]:
+        """For each of `count` processes the value of CUDA_VISIBLE_DEVICES with which it sees a GPU of its own."""
         if not self.on_gpu:
-            return {}
+            return [""] * count
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         visible = named.split(",") if named else [str(index) for index in range(self.num_gpus)]
-        return {"CUDA_VISIBLE_DEVICES": visible[rank]}
+        return visible[:count]
 
 
 def last_lines(text: str) -> str:

@@ -35,6 +35,18 @@ STAGES = (
         f"{HERE}.training_stages:gradients",
     ),
     CheckStage(
+        "sequence-parallel",
+        "two ranks divide the positions of their micro-batches: gradients and norms are those of a CPU",
+        f"{HERE}.shared_stages:sequence_parallel",
+        least_gpus=2,
+    ),
+    CheckStage(
+        "tensor-parallel",
+        "two ranks divide the matrices of all layers: gradients and norms are those of a CPU",
+        f"{HERE}.shared_stages:tensor_parallel",
+        least_gpus=2,
+    ),
+    CheckStage(
         "residence",
         "a trainer leaves its device and comes back 20 times, and trains on as if it had not",
         f"{HERE}.training_stages:residence",
@@ -50,6 +62,12 @@ STAGES = (
         "trees", "trees of shared prefixes give what rows give, and how much faster", f"{HERE}.pass_stages:trees"
     ),
     CheckStage("packing", "sequences packed into one row give what rows give", f"{HERE}.pass_stages:packing"),
+    CheckStage(
+        "sharded-scoring",
+        "a reference over two GPUs gives the logprobs of the whole model on a CPU, before and after it was away",
+        f"{HERE}.shared_stages:sharded_scoring",
+        least_gpus=2,
+    ),
     CheckStage("precision", "logprobs in bfloat16 against float32 on a CPU", f"{HERE}.pass_stages:precision"),
     CheckStage(
         "shared-memory",

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from flowrl.commands.gpu_check.bench import Bench
 from flowrl.commands.gpu_check.small_model import all_masks, make_small_model, random_tokens
-from flowrl.training.model.attention.sequence_group import sequence_group
+from flowrl.messages import Int32
 from flowrl.training.model.row_layout import lay_out
-from flowrl.training.settings import LoRA, SequenceKind, ZeroSettings
+from flowrl.training.model.tensor_parts import whole
+from flowrl.training.settings import LoRA, ZeroSettings
 
 if TYPE_CHECKING:
     from flowrl.training.engine.gang import Gang
@@ -39,8 +40,6 @@ class GradientCase:
 
     zero: dict[str, Any]
     limit: float = 1e-4
-    shared: SequenceKind | None = None
-    """If given, all ranks have all sequences, a slice of their positions each; for two ranks and more."""
 
 
 CASES = {
@@ -50,10 +49,6 @@ CASES = {
     "stage 3, optimizer offloaded": GradientCase({"stage": 3, "offload": "optimizer"}),
     "stage 3, all offloaded": GradientCase({"stage": 3, "offload": "all"}),
     "stage 3, checkpointed": GradientCase({"stage": 3, "gradient_checkpointing": True}),
-    "stage 3, positions shared": GradientCase({"stage": 3}, shared="ulysses"),
-    "stage 3, positions shared, trees": GradientCase({"stage": 3, "layout": "tree"}, shared="ulysses"),
-    "stage 3, ring": GradientCase({"stage": 3}, shared="ring"),
-    "stage 3, ring, bfloat16": GradientCase({"stage": 3, "dtype": "bfloat16"}, 0.05, shared="ring"),
     "stage 3, bfloat16": GradientCase({"stage": 3, "dtype": "bfloat16"}, 0.05),
 }
 
@@ -63,13 +58,16 @@ def gradients(bench: Bench) -> None:
     model = make_small_model(bench.directory / "model")
     torch.save(plain_gradients(model), bench.directory / "plain.pt")
     bench.figure("ranks", str(bench.num_ranks))
-    names = [name for name, case in CASES.items() if bench.num_ranks > 1 or not case.shared]
-    bench.ranks(f"{__name__}:gradient_rank", *names)
-    found: dict[str, float] = torch.load(bench.directory / "differences.pt")
+    bench.ranks(f"{__name__}:gradient_rank", *CASES)
+    judge_gradients(bench, torch.load(bench.directory / "differences.pt"), CASES)
+
+
+def judge_gradients(bench: Bench, found: Mapping[str, float], cases: Mapping[str, GradientCase]) -> None:
+    """Tell by how much the gradient of each case differs, and require that none differs by more than its limit."""
     for name, difference in found.items():
         bench.figure(name, f"{difference:.1e}")
     for name, difference in found.items():
-        limit = CASES[name].limit
+        limit = cases[name].limit
         bench.require(difference <= limit, f"{name}: gradients differ by {difference:.2e} of their norm, not {limit:g}")
 
 
@@ -89,26 +87,25 @@ def gradient_rank(gang: Gang, directory: Path, names: Sequence[str]) -> None:
     wanted: dict[str, Tensor] = torch.load(directory / "plain.pt")
     found = {}
     for name in names:
-        kind = CASES[name].shared
-        group = sequence_group(gang.rank, gang.size, gang.size if kind else 1, kind or "ulysses")
-        engine = make_engine(directory / "model", replace(gang, sequence=group), **CASES[name].zero)
-        found[name] = relative_difference(_gradient(engine), wanted)
+        engine = make_engine(directory / "model", gang, **CASES[name].zero)
+        found[name] = relative_difference(full_gradient(engine), wanted)
         del engine
         free_memory()
     if gang.rank == 0:
         torch.save(found, directory / "differences.pt")
 
 
-def _gradient(engine: ZeroEngine) -> dict[str, Tensor]:
+def full_gradient(engine: ZeroEngine, sequences: list[Int32] = SEQUENCES) -> dict[str, Tensor]:
+    """The gradient of the mean negative logprob of `sequences`, which are dealt to ranks or groups that share them."""
     from deepspeed.utils import safe_get_full_grad
 
-    gang, shared = engine.gang, engine.gang.sequence_size
-    mine = SEQUENCES[gang.rank // shared :: gang.size // shared]
+    gang, shared = engine.gang, engine.gang.ranks_per_part
+    mine = sequences[gang.rank // shared :: gang.size // shared]
     rows = lay_out(mine, all_masks(mine), layout=engine.layout, device=engine.device)
     logprobs_N, _ = engine.forward(rows, temperature=1.0)
     engine.backward(-logprobs_N.sum() / NUM_TOKENS, last=True)
     named = engine.model.network.named_parameters()
-    return {name: safe_get_full_grad(parameter).float().cpu().clone() for name, parameter in named}
+    return {name: whole(safe_get_full_grad(p), p).float().cpu().clone() for name, p in named}
 
 
 def make_engine(path: Path, gang: Gang, *, stage: int, **settings: Any) -> ZeroEngine:

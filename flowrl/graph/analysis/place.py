@@ -5,6 +5,8 @@ nodes that are `together` share one, replica by replica. Hosts of one `time_shar
 
 Invariant: a core or GPU belongs to one host, or to several that requested a part of it or use it alternately. The
 ranks of a gang are on different GPUs, because NCCL refuses two ranks on one.
+Where the machine's links are known, a process with several GPUs and the ranks of a gang get GPUs with the fastest links
+between them (`linked`), and every host cores beside its GPUs.
 If the class default of a gang does not fit, its ranks share one rank's cores, because they work in
 lockstep anyway. Anything else that does not fit is reported and not placed. Cores that are
 left go to hosts with GPUs.
@@ -12,11 +14,14 @@ left go to hosts with GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from flowrl.graph.analysis.linked import linked, neighbours
+from flowrl.graph.gpu_links import GpuLinks
 from flowrl.graph.graph import Graph, Placed
-from flowrl.graph.machine import Cluster
+from flowrl.graph.machine import Cluster, Machine
 
 CORE = "core"
 ROUNDING = 1e-6
@@ -84,26 +89,53 @@ class DeviceSlot:
 class Devices:
     """Cores and GPUs that are still free, as fractions of one device."""
 
-    def __init__(self, machines: Iterable[tuple[int, Iterable[int], Iterable[int]]]) -> None:
+    def __init__(
+        self,
+        machines: Iterable[tuple[int, Iterable[int], Iterable[int]]],
+        links: Mapping[int, GpuLinks] | None = None,
+    ) -> None:
         self._machines = [
             (machine, dict.fromkeys(cores, 1.0), dict.fromkeys(gpus, 1.0)) for machine, cores, gpus in machines
         ]
+        self.links: Mapping[int, GpuLinks] = links or {}
+        """Machine -> how its GPUs are joined, where that is known."""
 
     @staticmethod
     def of(cluster: Cluster) -> Devices:
-        return Devices((index, m.cores, range(m.gpus)) for index, m in enumerate(cluster.machines))
+        links = {at: machine.links for at, machine in enumerate(cluster.machines) if machine.links is not None}
+        return Devices(((index, m.cores, range(m.gpus)) for index, m in enumerate(cluster.machines)), links)
 
-    def take(self, cpus: float, gpus: float, *, apart: Iterable[DeviceSlot] = ()) -> DeviceSlot | None:
-        """Take devices from the first machine that has enough, without the GPUs of `apart`; None if no machine has."""
-        used = {(slot.machine, gpu) for slot in apart for gpu in slot.gpus}
+    def take(
+        self, cpus: float, gpus: float, *, apart: Iterable[DeviceSlot] = (), further: float = 0
+    ) -> DeviceSlot | None:
+        """Take devices from the first machine that has enough, without the GPUs of `apart`; None if no machine has.
+
+        Close to those of `apart`, where `further` GPUs will join them; and cores beside them.
+        """
+        used = [(slot.machine, gpu) for slot in apart for gpu in slot.gpus]
         for machine, cores_left, gpus_left in self._machines:
             free = {gpu: left for gpu, left in gpus_left.items() if (machine, gpu) not in used}
-            cores, boards = _pick(cores_left, cpus), _pick(free, gpus)
+            near = [gpu for index, gpu in used if index == machine]
+            boards = _pick(free, gpus, self._chooser(machine, near, int(further)))
+            cores = None if boards is None else self._cores(machine, cores_left, cpus, boards)
             if cores is not None and boards is not None:
                 _spend(cores_left, cores)
                 _spend(gpus_left, boards)
                 return DeviceSlot(machine, tuple(sorted(cores)), tuple(sorted(boards)))
         return None
+
+    def _chooser(self, machine: int, near: list[int], further: int) -> Chooser:
+        links = self.links.get(machine)
+        return neighbours if links is None else partial(linked, links, near=near, further=further)
+
+    def _cores(
+        self, machine: int, left: dict[int, float], cpus: float, boards: Iterable[int]
+    ) -> dict[int, float] | None:
+        """Cores of the NUMA nodes of those GPUs, if they have enough."""
+        links = self.links.get(machine)
+        beside = set() if links is None else {core for gpu in boards for core in links.cores[gpu]}
+        local = {core: part for core, part in left.items() if core in beside}
+        return (_pick(local, cpus) if local else None) or _pick(left, cpus)
 
     def whole(self, machine: int) -> tuple[int, ...]:
         """Cores of a machine that are completely free."""
@@ -112,27 +144,23 @@ class Devices:
         )
 
 
-def _pick(left: dict[int, float], amount: float) -> dict[int, float] | None:
+Chooser = Callable[[list[int], int], list[int]]
+"""(free devices, count) -> those to take."""
+
+
+def _pick(left: dict[int, float], amount: float, choose: Chooser = neighbours) -> dict[int, float] | None:
     """Whole devices for the whole part of `amount`, one shared device for the rest."""
     whole, part = int(amount + ROUNDING), amount - int(amount + ROUNDING)
     free = [device for device in left if left[device] > 1 - ROUNDING]
     if len(free) < whole:
         return None
-    picked = dict.fromkeys(_neighbours(free, whole), 1.0)
+    picked = dict.fromkeys(choose(free, whole), 1.0)
     if part > ROUNDING:
         shared = [device for device in left if device not in picked and left[device] >= part - ROUNDING]
         if not shared:
             return None
         picked[min(shared, key=lambda device: left[device])] = part
     return picked
-
-
-def _neighbours(free: list[int], count: int) -> list[int]:
-    """`count` of the free devices: a block that starts at a multiple of its size, if there is one, then any block, then
-    the first ones. Devices with neighbouring numbers usually have the fastest link and the same memory."""
-    blocks = [range(first, first + count) for first in free if set(range(first, first + count)) <= set(free)]
-    aligned = [block for block in blocks if count and block[0] % count == 0]
-    return list(next(iter([*aligned, *blocks]), free[:count]))
 
 
 def _spend(left: dict[int, float], picked: dict[int, float]) -> None:
@@ -144,13 +172,13 @@ def place(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...], tuple[s
     """The hosts of `graph`, and the names of those for which `cluster` has no devices left."""
     free, homeless, hosts = Devices.of(cluster), [], []
     for lease, units in pools(graph, cluster):
-        shared = Devices(())
+        shared = Devices((), free.links)
         for unit in sorted(units, key=lambda unit: -unit.replicas * (unit.cpus + unit.gpus)):
             slots = _slots(unit, shared, free)
             hosts += [_host(unit, replica, slot, lease) for replica, slot in enumerate(slots)]
             homeless += [f"{unit.name}/{replica}" for replica, slot in enumerate(slots) if slot is None]
             if lease:
-                shared = _lent(hosts, lease)
+                shared = _lent(hosts, lease, free.links)
     hosts = list(_with_spare_cores(graph, hosts, free, cluster))
     core = tuple(f"{p.name}/{i}" for p in graph.placed.values() if _is_core(graph, p) for i in range(p.replicas))
     taken = {core for host in hosts if host.machine == 0 for core in host.cores}
@@ -164,24 +192,41 @@ def _with_spare_cores(graph: Graph, hosts: Iterable[HostPlan], free: Devices, cl
     The cores that are left of a machine are divided among its GPUs and what has none, so that it does not matter for
     one GPU whether the others are used. Hosts that use a GPU in turns use its cores in turns as well.
     """
+    spare = {index: spare_cores(free.whole(index), machine) for index, machine in enumerate(cluster.machines)}
     for host in hosts:
         said = any(graph.placed[name.partition("/")[0]].cpus is not None for name in host.nodes)
         if host.num_gpus < 1 or said:
             yield host
             continue
-        spare, count = free.whole(host.machine), cluster.machines[host.machine].gpus
-        size = min(MOST_SPARE, len(spare) // (count + 1))
-        more = [core for gpu in host.gpus for core in spare[gpu * size : (gpu + 1) * size]]
+        more = [core for gpu in host.gpus for core in spare[host.machine][gpu]]
         yield replace(host, cpus=host.cpus + len(more), cores=tuple(sorted({*host.cores, *more})))
+
+
+def spare_cores(free: Sequence[int], machine: Machine) -> list[list[int]]:
+    """GPU -> its part of the free cores of its machine: an equal number for each, those beside it first."""
+    size, left = min(MOST_SPARE, len(free) // (machine.gpus + 1)), list(free)
+    found: list[list[int]] = [[] for _ in range(machine.gpus)]
+    if machine.links is not None:
+        for gpu, beside in enumerate(machine.links.cores):
+            local = [core for core in left if core in beside]
+            others = sum(other == beside for other in machine.links.cores[gpu:])
+            found[gpu] = local[: min(size, len(local) // others)]
+            left = [core for core in left if core not in found[gpu]]
+    for mine in found:
+        count = size - len(mine)
+        mine += left[:count]
+        del left[:count]
+    return found
 
 
 def _slots(unit: PlacedUnit, shared: Devices, free: Devices) -> list[DeviceSlot | None]:
     """The devices of every replica: those lent by its lease if there are enough, else free ones."""
     slots: list[DeviceSlot | None] = []
-    for _ in range(unit.replicas):
+    for left in reversed(range(unit.replicas)):
         apart = [slot for slot in slots if slot is not None] if unit.gang else []
-        found = shared.take(unit.cpus, unit.gpus, apart=apart) or free.take(unit.cpus, unit.gpus, apart=apart)
-        slots.append(found)
+        further = left * unit.gpus if unit.gang else 0
+        wish = partial(Devices.take, cpus=unit.cpus, gpus=unit.gpus, apart=apart, further=further)
+        slots.append(wish(shared) or wish(free))
     return slots
 
 
@@ -191,11 +236,11 @@ def _host(unit: PlacedUnit, replica: int, slot: DeviceSlot | None, lease: str) -
     return HostPlan(nodes[0], nodes, slot.machine, unit.cpus, slot.cores, unit.gpus, slot.gpus, lease)
 
 
-def _lent(hosts: Sequence[HostPlan], lease: str) -> Devices:
+def _lent(hosts: Sequence[HostPlan], lease: str, links: Mapping[int, GpuLinks]) -> Devices:
     """The devices of a lease's hosts so far; all count as free for one more unit."""
     mine = [host for host in hosts if host.lease == lease]
     machines = sorted({host.machine for host in mine})
-    return Devices(
+    devices = (
         (
             machine,
             sorted({core for host in mine if host.machine == machine for core in host.cores}),
@@ -203,6 +248,7 @@ def _lent(hosts: Sequence[HostPlan], lease: str) -> Devices:
         )
         for machine in machines
     )
+    return Devices(devices, links)
 
 
 def pools(graph: Graph, cluster: Cluster) -> tuple[tuple[str, tuple[PlacedUnit, ...]], ...]:

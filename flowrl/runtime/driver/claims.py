@@ -1,8 +1,9 @@
 """What Ray reserves for each host, and which GPUs each host sees.
 
 The plan says which hosts share a device. Ray knows fractions of devices, but puts each fraction where there is room,
-so one host reserves every GPU of the plan as a whole, and Ray sets no variable. The ids that Ray then names are
-assigned to the plan's indices: on a cluster other jobs may hold the devices that the plan counted first.
+so one host reserves every GPU of the plan as a whole, and Ray sets no variable. In a Ray of the run's own, which no
+other job uses, the plan's indices are the machine's devices. On a cluster other jobs may hold those that the plan
+counted first, so the ids that Ray names are assigned to the plan's indices in order.
 
 Invariant: a host sees the GPUs that its plan names and no others; without any it sees none.
 """
@@ -46,8 +47,13 @@ def _sharers(host: HostPlan, hosts: Sequence[HostPlan]) -> int:
     return max((sum(core in other.cores for other in lease) for core in host.cores), default=1) or 1
 
 
-def visible_devices(hosts: Sequence[HostPlan], reserved: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Host -> ids of the GPUs that it sees, its plan's in order. `reserved`: host -> ids that Ray reserved for it."""
+def visible_devices(
+    hosts: Sequence[HostPlan], reserved: Mapping[str, Sequence[str]], own: Sequence[str] | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Host -> ids of the GPUs that it sees, its plan's in order. `reserved`: host -> ids that Ray reserved for it.
+    `own`: the ids of the only machine's devices, if all are the run's."""
+    if own is not None:
+        return {host.name: tuple(own[gpu] for gpu in host.gpus) for host in hosts}
     names: dict[tuple[int, int], str] = {}
     for machine in {host.machine for host in hosts}:
         mine = [host for host in hosts if host.machine == machine]

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from flowrl.channel.address import socket_root
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.graph.machine import Cluster, Machine
+from flowrl.graph.machine import Cluster, Machine, gpu_names
 from flowrl.orphans import adopt_orphans
 from flowrl.runtime.driver import slow_start
 from flowrl.runtime.driver.guard import Guard
@@ -187,6 +187,10 @@ class RayCluster:
                 for node in nodes
             )
         )
+
+    def own_devices(self) -> tuple[str, ...] | None:
+        """The ids of this machine's GPUs in the plan's order, if this Ray is the run's own; None if it was joined."""
+        return gpu_names() if self.owned else None
 
     def place(self, slots: Sequence[HostSlot]) -> None:
         """Reserve one bundle per host. Raises ConfigError when the cluster cannot place them."""

@@ -76,7 +76,8 @@ class Hosts:
     def _devices(self, opened: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
         """Host -> the GPUs that it sees."""
         hosts = next(iter(self._specs.values())).plan.hosts
-        return visible_devices(hosts, {host: answer["gpus"] for host, answer in opened.items()})
+        reserved = {host: answer["gpus"] for host, answer in opened.items()}
+        return visible_devices(hosts, reserved, self._cluster.own_devices())
 
     def _follow_ray(self) -> None:
         for name, pid in self._cluster.processes().items():

@@ -1,0 +1,81 @@
+"""Which of the free GPUs a process, or the ranks of a gang, get: those with the fastest links between them. Pure.
+
+A set of GPUs is as good as its worst link (NVLink, one NUMA node, several), then as the sum of its links, then as what
+it leaves: it should break few links of the others. What is equally good is decided by plain order, so that on a machine
+where every GPU reaches every other in the same way the numbers are those of a machine that is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+from math import comb
+
+from flowrl.graph.gpu_links import NVLINK, GpuLinks
+
+MOST_SETS = 2000
+"""Sets that are compared one by one; of more, those that grow from each GPU by its best links."""
+
+
+def neighbours(free: Sequence[int], count: int) -> list[int]:
+    """`count` of the free devices: a block that starts at a multiple of its size, if there is one, then any block, then
+    the first ones. Devices with neighbouring numbers usually have the fastest link and the same memory."""
+    there = set(free)
+    blocks = [range(first, first + count) for first in free if there.issuperset(range(first, first + count))]
+    aligned = [block for block in blocks if count and block[0] % count == 0]
+    return list(next(iter([*aligned, *blocks]), free[:count]))
+
+
+def linked(
+    links: GpuLinks, free: Sequence[int], count: int, *, near: Sequence[int] = (), further: int = 0
+) -> list[int]:
+    """`count` of the free GPUs, those that are to be the next in a gang.
+
+    `near`: the GPUs of its ranks so far, the last one last. `further`: how many more of its ranks will need.
+    """
+    size = min(len(free), count + further)
+    if not count or size < count:
+        return list(free[:count])
+    sets = _sets(links, free, size, near)
+    best = max(sets, key=lambda chosen: _worth(links, chosen, near, free))
+    return _chain(links, best, near)[:count]
+
+
+def _worth(links: GpuLinks, chosen: Sequence[int], near: Sequence[int], free: Sequence[int]) -> tuple[int, int, int]:
+    inside = [links.closeness(one, other) for one, other in combinations((*near, *chosen), 2)]
+    left = [gpu for gpu in free if gpu not in chosen]
+    broken = sum(links.closeness(one, other) for one in chosen for other in left)
+    return _kind(min(inside, default=0)), sum(inside), -broken
+
+
+def _kind(closeness: int) -> int:
+    """2 NVLink, 1 on one NUMA node, 0 between nodes."""
+    return 2 if closeness > NVLINK else min(closeness, 1)
+
+
+def _sets(links: GpuLinks, free: Sequence[int], size: int, near: Sequence[int]) -> Iterator[Sequence[int]]:
+    yield neighbours(free, size)
+    known = sorted({*free, *near})
+    if len({links.closeness(one, other) for one, other in combinations(known, 2)}) == 1:
+        return
+    yield from combinations(free, size) if comb(len(free), size) <= MOST_SETS else _grown(links, free, size, near)
+
+
+def _grown(links: GpuLinks, free: Sequence[int], size: int, near: Sequence[int]) -> Iterable[Sequence[int]]:
+    for first in free:
+        chosen = [first]
+        while len(chosen) < size:
+            rest = [gpu for gpu in free if gpu not in chosen]
+            chosen.append(max(rest, key=lambda gpu: sum(links.closeness(gpu, one) for one in (*near, *chosen))))
+        yield sorted(chosen)
+
+
+def _chain(links: GpuLinks, chosen: Sequence[int], near: Sequence[int]) -> list[int]:
+    """`chosen` in an order in which each has the best link to the one before: consecutive ranks exchange the most."""
+    left = sorted(chosen)
+    chain = [*near[-1:]] or [left.pop(0)]
+    begins = len(near[-1:])
+    while left:
+        chain.append(max(left, key=lambda gpu: links.closeness(chain[-1], gpu)))
+        left.remove(chain[-1])
+    return chain[begins:]
