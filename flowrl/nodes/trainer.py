@@ -16,6 +16,7 @@ collectives (the supervisor handles a dead rank), and for a checkpoint at the en
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
