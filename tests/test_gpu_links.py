@@ -75,7 +75,7 @@ def test_without_the_command_nothing_is_known(monkeypatch: pytest.MonkeyPatch, t
 def test_this_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     command, asked = tmp_path / "nvidia-smi", tmp_path / "asked"
     rows = answering("", ["NVIDIA A100 80GB PCIe"] * 8)(*QUERY)
-    answers = f'topo) cat "{TEXTS}/a100x8_pairs.txt";; *name*) printf "%s\\n" "{rows}";; *) echo 81920;;'
+    answers = f'topo) cat "{TEXTS}/a100x8_pairs.txt";; *name*) printf "%s\\n" "{rows}";; *) echo "81920, 8.0";;'
     command.write_text(f'#!/bin/sh\necho "$1" >> "{asked}"\ncase "$1" in {answers} esac\n')
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -83,7 +83,11 @@ def test_this_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ask_nvidia_smi.cache_clear()
     for _ in range(2):
         (machine,) = Cluster.here().machines
-        assert machine.links == PAIRS.of([4, 7]) and machine.gpus == 2 and machine.gpu_bytes == 80 << 30
+        assert (
+            machine.links == PAIRS.of([4, 7])
+            and machine.gpus == 2
+            and (machine.gpu_bytes, machine.capability) == (80 << 30, 8.0)
+        )
     ask_nvidia_smi.cache_clear()
     assert asked.read_text().split().count("topo") == 1
 
