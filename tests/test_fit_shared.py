@@ -63,7 +63,7 @@ def test_ranks_divide_matrices_where_every_rank_has_whole_weights() -> None:
 
 
 def test_ranks_divide_matrices_where_attention_cannot_divide_positions() -> None:
-    given = variations(SEVEN, *LONG, "--zero.attention", "eager")
+    given = variations(SEVEN, *LONG, "--zero.attention", "flex_attention")
     assert proposed(given) == (
         f"{CHECKPOINTED} --zero.stage 2 --trainer.replicas 8 --trainer.tensor-parallel-size 2 {TURNS}"
     )
@@ -89,11 +89,11 @@ def test_both_trainers_of_ppo_save_memory() -> None:
         (SMALL, (), {2, 7}, set()),  # 14 heads, 2 of keys
         (SEVEN, (), {2, 4, 7}, set()),  # 28 and 4
         (SEVEN, ("--zero.stage", "2"), {2, 4, 7}, {2, 4}),
-        (SEVEN, ("--zero.attention", "eager"), set(), {2, 4}),
-        (LARGE, ("--zero.attention", "eager"), set(), {2, 4, 8}),  # 40 and 8
+        (SEVEN, ("--zero.attention", "flex_attention"), set(), {2, 4}),
+        (LARGE, ("--zero.attention", "flex_attention"), set(), {2, 4, 8}),  # 40 and 8
         (SEVEN, ("--zero.stage", "2", "--lora.rank", "8"), {2, 4, 7}, set()),
         (SEVEN, ("--zero.stage", "2", "--zero.optimizer", "muon"), {2, 4, 7}, set()),
-        (SEVEN, ("--zero.offload", "all", "--zero.attention", "eager"), set(), set()),
+        (SEVEN, ("--zero.offload", "all", "--zero.attention", "flex_attention"), set(), set()),
         (SEVEN, ("--trainer.sequence-parallel-size", "2", "--trainer.replicas", "4"), {4, 7}, set()),
         (SEVEN, ("--groups-per-step", "1", "--group-size", "2", "--trainer.replicas", "4"), {2, 4, 7}, set()),
     ],

@@ -156,7 +156,7 @@ def test_a_run_filters_fewer_groups_and_says_what_it_chose(tmp_path: Path) -> No
     assert sum(line["prompts_chosen"] for line in lines) > 20
     assert sum(line["prompts_replayed"] for line in lines) > 0
     assert 0.2 < lines[-1]["chosen_pass_rate"] < 0.8
-    assert 0 < max(line["all_equal_share"] for line in lines) and lines[-1]["all_equal_share"] < 1
+    assert max(line["all_equal_share"] for line in lines) > 0 and lines[-1]["all_equal_share"] < 1
     assert lines[-1]["prompts_solved"] >= 5 and lines[-1]["prompts_unsolved"] >= 5
     assert "prompts_chosen" not in plain.metrics()[-1]
 
