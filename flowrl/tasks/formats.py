@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.compressed import DAMAGED, SUFFIXES, open_text
+from flowrl.tasks.compressed import SUFFIXES, damage_of, open_text
 from flowrl.tasks.malformed import Malformed, Reading
 
 Record = Mapping[str, Any]
@@ -85,14 +85,11 @@ def file_records(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
     if kind == PARQUET:
         yield from _parquet(path, reading)
         return
-    try:
-        with open_text(path, newline="" if kind in TABLES else None) as text:
-            if kind in TABLES:
-                yield from _table(path, text, TABLES[kind], reading)
-            else:
-                yield from _plain(path, text, reading) if kind == PLAIN else _json(path, text, reading)
-    except DAMAGED as problem:
-        raise ConfigError(f"{path} cannot be read: {problem}; write it again") from None
+    with damage_of(path), open_text(path, newline="" if kind in TABLES else None) as text:
+        if kind in TABLES:
+            yield from _table(path, text, TABLES[kind], reading)
+        else:
+            yield from _plain(path, text, reading) if kind == PLAIN else _json(path, text, reading)
 
 
 def _plain(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, Record]]:
