@@ -260,9 +260,7 @@ def test_only_a_full_disk_asks_for_a_larger_one(problem: int, tmp_path: Path) ->
 def test_a_file_that_cannot_be_read_is_named_and_no_disk_is_blamed(tmp_path: Path) -> None:
     file = written(tmp_path, ".jsonl.gz")
     file.unlink()
-    with pytest.raises(
-        ConfigError, match=r"rows.jsonl.gz cannot be read: .*No such file.*; write it again"
-    ):
+    with pytest.raises(ConfigError, match=r"rows.jsonl.gz cannot be read: .*No such file.*; write it again"):
         plain_file(file)
 
 
