@@ -67,7 +67,7 @@ def _recipe(path: Path, split: str) -> dict[str, int | str]:
         "modified_ns": max((one.st_mtime_ns for one in found), default=0),
         "form": 1,
     }
-    return recipe | ({"split": split} if path.is_dir() else {})
+    return recipe | ({"split": split, "form": 2} if path.is_dir() else {})
 
 
 def _stats(path: Path, split: str) -> list[os.stat_result]:
